@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cupyfa import forms, modifiers
+from cupyfa import forms, modifiers, ragged
 from cupyfa.blocks import BlockMask
 from cupyfa.dtypes import dtype_named
-from cupyfa.errors import described
+from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
@@ -68,6 +68,15 @@ if TYPE_CHECKING:
         own: Own | None
         out: Any
         progress: Progress | None
+
+    class _OfSequences(_Modified, total=False):
+        """What the functions of ragged batches take besides."""
+
+        options: AttentionOptions | None
+        kernel: str | Kernel
+        backend: BackendName | Backend
+        tiles: Tiles | None
+        check: bool
 
 
 Tiles = Mapping[str, int]
@@ -205,6 +214,8 @@ def attention(
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
+    if isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
+        return _attention_of_lists(locals())
     if unknown:
         raise unknown_argument(attention, unknown)
     # fmt: off
@@ -384,6 +395,8 @@ def attention_vjp(
     pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
     their contents at that time.
     """
+    if isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
+        return _vjp_of_lists(q, k, v, locals())
     if not options.keys() <= _OF_BOTH.keys():
         if given := options.keys() & {"return_own", "out", "grads"}:
             raise ValueError(
@@ -415,6 +428,254 @@ def attention_vjp(
         )
 
     return ((out, lse) if return_lse else out), pullback
+
+
+def attention_ragged(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+    **keywords: Unpack[_OfSequences],
+) -> Any:
+    """``attention`` of sequences of different lengths, which lie one after the other.
+
+    q [total queries, heads, d], k [total keys, kv_heads, d], v [total keys, kv_heads, dv]. Rows
+    cu_seqlens_q[i] to cu_seqlens_q[i + 1] - 1 of q and cu_seqlens_k[i] to cu_seqlens_k[i + 1] - 1
+    of k and v are sequence i; any may be empty. The first seqused_q[i] and seqused_k[i] of them
+    count, by default all. These are [sequences + 1] and [sequences] of int32, of NumPy or where q
+    is: kernels read them when they run, so that a captured CUDA graph takes other lengths each
+    time.
+
+    Masks, windows and texts are each sequence's own: query and key count from 0 in it, queries and
+    keys are its lengths, batch is its number, as in alibi_slopes and sink [sequences, heads]. The
+    bits of a sequence do not depend on finite numbers of others. bias=, mask= and block masks are
+    refused: give a text that reads ``captured``. The other arguments are those of ``attention``.
+
+    Returns out [total queries, heads, dv], and with ``return_lse`` lse [heads, total queries]. A
+    row of no sequence has out = 0 and lse = -infinity.
+
+    Raises what ``attention`` raises; ValueError for offsets that fall or go beyond the arrays,
+    where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
+    written.
+    """
+    where, arrays, given, is_moved = _sequences(
+        {"q": q, "k": k, "v": v}, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
+    )
+    how, check = _how_of_sequences("forward", attention_ragged, where, return_lse, keywords, given)
+    how, arrays = _with_operands(how[0], arrays, how[1])
+    if is_moved and out is not None:
+        result = _call(how, arrays, None, None, check)
+        packed = result[0] if return_lse else result
+        if tuple(out.shape) != tuple(packed.shape) or str(out.dtype) != str(packed.dtype):
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)}, the result is {packed.dtype} "
+                f"{tuple(packed.shape)}; give an array like that"
+            )
+        out[...] = where.download(packed)
+        return (out, where.download(result[1])) if return_lse else out
+    return _moved_back(where, _call(how, arrays, out, None, check), is_moved)
+
+
+def attention_ragged_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    deterministic: bool = False,
+    dlse: Any = None,
+    **keywords: Unpack[_OfSequences],
+) -> tuple[Any, Any, Any]:
+    """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention_ragged``.
+
+    q, k, v, the offsets and the options are those of the call of ``attention_ragged``, ``out`` and
+    ``lse`` its results with ``return_lse``. dlse is the gradient of lse, by default 0. With
+    ``deterministic`` every run gives the same bits.
+
+    Returns dq, dk and dv, like q, k and v; of rows of no sequence they are 0. Raises what
+    ``attention_ragged`` raises.
+    """
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    where, arrays, given, is_moved = _sequences(
+        named, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
+    )
+    how, check = _how_of_sequences(
+        "backward", attention_ragged_backward, where, deterministic, keywords, given
+    )
+    if dlse is not None:
+        dlse = _like_lse(dlse, lse)
+        how[1]["dlse"] = where.upload(dlse) if is_moved else dlse
+    how, arrays = _with_operands(how[0], arrays, how[1])
+    return _moved_back(where, _call(how, arrays, None, None, check), is_moved)
+
+
+def attention_ragged_vjp(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    deterministic: bool = False,
+    kernel: str | Kernel = "auto",
+    backward_kernel: str | Kernel = "auto",
+    return_lse: bool = False,
+    **keywords: Unpack[_OfSequences],
+) -> tuple[Any, Callable[..., tuple[Any, Any, Any]]]:
+    """``attention_ragged``, and the function that computes its gradients.
+
+    Returns out and ``pullback``; ``pullback(dout, dlse=None)`` gives dq, dk and dv. With
+    ``return_lse`` it returns (out, lse) and ``pullback``.
+    """
+    offsets = cu_seqlens_q, cu_seqlens_k
+    of_both: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k, **keywords}
+    out, lse = attention_ragged(q, k, v, *offsets, kernel=kernel, return_lse=True, **of_both)
+
+    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, Any, Any]:
+        of_backward = {"kernel": backward_kernel, "deterministic": deterministic, "dlse": dlse}
+        return attention_ragged_backward(
+            *(dout, q, k, v, out, lse, *offsets), **of_backward, **of_both
+        )
+
+    return ((out, lse) if return_lse else out), pullback
+
+
+def _sequences(
+    named: Mapping[str, Any], lengths: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[Backend, Sequence[Any], dict[str, Any], bool]:
+    """The backend of a ragged batch, its packed arrays there, its offsets, and whether the arrays
+    were NumPy's on the way to a GPU.
+    """
+    for name, x in named.items():
+        if name != "lse" and len(getattr(x, "shape", (0, 0, 0))) != 3:
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; packed arrays are [rows, heads, columns]"
+            )
+    backend, arrays = adopt(keywords.get("backend", "auto"), **named)
+    by_name = dict(zip(named, arrays))
+    names = (*modifiers.STARTS, *modifiers.USED)
+    given = {name: _seen(backend, name, x) for name, x in zip(names, lengths)}
+    if missing := [name for name in modifiers.STARTS if given[name] is None]:
+        raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
+    look = bool(keywords.get("check"))
+    given = ragged.lengths(
+        by_name["q"], by_name["k"], given, look=look, download=backend.download
+    )
+    is_moved = not all(map(backend.owns, arrays))
+    if is_moved:
+        arrays = [backend.upload(x) for x in arrays]
+    return backend, arrays, given, is_moved
+
+
+def _how_of_sequences(
+    operation: str,
+    function: Callable[..., Any],
+    backend: Backend,
+    flag: bool,
+    keywords: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> tuple[tuple[How, dict[str, Any]], bool]:
+    """A call for a ragged batch with the arrays that it reads besides; and whether to check it."""
+    names = {"options": None, "kernel": "auto", "tiles": None}
+    options, kernel, tiles = (keywords.get(name, usual) for name, usual in names.items())
+    own = (*names, "backend", "check")
+    others = {name: x for name, x in keywords.items() if name not in own}
+    read, asked = _without_arrays(others)
+    if isinstance(read.get(modifiers.MASK), BlockMask):
+        raise Unsupported(
+            "a block mask cannot be used with a ragged batch; give its expression as mask_mod"
+        )
+    how = (operation, kernel, backend, options, "bshd", tiles, flag, _NO_OWN)
+    return (how + _values(function, asked), {**read, **given}), bool(keywords.get("check"))
+
+
+def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:
+    """The results as NumPy arrays, if the inputs were."""
+    if not is_moved:
+        return results
+    if isinstance(results, tuple):
+        return tuple(map(backend.download, results))
+    return backend.download(results)
+
+
+def _packed_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Any], list[np.ndarray]]:
+    """Lists of arrays as packed arrays, and the offsets of q and of k."""
+    arrays, offsets = zip(*(ragged.packed(*x, layout) for x in (("q", q), ("k", k), ("v", v))))
+    if len({len(x) for x in (q, k, v)}) > 1 or (offsets[1] != offsets[2]).any():
+        sizes = ", ".join(f"{name} has {len(x)} arrays" for name, x in zip("qkv", (q, k, v)))
+        raise ValueError(f"{sizes}; give as many, of which k and v have the same rows")
+    return list(arrays), [offsets[0], offsets[1]]
+
+
+def _attention_of_lists(given: Mapping[str, Any]) -> Any:
+    """``attention`` of lists of arrays, with its arguments by name."""
+    given = _for_lists(attention, given)
+    layout, out = given.pop("layout", "bhsd"), given.pop("out", None)
+    arrays, offsets = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
+    found = attention_ragged(*arrays, *offsets, **given)
+    if not given.get("return_lse"):
+        return ragged.parts(found, offsets[0], layout, out)
+    return ragged.parts(found[0], offsets[0], layout, out), ragged.row_parts(found[1], offsets[0])
+
+
+def _vjp_of_lists(
+    q: Any, k: Any, v: Any, given: Mapping[str, Any]
+) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    """``attention_vjp`` of lists of arrays, with its arguments by name."""
+    given = _for_lists(attention_vjp, {**given, **given["options"], "options": None})
+    layout = given.pop("layout", "bhsd")
+    arrays, (rows, keys) = _packed_lists(*(given.pop(x) for x in "qkv"), layout)
+    return_lse = given.pop("return_lse", False)
+    (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)
+
+    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+        if not ragged.are_lists(dout):
+            raise TypeError(f"dout is {described(dout)}; give a list of arrays like out")
+        packed, _ = ragged.packed("dout", dout, layout)
+        if dlse is not None:
+            dlse = np.concatenate(dlse, axis=1)
+        found = back(packed, dlse)
+        return tuple(
+            ragged.parts(x, of, layout) for x, of in zip(found, (rows, keys, keys), strict=True)
+        )
+
+    outs = ragged.parts(out, rows, layout)
+    return ((outs, ragged.row_parts(lse, rows)) if return_lse else outs), pullback
+
+
+def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that differ from a function's defaults. Raises for those lists cannot have."""
+    known = signature(function).parameters
+    asked = {**given, **given.get("unknown", {})}
+    usual = {name: x.default for name, x in known.items() if x.kind is not x.VAR_KEYWORD}
+    found = {
+        name: x
+        for name, x in asked.items()
+        if name not in ("unknown", "options") and x is not None and x is not usual.get(name)
+    }
+    if isinstance(given.get("options"), AttentionOptions):
+        found["options"] = given["options"]
+    for name in ("own", "return_own", "progress", "wrt"):
+        if name in found:
+            raise Unsupported(
+                f"{name} cannot be used with lists of arrays; pack them and leave it out, or call "
+                f"{function.__name__} for each"
+            )
+    return found
 
 
 def softmax(
@@ -559,7 +820,10 @@ _NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, "captured")
-_ARRAYS_OF_CALLS = (*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.SEEDS)
+_ARRAYS_OF_CALLS = (
+    *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS),
+    *modifiers.SEEDS,
+)
 # What attention_vjp hands to both passes.
 _OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
 _ARRAYS = {

@@ -26,7 +26,14 @@ OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
 _CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
-_WITHOUT_TEXT = (SINK, DLSE, *SEEDS)
+# Of a ragged batch, where sequences begin in packed rows, and how many of their rows count.
+STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
+LENGTHS = (*STARTS, *USED)
+_WANTED = (
+    "one number for each sequence, here ({0},)",
+    "that of the first row of each sequence and then the end, here ({0} + 1,)",
+)
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -113,7 +120,7 @@ def name_of(name: str) -> str:
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
-    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS)
+    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS)
     return own if known else f"captured {own}"
 
 
@@ -175,7 +182,7 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in (SINK, DLSE) if self._has(x)]
+        alone = [x for x in (SINK, DLSE) if self._has(x)] + ["ragged"] * self.is_ragged
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
         return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
 
@@ -187,6 +194,16 @@ class Modifiers:
     @property
     def has_sink(self) -> bool:
         return self._has(SINK)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether batch elements are sequences of packed rows."""
+        return self._has(STARTS[0])
+
+    @property
+    def used(self) -> tuple[bool, ...]:
+        """Whether it is given how many queries, and how many keys, of each sequence count."""
+        return tuple(map(self._has, USED))
 
     def _has(self, name: str) -> bool:
         return any(x.name == name for x in self.operands)
@@ -236,9 +253,9 @@ def modifiers(
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
         by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
-    for name in (*OWN_ARRAYS, DLSE, *SEEDS):
+    for name in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS):
         if name in by_name:
-            _check_own(by_name[name], sizes)
+            _check_own(by_name[name], sizes, STARTS[0] in by_name)
     score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
     read = {name for text in (*score, *mask) for name in text.captured}
     for text in (*score, *mask):
@@ -285,17 +302,21 @@ def indices(shape: Sequence[int]) -> str:
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
-def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
+def _check_own(
+    operand: Operand, sizes: tuple[int, int, int, int], is_packed: bool = False
+) -> None:
     name, shape, kind = operand.name, operand.shape, operand.captured.kind
     batch, heads, *_ = sizes
     if name in (ALIBI, SINK):
         fits = shape in ((heads,), (batch, heads))
         wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
     elif name == DLSE:
-        fits = shape == sizes[:3]
-        wanted = f"that of lse, here {sizes[:3]}"
+        like = (1, *sizes[1:3]) if is_packed else sizes[:3]
+        fits, wanted = shape == like, f"that of lse, here {like}"
     elif name in SEEDS:
         fits, wanted = shape == (1,), "() or (1,)"
+    elif name in LENGTHS:
+        fits, wanted = shape == (batch + (name in STARTS),), _WANTED[name in STARTS].format(batch)
     else:
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
@@ -304,6 +325,9 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int]) -> None:
     if name in SEEDS:
         if kind != "int":
             raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")
+    elif name in LENGTHS:
+        if operand.dtype != "int32":
+            raise TypeError(f"{name} is {operand.dtype}; it must be int32: convert it")
     elif (kind == "bool") != (name == MASK) or kind == "int":
         wanted = "bool, where True is seen" if name == MASK else "of a floating-point dtype"
         other = "; numbers to add are a bias" if name == MASK and kind == "float" else ""
@@ -324,7 +348,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS) or name.startswith(OF_BLOCKS):
+    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS) or name.startswith(OF_BLOCKS):
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
 

@@ -10,11 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.modifiers import MAPS, OFFSET, SEED, SINK, Operand, gradient_of
+from cupyfa.modifiers import (
+    LENGTHS,
+    MAPS,
+    OFFSET,
+    SEED,
+    SINK,
+    STARTS,
+    USED,
+    Operand,
+    gradient_of,
+)
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.numerics.modification import Modifications
-from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
+from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.problem import Problem
 
 Arrays = Mapping[str, np.ndarray]
@@ -160,20 +170,25 @@ def _scores_left_of(p: Problem, diagonal: int) -> int:
 
 
 def modifications(
-    inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    inputs: Arrays,
+    p: Problem,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
+    sequence: Problem | None = None,
 ) -> Modifications:
     """The texts that change or hide scores of a problem, with the arrays that they name; dropout.
 
-    first: batch, query head, query and key where the arrays of an excerpt begin.
+    first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
+    of a ragged batch that they are applied to.
     """
-    texts = p.modifiers
+    texts, unread = p.modifiers, (*MAPS, *LENGTHS)
+    its = sequence or p
     return Modifications(
         score_steps=texts.score,
         mask_steps=texts.mask,
-        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays if x.name not in MAPS},
-        position=p.first_position,
-        queries=p.M,
-        keys=p.N,
+        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays if x.name not in unread},
+        position=its.first_position,
+        queries=its.M,
+        keys=its.N,
         first=first,
         dropout=Dropout.of(
             *(p.options, p.heads),
@@ -190,16 +205,78 @@ def _sink(inputs: Arrays, batch: slice = slice(None), heads: slice = slice(None)
 
 
 def _score_arguments(
-    inputs: Arrays, p: Problem, first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    inputs: Arrays,
+    p: Problem,
+    first: tuple[int, int, int, int] = (0, 0, 0, 0),
+    sequence: Problem | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `reference.attention` that describe scores; first: as above."""
-    shift = first[2] - first[3]
+    """The arguments of `reference.attention` that describe scores; the others as above."""
+    shift, its = first[2] - first[3], sequence or p
     return {
         "scale": p.scale,
-        "mods": modifications(inputs, p, first),
-        "causal_offset": None if p.right is None else p.causal_offset + shift,
-        "window_offset": None if p.left is None else p.window_offset + shift,
+        "mods": modifications(inputs, p, first, sequence),
+        "causal_offset": None if p.right is None else its.causal_offset + shift,
+        "window_offset": None if p.left is None else its.window_offset + shift,
     }
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One sequence of a ragged batch: its number, and where its rows and keys are."""
+
+    number: int
+    rows: slice
+    keys: slice
+
+    def of(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Its rows of an array of an operation, which are keys of K, V and their gradients."""
+        return array[:, :, self.keys if name in ("K", "V", "dK", "dV") else self.rows]
+
+    def problem(self, p: Problem) -> Problem:
+        return p.sequence(self.rows.stop - self.rows.start, self.keys.stop - self.keys.start)
+
+
+def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
+    """The sequences of a ragged batch, of the rows that count."""
+
+    def spans(starts: str, used: str) -> list[slice]:
+        offsets = [int(x) for x in inputs[f"mods.{starts}"]]
+        counts = inputs.get(f"mods.{used}", np.diff(offsets))
+        return [slice(x, x + min(int(n), end - x)) for x, end, n in zip(offsets, offsets[1:], counts)]
+
+    every = zip(*(spans(starts, used) for starts, used in zip(STARTS, USED)))
+    return [_Sequence(i, rows, keys) for i, (rows, keys) in enumerate(every)]
+
+
+def _of_sequences(
+    inputs: Arrays,
+    p: Problem,
+    roundings: Roundings,
+    outputs: Sequence[str],
+    expected: Callable[[_Sequence], ExpectedOfEach],
+) -> ExpectedOfEach:
+    """What is expected of all sequences, each by itself, in the rows of packed arrays.
+
+    Rows of no sequence see no key.
+    """
+    operation = OPERATIONS["backward" if "dQ" in outputs else "forward"]
+    found = {
+        r: {
+            name: Expected(
+                np.full(operation.outputs_of(p)[name].shape(p), -np.inf if name == "lse" else 0.0),
+                np.zeros(operation.outputs_of(p)[name].shape(p)),
+            )
+            for name in outputs
+        }
+        for r in roundings
+    }
+    for sequence in _sequences(inputs, p):
+        own = expected(sequence)
+        for r in roundings:
+            for name in outputs:
+                for whole, part in zip(found[r][name], own[r][name]):
+                    sequence.of(name, whole)[...] = part
+    return found
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -211,6 +288,17 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    if p.sequences is not None:
+        assert excerpt is None, "a ragged batch is computed as a whole"
+
+        def of(sequence: _Sequence) -> ExpectedOfEach:
+            first, here = (sequence.number, 0, 0, 0), slice(sequence.number, sequence.number + 1)
+            own = (sequence.of(name, inputs[name]) for name in "QKV")
+            how = _score_arguments(inputs, p, first, sequence.problem(p))
+            how |= {"dtype": p.dtype.name, "roundings": roundings, "sink": _sink(inputs, here)}
+            return tolerance.expected_attention(*own, **how)
+
+        return _of_sequences(inputs, p, roundings, ("O", "lse"), of)
     arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)
     if excerpt:
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
@@ -234,15 +322,25 @@ def _expected_gradients(
         cut: Callable[[str, np.ndarray], np.ndarray],
         first: tuple[int, int, int, int],
         sink: np.ndarray | None = None,
+        sequence: Problem | None = None,
     ) -> Any:
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
         dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
-        how = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
+        how = _score_arguments(inputs, p, first, sequence)
+        how |= {"dtype": p.dtype.name, "roundings": roundings}
         wrt = {x.name: inputs[x.input] for x in p.modifiers.differentiated if excerpt is None}
         found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink, wrt=wrt)
         names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
         return {r: {names.get(x, x): y for x, y in of.items()} for r, of in found.items()}
 
+    if p.sequences is not None:
+        assert excerpt is None, "a ragged batch is computed as a whole"
+
+        def of(one: _Sequence) -> ExpectedOfEach:
+            sink = _sink(inputs, slice(one.number, one.number + 1))
+            return expected(one.of, (one.number, 0, 0, 0), sink, one.problem(p))
+
+        return _of_sequences(inputs, p, roundings, ("dQ", "dK", "dV"), of)
     if excerpt is None:
         return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))
     keys = excerpt.of_keys(p)

@@ -13,9 +13,20 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.dtypes import DTYPES, DType, dtype_named
-from cupyfa.errors import described
+from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
-from cupyfa.modifiers import DLSE, MAPS, MASK, OWN_ARRAYS, SEED, SEEDS, Modifiers, Operand
+from cupyfa.modifiers import (
+    BIAS,
+    DLSE,
+    MAPS,
+    MASK,
+    OWN_ARRAYS,
+    SEED,
+    SEEDS,
+    STARTS,
+    Modifiers,
+    Operand,
+)
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -65,6 +76,8 @@ class Problem:
             )
         _check_precision(self.precision, self.dtype)
         _ = self.modifiers  # raises for texts and arrays that do not fit
+        if self.sequences is not None:
+            self._check_sequences()
         if self.block_mask and not self.has_mask:
             object.__setattr__(self, "block_mask", False)
         with np.errstate(over="ignore"):
@@ -265,7 +278,38 @@ class Problem:
 
     @property
     def _of_scores(self) -> forms.Sizes:
-        return self.batch, self.heads, self.M, self.N
+        return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
+
+    @property
+    def sequences(self) -> int | None:
+        """How many sequences lie packed in the rows of its one batch element; None: it is not so.
+
+        M and N are then the rows of the packed arrays, and masks are aligned for each sequence.
+        """
+        return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
+
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """Of a ragged batch, how far a query sees from its position, to the right and the left."""
+        if self.sequences is None:
+            return None
+        return min(self.right or 0, MOST), -min(self.left or 0, MOST)
+
+    def sequence(self, M: int, N: int) -> Problem:
+        """The problem of one sequence of these sizes, without texts and arrays."""
+        plain = replace(self.options, softcap=None, **dict.fromkeys(TEXTS))
+        return replace(self, M=M, N=N, options=plain, operands=())
+
+    def _check_sequences(self) -> None:
+        """Raises Unsupported for what a ragged batch cannot have."""
+        asked = [x.name for x in self.operands if x.name in (BIAS, MASK)]
+        for what, given, remedy in (
+            (" and ".join(asked), asked, "give a score_mod or mask_mod that reads captured arrays"),
+            ("a block mask", self.block_mask, "give its expression as mask_mod"),
+            (f"wrt={', '.join(self.wrt)}", self.wrt, "ask for the gradients of q, k and v alone"),
+        ):
+            if given:
+                raise Unsupported(f"{what} cannot be used with a ragged batch; {remedy}")
 
     @property
     def _arrays_shown(self) -> list[str]:

@@ -12,11 +12,17 @@ from cupyfa.problem import Problem
 
 WARP = 32
 HALF = ("float16", "bfloat16")
+CLEARING = 256  # threads of a block that fills rows
+
+
+def tiles_of(p: Problem, rows: int, size: int) -> int:
+    """The tiles of so many rows of a head; of a ragged batch the numbers that they have."""
+    return cdiv(rows, size) if p.sequences is None else rows // size + p.sequences
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Br rows of all heads."""
-    return cdiv(p.M, c.Br) * p.heads * p.batch
+    return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
 # Launches that go along the tiles of keys of a tile of rows, and skip those of a block mask.
@@ -27,7 +33,7 @@ DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 def key_tiles(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Bc keys of all heads; at least one for each head, even if N is 0."""
-    return max(cdiv(p.N, c.Bc), 1) * p.kv_heads * p.batch
+    return max(tiles_of(p, p.N, c.Bc), 1) * p.kv_heads * p.batch
 
 
 def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:
@@ -63,6 +69,29 @@ def batch_first(p: Problem) -> bool:
     """Whether batch elements share an array with an element for every pair: they come together."""
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
+
+
+def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
+    """Fills the rows of a packed output that belong to no sequence."""
+    return Launch(
+        "clear_rest",
+        args=f"{array} {rows} {heads} mods",
+        grid=lambda p, c: max(cdiv(getattr(p, rows), CLEARING), 1) * getattr(p, heads) * p.batch,
+        threads=lambda p, c: CLEARING,
+        constants={
+            "of_keys": lambda p, c: rows == "N",
+            "of_sums": lambda p, c: not width,
+            "width": lambda p, c: getattr(p, width) if width else 1,
+        },
+        file="ragged/clear_rest.cu",
+        when=lambda p: p.sequences is not None,
+    )
+
+
+def of_sequences(kernel: Kernel, *rest: Launch) -> Kernel:
+    """The record of a kernel that takes ragged batches, with what fills rows of no sequence."""
+    features = (*kernel.features, "ragged")
+    return replace(kernel, launches=(*kernel.launches, *rest), features=features)
 
 
 def pair_bytes(p: Problem) -> int:

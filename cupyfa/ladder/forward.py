@@ -10,10 +10,13 @@ from cupyfa.ladder.common import (
     HALF,
     WARP,
     batch_first,
+    clear_rest,
+    of_sequences,
     even_width,
     pair_bytes,
     row_tiles,
     rung,
+    tiles_of,
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
@@ -239,13 +242,15 @@ def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
     """How many query heads of a group share row tiles: all, if the rows of one would fill less than
     half a tile and the rows of all fit into an int; else one.
     """
+    if p.sequences is not None:
+        return 1
     return p.group if c.Br >= 2 * p.M and p.M * p.group <= MOST else 1
 
 
 def packed_tiles(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of Br rows of all heads, some of which share tiles."""
     heads = pack_gqa(p, c)
-    return cdiv(p.M * heads, c.Br) * (p.heads // heads) * p.batch
+    return tiles_of(p, p.M * heads, c.Br) * (p.heads // heads) * p.batch
 
 
 def visible_keys(p: Problem, c: SimpleNamespace) -> int:
@@ -678,8 +683,15 @@ WGMMA_FP8 = Kernel(
     after=("wgmma_overlap",),
 )
 
-KERNELS = (
+REST = (clear_rest("O", "M", "heads", "dv"), clear_rest("lse", "M", "heads"))
+_PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES))
+_RUNGS = (
     *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
-    *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
+    *(_PIPELINED, _SPLIT_KV, _SLICES),
     *(MMA_TF32, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_SLICES, WGMMA_FP8),
 )
+_OF_SEQUENCES = (
+    *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
+    *("mma_tf32", "wgmma", "wgmma_overlap", "wgmma_persistent"),
+)
+KERNELS = tuple(of_sequences(x, *REST) if x.name in _OF_SEQUENCES else x for x in _RUNGS)

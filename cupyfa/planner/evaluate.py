@@ -13,10 +13,10 @@ import numpy as np
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
-from cupyfa.modifiers import MAPS
+from cupyfa.modifiers import MAPS, STARTS
 from cupyfa.operations import Input
 from cupyfa.planner import mods
-from cupyfa.planner.plan import FIRST_AXES, Argument, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.planner.plan import FIRST_AXES, TENSOR, Argument, Limits, Plan, PlannedLaunch, rounding_of
 from cupyfa.planner.source import KERNELS
 from cupyfa.problem import MOST_ELEMENTS, Problem
 
@@ -161,6 +161,7 @@ class _Planner:
                 **p.options.constants,
                 **p.modifiers.constants,
                 "of_products": mods.of_products(p),
+                "ragged": self.is_ragged(launch),
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
                 **self.maps(launch),
                 "threads": threads,
@@ -219,9 +220,25 @@ class _Planner:
             made.append(
                 Argument(name, form, np.zeros((), _BYTES[form]), ())
                 if name in absent
-                else Argument(name, form, value, self.strides(name, form), self.inside(name))
+                else Argument(
+                    *(name, form, value, self.strides(name, form)),
+                    self.starts(name) if self.is_ragged(launch) and not form else self.inside(name),
+                )
             )
         return tuple(made)
+
+    def is_ragged(self, launch: Launch) -> bool:
+        """Whether a launch goes by sequences; others see the packed rows of all as one."""
+        return self.problem.sequences is not None and "sizes" in launch.args.split()
+
+    def starts(self, name: str) -> tuple[tuple[str, int], ...]:
+        """Of a Tensor: where sequences begin in its rows, in place of its first stride."""
+        known = {**self.operation.inputs, **self.operation.outputs_of(self.problem)}
+        axes = known[name].axes if name in known else self.kernel.scratch.get(name, ("",))[0]
+        if name == "mods" or not isinstance(axes, str):
+            return self.inside(name)
+        found = [start for axis, start in zip("MN", STARTS) if axis in axes.split()]
+        return tuple((f"mods.{x}", TENSOR.fields["batch"][1]) for x in found)  # type: ignore[index]
 
     def inside(self, name: str) -> tuple[tuple[str, int], ...]:
         """The arrays in an argument that is a struct."""
@@ -353,7 +370,7 @@ def _values(p: Problem) -> dict[str, Any]:
     return {
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
-        "sizes": np.array((p.M, p.N, *ends.values()), SIZES),
+        "sizes": np.array((p.M, p.N, *(p.reach or ends.values())), SIZES),
         "mods": mods.value(p)[0],
         "gradients": mods.gradients(p)[0],
     }

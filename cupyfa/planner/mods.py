@@ -17,6 +17,7 @@ from cupyfa.modifiers import (
     OFFSET,
     SEED,
     SOFTCAP,
+    USED,
     Modifiers,
     Operand,
     alibi_text,
@@ -101,7 +102,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
         else:
             fields.append((x.name, _number(x.captured, p)[1]))
             values.append(x.value)
-    if found.reads_position:
+    if found.reads_position and p.sequences is None:
         fields.append(("position", "i4"))
         values.append(p.first_position)
     if of_products(p):
@@ -177,9 +178,18 @@ def _dropout_function(found: Modifiers) -> str:
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
     made = [f"{_member(x, x is found.held)} {cpp_name(x.name)}" for x in found.operands]
-    made += [f"int {_FIRST}"] * found.reads_position
+    made += [f"int {_FIRST}"] * (found.reads_position and p.sequences is None)
     made += [f"real {_UNIT}"] * of_products(p)
-    return made + ["Dropout dropout"] * found.dropout
+    return made + ["Dropout dropout"] * found.dropout + _of_sequences(p)
+
+
+def _of_sequences(p: Problem) -> list[str]:
+    """What ragged.cuh reads besides the offsets."""
+    if p.sequences is None:
+        return []
+    known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
+    known["bottom_right"] = p.causal != "top-left"
+    return [f"static constexpr bool {name} = {str(x).lower()}" for name, x in known.items()]
 
 
 def _member(x: Operand, is_held: bool = False) -> str:
@@ -256,7 +266,7 @@ def _function(
         *(f"  const {_taken(x)};" for x in by_name.values()),
     ]
     if any("position" in x.positions for x in texts):
-        lines.append(f"  const Index position = query + Index(mods.{_FIRST});")
+        lines.append(f"  const Index position = query + Index({_first(p)});")
 
     def bounded(index: ast.expr, array: str, axis: int) -> bool:
         return not _fits(p, index, by_name[array].shape[axis])
@@ -277,6 +287,13 @@ def _function(
     return "\n".join(lines)
 
 
+def _first(p: Problem) -> str:
+    """The position of query 0 in a text."""
+    if p.sequences is None:
+        return f"mods.{_FIRST}"
+    return "0" if p.causal == "top-left" else "keys - queries"
+
+
 def _maybe() -> str:
     return ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
 
@@ -295,5 +312,5 @@ def _fits(p: Problem, index: ast.expr, size: int) -> bool:
     """Whether an index is known to be inside an axis."""
     if isinstance(index, ast.Constant):
         return isinstance(index.value, int) and 0 <= index.value < size
-    ends: Mapping[str, int] = {"batch": p.batch, "head": p.heads, "query": p.M, "key": p.N}
+    ends: Mapping[str, int] = {"batch": p.sequences or p.batch, "head": p.heads, "query": p.M, "key": p.N}
     return isinstance(index, ast.Name) and ends.get(index.id, size + 1) <= size

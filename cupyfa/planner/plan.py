@@ -16,6 +16,8 @@ from cupyfa.problem import Problem, round_up
 
 BOX_ALIGNMENT = 16  # bytes
 FIRST_AXES = (0, 1, 2)
+# The struct Tensor of tensor.cuh, strides in elements.
+TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 

@@ -5,11 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.planner.plan import BOX_ALIGNMENT, Argument, PlannedLaunch, aligned_width
+from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, PlannedLaunch, aligned_width
 from cupyfa.runtime.backend import Backend, Mapped
 
-# The struct Tensor of tensor.cuh, strides in elements.
-TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
 BOX_ROW_BYTES = 128  # of tma.cuh
 _BOXED = ("float16", "bfloat16", "uint8")  # dtypes that TMA tiles can have
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64

@@ -86,11 +86,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(sizes.M * pack_gqa, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
-  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const auto [tile, head, batch] =
+      place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;
+  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
@@ -120,9 +122,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
     buffer = stages - 1 - buffer;
   }
   // The loop does not keep registers for the block's place: it is computed again.
-  const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
-  const Place same = place(opaque(int(blockIdx.x)), same_tiles, heads / pack_gqa);
-  const int row = (same_tiles - 1 - same.tile) * Br;
+  const Place same =
+      place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+  const int row = (cdiv(opaque(extent.M) * pack_gqa, Br) - 1 - same.tile) * Br;
   if (needs_repair(sums, rows)) {
     repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
                              same.head * pack_gqa / group, scorer);

@@ -109,14 +109,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(sizes.M, Br);
-  const auto [index, head, batch] = place(blockIdx.x, tiles, heads);
+  const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const int kv_head = head / group;
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<real> scorer = {scale, mods};
   // The longest rows of a causal mask come first.
-  const RowTile tile = row_tile<Br, Bc>(extent, (tiles - 1 - index) * Br, head, batch);
+  const int row = (cdiv(extent.M, Br) - 1 - index) * Br;
+  if (!extent.has_tile_of_rows(row)) return;
+  const RowTile tile = row_tile<Br, Bc>(extent, row, head, batch);
 
   load_chunks<d>(shared.Q, Q, batch, head, tile.row, extent.M);
   Fragments<Wr, width> sums = {};

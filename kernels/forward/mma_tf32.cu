@@ -176,11 +176,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(sizes.M * pack_gqa, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, tiles, heads / pack_gqa);
-  const int first_row = (tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const auto [tile, head, batch] =
+      place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;
+  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);

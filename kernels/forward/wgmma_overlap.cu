@@ -54,16 +54,17 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
   for (int i = 0; i < consumers; ++i)
-    load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}), task.row + i * warpgroup_rows,
-               task.head, task.batch);
+    load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}),
+               task.packed_row(task.row + i * warpgroup_rows), task.head,
+               task.packed_batch(task.batch));
   PipelineState<stages> tile;
 #pragma unroll 1  // the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
-    load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), first_key, kv_head,
-               task.batch);
-    load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), first_key, kv_head,
-               task.batch);
+    load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), task.packed_key(first_key),
+               kv_head, task.packed_batch(task.batch));
+    load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), task.packed_key(first_key),
+               kv_head, task.packed_batch(task.batch));
   }
 }
 
@@ -175,9 +176,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_overlap(
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   // The longest rows of a causal mask come first.
-  const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;
-  const RowTile task = row_tile<Br, Bc>(extent_of(sizes, mods, batch, head), row, head, batch);
+  const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  const int row = (cdiv(extent.M, Br) - 1 - index) * Br;
+  if (!extent.has_tile_of_rows(row)) return;
+  const RowTile task = row_tile<Br, Bc>(extent, row, head, batch);
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<Registers::producer>();

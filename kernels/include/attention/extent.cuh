@@ -10,9 +10,11 @@
 //  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
 
 #include <attention/place.cuh>
+#include <attention/ragged.cuh>
 #include <tile/math.cuh>
 
-constexpr bool has_mask = causal || windowed || has_mask_text;
+// Whether a row may not see all keys of a tile that lie in the arrays.
+constexpr bool has_mask = causal || windowed || has_mask_text || ragged;
 
 // What the host passes, the argument `sizes` of a record.
 struct Sizes {
@@ -21,9 +23,9 @@ struct Sizes {
                       // (top-left), plus what a window shows on the right
   int window_offset;  // key j is seen if j >= i + window_offset: the same, minus what it shows on
                       // the left
-};
+};  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-struct Extent : Seat<has_seat> {
+struct Extent : Seat<has_seat>, Origin<ragged> {
   int M, N, causal_offset, window_offset;
 
   // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
@@ -46,6 +48,14 @@ struct Extent : Seat<has_seat> {
   __device__ __forceinline__ int kv_begin(int row) const {
     if constexpr (windowed) return max(0, min(N, row + window_offset));
     return 0;
+  }
+
+  // Whether a tile that begins with this row is one. All are, but for numbers in ragged launches.
+  __device__ __forceinline__ bool has_tile_of_rows(int first_row) const {
+    return !ragged || (first_row >= 0 && first_row < M);
+  }
+  __device__ __forceinline__ bool has_tile_of_keys(int first_key) const {
+    return !ragged || (first_key >= 0 && first_key < N);
   }
 
   // The mask of one pair.
@@ -104,15 +114,62 @@ struct Extent : Seat<has_seat> {
 
 // The geometry of a batch element; every kernel takes its sizes from here.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
-  return {{}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+  return {{}, {}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+}
+
+// The same in launches that may be ragged, where masks are aligned for each sequence.
+template <class Arrays>
+__device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] const Arrays& mods,
+                                            int batch) {
+  if constexpr (ragged) {
+    const Span rows = queries_of(mods, batch, sizes.M), keys = keys_of(mods, batch, sizes.N);
+    const int M = rows.count, N = keys.count;
+    const long long position = Arrays::bottom_right ? N - M : 0;
+    const int left = int(max((long long)-M, min((long long)N, position + sizes.window_offset)));
+    int right = int(max(-1LL - M, min(position + sizes.causal_offset, max(N, 1) - 1LL)));
+    if constexpr (windowed) right = max(right, left);
+    Extent extent = {{}, {}, M, N, right, left};
+    extent.begin_at(rows.first, keys.first);
+    return extent;
+  } else {
+    return extent_of(sizes, batch);
+  }
 }
 
 // The same of one head, whose texts, sink and dropout may be read.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
                                             int head) {
-  Extent extent = extent_of(sizes, batch);
-  extent.take(batch, head, sizes.M, sizes.N, mods);
+  Extent extent = extent_of(sizes, mods, batch);
+  extent.take(batch, head, extent.M, extent.N, mods);
   return extent;
+}
+
+// Where the tile of `size` rows is that has this number among those of all heads, and how many
+// numbers a head has. `together` heads share a tile.
+template <int size, int together = 1, class Arrays>
+__device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
+                                               [[maybe_unused]] const Arrays& mods, int heads) {
+  if constexpr (ragged)
+    return ragged_place<size, together>(index, mods.cu_seqlens_q_, sizes.M, heads);
+  else
+    return place(index, cdiv(sizes.M * together, size), heads);
+}
+template <int size, class Arrays>
+__device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
+                                             [[maybe_unused]] const Arrays& mods) {
+  if constexpr (ragged)
+    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M);
+  else
+    return cdiv(sizes.M, size);
+}
+// The same of keys.
+template <int size, class Arrays>
+__device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
+                                               [[maybe_unused]] const Arrays& mods, int heads) {
+  if constexpr (ragged)
+    return ragged_place<size, 1>(index, mods.cu_seqlens_k_, sizes.N, heads);
+  else
+    return place(index, max(cdiv(sizes.N, size), 1), heads);
 }
 
 // Of a tile of keys a row sees `first` … `end` - 1, counted from the tile's first, without those
@@ -138,7 +195,7 @@ __device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int 
 
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
 // the first key of a tile. From one tile of keys to the next goes after().
-struct RowTile : TileMap<has_key_tiles> {
+struct RowTile : TileMap<has_key_tiles>, Origin<ragged> {
   int row, head, batch, kv_begin, kv_end;
 };
 
@@ -146,6 +203,7 @@ template <int rows, int keys>
 __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int head, int batch) {
   const auto map = extent.key_tiles(row / rows);
   return {map,
+          extent,
           row,
           head,
           batch,

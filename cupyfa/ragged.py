@@ -1,0 +1,162 @@
+"""Ragged batches: sequences of different lengths in packed arrays, and lists of arrays as such."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+from cupyfa.modifiers import STARTS, USED
+
+_ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
+
+
+def lengths(
+    q: Any, k: Any, given: Mapping[str, Any], *, look: bool, download: Any
+) -> dict[str, Any]:
+    """The offsets and lengths of a ragged batch as int32 arrays, checked where they can be seen.
+
+    q, k: [rows, heads, d], the packed arrays. given: by the names of STARTS and USED. look: whether
+    to look at those in GPU memory too, by ``download``. Raises ValueError for wrong ones, TypeError
+    for what are no whole numbers.
+    """
+    made = {name: _whole(name, x) for name, x in given.items() if x is not None}
+    for start, used, array, rows in zip(STARTS, USED, (q, k), ("q", "k")):
+        offsets, counts = made[start], made.get(used)
+        if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+            raise ValueError(
+                f"{start} has shape {tuple(offsets.shape)}; it must have one axis: where each "
+                "sequence begins, and then where the last one ends"
+            )
+        total = int(array.shape[0])
+        if look or isinstance(offsets, np.ndarray):
+            seen = offsets if isinstance(offsets, np.ndarray) else download(offsets)
+            _check_offsets(start, seen, rows, total)
+            if counts is not None and (look or isinstance(counts, np.ndarray)):
+                counts = counts if isinstance(counts, np.ndarray) else download(counts)
+                _check_counts(used, counts, np.diff(seen))
+    return {name: _as_int32(x) for name, x in made.items()}
+
+
+def _whole(name: str, given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        given = np.array(given)
+    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
+        raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array of int32")
+    if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
+        raise TypeError(f"{name} is {given.dtype}; it must be of whole numbers: convert it")
+    return given
+
+
+def _as_int32(array: Any) -> Any:
+    """NumPy's whole numbers, which were checked, as int32; contiguous."""
+    return np.ascontiguousarray(array, np.int32) if isinstance(array, np.ndarray) else array
+
+
+def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> None:
+    seen = [int(x) for x in offsets]
+    falls = next((i for i, (a, b) in enumerate(pairwise(seen)) if b < a), None)
+    if falls is not None:
+        raise ValueError(
+            f"{name}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; give "
+            "offsets that do not fall"
+        )
+    if seen[0] < 0 or seen[-1] > total:
+        raise ValueError(
+            f"{name} goes from {seen[0]} to {seen[-1]}, and {rows} has {total} rows; give offsets "
+            f"from 0 to {total}"
+        )
+
+
+def _check_counts(name: str, counts: np.ndarray, most: np.ndarray) -> None:
+    if counts.shape != most.shape:
+        raise ValueError(
+            f"{name} has shape {counts.shape}; it must be one number for each sequence, here "
+            f"{most.shape}"
+        )
+    wrong = np.flatnonzero((counts < 0) | (counts > most))
+    if wrong.size:
+        i = int(wrong[0])
+        raise ValueError(
+            f"{name}[{i}] is {counts[i]}, and sequence {i} has {most[i]} rows; give a number from "
+            f"0 to {most[i]}"
+        )
+
+
+# Lists of arrays
+
+
+def are_lists(*given: Any) -> bool:
+    """Whether these are lists of arrays, and not of numbers."""
+    return all(
+        isinstance(x, list | tuple) and len(x) > 0 and all(hasattr(y, "dtype") for y in x)
+        for x in given
+    )
+
+
+def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:
+    """The arrays of a list one after the other, [rows, heads, columns], and where each begins.
+
+    Raises ValueError and TypeError for arrays that do not fit together.
+    """
+    if layout not in _ROWS:
+        raise ValueError(f"layout is {described(layout)}; use one of {', '.join(_ROWS)}")
+    axis, first = _ROWS[layout], arrays[0]
+    for i, x in enumerate(arrays):
+        if len(x.shape) != 3:
+            raise ValueError(
+                f"{name}[{i}] has shape {tuple(x.shape)}; arrays of a list have three axes, "
+                f"{'[heads, rows, columns]' if layout == 'bhsd' else '[rows, heads, columns]'}"
+            )
+        if type(x) is not type(first) or x.dtype != first.dtype:
+            raise TypeError(
+                f"{name}[{i}] is {type(x).__name__} of {x.dtype}, and {name}[0] is "
+                f"{type(first).__name__} of {first.dtype}; give arrays of one kind"
+            )
+        if _others(x, axis) != _others(first, axis):
+            raise ValueError(
+                f"{name}[{i}] has shape {tuple(x.shape)} and {name}[0] {tuple(first.shape)}; only "
+                "the numbers of rows may differ"
+            )
+    offsets = np.array([0, *accumulate(int(x.shape[axis]) for x in arrays)], np.int32)
+    heads, columns = _others(first, axis)
+    if not hasattr(first, "__array_function__"):
+        raise TypeError(f"{name} is a list of {type(first).__name__}; give NumPy or CuPy arrays")
+    made = np.empty_like(first, order="C", shape=(int(offsets[-1]), heads, columns))
+    for x, (start, end) in zip(arrays, pairwise(offsets.tolist())):
+        made[start:end] = x if layout == "bshd" else x.swapaxes(0, 1)
+    return made, offsets
+
+
+def _others(array: Any, axis: int) -> tuple[int, ...]:
+    sizes = list(array.shape)
+    del sizes[axis]
+    return tuple(sizes)
+
+
+def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> list[Any]:
+    """The sequences of a packed array [rows, heads, columns], as views or in the arrays of out."""
+    found = [array[a:b] for a, b in pairwise(offsets)]
+    if layout == "bhsd":
+        found = [x.swapaxes(0, 1) for x in found]
+    if out is None:
+        return found
+    if not isinstance(out, list | tuple) or len(out) != len(found):
+        raise TypeError(f"out is {described(out)}; give a list of {len(found)} arrays")
+    for i, (x, y) in enumerate(zip(out, found)):
+        if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
+            raise ValueError(
+                f"out[{i}] is {x.dtype} {tuple(x.shape)}, the result is {y.dtype} "
+                f"{tuple(y.shape)}; give an array like that"
+            )
+    for x, y in zip(out, found):
+        x[...] = y
+    return list(out)
+
+
+def row_parts(lse: Any, offsets: Iterable[int]) -> list[Any]:
+    """The sequences of lse [heads, rows]."""
+    return [lse[:, a:b] for a, b in pairwise(offsets)]

@@ -1,0 +1,91 @@
+#pragma once
+// Ragged batches: sequences of different lengths that lie one after the other in the rows of
+// packed arrays [heads, rows, columns]. A problem's batch elements are then these sequences.
+//
+// The host writes above every kernel `ragged`: whether the launch goes by sequences. If it does,
+// sizes.M and sizes.N are the rows of the packed arrays, and struct Mods has
+//   cu_seqlens_q_, cu_seqlens_k_   the first row of each sequence, then where the last one ends
+//   seqused_q_, seqused_k_         how many of its rows count, if has_seqused_q, has_seqused_k
+//   bottom_right                   whether the last query is at the position of the last key
+// Nobody may have seen the offsets before. A sequence that is not inside the arrays has no rows, so
+// that nothing outside is read or written.
+//
+// Tiles of rows are counted without a sum over lengths: those of sequence b begin with number
+// cu_seqlens[b] / size + b, which leaves room for its last tile. Some numbers have no tile.
+
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+
+// Where the rows of a sequence begin in the packed arrays. Without sequences nothing is kept.
+template <bool used>
+struct Origin {
+  __device__ __forceinline__ void begin_at(int, int) {}
+  __device__ __forceinline__ int packed_row(int row) const { return row; }
+  __device__ __forceinline__ int packed_key(int key) const { return key; }
+  __device__ __forceinline__ int packed_batch(int batch) const { return batch; }
+};
+template <>
+struct Origin<true> {
+  int first_row, first_key;
+
+  __device__ __forceinline__ void begin_at(int row, int key) { *this = {row, key}; }
+  __device__ __forceinline__ int packed_row(int row) const { return first_row + row; }
+  __device__ __forceinline__ int packed_key(int key) const { return first_key + key; }
+  __device__ __forceinline__ int packed_batch(int) const { return 0; }
+};
+
+struct Span {
+  int first, count;
+};
+
+// The rows of a sequence, of `total` in the array.
+template <class Offsets>
+__device__ __forceinline__ Span span_of(const Offsets& offsets, int sequence, int total) {
+  const int first = offsets.data[sequence], end = min(offsets.data[sequence + 1], total);
+  if (first < 0 || end <= first) return {0, 0};
+  return {first, end - first};
+}
+
+// Those of them that count.
+template <class Arrays>
+__device__ __forceinline__ Span queries_of(const Arrays& mods, int sequence, int total) {
+  Span span = span_of(mods.cu_seqlens_q_, sequence, total);
+  if constexpr (Arrays::has_seqused_q)
+    span.count = max(0, min(span.count, mods.seqused_q_.data[sequence]));
+  return span;
+}
+template <class Arrays>
+__device__ __forceinline__ Span keys_of(const Arrays& mods, int sequence, int total) {
+  Span span = span_of(mods.cu_seqlens_k_, sequence, total);
+  if constexpr (Arrays::has_seqused_k)
+    span.count = max(0, min(span.count, mods.seqused_k_.data[sequence]));
+  return span;
+}
+
+// The number of a sequence's first tile of `size` rows, where `together` rows come of each.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ int first_tile(const Offsets& offsets, int sequence, int total) {
+  return max(0, min(offsets.data[sequence], total)) * together / size + sequence;
+}
+
+// The numbers of tiles of a head.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ int tile_numbers(const Offsets& offsets, int total) {
+  return total * together / size + offsets.size[0] - 1;
+}
+
+// The sequence and its tile that a number of a tile of all heads stands for.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets, int total,
+                                              int heads) {
+  const Place all = place(index, tile_numbers<size, together>(offsets, total), heads);
+  int sequence = 0, last = offsets.size[0] - 2;
+  while (sequence < last) {
+    const int middle = (sequence + last + 1) / 2;
+    if (first_tile<size, together>(offsets, middle, total) <= all.tile)
+      sequence = middle;
+    else
+      last = middle - 1;
+  }
+  return {all.tile - first_tile<size, together>(offsets, sequence, total), all.head, sequence};
+}
