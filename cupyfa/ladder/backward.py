@@ -10,10 +10,13 @@ from cupyfa.ladder.common import (
     HALF,
     WARP,
     batch_first,
+    clear_rest,
     key_tiles,
+    of_sequences,
     pair_bytes,
     row_tiles,
     rung,
+    tiles_of,
 )
 from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
@@ -231,7 +234,7 @@ def mma_delta(floats: Formula) -> Launch:
         args="O dO delta dQ_sum.data M heads mods",
         grid=row_tiles,
         threads=lambda p, c: THREADS,
-        constants={"floats": floats},
+        constants={"floats": floats, "is_packed": lambda p, c: p.sequences is not None},
     )
 
 
@@ -294,7 +297,7 @@ MMA_TWO_PASS = rung(
         Launch(
             "mma_two_pass_rows",
             args=f"{INPUTS} dQ sizes heads group scale mods",
-            grid=lambda p, c: cdiv(p.M, c.Qr) * p.heads * p.batch,
+            grid=lambda p, c: tiles_of(p, p.M, c.Qr) * p.heads * p.batch,
             threads=lambda p, c: WARP * c.Qr // c.Qw,
             shared=mma_rows_shared,
             constants={
@@ -532,7 +535,7 @@ WGMMA_TWO_PASS = rung(
             "wgmma_two_pass_rows",
             args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ sizes heads group scale mods",
             boxes=boxes(lambda p, c: 128, lambda p, c: c.Bk),
-            grid=lambda p, c: cdiv(p.M, 128) * p.heads * p.batch,
+            grid=lambda p, c: tiles_of(p, p.M, 128) * p.heads * p.batch,
             threads=lambda p, c: 384,
             shared=lambda p, c: wgmma_two_pass_shared(p, 128, c.stages, c.Bk, 24),
             walks={KEY_TILES: lambda p, c: (128, c.Bk)},
@@ -564,4 +567,12 @@ _RUNGS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
     *(WGMMA_COLUMNS, WGMMA_TWO_PASS),
 )
-KERNELS = tuple(map(with_gradients, _RUNGS))
+_REST = (
+    clear_rest("dQ", "M", "heads", "d"),
+    clear_rest("dK", "N", "kv_heads", "d"),
+    clear_rest("dV", "N", "kv_heads", "dv"),
+)
+_OF_SEQUENCES = ("columns", "rows", "two_pass", "mma_columns", "mma_two_pass")
+KERNELS = tuple(
+    of_sequences(x, *_REST) if x.name in _OF_SEQUENCES else x for x in map(with_gradients, _RUNGS)
+)

@@ -31,9 +31,10 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
     Tensor<const real> lse, Tensor<const real> delta, Tensor<real> dQ_sum, Tensor<scalar> dK,
     Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const Place at = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const Place at = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
   const int batch = at.batch, kv_head = at.head, first_key = at.tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  if (!extent.has_tile_of_keys(first_key)) return;
   const int M = extent.M, N = extent.N;
   const Scorer<real> scorer = {scale, mods};
   const int first = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);

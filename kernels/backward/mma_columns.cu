@@ -83,9 +83,7 @@ struct Walk {
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPart<Br, depth, warps, query_slices>;
 
-__device__ __forceinline__ void add_dQ(Shared& shared, float* dQ_sum, int batch, int head,
-                                       int heads, int tiles, int first_row) {
-  const long long tile = ((long long)batch * heads + head) * tiles + first_row / Br;
+__device__ __forceinline__ void add_dQ(Shared& shared, float* dQ_sum, long long tile) {
   float* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);
 #pragma unroll 1
   for (int slice = 0; slice < query_slices; ++slice) {
@@ -146,9 +144,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale,
     Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
   const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
@@ -180,7 +179,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
       step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
-    add_dQ(shared, dQ_sum, batch, head, kv_heads * group, cdiv(extent.M, Br), pair.first_row);
+    add_dQ(shared, dQ_sum,
+           tile_of_rows<Br>(sizes, mods, batch, head, kv_heads * group, pair.first_row));
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile is there, and this one is no longer read
   }

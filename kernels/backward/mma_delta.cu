@@ -2,7 +2,8 @@
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes, has_dlse
+//   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes, has_dlse, is_packed: a
+//   ragged batch has more tiles of sums than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/row_product.cuh>
 
@@ -28,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const sca
   for (int i = threadIdx.x / lanes; i < cdiv(Br, threads / lanes) * (threads / lanes);
        i += threads / lanes) {
     const int row = first_row + i;
-    const bool inside = i < Br && row < M;
+    const bool inside = i < Br && row < M && (!is_packed || batch == 0);
     const float sum = row_product<dv, lanes>(O, dO, batch, head, row, inside);
     if (inside && threadIdx.x % lanes == 0)
       *D.row(batch, head, row) = sum - gradient_of_lse(mods, batch, head, row);

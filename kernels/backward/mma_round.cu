@@ -21,8 +21,9 @@ extern "C" __global__ __launch_bounds__(threads) void mma_round(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const float* dQ_sum,
     Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
+  if (!extent.has_tile_of_rows(tile * Br)) return;
   constexpr int fours = Queries::fours, blocks = Queries::cols / 8;
   const float* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
   for (int slice = 0; slice < query_slices; ++slice) {

@@ -117,9 +117,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK,
     Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [tile, kv_head, batch] = place(blockIdx.x, max(cdiv(sizes.N, Bc), 1), kv_heads);
+  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
   const int first_key = tile * Bc;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
   const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
   const int tiles = end > start ? cdiv(end - start, Br) : 0;

@@ -104,10 +104,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int row_tiles = cdiv(sizes.M, Br);
-  const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
-  const int first_row = (row_tiles - 1 - tile) * Br;  // the longest rows of a causal mask first
+  const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M, Br) - 1 - tile) * Br;
+  if (!extent.has_tile_of_rows(first_row)) return;
   const Scorer<float> scorer = {scale, mods};
   const RowTile rows = row_tile<Br, Bc>(extent, first_row, head, batch);
   const int lane = threadIdx.x % warp_size;

@@ -27,10 +27,11 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_rows(
     Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const Place at = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const Place at = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const int batch = at.batch, head = at.head, kv_head = head / group;
   const int first_row = at.tile * Br;
   const Extent extent = extent_of(sizes, mods, batch, head);
+  if (!extent.has_tile_of_rows(first_row)) return;
   const int M = extent.M, N = extent.N;
   const Scorer<real> scorer = {scale, mods};
   const auto keys = row_tile<Br, Bc>(extent, first_row, head, batch);

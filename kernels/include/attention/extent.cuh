@@ -144,8 +144,8 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods
   return extent;
 }
 
-// Where the tile of `size` rows is that has this number among those of all heads, and how many
-// numbers a head has. `together` heads share a tile.
+// Where the tile of `size` rows is that has this number among those of all heads; the number of the
+// tile with a row; and how many numbers a head has. `together` heads share a tile.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
@@ -153,6 +153,16 @@ __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
     return ragged_place<size, together>(index, mods.cu_seqlens_q_, sizes.M, heads);
   else
     return place(index, cdiv(sizes.M * together, size), heads);
+}
+template <int size, class Arrays>
+__device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
+                                                  [[maybe_unused]] const Arrays& mods, int batch,
+                                                  int head, int heads, int row) {
+  if constexpr (ragged)
+    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M) * (long long)head +
+           first_tile<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
+  else
+    return ((long long)batch * heads + head) * cdiv(sizes.M, size) + row / size;
 }
 template <int size, class Arrays>
 __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
