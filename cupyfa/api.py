@@ -572,9 +572,7 @@ def _sequences(
     if missing := [name for name in modifiers.STARTS if given[name] is None]:
         raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
     look = bool(keywords.get("check"))
-    given = ragged.lengths(
-        by_name["q"], by_name["k"], given, look=look, download=backend.download
-    )
+    given = ragged.lengths(by_name["q"], by_name["k"], given, look=look, download=backend.download)
     is_moved = not all(map(backend.owns, arrays))
     if is_moved:
         arrays = [backend.upload(x) for x in arrays]

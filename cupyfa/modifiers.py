@@ -302,9 +302,7 @@ def indices(shape: Sequence[int]) -> str:
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
-def _check_own(
-    operand: Operand, sizes: tuple[int, int, int, int], is_packed: bool = False
-) -> None:
+def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bool = False) -> None:
     name, shape, kind = operand.name, operand.shape, operand.captured.kind
     batch, heads, *_ = sizes
     if name in (ALIBI, SINK):

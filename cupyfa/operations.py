@@ -185,7 +185,8 @@ def modifications(
     return Modifications(
         score_steps=texts.score,
         mask_steps=texts.mask,
-        names=texts.numbers | {x.name: inputs[x.input] for x in texts.arrays if x.name not in unread},
+        names=texts.numbers
+        | {x.name: inputs[x.input] for x in texts.arrays if x.name not in unread},
         position=its.first_position,
         queries=its.M,
         keys=its.N,
@@ -242,7 +243,9 @@ def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
     def spans(starts: str, used: str) -> list[slice]:
         offsets = [int(x) for x in inputs[f"mods.{starts}"]]
         counts = inputs.get(f"mods.{used}", np.diff(offsets))
-        return [slice(x, x + min(int(n), end - x)) for x, end, n in zip(offsets, offsets[1:], counts)]
+        return [
+            slice(x, x + min(int(n), end - x)) for x, end, n in zip(offsets, offsets[1:], counts)
+        ]
 
     every = zip(*(spans(starts, used) for starts, used in zip(STARTS, USED)))
     return [_Sequence(i, rows, keys) for i, (rows, keys) in enumerate(every)]

@@ -185,7 +185,8 @@ class Kernel(_Record):
     features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
-        "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), and the options that modify scores.
+        "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), and the options that
+        modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar", "operand"
         or "byte"; those that the launches of a problem name are allocated. ``d8`` and ``dv8`` are d
         and dv rounded up to a multiple of 8, ``d16`` is d to one of 16, ``N32`` is N to one of 32.

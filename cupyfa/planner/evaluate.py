@@ -16,7 +16,15 @@ from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
 from cupyfa.modifiers import MAPS, STARTS
 from cupyfa.operations import Input
 from cupyfa.planner import mods
-from cupyfa.planner.plan import FIRST_AXES, TENSOR, Argument, Limits, Plan, PlannedLaunch, rounding_of
+from cupyfa.planner.plan import (
+    FIRST_AXES,
+    TENSOR,
+    Argument,
+    Limits,
+    Plan,
+    PlannedLaunch,
+    rounding_of,
+)
 from cupyfa.planner.source import KERNELS
 from cupyfa.problem import MOST_ELEMENTS, Problem
 

@@ -312,5 +312,10 @@ def _fits(p: Problem, index: ast.expr, size: int) -> bool:
     """Whether an index is known to be inside an axis."""
     if isinstance(index, ast.Constant):
         return isinstance(index.value, int) and 0 <= index.value < size
-    ends: Mapping[str, int] = {"batch": p.sequences or p.batch, "head": p.heads, "query": p.M, "key": p.N}
+    ends: Mapping[str, int] = {
+        "batch": p.sequences or p.batch,
+        "head": p.heads,
+        "query": p.M,
+        "key": p.N,
+    }
     return isinstance(index, ast.Name) and ends.get(index.id, size + 1) <= size

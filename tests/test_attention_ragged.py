@@ -1,0 +1,153 @@
+"""attention_ragged and its gradients, and lists of arrays in attention."""
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa.errors import Unsupported
+
+F = np.float32
+ROWS, KEYS = (5, 0, 12), (7, 3, 0)
+
+
+def drawn(*, heads=2, kv_heads=1, d=8, dtype=F, seed=0):
+    """Lists of q, k and v, [heads, rows, d]."""
+    rng = np.random.default_rng(seed)
+    of = (ROWS, heads), (KEYS, kv_heads), (KEYS, kv_heads)
+    return [[rng.standard_normal((h, n, d)).astype(dtype) for n in sizes] for sizes, h in of]
+
+
+def packed():
+    q, k, v = (np.concatenate(x, axis=1).swapaxes(0, 1) for x in drawn())
+    offsets = (np.cumsum([0, *x]).astype("i4") for x in (ROWS, KEYS))
+    return (q, k, v, *offsets)
+
+
+def each(q, k, v, backend, **options):
+    how = {"kernel": "fa2", "backend": backend, **options}
+    return [cupyfa.attention(*x, return_lse=True, **how) for x in zip(q, k, v)]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_lists_give_lists(backend, layout):
+    lists = drawn()
+    wanted = each(*lists, backend, causal=True)
+    if layout == "bshd":
+        lists = [[x.swapaxes(0, 1) for x in array] for array in lists]
+    how = {"kernel": "fa2", "backend": backend, "causal": True, "layout": layout}
+    outs, lses = cupyfa.attention(*lists, return_lse=True, **how)
+    assert isinstance(outs, list) and isinstance(lses, list)
+    for out, lse, (one, of_rows) in zip(outs, lses, wanted, strict=True):
+        np.testing.assert_array_equal(out if layout == "bhsd" else out.swapaxes(0, 1), one)
+        np.testing.assert_array_equal(lse, of_rows)
+    into = [np.empty_like(x) for x in outs]
+    given = cupyfa.attention(*lists, out=into, **how)
+    assert all(x is y for x, y in zip(given, into, strict=True))
+    assert all(x.tobytes() == y.tobytes() for x, y in zip(into, outs, strict=True))
+
+
+def test_gradients_of_lists_are_lists(backend):
+    lists = drawn()
+    how = {"backend": backend, "causal": True}
+    outs, pullback = cupyfa.attention_vjp(*lists, kernel="fa2", backward_kernel="two_pass", **how)
+    found = pullback([np.ones_like(x) for x in outs])
+    for i, (q, k, v) in enumerate(zip(*lists, strict=True)):
+        out, back = cupyfa.attention_vjp(q, k, v, kernel="fa2", backward_kernel="two_pass", **how)
+        for whole, part in zip(found, back(np.ones_like(out)), strict=True):
+            np.testing.assert_allclose(whole[i], part, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_lse_join(backend):
+    q, k, v, *offsets = packed()
+    how = {"kernel": "fa2", "backend": backend, "return_lse": True}
+    (out, lse), pullback = cupyfa.attention_ragged_vjp(
+        q, k, v, *offsets, backward_kernel="two_pass", check=True, **how
+    )
+    dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
+    dq, dk, dv = pullback(np.zeros_like(out), dlse)
+    (dense, _), back = cupyfa.attention_vjp(
+        *(x[:n] for x, n in ((q, 5), (k, 7), (v, 7))),
+        layout="bshd",
+        backward_kernel="two_pass",
+        **how,
+    )
+    wanted = back(np.zeros_like(dense), dlse[:, :5])
+    for whole, part in zip((dq, dk, dv), wanted, strict=True):
+        np.testing.assert_allclose(whole[: len(part)], part, rtol=1e-5, atol=1e-6)
+    assert not (np.any(dv) or np.any(dk[7:]))
+
+
+def test_out_is_written(backend):
+    q, k, v, *offsets = packed()
+    out = np.full_like(q, 7)
+    made = cupyfa.attention_ragged(q, k, v, *offsets, kernel="fa2", backend=backend, out=out)
+    assert made is out
+    again = cupyfa.attention_ragged(q, k, v, *offsets, kernel="fa2", backend=backend)
+    assert out.tobytes() == again.tobytes()
+
+
+def test_auto_takes_a_kernel_that_can():
+    q, k, v, *offsets = packed()
+    for dtype in ("float32", "float16", "float64"):
+        arrays = (x.astype(dtype) for x in (q, k, v))
+        cupyfa.attention_ragged(*arrays, *offsets, backend="simulator", check=True)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"cu_seqlens_q": [0, 5, 4, 17]}, r"cu_seqlens_q\[2\] is 4, below 5 before it"),
+        ({"cu_seqlens_q": [0, 5, 5, 18]}, "cu_seqlens_q goes from 0 to 18, and q has 17 rows"),
+        ({"cu_seqlens_k": [-1, 7, 10, 10]}, "cu_seqlens_k goes from -1 to 10, and k has 10 rows"),
+        ({"cu_seqlens_k": [0, 10]}, r"cu_seqlens_k has shape \(2,\); its shape must be that of"),
+        ({"cu_seqlens_q": [0]}, r"cu_seqlens_q has shape \(1,\); it must have one axis"),
+        ({"seqused_q": [5, 0, 13]}, r"seqused_q\[2\] is 13, and sequence 2 has 12 rows"),
+        ({"seqused_k": [5, 0]}, r"seqused_k has shape \(2,\); it must be one number for each"),
+    ],
+    ids=str,
+)
+def test_wrong_lengths_are_refused(change, message):
+    q, k, v, rows, keys = packed()
+    given = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, **change}
+    given = {name: np.array(x, "i4") for name, x in given.items()}
+    with pytest.raises(ValueError, match=message):
+        cupyfa.attention_ragged(q, k, v, **given, backend="simulator")
+
+
+def test_lengths_are_whole_numbers():
+    q, k, v, rows, keys = packed()
+    with pytest.raises(TypeError, match="cu_seqlens_q is float64; it must be of whole numbers"):
+        cupyfa.attention_ragged(q, k, v, rows.astype(float), keys, backend="simulator")
+    cupyfa.attention_ragged(q, k, v, rows.astype("i8"), list(keys), backend="simulator")
+
+
+@pytest.mark.parametrize(
+    "given, remedy",
+    [
+        ({"bias": np.zeros((17, 10), F)}, "give a score_mod or mask_mod that reads captured"),
+        ({"mask": np.ones((17, 10), bool)}, "give a score_mod or mask_mod that reads captured"),
+        ({"mask": cupyfa.block_mask(np.ones((1, 1, 17, 10), bool))}, "give its expression as mask_mod"),
+    ],
+    ids=["bias", "mask", "block_mask"],
+)
+def test_arrays_of_pairs_are_refused(given, remedy):
+    with pytest.raises(Unsupported, match=f"cannot be used with a ragged batch; {remedy}"):
+        cupyfa.attention_ragged(*packed(), backend="simulator", **given)
+
+
+def test_packed_arrays_have_three_axes():
+    q, k, v, *offsets = packed()
+    with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 8\); packed arrays are"):
+        cupyfa.attention_ragged(q[None], k, v, *offsets, backend="simulator")
+
+
+def test_wrong_lists_are_refused():
+    q, k, v = drawn()
+    with pytest.raises(ValueError, match="q has 2 arrays, k has 3 arrays"):
+        cupyfa.attention(q[:2], k, v, backend="simulator")
+    with pytest.raises(TypeError, match="give arrays of one kind"):
+        cupyfa.attention([q[0], *(x.astype("f8") for x in q[1:])], k, v, backend="simulator")
+    with pytest.raises(ValueError, match=r"q\[1\] has shape .*; only the numbers of rows may"):
+        cupyfa.attention([q[0], q[1][..., :4], q[2]], k, v, backend="simulator")
+    with pytest.raises(TypeError):
+        cupyfa.attention(*(x[0].tolist() for x in (q, k, v)), backend="simulator")
