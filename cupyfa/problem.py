@@ -297,7 +297,7 @@ class Problem:
 
     def sequence(self, M: int, N: int) -> Problem:
         """The problem of one sequence of these sizes, without texts and arrays."""
-        plain = replace(self.options, softcap=None, **dict.fromkeys(TEXTS))
+        plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
         return replace(self, M=M, N=N, options=plain, operands=())
 
     def _check_sequences(self) -> None:

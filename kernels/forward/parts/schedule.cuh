@@ -10,22 +10,20 @@
 // same to do, and heads whose K and V are in the cache are finished before others. By the map of a
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
-template <int Br, int Bc, bool by_length, bool batch_first>
+template <int Br, int Bc, bool by_length, bool batch_first, bool of_sequences = ragged>
 struct Schedule {
-  static constexpr bool sorted = by_length && !ragged;
   Sizes sizes;
   const Mods* mods;
   int heads, all_heads, tiles, together;
   int first = 0, round = 0, seat = blockIdx.x, index = 0;
-  Place found = {};  // of the row tile, in ragged launches
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
         mods(&mods),
         heads(heads),
         all_heads(heads * batch),
-        tiles(tiles_of_rows<Br>(sizes, mods)),
-        together(sorted ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
+        tiles(cdiv(sizes.M, Br)),
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
 
   // How many heads are dealt out together, from `first` on.
   __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
@@ -33,13 +31,7 @@ struct Schedule {
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
     const int blocks = gridDim.x;
-    if constexpr (ragged) {
-      while ((index = round++ * blocks + blockIdx.x) < all_heads * tiles) {
-        found = place_of_rows<Br>(index, sizes, *mods, heads);
-        if (extent_of(sizes, *mods, found.batch).has_tile_of_rows(found.tile * Br)) return true;
-      }
-      return false;
-    } else if constexpr (!sorted) {
+    if constexpr (!by_length) {
       index = round++ * blocks + blockIdx.x;
       return index < all_heads * tiles;
     } else {
@@ -58,26 +50,19 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    if constexpr (ragged) {
-      const Extent extent = extent_of(sizes, *mods, found.batch);
-      return with_keys(row_tile<Br, Bc>(extent, found.tile * Br, found.head, found.batch),
-                       extent.N);
-    }
     const int size = opaque(by_length ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
     int tile = by_length ? tiles - 1 - index / size : index % size;
     const int of_all = first + (by_length ? index % size : index / size);
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
-    Extent extent = extent_of(sizes, *mods, batch);
+    Extent extent = extent_of(sizes, batch);
     if constexpr (has_key_tiles) {
       extent.take(batch, head, sizes.M, sizes.N, *mods);
       tile = extent.longest(cdiv(sizes.N, Bc), index / size);
     }
-    return with_keys(row_tile<Br, Bc>(extent, tile * Br, head, batch), extent.N);
-  }
-  __device__ __forceinline__ RowTile with_keys(RowTile task, int N) const {
-    if (N == 0) task.kv_begin = 1;
+    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head, batch);
+    if (extent.N == 0) task.kv_begin = 1;
     if constexpr (has_key_tiles) task.kv_begin = min(task.kv_begin, (cdiv(sizes.N, Bc) - 1) * Bc);
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
@@ -85,6 +70,45 @@ struct Schedule {
 
   // Where the keys end that a warpgroup sees which has `rows` of the tile's rows. It may skip the
   // tiles after that, but at most `most` of them.
+  template <int rows>
+  __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
+    if constexpr (!causal) return task.kv_end;
+    const Extent extent = extent_of(sizes, task.batch);
+    const int own = extent.kv_end(min(task.row + (warpgroup + 1) * rows, extent.M) - 1);
+    return max(max(own, task.kv_end - most * Bc), task.kv_begin + 1);
+  }
+};
+
+// The same of sequences, in the order in which they lie. A number of a tile may stand for none.
+template <int Br, int Bc, bool by_length, bool batch_first>
+struct Schedule<Br, Bc, by_length, batch_first, true> {
+  Sizes sizes;
+  const Mods* mods;
+  int heads, all, index;
+  Place found;
+
+  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int)
+      : sizes(sizes),
+        mods(&mods),
+        heads(heads),
+        all(tiles_of_rows<Br>(sizes, mods) * heads),
+        index(int(blockIdx.x) - int(gridDim.x)) {}
+
+  __device__ __forceinline__ bool advance() {
+    while ((index += gridDim.x) < all) {
+      found = place_of_rows<Br>(index, sizes, *mods, heads);
+      const Extent extent = extent_of(sizes, *mods, found.batch);
+      if (extent.has_tile_of_rows(found.tile * Br)) return true;
+    }
+    return false;
+  }
+  __device__ __forceinline__ RowTile task() const {
+    const Extent extent = extent_of(sizes, *mods, found.batch);
+    RowTile task = row_tile<Br, Bc>(extent, found.tile * Br, found.head, found.batch);
+    if (extent.N == 0) task.kv_begin = 1;
+    task.kv_end = max(task.kv_end, task.kv_begin + 1);
+    return task;
+  }
   template <int rows>
   __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
     if constexpr (!causal) return task.kv_end;
