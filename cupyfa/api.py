@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
-from cupyfa import forms, modifiers, ragged
+from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
 from cupyfa.dtypes import dtype_named
 from cupyfa.errors import Unsupported, described
@@ -36,6 +36,7 @@ from cupyfa.options import (
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import MOST, TEXTS, Problem, sizes_of
+from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
         """What the functions of ragged batches take besides."""
 
         options: AttentionOptions | None
-        kernel: str | Kernel
         backend: BackendName | Backend
         tiles: Tiles | None
         check: bool
@@ -439,6 +439,7 @@ def attention_ragged(
     *,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    kernel: str | Kernel = "auto",
     return_lse: bool = False,
     out: Any = None,
     **keywords: Unpack[_OfSequences],
@@ -467,7 +468,9 @@ def attention_ragged(
     where, arrays, given, is_moved = _sequences(
         {"q": q, "k": k, "v": v}, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
     )
-    how, check = _how_of_sequences("forward", attention_ragged, where, return_lse, keywords, given)
+    how, check = _how_of_sequences(
+        ("forward", kernel, where), attention_ragged, return_lse, keywords, given
+    )
     how, arrays = _with_operands(how[0], arrays, how[1])
     if is_moved and out is not None:
         result = _call(how, arrays, None, None, check)
@@ -495,6 +498,7 @@ def attention_ragged_backward(
     seqused_q: Any = None,
     seqused_k: Any = None,
     deterministic: bool = False,
+    kernel: str | Kernel = "auto",
     dlse: Any = None,
     **keywords: Unpack[_OfSequences],
 ) -> tuple[Any, Any, Any]:
@@ -512,7 +516,7 @@ def attention_ragged_backward(
         named, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
     )
     how, check = _how_of_sequences(
-        "backward", attention_ragged_backward, where, deterministic, keywords, given
+        ("backward", kernel, where), attention_ragged_backward, deterministic, keywords, given
     )
     if dlse is not None:
         dlse = _like_lse(dlse, lse)
@@ -541,14 +545,15 @@ def attention_ragged_vjp(
     Returns out and ``pullback``; ``pullback(dout, dlse=None)`` gives dq, dk and dv. With
     ``return_lse`` it returns (out, lse) and ``pullback``.
     """
-    offsets = cu_seqlens_q, cu_seqlens_k
-    of_both: dict[str, Any] = {"seqused_q": seqused_q, "seqused_k": seqused_k, **keywords}
-    out, lse = attention_ragged(q, k, v, *offsets, kernel=kernel, return_lse=True, **of_both)
+    of_both: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k, **keywords}
+    out, lse = attention_ragged(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, kernel=kernel, return_lse=True, **of_both
+    )
 
     def pullback(dout: Any, dlse: Any = None) -> tuple[Any, Any, Any]:
-        of_backward = {"kernel": backward_kernel, "deterministic": deterministic, "dlse": dlse}
+        of_backward: Any = {"kernel": backward_kernel, "deterministic": deterministic, **of_both}
         return attention_ragged_backward(
-            *(dout, q, k, v, out, lse, *offsets), **of_backward, **of_both
+            dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dlse=dlse, **of_backward
         )
 
     return ((out, lse) if return_lse else out), pullback
@@ -580,25 +585,26 @@ def _sequences(
 
 
 def _how_of_sequences(
-    operation: str,
+    which: tuple[str, str | Kernel, Backend],
     function: Callable[..., Any],
-    backend: Backend,
     flag: bool,
     keywords: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> tuple[tuple[How, dict[str, Any]], bool]:
-    """A call for a ragged batch with the arrays that it reads besides; and whether to check it."""
-    names = {"options": None, "kernel": "auto", "tiles": None}
-    options, kernel, tiles = (keywords.get(name, usual) for name, usual in names.items())
-    own = (*names, "backend", "check")
+    """A call for a ragged batch with the arrays that it reads besides; and whether to check it.
+
+    which: the operation, the kernel and the backend.
+    """
+    own = ("options", "tiles", "backend", "check")
     others = {name: x for name, x in keywords.items() if name not in own}
     read, asked = _without_arrays(others)
     if isinstance(read.get(modifiers.MASK), BlockMask):
         raise Unsupported(
             "a block mask cannot be used with a ragged batch; give its expression as mask_mod"
         )
-    how = (operation, kernel, backend, options, "bshd", tiles, flag, _NO_OWN)
-    return (how + _values(function, asked), {**read, **given}), bool(keywords.get("check"))
+    options, tiles = keywords.get("options"), keywords.get("tiles")
+    how = (*which, options, "bshd", tiles, flag, _NO_OWN, *_values(function, asked))
+    return (how, {**read, **given}), bool(keywords.get("check"))
 
 
 def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:
@@ -636,9 +642,9 @@ def _vjp_of_lists(
     """``attention_vjp`` of lists of arrays, with its arguments by name."""
     given = _for_lists(attention_vjp, {**given, **given["options"], "options": None})
     layout = given.pop("layout", "bhsd")
-    arrays, (rows, keys) = _packed_lists(*(given.pop(x) for x in "qkv"), layout)
+    arrays, (rows, keys) = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
     return_lse = given.pop("return_lse", False)
-    (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)
+    (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)  # type: ignore[call-arg]
 
     def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
         if not ragged.are_lists(dout):

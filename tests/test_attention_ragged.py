@@ -126,7 +126,10 @@ def test_lengths_are_whole_numbers():
     [
         ({"bias": np.zeros((17, 10), F)}, "give a score_mod or mask_mod that reads captured"),
         ({"mask": np.ones((17, 10), bool)}, "give a score_mod or mask_mod that reads captured"),
-        ({"mask": cupyfa.block_mask(np.ones((1, 1, 17, 10), bool))}, "give its expression as mask_mod"),
+        (
+            {"mask": cupyfa.block_mask(np.ones((1, 1, 17, 10), bool))},
+            "give its expression as mask_mod",
+        ),
     ],
     ids=["bias", "mask", "block_mask"],
 )

@@ -83,7 +83,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
             "of_sums": lambda p, c: not width,
             "width": lambda p, c: getattr(p, width) if width else 1,
         },
-        file="ragged/clear_rest.cu",
+        file="forward/clear_rest.cu",
         when=lambda p: p.sequences is not None,
     )
 

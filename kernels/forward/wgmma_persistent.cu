@@ -69,12 +69,12 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
 #pragma unroll 1  // the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
-      load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), task.packed_key(first_key),
-                 kv_head, task.packed_batch(task.batch));
+      load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
+                 task.packed_key(first_key), kv_head, task.packed_batch(task.batch));
       // A single stage of Q is empty only after the last row tile's scores; K has room before.
       if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
-      load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), task.packed_key(first_key),
-                 kv_head, task.packed_batch(task.batch));
+      load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
+                 task.packed_key(first_key), kv_head, task.packed_batch(task.batch));
     }
   }
 }

@@ -25,7 +25,15 @@ MAY_READ = {
     "dropout.cuh": {"unit_slope"},
     "own_keys.cuh": {"reads_places", "unit_slope", "has_dropout"},
     "gradient_of_lse.cuh": {"has_dlse"},
-    "extent.cuh": {"has_key_tiles", "has_row_tiles", "causal", "windowed", "has_mask_text"},
+    "extent.cuh": {
+        "has_key_tiles",
+        "has_row_tiles",
+        "causal",
+        "windowed",
+        "has_mask_text",
+        "ragged",
+    },
+    "tensor.cuh": {"ragged"},
     "score.cuh": {
         "has_key_tiles",
         "has_score_text",
@@ -36,7 +44,7 @@ MAY_READ = {
     },
     "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
-    "schedule.cuh": {"causal", "has_key_tiles"},
+    "schedule.cuh": {"causal", "has_key_tiles", "ragged"},
     "pack_weights.cuh": {"has_dropout"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)

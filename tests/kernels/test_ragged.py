@@ -172,7 +172,7 @@ def test_kernels_that_cannot_say_which_can(kernel):
 @pytest.mark.parametrize("offsets", [(0, 9, 4, 4), (-7, 5, 90, 7), (30, 20, 10, 0)], ids=str)
 def test_wrong_offsets_of_a_kernel_stay_inside_the_arrays(backend, offsets, monkeypatch):
     # As offsets in GPU memory, which nobody sees before the kernel does.
-    monkeypatch.setattr(cupyfa.ragged, "_check_offsets", lambda *_: None)
+    monkeypatch.setattr(cupyfa.runtime.ragged, "_check_offsets", lambda *_: None)
     arrays = drawn("float32", 20, 20)
     wrong = np.array(offsets, "i4"), np.array(offsets, "i4")
     out, lse = forward("fa2", backend, arrays, wrong)

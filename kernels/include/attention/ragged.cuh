@@ -49,17 +49,17 @@ __device__ __forceinline__ Span span_of(const Offsets& offsets, int sequence, in
 // Those of them that count.
 template <class Arrays>
 __device__ __forceinline__ Span queries_of(const Arrays& mods, int sequence, int total) {
-  Span span = span_of(mods.cu_seqlens_q_, sequence, total);
+  Span found = span_of(mods.cu_seqlens_q_, sequence, total);
   if constexpr (Arrays::has_seqused_q)
-    span.count = max(0, min(span.count, mods.seqused_q_.data[sequence]));
-  return span;
+    found.count = max(0, min(found.count, mods.seqused_q_.data[sequence]));
+  return found;
 }
 template <class Arrays>
 __device__ __forceinline__ Span keys_of(const Arrays& mods, int sequence, int total) {
-  Span span = span_of(mods.cu_seqlens_k_, sequence, total);
+  Span found = span_of(mods.cu_seqlens_k_, sequence, total);
   if constexpr (Arrays::has_seqused_k)
-    span.count = max(0, min(span.count, mods.seqused_k_.data[sequence]));
-  return span;
+    found.count = max(0, min(found.count, mods.seqused_k_.data[sequence]));
+  return found;
 }
 
 // The number of a sequence's first tile of `size` rows, where `together` rows come of each.
