@@ -26,9 +26,9 @@ template <class Arrays>
 __device__ __forceinline__ bool is_used(const Arrays& mods, int row, int rows) {
   const auto span = [&](int sequence) {
     if constexpr (of_keys)
-      return keys_of(mods, sequence, rows);
+      return used_keys(mods, sequence, rows);
     else
-      return queries_of(mods, sequence, rows);
+      return used_queries(mods, sequence, rows);
   };
   const int* offsets = of_keys ? mods.cu_seqlens_k_.data : mods.cu_seqlens_q_.data;
   int sequence = 0, last = mods.cu_seqlens_q_.size[0] - 2;
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool is_used(const Arrays& mods, int row, int rows) {
     else
       last = middle - 1;
   }
-  const Span own = span(sequence);
+  const PackedRows own = span(sequence);
   return row >= own.first && row < own.first + own.count;
 }
 

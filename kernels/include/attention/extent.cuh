@@ -25,7 +25,7 @@ struct Sizes {
                       // the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-struct Extent : Seat<has_seat>, Origin<ragged> {
+struct Extent : Seat<has_seat>, PackedOrigin<ragged> {
   int M, N, causal_offset, window_offset;
 
   // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
@@ -122,7 +122,8 @@ template <class Arrays>
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] const Arrays& mods,
                                             int batch) {
   if constexpr (ragged) {
-    const Span rows = queries_of(mods, batch, sizes.M), keys = keys_of(mods, batch, sizes.N);
+    const PackedRows rows = used_queries(mods, batch, sizes.M),
+                     keys = used_keys(mods, batch, sizes.N);
     const int M = rows.count, N = keys.count;
     const long long position = Arrays::bottom_right ? N - M : 0;
     const int left = int(max((long long)-M, min((long long)N, position + sizes.window_offset)));
@@ -160,7 +161,7 @@ __device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
                                                   int head, int heads, int row) {
   if constexpr (ragged)
     return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M) * (long long)head +
-           first_tile<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
+           first_tile_number<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
   else
     return ((long long)batch * heads + head) * cdiv(sizes.M, size) + row / size;
 }
@@ -205,7 +206,7 @@ __device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int 
 
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
 // the first key of a tile. From one tile of keys to the next goes after().
-struct RowTile : TileMap<has_key_tiles>, Origin<ragged> {
+struct RowTile : TileMap<has_key_tiles>, PackedOrigin<ragged> {
   int row, head, batch, kv_begin, kv_end;
 };
 

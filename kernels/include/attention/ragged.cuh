@@ -18,14 +18,14 @@
 
 // Where the rows of a sequence begin in the packed arrays. Without sequences nothing is kept.
 template <bool used>
-struct Origin {
+struct PackedOrigin {
   __device__ __forceinline__ void begin_at(int, int) {}
   __device__ __forceinline__ int packed_row(int row) const { return row; }
   __device__ __forceinline__ int packed_key(int key) const { return key; }
   __device__ __forceinline__ int packed_batch(int batch) const { return batch; }
 };
 template <>
-struct Origin<true> {
+struct PackedOrigin<true> {
   int first_row, first_key;
 
   __device__ __forceinline__ void begin_at(int row, int key) { *this = {row, key}; }
@@ -34,13 +34,14 @@ struct Origin<true> {
   __device__ __forceinline__ int packed_batch(int) const { return 0; }
 };
 
-struct Span {
+struct PackedRows {
   int first, count;
 };
 
 // The rows of a sequence, of `total` in the array.
 template <class Offsets>
-__device__ __forceinline__ Span span_of(const Offsets& offsets, int sequence, int total) {
+__device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int sequence,
+                                                     int total) {
   const int first = offsets.data[sequence], end = min(offsets.data[sequence + 1], total);
   if (first < 0 || end <= first) return {0, 0};
   return {first, end - first};
@@ -48,15 +49,15 @@ __device__ __forceinline__ Span span_of(const Offsets& offsets, int sequence, in
 
 // Those of them that count.
 template <class Arrays>
-__device__ __forceinline__ Span queries_of(const Arrays& mods, int sequence, int total) {
-  Span found = span_of(mods.cu_seqlens_q_, sequence, total);
+__device__ __forceinline__ PackedRows used_queries(const Arrays& mods, int sequence, int total) {
+  PackedRows found = packed_rows_of(mods.cu_seqlens_q_, sequence, total);
   if constexpr (Arrays::has_seqused_q)
     found.count = max(0, min(found.count, mods.seqused_q_.data[sequence]));
   return found;
 }
 template <class Arrays>
-__device__ __forceinline__ Span keys_of(const Arrays& mods, int sequence, int total) {
-  Span found = span_of(mods.cu_seqlens_k_, sequence, total);
+__device__ __forceinline__ PackedRows used_keys(const Arrays& mods, int sequence, int total) {
+  PackedRows found = packed_rows_of(mods.cu_seqlens_k_, sequence, total);
   if constexpr (Arrays::has_seqused_k)
     found.count = max(0, min(found.count, mods.seqused_k_.data[sequence]));
   return found;
@@ -64,7 +65,7 @@ __device__ __forceinline__ Span keys_of(const Arrays& mods, int sequence, int to
 
 // The number of a sequence's first tile of `size` rows, where `together` rows come of each.
 template <int size, int together, class Offsets>
-__device__ __forceinline__ int first_tile(const Offsets& offsets, int sequence, int total) {
+__device__ __forceinline__ int first_tile_number(const Offsets& offsets, int sequence, int total) {
   return max(0, min(offsets.data[sequence], total)) * together / size + sequence;
 }
 
@@ -82,10 +83,11 @@ __device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets,
   int sequence = 0, last = offsets.size[0] - 2;
   while (sequence < last) {
     const int middle = (sequence + last + 1) / 2;
-    if (first_tile<size, together>(offsets, middle, total) <= all.tile)
+    if (first_tile_number<size, together>(offsets, middle, total) <= all.tile)
       sequence = middle;
     else
       last = middle - 1;
   }
-  return {all.tile - first_tile<size, together>(offsets, sequence, total), all.head, sequence};
+  return {all.tile - first_tile_number<size, together>(offsets, sequence, total), all.head,
+          sequence};
 }
