@@ -19,7 +19,7 @@ from cupyfa.ladder.common import (
     tiles_of,
 )
 from cupyfa.ladder.gradients import with_gradients
-from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul
+from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
@@ -361,6 +361,8 @@ MMA_SLICES_BACKWARD = rung(
 
 # Hopper: wgmma and TMA
 
+# Of a launch that goes by sequences without the argument sizes.
+BY_SEQUENCES: dict[str, Constant] = {"ragged": lambda p, c: p.sequences is not None}
 SHARED_OF_SM_90 = 232448  # bytes a block may have
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
@@ -375,7 +377,7 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
 
 def finishes(p: Problem) -> bool:
     """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096
+    return p.M * p.group <= 4096 and p.sequences is None
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -465,6 +467,7 @@ WGMMA_COLUMNS = Kernel(
             args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
+            constants=BY_SEQUENCES,
         ),
         WGMMA_COLUMNS_LAUNCH,
         replace(
@@ -521,6 +524,7 @@ WGMMA_TWO_PASS = rung(
             args="O dO lse row_sums.data M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
+            constants=BY_SEQUENCES,
         ),
         WGMMA_TWO_PASS_COLUMNS,
         replace(
@@ -572,7 +576,10 @@ _REST = (
     clear_rest("dK", "N", "kv_heads", "d"),
     clear_rest("dV", "N", "kv_heads", "dv"),
 )
-_OF_SEQUENCES = ("columns", "rows", "two_pass", "mma_columns", "mma_two_pass")
+_OF_SEQUENCES = (
+    *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass"),
+    *("wgmma_columns", "wgmma_two_pass"),
+)
 KERNELS = tuple(
     of_sequences(x, *_REST) if x.name in _OF_SEQUENCES else x for x in map(with_gradients, _RUNGS)
 )

@@ -237,7 +237,8 @@ class _Planner:
 
     def is_ragged(self, launch: Launch) -> bool:
         """Whether a launch goes by sequences; others see the packed rows of all as one."""
-        return self.problem.sequences is not None and "sizes" in launch.args.split()
+        named = (*launch.args.split(), *launch.constants)
+        return self.problem.sequences is not None and bool({"sizes", "ragged"} & set(named))
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
         """Of a Tensor: where sequences begin in its rows, in place of its first stride."""

@@ -20,11 +20,11 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
     Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+  const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Parts::count);
   for (int i = threadIdx.x; i < int(Parts::count * sizeof(Part) / sizeof(float4)); i += threads)
     clear[i] = float4{0, 0, 0, 0};
-  if (threadIdx.x == 0 && tile == 0 && head % group == 0)
+  if (!ragged && threadIdx.x == 0 && tile == 0 && head % group == 0)
     counts[(batch * heads + head) / group] = 0;
 
   sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);

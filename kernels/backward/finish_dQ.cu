@@ -16,10 +16,19 @@ extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<scalar> dQ, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
+  const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
+  if (!extent.has_tile_of_rows(tile * Br)) return;
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-      extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, {scale, mods}, batch, head / group};
+      extent,
+      Q,
+      K,
+      V,
+      dO,
+      {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)},
+      {scale, mods},
+      batch,
+      head / group};
   const QuerySums<Br, d, dv> in = {repair, dQ_sum, dQ};
   Rows(in, head, tile, blockIdx.y, threadIdx.x / warp_size).finish(in);
 }

@@ -13,6 +13,6 @@ extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const scal
                                                                Tensor<const real> lse,
                                                                RowSums<Br>* row_sums, int M,
                                                                int heads, Mods mods) {
-  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+  const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
 }

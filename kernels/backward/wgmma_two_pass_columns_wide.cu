@@ -49,15 +49,19 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         const RowSums<Br>* row_sums) {
   if (task.first_row >= task.end_row) return;
-  load_async(shared.K, K, shared.K_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
-  load_async(shared.V, V, shared.V_pipeline.acquire(), task.first_key, task.kv_head, task.batch);
+  const int packed = task.extent.packed_batch(task.batch);
+  load_async(shared.K, K, shared.K_pipeline.acquire(), task.extent.packed_key(task.first_key),
+             task.kv_head, packed);
+  load_async(shared.V, V, shared.V_pipeline.acquire(), task.extent.packed_key(task.first_key),
+             task.kv_head, packed);
   PipelineState<stages> rows;
   task.for_tiles([&](int head, int row, long long tile) {
     Barrier& full = shared.Q_pipeline.acquire(rows);
-    load_async(shared.Q[rows.stage], Q, full, row, head, task.batch);
+    load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
     arrive_expect_tx(full, sizeof(RowSums<Br>));
     bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
-    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows), row, head, task.batch);
+    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
+               task.extent.packed_row(row), head, packed);
     rows.advance();
   });
 }
@@ -134,6 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -143,7 +148,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const StatsOfTiles<Br> stats = {row_sums, task.batch, heads, task.extent.M};
+  const StatsOfTiles<Br> stats = {row_sums, task.number};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
   const bool any = task.first_row < task.end_row;

@@ -41,16 +41,18 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int kv_head) {
   if (task.kv_begin >= task.kv_end) return;
-  load_async(shared.Q, Q, shared.Q_pipeline.acquire(), task.row, task.head, task.batch);
-  load_async(shared.dO, dO, shared.dO_pipeline.acquire(), task.row, task.head, task.batch);
+  load_async(shared.Q, Q, shared.Q_pipeline.acquire(), task.packed_row(task.row), task.head,
+             task.packed_batch(task.batch));
+  load_async(shared.dO, dO, shared.dO_pipeline.acquire(), task.packed_row(task.row), task.head,
+             task.packed_batch(task.batch));
   PipelineState<stages> keys;
 #pragma unroll 1  // the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance()) {
-    load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), first_key, kv_head,
-               task.batch);
-    load_async(shared.V[keys.stage], V, shared.pipeline.full[1][keys.stage], first_key, kv_head,
-               task.batch);
+    load_async(shared.K[keys.stage], K, shared.pipeline.acquire(keys), task.packed_key(first_key),
+               kv_head, task.packed_batch(task.batch));
+    load_async(shared.V[keys.stage], V, shared.pipeline.full[1][keys.stage],
+               task.packed_key(first_key), kv_head, task.packed_batch(task.batch));
   }
 }
 
@@ -142,13 +144,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const int row_tiles = cdiv(sizes.M, own_rows);
-  const auto [tile, head, batch] = place(blockIdx.x, row_tiles, heads);
+  const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
-  const RowTile task =
-      row_tile<own_rows, Bk>(extent, (row_tiles - 1 - tile) * own_rows, head, batch);
+  const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
+  if (!extent.has_tile_of_rows(first_row)) return;
+  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int kv_head = task.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -160,10 +162,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const int lane = threadIdx.x % warp_size;
   const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
   OwnRows rows = {first + lane / 4};
+  const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = rows.first + half * 8;
-    const RowSums<Br>* sums = row_sums + tile_of<Br>(task.batch, task.head, heads, row, extent.M);
+    const RowSums<Br>* sums = row_sums + stats.number(head, row);
     rows.lse2[half] = row < extent.M ? sums->lse2[row % Br] : infinity;
     rows.delta[half] = row < extent.M ? sums->delta[row % Br] : 0;
   }
@@ -172,8 +175,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   if (all_finite(sums)) {
     store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
   } else {
-    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-        extent, Q, K, V, dO, {row_sums, batch, heads, extent.M}, scorer, batch, kv_head};
+    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
+                                                            stats,  scorer, batch, kv_head};
     repair.rows<depth>(dQ, head, first, first + step, 0);
   }
 }

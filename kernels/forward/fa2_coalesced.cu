@@ -96,11 +96,10 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int batches, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = tiles_of_rows<Br>(sizes, mods);
   const Scorer<real> scorer = {scale, mods};
-  const unsigned all = unsigned(tiles) * heads * batches;  // index + gridDim.x may pass 2^31
+  const unsigned all = unsigned(tiles_of_rows<Br>(sizes, mods)) * heads * batches;
 
-  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
+  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {  // may pass 2^31
     const auto [tile, head, batch] = place_of_rows<Br>(index, sizes, mods, heads);
     const Extent extent = extent_of(sizes, mods, batch, head);
     if (!extent.has_tile_of_rows(tile * Br)) continue;

@@ -50,18 +50,18 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 // The producer's thread loads Q and, tile by tile, K and V.
 __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, int kv_head) {
+  const int batch = task.packed_batch(task.batch);
   for (int i = 0; i < consumers; ++i)
     load_async(shared.Q[0][i], Q, shared.Q_pipeline[i].acquire({}),
-               task.packed_row(task.row + i * warpgroup_rows), task.head,
-               task.packed_batch(task.batch));
+               task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
   PipelineState<stages> tile;
 #pragma unroll 1  // the producer has few registers
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bc>(first_key), tile.advance()) {
     load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile), task.packed_key(first_key),
-               kv_head, task.packed_batch(task.batch));
+               kv_head, batch);
     load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile), task.packed_key(first_key),
-               kv_head, task.packed_batch(task.batch));
+               kv_head, batch);
   }
 }
 

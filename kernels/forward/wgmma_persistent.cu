@@ -57,24 +57,23 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Tenso
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {
     const RowTile task = tasks.task();
-    const int kv_head = task.head / group;
+    const int kv_head = task.head / group, batch = task.packed_batch(task.batch);
     const auto load_queries = [&] {
 #pragma unroll
       for (int i = 0; i < consumers; ++i)
         load_async(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
-                   task.packed_row(task.row + i * warpgroup_rows), task.head,
-                   task.packed_batch(task.batch));
+                   task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
     };
     if (Q_stages > 1) load_queries();
 #pragma unroll 1  // the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
       load_async(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
-                 task.packed_key(first_key), kv_head, task.packed_batch(task.batch));
+                 task.packed_key(first_key), kv_head, batch);
       // A single stage of Q is empty only after the last row tile's scores; K has room before.
       if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
       load_async(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
-                 task.packed_key(first_key), kv_head, task.packed_batch(task.batch));
+                 task.packed_key(first_key), kv_head, batch);
     }
   }
 }

@@ -34,6 +34,8 @@ MAY_READ = {
         "ragged",
     },
     "tensor.cuh": {"ragged"},
+    "row_sums.cuh": {"ragged"},
+    "sum_tile.cuh": {"ragged"},
     "score.cuh": {
         "has_key_tiles",
         "has_score_text",

@@ -73,7 +73,9 @@ def test_every_sequence_has_its_own_result(backend, kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel, how", IN_TURN, ids=str)
+@pytest.mark.parametrize(
+    "kernel, how", IN_TURN, ids=lambda x: getattr(x, "name", None) or ",".join(x)
+)
 def test_options_are_those_of_each_sequence(backend, kernel, how):
     checked(kernel, backend, **how)
 
@@ -144,7 +146,9 @@ def test_gradients_are_those_of_each_sequence(backend, kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel, how", IN_TURN_BACKWARD, ids=str)
+@pytest.mark.parametrize(
+    "kernel, how", IN_TURN_BACKWARD, ids=lambda x: getattr(x, "name", None) or ",".join(x)
+)
 def test_gradients_with_options(backend, kernel, how):
     gradients(kernel, backend, **how)
 

@@ -13,8 +13,10 @@ from cupyfa.planner import includes
 from cupyfa.planner.source import INCLUDE, KERNELS
 
 # The headers that every kernel shares count once for all of them, and have a limit of their own.
-SHARED = tuple(f"attention/{x}.cuh" for x in ("score", "extent", "place", "pairs", "tile_map"))
-SHARED_LINES = 536
+SHARED = tuple(
+    f"attention/{x}.cuh" for x in ("score", "extent", "place", "pairs", "tile_map", "ragged")
+)
+SHARED_LINES = 698
 
 
 def own_files(rung):
@@ -39,7 +41,7 @@ STEPS = tuple(steps())
 # Steps that are longer than others: changed lines, lines of headers not used before, and why.
 LONGER_STEPS = {
     ("forward/mma_async", "forward/mma_pipelined"): (
-        115,
+        116,
         231,
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
@@ -49,14 +51,19 @@ LONGER_STEPS = {
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
-        130,
+        137,
         43,
         "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers",
     ),
-    ("backward/columns", "backward/mma_columns"): (176, 843, "from scalar loops to tensor cores"),
+    ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
+        100,
+        119,
+        "a schedule of row tiles, and another one of those of sequences",
+    ),
+    ("backward/columns", "backward/mma_columns"): (177, 843, "from scalar loops to tensor cores"),
     ("backward/mma_columns", "backward/wgmma_columns"): (
         171,
-        912,
+        936,
         "from mma.sync to TMA, wgmma and warp specialisation",
     ),
 }
@@ -79,29 +86,29 @@ HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
 TEXTS = "all that texts compute with"
 LONGER = {
-    "backward/mma_columns": (1080, GRADIENTS),
-    "backward/mma_slices_backward_scores": (922, GRADIENTS),
-    "backward/mma_two_pass_columns": (1002, GRADIENTS),
-    "backward/mma_two_pass_rows": (921, GRADIENTS),
-    "backward/wgmma_bias_gradient": (1187, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1407, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_columns_wide": (1469, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_two_pass_columns": (1109, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_two_pass_columns_wide": (1176, f"{HOPPER}; {GRADIENTS}"),
-    "backward/sink_gradient": (1018, TEXTS),
+    "backward/mma_columns": (1088, GRADIENTS),
+    "backward/mma_slices_backward_scores": (930, GRADIENTS),
+    "backward/mma_two_pass_columns": (1011, GRADIENTS),
+    "backward/mma_two_pass_rows": (930, GRADIENTS),
+    "backward/wgmma_bias_gradient": (1216, f"{HOPPER}; copies of the bias, the repair of sums"),
+    "backward/wgmma_columns": (1444, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns_wide": (1505, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_two_pass_columns": (1146, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_two_pass_columns_wide": (1213, f"{HOPPER}; {GRADIENTS}"),
+    "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
-    "forward/mma_async": (736, COPIES),
-    "forward/mma_pipelined": (950, COPIES),
-    "forward/mma_slices": (970, SLICES),
-    "forward/mma_split_kv": (990, COPIES + "; results of splits"),
-    "forward/mma_split_q": (672, REPAIR),
-    "forward/mma_swizzled": (688, REPAIR),
-    "forward/mma_tf32": (896, COPIES + "; products of tf32"),
-    "forward/wgmma": (1066, HOPPER),
-    "forward/wgmma_fp8": (1249, HOPPER + "; scales of tiles"),
-    "forward/wgmma_overlap": (1132, HOPPER + "; ping-pong order"),
-    "forward/wgmma_persistent": (1270, HOPPER + "; a schedule"),
-    "forward/wgmma_slices": (1298, HOPPER + "; slices of d, dv and keys"),
+    "forward/mma_async": (745, COPIES),
+    "forward/mma_pipelined": (959, COPIES),
+    "forward/mma_slices": (978, SLICES),
+    "forward/mma_split_kv": (998, COPIES + "; results of splits"),
+    "forward/mma_split_q": (681, REPAIR),
+    "forward/mma_swizzled": (697, REPAIR),
+    "forward/mma_tf32": (905, COPIES + "; products of tf32"),
+    "forward/wgmma": (1077, HOPPER),
+    "forward/wgmma_fp8": (1257, HOPPER + "; scales of tiles"),
+    "forward/wgmma_overlap": (1143, HOPPER + "; ping-pong order"),
+    "forward/wgmma_persistent": (1317, HOPPER + "; a schedule"),
+    "forward/wgmma_slices": (1306, HOPPER + "; slices of d, dv and keys"),
 }
 
 
@@ -172,7 +179,7 @@ def test_the_headers_that_all_kernels_share():
 
 def test_steps_are_of_kernels_that_exist_and_few_are_longer():
     assert set(chain(*STEPS)) <= set(NAMES)
-    assert len(LONGER_STEPS) <= 5 and set(LONGER_STEPS) <= set(STEPS)
+    assert len(LONGER_STEPS) <= 6 and set(LONGER_STEPS) <= set(STEPS)
 
 
 def test_kernels_that_have_more_lines_to_read_exist_and_are_above_the_limit():

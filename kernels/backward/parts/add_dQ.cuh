@@ -105,7 +105,7 @@ __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int
   const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
   const auto piece = [&](int number) {
     const int rest = number / Rows::in_part, head = rest / parts / tiles;
-    return Rows(in, head < group ? in.repair.kv_head * group + head : in.repair.stats.heads,
+    return Rows(in, head < group ? in.repair.kv_head * group + head : in.repair.stats.number.heads,
                 rest / parts % tiles, rest % parts, number % Rows::in_part);
   };
 #pragma unroll 1

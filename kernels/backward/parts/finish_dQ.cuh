@@ -33,10 +33,10 @@ struct Piece {
       : head(head),
         first_row(tile * Br + own * step + (Parts::by_rows ? part * warpgroup_rows : 0)),
         first_col(Parts::by_columns ? part * Parts::width : 0) {
-    const int M = in.repair.extent.M, heads = in.repair.stats.heads;
+    const int M = in.repair.extent.M, heads = in.repair.stats.number.heads;
     is_there = head < heads && first_row < M;
     if (!is_there) return;
-    const long long index = tile_of<Br>(in.repair.batch, head, heads, tile * Br, M);
+    const long long index = in.repair.stats.number(head, tile * Br);
     const int thread = own * warp_size + threadIdx.x % warp_size;
 #pragma unroll
     for (int i = 0; i < Parts::width / 8; ++i) {

@@ -11,7 +11,8 @@
 template <int Br, int Bc>
 struct KeyTile {
   Extent extent;
-  int first_key, kv_head, batch, first_row, end_row, group, heads;
+  int first_key, kv_head, batch, first_row, end_row, group;
+  TilesOfRows<Br> number;
 
   // body(head, first row, number of the tile) for each tile.
   template <class Body>
@@ -22,7 +23,7 @@ struct KeyTile {
 #pragma unroll 1
       for (int row = map.template from<Br>(first_row); row < end_row;
            row = map.template after<Br>(row))
-        body(head, row, tile_of<Br>(batch, head, heads, row, extent.M));
+        body(head, row, number(head, row));
     }
   }
   // Whether it is a head's first tile; where the next one begins, or -1 if there is none.
@@ -43,12 +44,14 @@ __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mo
                                                     int kv_heads, int group, int heads) {
   // With a causal mask the first keys have the most rows.
   const int tiles = max(cdiv(sizes.N, Bc), 1), batches = int(gridDim.x) / (tiles * kv_heads);
-  const auto [tile, first, second] = place(blockIdx.x, tiles, batch_first ? batches : kv_heads);
+  const auto [tile, first, second] =
+      place_of_keys<Bc>(blockIdx.x, sizes, mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, heads};
+  const auto number = tiles_of<Br>(mods, batch, heads, sizes.M);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, number};
 }
 
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.

@@ -1,6 +1,7 @@
 #pragma once
 // lse and delta of all rows, tile by tile: a tile's are copied to shared memory at once.
 
+#include <attention/ragged.cuh>
 #include <backward/parts/row_stats.cuh>
 
 // RowStats of the Br rows of a tile; of rows outside the array those of a row that sees no key.
@@ -15,14 +16,34 @@ __device__ __forceinline__ long long tile_of(int batch, int head, int heads, int
   return ((long long)batch * heads + head) * cdiv(M, Br) + row / Br;
 }
 
+// The numbers of the tiles of a batch element.
+template <int Br>
+struct TilesOfRows {
+  int batch, heads, M;  // if ragged: the sequence's first number, and the numbers of a head
+
+  __device__ __forceinline__ long long operator()(int head, int row) const {
+    if constexpr (ragged) return (long long)head * M + batch + row / Br;
+    return tile_of<Br>(batch, head, heads, row, M);
+  }
+};
+template <int Br, class Arrays>
+__device__ __forceinline__ TilesOfRows<Br> tiles_of([[maybe_unused]] const Arrays& mods, int batch,
+                                                    int heads, int M) {
+  if constexpr (ragged)
+    return {first_tile_number<Br, 1>(mods.cu_seqlens_q_, batch, M), heads,
+            tile_numbers<Br, 1>(mods.cu_seqlens_q_, M)};
+  else
+    return {batch, heads, M};
+}
+
 // The RowStats of any row, for repairs.
 template <int Br>
 struct StatsOfTiles {
   const RowSums<Br>* tiles;
-  int batch, heads, M;
+  TilesOfRows<Br> number;
 
   __device__ RowStats operator()(int head, int row) const {
-    const RowSums<Br>& tile = tiles[tile_of<Br>(batch, head, heads, row, M)];
+    const RowSums<Br>& tile = tiles[number(head, row)];
     return {tile.lse2[row % Br], tile.delta[row % Br]};
   }
 };
