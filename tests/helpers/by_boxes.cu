@@ -21,14 +21,13 @@ __device__ scalar& at(TmaTile<scalar, rows, columns>& tile, int row, int col) {
 template <int rows>
 __device__ void load(TmaTile<scalar, rows, columns>& tile, const TensorMap& map, Barrier& full,
                      int row, int head, int batch) {
-  for (int i = 0; i < columns / 64; ++i)
-    tma_load(tile.box[i], map, full, 64 * i, row, head, batch);
+  for (int i = 0; i < columns / 64; ++i) tma_load(tile.box[i], map, full, 64 * i, row, head, batch);
 }
 
-extern "C" __global__ __launch_bounds__(threads, 1)
-void by_boxes(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K,
-           const __grid_constant__ TensorMap V, const __grid_constant__ TensorMap O, int M, int N,
-           int heads, int batch, int group, real scale) {
+extern "C" __global__ __launch_bounds__(threads, 1) void by_boxes(
+    const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K,
+    const __grid_constant__ TensorMap V, const __grid_constant__ TensorMap O, int M, int N,
+    int heads, int batch, int group, real scale) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) {
     init_barrier(shared.full, 1);
