@@ -640,7 +640,7 @@ def _vjp_of_lists(
     q: Any, k: Any, v: Any, given: Mapping[str, Any]
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """``attention_vjp`` of lists of arrays, with its arguments by name."""
-    given = _for_lists(attention_vjp, {**given, **given["options"], "options": None})
+    given = _for_lists(attention_vjp, {**given, "options": None, **given["options"]})
     layout = given.pop("layout", "bhsd")
     arrays, (rows, keys) = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
     return_lse = given.pop("return_lse", False)

@@ -48,7 +48,7 @@ def test_lists_give_lists(backend, layout):
 
 def test_gradients_of_lists_are_lists(backend):
     lists = drawn()
-    how = {"backend": backend, "causal": True}
+    how = {"backend": backend, "options": cupyfa.AttentionOptions(causal=True)}
     outs, pullback = cupyfa.attention_vjp(*lists, kernel="fa2", backward_kernel="two_pass", **how)
     found = pullback([np.ones_like(x) for x in outs])
     for i, (q, k, v) in enumerate(zip(*lists, strict=True)):

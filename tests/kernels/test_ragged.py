@@ -126,14 +126,16 @@ def test_rows_of_no_sequence_see_no_key(backend, kernel):
     assert (lse[:, unused] == -np.inf).all() and np.isfinite(lse[:, 3:23]).all()
 
 
-def gradients(kernel, backend, dtype=None, used=None, **options):
+def gradients(kernel, backend, used=None, d=24, has_dlse=False, **options):
     rows, keys = offsets = lengths_of(first=2)
-    arrays = drawn(dtype or usual_dtype(kernel), rows[-1] + 3, keys[-1] + 5)
+    arrays = drawn(usual_dtype(kernel), rows[-1] + 3, keys[-1] + 5, d=d, dv=d)
     own = {name: x for name, x in options.items() if name != "tiles"} | (used or {})
     out, lse = forward("fa2", backend, arrays, offsets, **own)
-    dout = drawn(str(out.dtype), *out.shape[:1], 0, seed=1)[0]
+    dout = drawn(str(out.dtype), out.shape[0], 0, seed=1, d=d)[0]
+    dlse = np.where(np.isfinite(lse), lse / 4, 0).astype(lse.dtype) if has_dlse else None
     return cupyfa.attention_ragged_backward(
         *(dout, *arrays, out, lse, *offsets),
+        dlse=dlse,
         **{"kernel": kernel, "backend": backend, "check": True, **options, **(used or {})},
     )
 
@@ -150,7 +152,13 @@ def test_gradients_are_those_of_each_sequence(backend, kernel):
     "kernel, how", IN_TURN_BACKWARD, ids=lambda x: getattr(x, "name", None) or ",".join(x)
 )
 def test_gradients_with_options(backend, kernel, how):
-    gradients(kernel, backend, **how)
+    gradients(kernel, backend, has_dlse=True, **how)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass"])
+def test_gradients_of_wide_heads(backend, kernel):
+    gradients(BACKWARD[kernel], backend, d=160, causal=True)
 
 
 @pytest.mark.slow
@@ -173,16 +181,25 @@ def test_kernels_that_cannot_say_which_can(kernel):
             cupyfa.attention_ragged_backward(q, q, k, v, q, lse, *offsets, **how)
 
 
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        ("fa2", "two_pass"),
+        pytest.param(("mma_pipelined", "mma_columns"), marks=pytest.mark.slow),
+        pytest.param(("wgmma_persistent", "wgmma_columns"), marks=pytest.mark.slow),
+        pytest.param(("wgmma", "wgmma_two_pass"), marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x[0],
+)
 @pytest.mark.parametrize("offsets", [(0, 9, 4, 4), (-7, 5, 90, 7), (30, 20, 10, 0)], ids=str)
-def test_wrong_offsets_of_a_kernel_stay_inside_the_arrays(backend, offsets, monkeypatch):
+def test_wrong_offsets_of_a_kernel_stay_inside_the_arrays(backend, kernels, offsets, monkeypatch):
     # As offsets in GPU memory, which nobody sees before the kernel does.
     monkeypatch.setattr(cupyfa.runtime.ragged, "_check_offsets", lambda *_: None)
-    arrays = drawn("float32", 20, 20)
+    arrays = drawn("float32" if kernels[0] == "fa2" else "float16", 20, 20)
     wrong = np.array(offsets, "i4"), np.array(offsets, "i4")
-    out, lse = forward("fa2", backend, arrays, wrong)
-    dout = np.ones_like(out)
+    out, lse = forward(kernels[0], backend, arrays, wrong)
     cupyfa.attention_ragged_backward(
-        dout, *arrays, out, lse, *wrong, kernel="two_pass", backend=backend
+        *(np.ones_like(out), *arrays, out, lse, *wrong), kernel=kernels[1], backend=backend
     )
 
 
