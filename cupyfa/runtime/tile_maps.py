@@ -240,7 +240,8 @@ def _ready(
 
 def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
     value, inside = mods.value(p)
-    options = {**p.options.constants, **p.modifiers.constants, "heads": p.heads}
+    sizes = {"heads": p.heads, "ragged": False}
+    options = {**p.options.constants, **p.modifiers.constants, **sizes}
     return _planned(
         CLASSIFY,
         p,
