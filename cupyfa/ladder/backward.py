@@ -287,6 +287,77 @@ MMA_COLUMNS = Kernel(
     unordered=("dQ",),
     after=("columns",),
 )
+
+
+def mma_f64_sharing(c: SimpleNamespace) -> int:
+    """How many warps share 16 x 16 scores, where there are more warps than such squares."""
+    return max(1, 256 * c.warps // (c.Br * c.Bc))
+
+
+def shares_out_scores(c: SimpleNamespace) -> bool:
+    """Whether the warps, or groups that share scores, have equal parts of them."""
+    groups = c.warps // mma_f64_sharing(c)
+    return c.Bc % (16 * (groups // parts_of_rows(c.Br, c.Bc, groups))) == 0
+
+
+def mma_f64_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same tiles in 64 bits, what sharing warps trade, and lse and delta of two tiles."""
+    widths, sharing = round_up(p.d, 16) + round_up(p.dv, 16), mma_f64_sharing(c)
+    scores = (2 + sharing - 1) * c.Br * c.Bc
+    return 8 * ((c.Bc + c.stages * c.Br) * widths + scores + 4 * c.Br)
+
+
+MMA_F64_COLUMNS = rung(
+    MMA_COLUMNS,
+    "mma_f64_columns",
+    "float64 on tensor cores (mma.sync): warps share S and dP, sums in double",
+    launches=(
+        Launch(
+            "mma_f64_delta",
+            args="O dO delta dQ_sum.data M heads mods",
+            grid=row_tiles,
+            threads=lambda p, c: THREADS,
+            constants={"sums": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
+        ),
+        replace(
+            mma_columns_launch("mma_f64_columns", "dQ_sum.data dK dV"),
+            shared=mma_f64_columns_shared,
+            constants={"sharing": lambda p, c: mma_f64_sharing(c)},
+        ),
+        Launch(
+            "mma_f64_round",
+            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
+            grid=row_tiles,
+            threads=lambda p, c: WARP * c.warps,
+        ),
+    ),
+    tiles=TileChoice.of(
+        "Br Bc warps stages",
+        [(16, 32, 8, 1), (16, 32, 4, 1), (16, 16, 4, 1)],
+        up_to={
+            64: [(64, 64, 8, 1), (32, 64, 8, 1), (32, 32, 4, 1)],
+            128: [(16, 64, 8, 1), (16, 32, 4, 1)],
+            256: [(16, 32, 8, 1)],
+        },
+    ),
+    candidates={"Br": (16, 32, 64), "Bc": (16, 32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
+    rules={
+        "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
+        "warps are a power of two, at most 4 for each 16 x 16 of Br x Bc, with equal shares": (
+            lambda c: (
+                c.warps & (c.warps - 1) == 0
+                and 64 * c.warps <= c.Br * c.Bc
+                and shares_out_scores(c)
+            )
+        ),
+        "stages is 1 or 2": lambda c: c.stages in (1, 2),
+    },
+    dtypes=("float64",),
+    dtype_arch={},
+    arch="80",
+    tflops={},
+    after=(),
+)
 MMA_TWO_PASS = rung(
     MMA_COLUMNS,
     "mma_two_pass",
@@ -569,7 +640,7 @@ WGMMA_TWO_PASS = rung(
 
 _RUNGS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
-    *(WGMMA_COLUMNS, WGMMA_TWO_PASS),
+    *(MMA_F64_COLUMNS, WGMMA_COLUMNS, WGMMA_TWO_PASS),
 )
 _REST = (
     clear_rest("dQ", "M", "heads", "d"),
@@ -577,7 +648,7 @@ _REST = (
     clear_rest("dV", "N", "kv_heads", "dv"),
 )
 _OF_SEQUENCES = (
-    *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass"),
+    *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
     *("wgmma_columns", "wgmma_two_pass"),
 )
 KERNELS = tuple(

@@ -431,6 +431,42 @@ MMA_TF32 = rung(
 )
 
 
+def mma_f64_warps(p: Problem) -> int:
+    """How many warps share 16 rows of O, whose doubles take many registers."""
+    return 2 if max(p.d, p.dv) > 128 else 1
+
+
+def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of Q, K and V in 64 bits, and scores that warps trade."""
+    warps, depth = mma_f64_warps(p), round_up(p.d, 16)
+    width = round_up(p.dv, 16 * warps)
+    traded = c.Br * c.Bc if warps > 1 else 0
+    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + traded)
+
+
+MMA_F64 = rung(
+    MMA_PIPELINED,
+    "mma_f64",
+    "float64 on tensor cores (mma.sync): products and sums in double",
+    launch={"threads": lambda p, c: 2 * c.Br * mma_f64_warps(p), "shared": mma_f64_shared},
+    tiles=TileChoice.of(
+        "Br Bc stages",
+        [(64, 32, 1), (64, 16, 1), (32, 16, 1)],
+        up_to={
+            64: [(64, 32, 2), (64, 32, 1)],
+            128: [(128, 32, 1), (64, 32, 1)],
+            256: [(64, 16, 1), (32, 16, 1)],
+        },
+    ),
+    candidates={"Br": (16, 32, 64, 128), "Bc": (16, 32, 48, 64), "stages": (1, 2)},
+    rules={"Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0},
+    dtypes=("float64",),
+    dtype_arch={},
+    arch="80",
+    after=(),
+)
+
+
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
     """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
     slices = c.stages * (c.Br + c.Bc) * c.Bd
@@ -688,10 +724,10 @@ _PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV
 _RUNGS = (
     *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
     *(_PIPELINED, _SPLIT_KV, _SLICES),
-    *(MMA_TF32, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_SLICES, WGMMA_FP8),
+    *(MMA_TF32, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_SLICES, WGMMA_FP8),
 )
 _OF_SEQUENCES = (
     *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
-    *("mma_tf32", "wgmma", "wgmma_overlap", "wgmma_persistent"),
+    *("mma_tf32", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
 )
 KERNELS = tuple(of_sequences(x, *REST) if x.name in _OF_SEQUENCES else x for x in _RUNGS)

@@ -110,7 +110,7 @@ struct Scales {
   // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
   // -infinity.
   __device__ __forceinline__ float of_scores(float of_K) const {
-    return fmin(fmax(own * of_K, 1.17549435e-38f), largest_float);
+    return fmin(fmax(own * of_K, 1.17549435e-38f), largest);
   }
 };
 

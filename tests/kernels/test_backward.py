@@ -28,6 +28,7 @@ MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
 _COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
 MMA_TILE = {
     "mma_columns": _COLUMNS,
+    "mma_f64_columns": _COLUMNS,
     "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
     "mma_slices_backward": {
         **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
@@ -73,6 +74,7 @@ def test_large_head_dimensions(backend, kernel, d):
 SCALAR_TILES = [(5, 11), (16, 3), (1, 1), (40, 18), (7, 64)]
 MMA_TILES = {
     "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
+    "mma_f64_columns": [(32, 64, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],  # 1, 2 and 4 warps share
     "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
     "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
 }
@@ -144,7 +146,7 @@ def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
     out, lse = reference.attention(
         bad["Q"], bad["K"], bad["V"], scale=plan.problem.scale, causal_offset=0
     )
-    bad["O"], bad["lse"] = out.astype(bad["Q"].dtype), lse.astype(np.float32)
+    bad["O"], bad["lse"] = out.astype(bad["Q"].dtype), lse.astype(plan.problem.dtype.sums)
     results = guard.checked(backend, plan, bad, {})
     assert np.isnan(results["dQ"][0, 0, 2]).all()
     assert np.isfinite(results["dQ"][0, 0, 3:30]).all()

@@ -76,6 +76,7 @@ def test_every_kernel_for_every_architecture(arch, launch):
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
+    ("mma_f64_columns", "90", 256, "causal"): 44,
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
 }
@@ -110,6 +111,11 @@ def without_spills():
     for arch, name in product(("80", "86", "90", "100"), ("mma_columns", "mma_two_pass")):
         for d, mask in ((64, "causal"), (128, "window"), (256, "causal")):
             yield name, arch, d, mask, {"M": 3840}
+    for arch, (d, mask) in product(
+        ("80", "90"), ((64, "causal"), (128, "window"), (256, "causal"))
+    ):
+        for name in ("mma_f64", "mma_f64_columns"):
+            yield name, arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float64"}
     odd = ((40, "full"), (96, "causal"), (192, "window"))
     for name, (d, mask) in product(HOPPER, (*product((64, 128, 256), masks), *odd)):
         turn = (d, mask) in ((64, "causal"), (128, "full"), (256, "window"))

@@ -72,10 +72,12 @@ FAMILIES = {
     "minimal": "the first in one kernel: S and P are never in global memory",
     "v3": "the first with WMMA; tiles along d change every loop",
     "mma_split_q": "the first with mma.sync: S, P and O are fragments in registers",
+    "mma_f64": "the first with products of doubles: its fragments, swizzle and shared rows",
     "mma_slices": "any head dimension: slices of d and of keys change every loop",
     "wgmma": "the first with wgmma and TMA: a warp loads, warpgroups multiply",
     "wgmma_slices": "any head dimension with wgmma: slices of d and of keys change every loop",
     "columns": "the first of gradients in one kernel: P is recomputed from lse",
+    "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }
 # Kernels above the limit of their family: the lines of each, which may only fall, and why.
@@ -87,6 +89,10 @@ GRADIENTS = "products of tiles in both orders, sums in memory and the repair of 
 TEXTS = "all that texts compute with"
 LONGER = {
     "backward/mma_columns": (1088, GRADIENTS),
+    "backward/mma_f64_columns": (
+        1259,
+        GRADIENTS + "; the same of doubles, whose scores warps share",
+    ),
     "backward/mma_slices_backward_scores": (930, GRADIENTS),
     "backward/mma_two_pass_columns": (1011, GRADIENTS),
     "backward/mma_two_pass_rows": (930, GRADIENTS),
@@ -98,6 +104,7 @@ LONGER = {
     "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
+    "forward/mma_f64": (954, COPIES + "; fragments and an exponential of doubles"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (978, SLICES),
     "forward/mma_split_kv": (998, COPIES + "; results of splits"),

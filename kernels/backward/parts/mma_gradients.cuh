@@ -8,24 +8,24 @@
 // S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
 // modification's slope, before dropout. hides: whether the mask's text may hide a pair.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
-__device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
+__device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n][4],
                                              const RowStats (&stats)[rows], const Own& own,
-                                             TilePair<rows, keys> pair, const Scorer<float>& scorer,
+                                             TilePair<rows, keys> pair, const Scorer<real>& scorer,
                                              int lane) {
   pair.first_key = opaque(pair.first_key);  // the mask takes no registers before
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = own.row + i * 8 + lane / 4;
-    const float lse2 = stats[row].lse2;
+    const real lse2 = stats[row].lse2;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
-      float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
+      real& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
       const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
       if (masked && !pair.in_reach(row, key + more)) x = 0;
       if (hides && pair.template hides<masked>(row, key, more)) x = 0;
-      PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, 1.0f, slope);
+      PS[i / 2][j / 2][i % 2 * 2 + j % 2] = score_gradient(x, real(1), slope);
     }
   }
   mark(PS, pair.extent, pair.first_row + own.row + lane / 4,
@@ -34,10 +34,10 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
 }
 
 template <bool masked, class Own, int m, int n, int rows, int keys>
-__device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
+__device__ __forceinline__ void compute_P(real (&S)[m][n][4], real (&PS)[m][n][4],
                                           const RowStats (&stats)[rows], const Own& own,
                                           const TilePair<rows, keys>& pair,
-                                          const Scorer<float>& scorer, int lane) {
+                                          const Scorer<real>& scorer, int lane) {
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer, lane);
   else
@@ -46,15 +46,15 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
 
 // dP = dO V^T becomes dS = PS * (dP - delta), without the scale.
 template <class Own, int m, int n, int rows>
-__device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
+__device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)[m][n][4],
                                            const RowStats (&stats)[rows], const Own& own, int lane,
-                                           float factor) {
+                                           real factor) {
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    const float delta = stats[own.row + i * 8 + lane / 4].delta;
+    const real delta = stats[own.row + i * 8 + lane / 4].delta;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
-      float& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
+      real& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
       x = weighted_gradient(PS[i / 2][j / 2][i % 2 * 2 + j % 2], x, delta, factor);
     }
   }
@@ -62,8 +62,8 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
 
 // Writes a warp's part of P or dS, rounded to 16 bits.
 template <class Own, int m, int n, int rows, int keys>
-__device__ __forceinline__ void store_tile(operand (&tile)[rows][keys],
-                                           const float (&part)[m][n][4], const Own& own, int lane) {
+__device__ __forceinline__ void store_tile(operand (&tile)[rows][keys], const real (&part)[m][n][4],
+                                           const Own& own, int lane) {
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
 #pragma unroll

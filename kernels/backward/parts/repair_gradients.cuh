@@ -15,19 +15,19 @@ template <int width>
 struct RowSum {
   static constexpr int count = cdiv(width, warp_size);
   int first, end;
-  float sums[count] = {};
+  real sums[count] = {};
 
   __device__ __forceinline__ RowSum(int first_col, int columns)
       : first(first_col + threadIdx.x % warp_size), end(min(columns, first_col + width)) {}
 
   template <class T>
-  __device__ __forceinline__ void add(float number, const T* row) {
+  __device__ __forceinline__ void add(real number, const T* row) {
 #pragma unroll
     for (int j = 0; j < count; ++j)
-      if (first + j * warp_size < end) sums[j] += number * float(row[first + j * warp_size]);
+      if (first + j * warp_size < end) sums[j] += number * real(row[first + j * warp_size]);
   }
   template <class T>
-  __device__ __forceinline__ void store(T* row, float factor) const {
+  __device__ __forceinline__ void store(T* row, real factor) const {
 #pragma unroll
     for (int j = 0; j < count; ++j)
       if (first + j * warp_size < end) row[first + j * warp_size] = T(sums[j] * factor);
@@ -41,26 +41,24 @@ struct alignas(16) Repair {
   Extent extent;
   Tensor<const T> Q, K, V, dO;
   Stats stats;
-  Scorer<float> scorer;
+  Scorer<real> scorer;
   int batch, kv_head;
 
   struct Pair {
-    float p, dS;
+    real p, dS;
   };
 
   // P after dropout and dS of a row and a key, which the warp computes together.
   __device__ Pair pair(int head, int row, int key, const RowStats& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
-    float product = 0, dP = 0;
-    for (int j = threadIdx.x % warp_size; j < d; j += warp_size)
-      product += float(q[j]) * float(k[j]);
-    for (int j = threadIdx.x % warp_size; j < dv; j += warp_size)
-      dP += float(grad[j]) * float(v[j]);
+    real product = 0, dP = 0;
+    for (int j = threadIdx.x % warp_size; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
+    for (int j = threadIdx.x % warp_size; j < dv; j += warp_size) dP += real(grad[j]) * real(v[j]);
     const Extent& of_head = extent.of_head(head);
     const auto [score, slope] = scorer.with_slope(warp_sum(product), of_head, row, key);
-    const float p = exp2f(score * log2e - own.lse2);
-    const float kept_dP = of_head.dropped(warp_sum(dP), row, key);
+    const real p = exp2(score * log2e - own.lse2);
+    const real kept_dP = of_head.dropped(warp_sum(dP), row, key);
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
 
@@ -91,7 +89,7 @@ struct alignas(16) Repair {
           sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));
         }
       }
-      sum.store(gradient.row(batch, kv_head, key), of_V ? 1.0f : scorer.scale);
+      sum.store(gradient.row(batch, kv_head, key), of_V ? real(1) : scorer.scale);
     }
   }
 };

@@ -5,12 +5,12 @@
 #include <tile/math.cuh>
 
 struct RowStats {
-  float lse2, delta;
+  real lse2, delta;
 
   __device__ __forceinline__ bool sees_keys() const { return lse2 != infinity || delta != 0; }
 };
 
-__device__ __forceinline__ RowStats row_stats(float lse, float delta) {
+__device__ __forceinline__ RowStats row_stats(real lse, real delta) {
   if (lse == -infinity) return {infinity, 0};
   return {lse * log2e, delta};
 }

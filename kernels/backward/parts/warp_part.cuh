@@ -29,7 +29,7 @@ struct WarpPart {
   static constexpr int rows = height / down;
   static constexpr int cols = cdiv(columns, across* step) * step;
   static constexpr bool whole = cols * across == columns;  // else some lie behind its end
-  using Sums = float[rows / step][cols / 8][4];
+  using Sums = real[rows / step][cols / 8][4];
   static constexpr int fours = rows / step * (cols / 8);
 
   int row, col, end = columns;

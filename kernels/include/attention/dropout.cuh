@@ -94,7 +94,7 @@ __device__ __forceinline__ Bits bits_of(const Dropout& dropout, const Place& pla
 // body(i, n, e, kept) for a lane's weights [i][n][e] of 16 keys, n = 2 * j and 2 * j + 1. Its first
 // row and key are `row` and `key`.
 template <int heads = 1, int m, int n, class Place, class Body>
-__device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const Place& place,
+__device__ __forceinline__ void for_keys(const real (&)[m][n][4], int j, const Place& place,
                                          int row, int key, Body body) {
   static_assert(n % 2 == 0, "bits are for 16 keys");
   const auto& dropout = dropout_of(place.mods);
@@ -110,7 +110,7 @@ __device__ __forceinline__ void for_keys(const float (&)[m][n][4], int j, const 
 
 // The same for all keys.
 template <int m, int n, class Place, class Body>
-__device__ __forceinline__ void for_weights(const float (&weights)[m][n][4], const Place& place,
+__device__ __forceinline__ void for_weights(const real (&weights)[m][n][4], const Place& place,
                                             int row, int key, Body body) {
 #pragma unroll
   for (int j = 0; j < n / 2; ++j) for_keys(weights, j, place, row, key, body);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void for_weights(const float (&weights)[m][n][4], con
 // body(i, kept). Lanes l and l ^ 4, whose keys are neighbours, share the bits: each computes those
 // of one of the two rows, and they trade the halves of their keys.
 template <int count, class Place, class Body>
-__device__ __forceinline__ void for_transposed(const float (&)[count], const Place& place, int row,
+__device__ __forceinline__ void for_transposed(const real (&)[count], const Place& place, int row,
                                                int key, Body body) {
   static_assert(count % 8 == 0, "bits are for 16 rows");
   const auto& dropout = dropout_of(place.mods);
@@ -161,7 +161,7 @@ __device__ __forceinline__ void drop_operands(unsigned (&P)[steps][4], const Row
 // Of weights that are no operands yet: body(i, j, e) for weights that are dropped, of keys in
 // groups of 16.
 template <int m, int n, class Rows, class Body>
-__device__ __forceinline__ void for_dropped_weights(const float (&P)[m][n][4], int first, int end,
+__device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], int first, int end,
                                                     const Rows& rows, int first_key, Body body) {
 #pragma unroll
   for (int group = first; group < end; ++group)
@@ -174,28 +174,38 @@ __device__ __forceinline__ void for_dropped_weights(const float (&P)[m][n][4], i
 // In the backward pass dP needs it, too, when it is there. Until then PS, P times the slope of the
 // modification, says whether the weight is kept: by its sign where the slope is 1, for P is not
 // negative; else by its last bit, which is less than a rounding error.
-__device__ __forceinline__ float marked(float PS, bool kept) {
+template <int bytes>
+struct WordOf {
+  using Type = unsigned;
+};
+template <>
+struct WordOf<8> {
+  using Type = unsigned long long;
+};
+using Word = WordOf<sizeof(real)>::Type;
+
+__device__ __forceinline__ real marked(real PS, bool kept) {
   if constexpr (unit_slope) return kept ? PS : -PS;
-  return __uint_as_float((__float_as_uint(PS) & ~1u) | unsigned(kept));
+  return __builtin_bit_cast(real, (__builtin_bit_cast(Word, PS) & ~Word(1)) | Word(kept));
 }
-__device__ __forceinline__ bool is_kept(float PS) {
-  return unit_slope ? !(PS < 0) : __float_as_uint(PS) & 1;
+__device__ __forceinline__ bool is_kept(real PS) {
+  return unit_slope ? !(PS < 0) : __builtin_bit_cast(Word, PS) & 1;
 }
 
 template <int m, int n, class Place>
-__device__ __forceinline__ void mark_weights(float (&PS)[m][n][4], const Place& place, int row,
+__device__ __forceinline__ void mark_weights(real (&PS)[m][n][4], const Place& place, int row,
                                              int key) {
   for_weights(PS, place, row, key,
               [&](int i, int j, int e, bool kept) { PS[i][j][e] = marked(PS[i][j][e], kept); });
 }
 template <int count, class Place>
-__device__ __forceinline__ void mark_weights(float (&PS)[count], const Place& place, int row,
+__device__ __forceinline__ void mark_weights(real (&PS)[count], const Place& place, int row,
                                              int key) {
-  mark_weights(reinterpret_cast<float (&)[1][count / 4][4]>(PS), place, row, key);
+  mark_weights(reinterpret_cast<real(&)[1][count / 4][4]>(PS), place, row, key);
 }
 // The same where PS(i, j, e) is an element; P is set to 0 where it is dropped.
 template <int m, int n, class Place, class Elements>
-__device__ __forceinline__ void mark_and_drop(float (&P)[m][n][4], const Place& place, int row,
+__device__ __forceinline__ void mark_and_drop(real (&P)[m][n][4], const Place& place, int row,
                                               int key, Elements PS) {
   for_weights(P, place, row, key, [&](int i, int j, int e, bool kept) {
     PS(i, j, e) = marked(PS(i, j, e), kept);
@@ -203,25 +213,25 @@ __device__ __forceinline__ void mark_and_drop(float (&P)[m][n][4], const Place& 
   });
 }
 template <int count, class Place>
-__device__ __forceinline__ void mark_transposed(float (&PS)[count], const Place& place, int row,
+__device__ __forceinline__ void mark_transposed(real (&PS)[count], const Place& place, int row,
                                                 int key) {
   for_transposed(PS, place, row, key, [&](int i, bool kept) { PS[i] = marked(PS[i], kept); });
 }
 
 // P of marked weights: 0 where they are dropped.
-__device__ __forceinline__ float kept_weight(float P, float PS) {
-  return is_kept(PS) ? (unit_slope ? PS : P) : 0.0f;
+__device__ __forceinline__ real kept_weight(real P, real PS) {
+  return is_kept(PS) ? (unit_slope ? PS : P) : real(0);
 }
 template <int count>
-__device__ __forceinline__ void drop_unmarked(float (&P)[count], const float (&PS)[count]) {
+__device__ __forceinline__ void drop_unmarked(real (&P)[count], const real (&PS)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) P[i] = kept_weight(P[i], PS[i]);
 }
 template <int m, int n>
-__device__ __forceinline__ void drop_unmarked(float (&P)[m][n][4], const float (&PS)[m][n][4]) {
+__device__ __forceinline__ void drop_unmarked(real (&P)[m][n][4], const real (&PS)[m][n][4]) {
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i) {
-    float& p = P[i / (4 * n)][i / 4 % n][i % 4];
+    real& p = P[i / (4 * n)][i / 4 % n][i % 4];
     p = kept_weight(p, PS[i / (4 * n)][i / 4 % n][i % 4]);
   }
 }

@@ -7,26 +7,25 @@
 
 // Four lanes share each row: of four rows, each lane computes the logarithm of one.
 template <int m, int n, int pack_gqa>
-__device__ __forceinline__ void finish_rows(float (&O)[m][n][4],
+__device__ __forceinline__ void finish_rows(real (&O)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, Tensor<real> lse,
-                                            int batch, int head, int lane) {
-  float own_sum = 0, own_maximum = 0;
+                                            int batch, int head, int lane, bool has_lse = true) {
+  real own_sum = 0, own_maximum = 0;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    float sum = rows.sum[i / 2][i % 2];
+    real sum = rows.sum[i / 2][i % 2];
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
-    const float inverse =
-        sum == 0 ? 0.0f : __fdividef(rows.extent.kept_factor(), sum);  // sums are below 2^126
+    const real kept = rows.extent.kept_factor();
+    const real quotient =
+        sizeof(real) == 8 ? kept / sum : real(__fdividef(kept, sum));  // sums are below 2^126
+    const real inverse = sum == 0 ? real(0) : quotient;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) O[i / 2][j / 2][i % 2 * 2 + j % 2] *= inverse;
-    if (lane % 4 == i % 4) {
-      own_sum = sum;
-      own_maximum = rows.maximum[i / 2][i % 2];
-    }
+    if (lane % 4 == i % 4) own_sum = sum, own_maximum = rows.maximum[i / 2][i % 2];
     if (i % 4 < 3 && i + 1 < 2 * m) continue;  // lse is written after each four rows, or all
     const int own = i / 4 * 4 + lane % 4, row = rows.row(0, 0) + own * 8;
-    if (own < 2 * m && row < rows.extent.M * pack_gqa)
+    if (has_lse && own < 2 * m && row < rows.extent.M * pack_gqa)
       *lse.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa) =
           own_maximum * ln2 + log(own_sum);
   }

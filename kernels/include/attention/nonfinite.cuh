@@ -11,8 +11,8 @@
 #include <tile/warp.cuh>
 
 // Whether a maximum, in powers of two, is too large for exponents relative to it.
-__device__ __forceinline__ bool is_huge(float maximum) {
-  return !(fabs(maximum) < float(1 << 26));
+__device__ __forceinline__ bool is_huge(real maximum) {
+  return !(fabs(maximum) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
 }
 
 // Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right;
@@ -25,15 +25,15 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
-    const float maximum = rows.maximum[i / 2][i % 2];
-    if (has_seat && maximum == -largest_float && rows.sum[i / 2][i % 2] == 0) continue;
+    const real maximum = rows.maximum[i / 2][i % 2];
+    if (has_seat && maximum == -largest && rows.sum[i / 2][i % 2] == 0) continue;
     wrong |= (has_sink || sees_key) && is_huge(maximum);
   }
   return wrong;
 }
 
 template <int m, int n>
-__device__ __forceinline__ bool has_nan(const float (&O)[m][n][4]) {
+__device__ __forceinline__ bool has_nan(const real (&O)[m][n][4]) {
   bool nan = false;
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i) nan |= isnan(O[i / (4 * n)][i / 4 % n][i % 4]);
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool has_nan(const float (&O)[m][n][4]) {
 
 // Whether a row of the warp is to be computed again. Without a mask all keys are seen.
 template <int m, int n, int pack_gqa>
-__device__ __forceinline__ bool needs_repair(const float (&O)[m][n][4],
+__device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
                                              const Rows<m * step, pack_gqa>& rows) {
   return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
 }
@@ -56,29 +56,29 @@ __device__ void repair_row(Tensor<const T> Q, Tensor<const T> K, Tensor<const T>
                            int batch, int head, int kv_head, const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
   const int lane = threadIdx.x % warp_size;
-  const float scale2 = scorer.scale2();
+  const real scale2 = scorer.scale2();
   const T* q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
-    float maximum = -infinity, sum = 0, o[count] = {};
+    real maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       if (!extent.shown(query, key)) continue;
       const T *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key) + first_col;
-      float product = 0;
-      for (int j = lane; j < d; j += warp_size) product += float(q[j]) * float(k[j]);
-      const float x = scorer.applied(warp_sum(product), extent, query, key), before = maximum;
+      real product = 0;
+      for (int j = lane; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
+      const real x = scorer.applied(warp_sum(product), extent, query, key), before = maximum;
       maximum = fmax(maximum, x);
-      const float origin = maximum == -infinity ? 0.0f : maximum;
-      const float factor = exp2f((before - origin) * scale2), p = exp2f((x - origin) * scale2);
+      const real origin = maximum == -infinity ? real(0) : maximum;
+      const real factor = exp2((before - origin) * scale2), p = exp2((x - origin) * scale2);
       sum = sum * factor + p;
-      const float weight = extent.dropped(p, query, key);
+      const real weight = extent.dropped(p, query, key);
 #pragma unroll
       for (int j = 0; j < count; ++j) {
-        if (first_col + j * warp_size < dv) o[j] = o[j] * factor + weight * float(v[j * warp_size]);
+        if (first_col + j * warp_size < dv) o[j] = o[j] * factor + weight * real(v[j * warp_size]);
       }
     }
-    float log_maximum = maximum * (scale2 * ln2);
+    real log_maximum = maximum * (scale2 * ln2);
     if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
-    const float inverse = sum == 0 ? 0.0f : 1 / sum;  // NaN of V stays NaN
+    const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
     scalar* out = O.row(batch, head, query) + first_col;
 #pragma unroll
     for (int j = 0; j < count; ++j) {

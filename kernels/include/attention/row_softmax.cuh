@@ -9,26 +9,26 @@
 // fmax waits for the one before it: a warp with only 16 rows takes even and odd keys apart, so that
 // twice as many are under way.
 template <bool masked, int m, int n, int pack_gqa>
-__device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
+__device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, int first_key,
-                                            int lane, float (&maximum)[m][2]) {
-  constexpr int parts = m == 1 ? 2 : 1;
-  float part[m][2][parts];
+                                            int lane, real (&maximum)[m][2]) {
+  constexpr int parts = m == 1 && sizeof(real) == 4 ? 2 : 1;
+  real part[m][2][parts];
 #pragma unroll
   for (int j = 0; j < n; ++j) {
 #pragma unroll
     for (int i = 0; i < m * 4; ++i) {
       const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
-      float &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
+      real &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
       if (masked && !rows.in_reach(i / 4, half, key)) score = -infinity;
       x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first key of a part begins it
     }
   }
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    float x = part[i / 2][i % 2][0];
-    if constexpr (parts == 2) x = fmax(opaque(x), opaque(part[i / 2][i % 2][1]));
-    x = fmax(x, __shfl_xor_sync(full_warp, x, 1));
+    auto& own = part[i / 2][i % 2];
+    if constexpr (parts == 2) own[0] = fmax(opaque(own[0]), opaque(own[1]));
+    const real x = fmax(own[0], __shfl_xor_sync(full_warp, own[0], 1));
     maximum[i / 2][i % 2] = fmax(x, __shfl_xor_sync(full_warp, x, 2));
   }
 }
@@ -38,15 +38,15 @@ __device__ __forceinline__ void find_maxima(float (&S)[m][n][4],
 // `slack` stays: P is then at most 2^slack. Maxima that are `whole` are rounded up, so that factors
 // are powers of two and round nothing.
 template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
-__device__ __forceinline__ bool raise_maxima(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
-                                             int first_key, int lane, float (&factor)[m][2]) {
-  float maximum[m][2];
+__device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
+                                             int first_key, int lane, real (&factor)[m][2]) {
+  real maximum[m][2];
   find_maxima<masked>(S, rows, first_key, lane, maximum);
   bool risen = false;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    const float before = rows.maximum[i / 2][i % 2];
-    float now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
+    const real before = rows.maximum[i / 2][i % 2];
+    real now = fmax(before, maximum[i / 2][i % 2] * rows.scale2);
     if (slack > 0 && now <= before + slack) now = before;
     if (whole) now = ceil(now);
     factor[i / 2][i % 2] = exp2f(before - now);
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool raise_maxima(float (&S)[m][n][4], Rows<m * step,
 }
 
 template <int m, int n>
-__device__ __forceinline__ void scale_rows(float (&O)[m][n][4], const float (&factor)[m][2]) {
+__device__ __forceinline__ void scale_rows(real (&O)[m][n][4], const real (&factor)[m][2]) {
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i)
     O[i / (4 * n)][i / 4 % n][i % 4] *= factor[i / (4 * n)][i % 4 / 2];
@@ -65,9 +65,9 @@ __device__ __forceinline__ void scale_rows(float (&O)[m][n][4], const float (&fa
 
 // Raises the maxima to those of a tile of scores. Where one rises, rescales O and the sums.
 template <bool masked, int m, int keys, int cols, int pack_gqa>
-__device__ __forceinline__ void rescale(float (&S)[m][keys][4], float (&O)[m][cols][4],
+__device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
-  float factor[m][2];
+  real factor[m][2];
   if (!raise_maxima<masked>(S, rows, first_key, lane, factor)) return;
   rows.scale(factor);
   scale_rows(O, factor);
@@ -75,12 +75,12 @@ __device__ __forceinline__ void rescale(float (&S)[m][keys][4], float (&O)[m][co
 
 // S becomes P = 2^(S * scale2 - maximum) for the 8 keys in column j of the fragments.
 template <int m, int n, int pack_gqa>
-__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
+__device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
                                              const Rows<m * step, pack_gqa>& rows,
-                                             float (&sum)[m][2]) {
+                                             real (&sum)[m][2]) {
 #pragma unroll
   for (int i = 0; i < m * 4; ++i) {
-    float& x = S[i / 4][j][i % 4];
+    real& x = S[i / 4][j][i % 4];
     x = exp2f(x * rows.scale2 - rows.maximum[i / 4][i % 4 / 2]);
     sum[i / 4][i % 4 / 2] += x;
   }
@@ -89,9 +89,9 @@ __device__ __forceinline__ void exponentiate(float (&S)[m][n][4], int j,
 // exponentiate() for all keys, and dropout unless the operands of the next product get it. A tile
 // is summed up by itself before it joins the sums: with millions of keys, less is rounded away.
 template <bool drops = true, int m, int n, int pack_gqa>
-__device__ __forceinline__ void exponentiate(float (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
+__device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {
-  float sum[m][2] = {};
+  real sum[m][2] = {};
 #pragma unroll
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);
   rows.add(sum);

@@ -5,11 +5,11 @@
 #include <ptx/opaque.cuh>
 #include <ptx/pack.cuh>
 
-constexpr float largest_float = 3.40282347e38f;
+constexpr real largest = sizeof(real) == 8 ? real(0x1.fffffffffffffp1023) : real(0x1.fffffep127f);
 
 // A warp's rows of S, P or O: products of 16 rows and 8 columns.
 template <int rows, int columns>
-using Fragments = float[rows / step][columns / 8][4];
+using Fragments = real[rows / step][columns / 8][4];
 
 // The softmax of a warp's Wr rows: a lane holds parts of two rows in each 16, and their maxima and
 // sums. Exponents are powers of two: scores are multiplied by scale2. If a tile takes the rows of
@@ -19,14 +19,14 @@ struct Rows {
   static constexpr int heads = pack_gqa;
   int first;  // the lane's first row
   Extent extent;
-  float scale2, maximum[Wr / step][2], sum[Wr / step][2];
+  real scale2, maximum[Wr / step][2], sum[Wr / step][2];
 
   // Maxima begin with the lowest finite number: -infinity would make NaN of a row that is masked.
   // Where the keys of a row are split, one part of them takes the sink.
-  __device__ __forceinline__ Rows(int first, const Extent& extent, float scale2,
+  __device__ __forceinline__ Rows(int first, const Extent& extent, real scale2,
                                   [[maybe_unused]] bool takes_sink = true)
       : first(first), extent(extent), scale2(scale2), sum() {
-    for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest_float;
+    for (int i = 0; i < 2 * (Wr / step); ++i) maximum[i / 2][i % 2] = -largest;
     if constexpr (has_sink) begin_with_sinks(*this, takes_sink);
   }
   __device__ __forceinline__ int row(int i, int half) const {
@@ -39,11 +39,11 @@ struct Rows {
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
     return extent.in_reach(row(i, half) / pack_gqa, key);
   }
-  __device__ __forceinline__ void scale(const float (&factor)[Wr / step][2]) {
+  __device__ __forceinline__ void scale(const real (&factor)[Wr / step][2]) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) sum[i / 2][i % 2] *= factor[i / 2][i % 2];
   }
-  __device__ __forceinline__ void add(const float (&more)[Wr / step][2]) {
+  __device__ __forceinline__ void add(const real (&more)[Wr / step][2]) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) sum[i / 2][i % 2] += more[i / 2][i % 2];
   }
@@ -52,7 +52,7 @@ struct Rows {
 // body(i, j, e) for the elements of P that dropout drops, after sums have taken them: of 16 keys in
 // columns 2 * first and 2 * first + 1, and so on up to `end`.
 template <int m, int n, int pack_gqa, class Body>
-__device__ __forceinline__ void for_dropped(const float (&P)[m][n][4], int first, int end,
+__device__ __forceinline__ void for_dropped(const real (&P)[m][n][4], int first, int end,
                                             const Rows<m * step, pack_gqa>& rows, int first_key,
                                             Body body) {
   if constexpr (has_dropout) for_dropped_weights(P, first, end, rows, first_key, body);

@@ -152,9 +152,9 @@ __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
   constexpr int pairs = sizeof(rows.sum) / sizeof(rows.sum[0]);
 #pragma unroll
   for (int i = 0; i < 2 * pairs; ++i) {
-    const float sink = rows.extent.sink((rows.first + i * 8) % rows.heads);
+    const real sink = rows.extent.sink((rows.first + i * 8) % rows.heads);
     if (sink == -infinity) continue;
-    float& lowest = rows.maximum[i / 2][i % 2];
+    real& lowest = rows.maximum[i / 2][i % 2];
     lowest = fmax(sink * log2e, lowest);
     if (threadIdx.x % 4 == 0) rows.sum[i / 2][i % 2] = sink - sink + 1;
   }
@@ -163,12 +163,12 @@ __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
 // A row that has been computed without its sink gets it. The maximum is that of scores, not of
 // powers of two.
 template <int count>
-__device__ __forceinline__ void join_sink(float sink, float& maximum, float& sum,
-                                          float (&output)[count]) {
+__device__ __forceinline__ void join_sink(real sink, real& maximum, real& sum,
+                                          real (&output)[count]) {
   if (sink == -infinity) return;
-  const float largest = fmax(maximum, sink), factor = exp2f((maximum - largest) * log2e);
-  sum = sum * factor + exp2f((sink - largest) * log2e);
+  const real larger = fmax(maximum, sink), factor = exp2((maximum - larger) * log2e);
+  sum = sum * factor + exp2((sink - larger) * log2e);
 #pragma unroll
   for (int j = 0; j < count; ++j) output[j] *= factor;
-  maximum = largest;
+  maximum = larger;
 }

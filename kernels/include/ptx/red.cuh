@@ -2,8 +2,9 @@
 // Atomic sums in global memory, stored in an order in which the threads of a warp add to adjacent
 // floats, whatever rows and columns these belong to.
 
-// sm_90 adds four floats at once; before it, each thread adds one, next to its neighbour's.
-constexpr bool sums_by_fours = __CUDA_ARCH__ >= 900;
+// sm_90 adds four floats at once; before it, and of doubles, each thread adds one, next to its
+// neighbour's.
+constexpr bool sums_by_fours = __CUDA_ARCH__ >= 900 && sizeof(real) == 4;
 
 // The index of float e of a thread's n-th four floats, among the sums of a block.
 template <int threads>
@@ -14,11 +15,11 @@ __device__ __forceinline__ int place_of_sum(int n, int e) {
 
 // Adds to a thread's n-th four.  red.global.add.v4.f32; red.global.add.f32 before sm_90
 template <int threads>
-__device__ __forceinline__ void add_four(float* sums, int n, const float (&more)[4]) {
+__device__ __forceinline__ void add_four(real* sums, int n, const real (&more)[4]) {
   if constexpr (sums_by_fours) {
     asm volatile("red.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(
                      __cvta_generic_to_global(sums + place_of_sum<threads>(n, 0))),
-                 "f"(more[0]), "f"(more[1]), "f"(more[2]), "f"(more[3])
+                 "f"(float(more[0])), "f"(float(more[1])), "f"(float(more[2])), "f"(float(more[3]))
                  : "memory");
   } else {
 #pragma unroll

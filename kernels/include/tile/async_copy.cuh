@@ -19,15 +19,15 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// A chunk of a tile.
+// A chunk of a tile. Of doubles eight lanes read four chunks of two rows, or two of four even ones.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
-  return &tile[row][swizzled<columns / in_chunk>(row, chunk) * in_chunk];
+  const int line = sizeof(operand) == 8 ? (row & 6) ^ row % 2 * 4 : row;
+  return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// The same `below` rows further on, a multiple of 8, after which the swizzle repeats: one address
-// serves all of them.
+// The same `below` rows further on, a multiple of 8: the swizzle repeats, one address serves all.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {

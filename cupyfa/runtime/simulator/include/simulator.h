@@ -867,6 +867,15 @@ inline double __longlong_as_double(long long x) {
 inline long long __double_as_longlong(double x) {
   return simulator::bit_cast<long long>(x);
 }
+inline int __double2hiint(double x) {
+  return int(__double_as_longlong(x) >> 32);
+}
+inline int __double2loint(double x) {
+  return int(__double_as_longlong(x));
+}
+inline double __hiloint2double(int high, int low) {
+  return __longlong_as_double(static_cast<long long>(high) << 32 | unsigned(low));
+}
 inline int __float2int_rn(float x) {
   return static_cast<int>(rintf(x));
 }

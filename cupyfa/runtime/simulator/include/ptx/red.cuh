@@ -10,6 +10,6 @@ inline int place_of_sum(int n, int e) {
 
 // Adds to a thread's n-th four.
 template <int threads>
-inline void add_four(float* sums, int n, const float (&more)[4]) {
+inline void add_four(real* sums, int n, const real (&more)[4]) {
   for (int e = 0; e < 4; ++e) atomicAdd(sums + place_of_sum<threads>(n, e), more[e]);
 }

@@ -1,0 +1,273 @@
+// mma_f64_columns: `mma_columns` for float64, on tensor cores.
+//
+// Sums of doubles take twice the registers and tiles four times the shared memory, so that a tile
+// has few rows: above d = 64 there are more warps than squares of 16 x 16 scores. Then two or four
+// warps share a square. One half computes S, the other dP, and of four each takes half of the
+// depth. The first of them gets what the others have, and makes P and dS of it. Each step's dQ is
+// added to sums in memory, in the order of the registers.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
+//   the host sets: scalar, operand, real, Br, Bc, warps, sharing, stages, d, dv, threads,
+//   shared_bytes and options (score.cuh)
+#include <attention/exp2_f64.cuh>
+#include <backward/parts/f64_products.cuh>
+#include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/query_part.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/red.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+
+// A warp's part of S or dP: number `role` of the warps that share it.
+struct Scores : WarpPart<Br, Bc, warps / sharing> {
+  int role;
+
+  __device__ __forceinline__ Scores() {
+    const int warp = opaque(int(threadIdx.x)) / warp_size, number = warp % (warps / sharing);
+    role = warp / (warps / sharing);
+    row = number % down * rows;
+    col = number / down * cols;
+  }
+};
+
+// What the other warps have of S and dP, in the order of their registers.
+template <int others>
+struct Trade {
+  operand parts[others][Scores::fours * 4][warps / sharing * warp_size];
+
+  __device__ __forceinline__ void give(const Scores::Sums& part, int role) {
+    constexpr int blocks = Scores::cols / 8;
+#pragma unroll
+    for (int i = 0; i < Scores::fours * 4; ++i)
+      parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)] =
+          part[i / 4 / blocks][i / 4 % blocks][i % 4];
+  }
+  // Adds what a role has to a sum.
+  __device__ __forceinline__ void add(Scores::Sums& sum, int role) const {
+    constexpr int blocks = Scores::cols / 8;
+#pragma unroll
+    for (int i = 0; i < Scores::fours * 4; ++i)
+      sum[i / 4 / blocks][i / 4 % blocks][i % 4] +=
+          parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)];
+  }
+};
+template <>
+struct Trade<0> {
+  __device__ __forceinline__ void give(const Scores::Sums&, int) {}
+  __device__ __forceinline__ void add(Scores::Sums&, int) const {}
+};
+
+struct Shared : Trade<sharing - 1> {
+  operand K[Bc][depth];
+  operand V[Bc][width];
+  operand Q[stages][Br][depth];
+  operand dO[stages][Br][width];
+  operand P[Br][Bc];
+  operand dS[Br][Bc];
+  RowStats stats[2][Br];
+};
+using Loads = RowLoads<threads, Br>;
+using KeyPart = WarpPart<Bc, depth, warps>;
+using ValuePart = WarpPart<Bc, width, warps>;
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Scores::whole && warps % sharing == 0, "warps divide S evenly");
+static_assert(sharing == 1 || sharing == 2 || sharing == 4, "S and dP have two halves each");
+static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
+
+// The block's tiles of rows, head by head, from the last of each to the first: blocks that begin
+// together are at the same rows, under a causal mask too.
+struct Walk {
+  Tensor<const operand> Q, dO;
+  StatsInMemory stats;
+  int M, batch, head, first_row, first, last, left;
+  const Extent* extent;
+  int first_key;
+
+  __device__ __forceinline__ auto map() const {
+    return extent->of_head(head).row_tiles(first_key / Bc);
+  }
+  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  __device__ __forceinline__ void go_to(int row) {
+    for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
+      if (--left == 0) return;
+      ++head;
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (has_row_tiles) return go_to(map().template after<Br>(first_row));
+    --left;
+    first_row -= Br;
+    if (first_row >= first) return;
+    first_row = last;
+    ++head;
+  }
+  // The addresses of heads are computed here again: registers do not keep them.
+  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
+    copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
+    copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
+  }
+  __device__ __forceinline__ void load_stats(Loads& loads) const {
+    loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
+  }
+};
+
+// Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
+constexpr int query_slices = depth > 128 ? 2 : 1;
+using Queries = QueryPart<Br, depth, warps, query_slices>;
+
+__device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, int batch, int head, int heads,
+                                       int tiles, int first_row) {
+  const long long tile = ((long long)batch * heads + head) * tiles + first_row / Br;
+  real* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);
+#pragma unroll 1
+  for (int slice = 0; slice < query_slices; ++slice) {
+    const Queries own(slice);
+    Queries::Sums dQ = {};
+    multiply_columns<false>(dQ, shared.dS, shared.K, own, own_lane());
+#pragma unroll
+    for (int n = 0; n < Queries::fours; ++n) {
+      const int block = n % (Queries::cols / 8);
+      if (own.has(block / 2))
+        add_four<threads>(to, slice * Queries::fours + n, dQ[n / (Queries::cols / 8)][block]);
+    }
+  }
+}
+
+// The part of a role in S, if it is even, or in dP: all of the depth, or half of it.
+template <int length>
+__device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[Br][length],
+                                              operand (&B)[Bc][length], const Scores& own) {
+  constexpr int steps = length / step, half = sharing == 4 ? cdiv(steps, 2) : steps;
+  const int first = own.role / 2 * half;
+  multiply_rows(part, A, B, own, own_lane(), first, min(first + half, steps));
+}
+
+// S and dP in the first of the warps that share them.
+__device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const Scores& own,
+                                                Scores::Sums& S, Scores::Sums& dP) {
+  if constexpr (sharing == 1) {
+    multiply_part(S, shared.Q[stage], shared.K, own);
+    multiply_part(dP, shared.dO[stage], shared.V, own);
+  } else {
+    if (own.role % 2 == 0)
+      multiply_part(S, shared.Q[stage], shared.K, own);
+    else
+      multiply_part(S, shared.dO[stage], shared.V, own);
+    if (own.role > 0) shared.give(S, own.role);
+    __syncthreads();  // S and dP are there
+    if (own.role > 0) return;
+    if (sharing == 4) shared.add(S, 2);
+    shared.add(dP, 1);
+    if (sharing == 4) shared.add(dP, 3);
+  }
+}
+
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO are
+// there when it begins, and the next tile's when it ends. Unless it is `masked` every row sees
+// every key.
+template <bool masked>
+__device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
+                                          KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
+                                          const Scorer<real>& scorer) {
+  const int stage = stages == 2 ? turn : 0;
+  walk.advance();
+  const bool more = walk.left > 0;
+  if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
+  cp_async_commit_group();
+  Loads next;
+  if (more) walk.load_stats(next);
+  {
+    const Scores own;
+    Scores::Sums S = {}, PS, dP = {};
+    multiply_scores(shared, stage, own, S, dP);
+    if (own.role == 0) {
+      compute_P<masked>(S, PS, shared.stats[turn], own, pair, scorer, own_lane());
+      store_doubles(shared.P, S, own, own_lane());
+      compute_dS(dP, PS, shared.stats[turn], own, own_lane(), pair.extent.kept_factor());
+      store_doubles(shared.dS, dP, own, own_lane());
+    }
+  }
+  if (more) next.store(shared.stats[1 - turn]);
+  __syncthreads();  // P and dS are there
+
+  multiply_columns<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
+  multiply_columns<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
+  if (stages == 1) {
+    __syncthreads();  // before the next tile overwrites Q and dO
+    if (more) walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+  }
+}
+
+// Stores a warp's part of dK or dV, or computes it again if it is not finite.
+template <bool of_V, class Own, class Repair>
+__device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
+                                                Tensor<scalar> gradient, const Own& own,
+                                                const Repair& repair, int group, int first_key) {
+  const int first = first_key + own.row;
+  if (all_finite(sums))
+    write_gradient(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale, gradient,
+                   repair.batch, repair.kv_head, first, repair.extent.N, own_lane(), own.col,
+                   of_V ? dv : d);
+  else
+    call_rarely([=] {
+      repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
+    });
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, real* dQ_sum,
+    Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale,
+    Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
+  const int first_key = tile * Bc;
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  if (!extent.has_tile_of_keys(first_key)) return;
+  const Scorer<real> scorer = {scale, mods};
+  const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
+  const int tiles = end > start ? cdiv(end - start, Br) : 0;
+  const int last = start + (tiles - 1) * Br;
+  const StatsInMemory stats = {lse, delta, batch};
+  Walk walk = {Q,    dO,    stats, extent.M,      batch,   kv_head * group,
+               last, start, last,  tiles * group, &extent, first_key};
+  if constexpr (has_row_tiles) {
+    walk.left = tiles > 0 ? group : 0;
+    if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
+  }
+  KeyPart::Sums sums_K = {};
+  ValuePart::Sums sums_V = {};
+  if (walk.left > 0) {
+    Loads first;
+    walk.load_stats(first);
+    copy_rows<threads, d>(shared.K, Head(K, batch, kv_head, extent.N), first_key);
+    copy_rows<threads, dv>(shared.V, Head(V, batch, kv_head, extent.N), first_key);
+    walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+    first.store(shared.stats[0]);
+    cp_async_wait_group<0>();
+    __syncthreads();  // the tiles are there
+  }
+  for (int turn = 0; walk.left > 0; turn = 1 - turn) {
+    const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
+    const int head = walk.head;
+    if (first_key + Bc <= extent.N && pair.reaches_all())
+      step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+    else
+      step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
+    add_dQ(shared, dQ_sum,
+           tile_of_rows<Br>(sizes, mods, batch, head, kv_heads * group, pair.first_row));
+    cp_async_wait_group<0>();
+    __syncthreads();  // the next tile is there, and this one is no longer read
+  }
+  const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
+                                                        stats,  scorer, batch, kv_head};
+  store_or_repair<false>(sums_K, dK, KeyPart(), repair, group, first_key);
+  store_or_repair<true>(sums_V, dV, ValuePart(), repair, group, first_key);
+}

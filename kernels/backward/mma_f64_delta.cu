@@ -1,0 +1,30 @@
+// mma_f64_delta: `delta`, and zeros for the sums of dQ in the same launch.
+//
+//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `sums` for each tile of rows
+//   grid (cdiv(M, Br) * heads * batch)    block (threads), a warp for each row
+//   the host sets: scalar, real, Br, sums, dv, threads, shared_bytes, has_dlse, is_packed: a ragged
+//   batch has more tiles of sums than tiles of packed rows
+#include <backward/parts/gradient_of_lse.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(threads % warp_size == 0, "a warp sums a row");
+
+extern "C" __global__ __launch_bounds__(threads) void mma_f64_delta(Tensor<const scalar> O,
+                                                                    Tensor<const scalar> dO,
+                                                                    Tensor<real> D, real* dQ_sum,
+                                                                    int M, int heads, Mods mods) {
+  const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
+  for (int i = threadIdx.x; i < sums; i += threads) dQ_sum[(long long)blockIdx.x * sums + i] = 0;
+  if (is_packed && batch > 0) return;
+  const int lane = threadIdx.x % warp_size, end = min((tile + 1) * Br, M);
+  for (int row = tile * Br + threadIdx.x / warp_size; row < end; row += threads / warp_size) {
+    const scalar *output = O.row(batch, head, row), *gradient = dO.row(batch, head, row);
+    real sum = 0;
+    for (int col = lane; col < dv; col += warp_size) sum += real(output[col]) * real(gradient[col]);
+    sum = warp_sum(sum);
+    if (lane == 0) *D.row(batch, head, row) = sum - gradient_of_lse(mods, batch, head, row);
+  }
+}

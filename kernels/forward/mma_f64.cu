@@ -1,0 +1,235 @@
+// mma_f64: float64 on tensor cores, whose products of doubles are fused additions of IEEE.
+//
+// No ldmatrix is needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
+// terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
+// 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q
+// lies in the order of its operands. A row's sums take twice the registers of float: above d = 128
+// two warps share 16 rows. Each computes scores of half of a tile's keys, which they trade, and has
+// half of the columns of O.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br * sharing)
+//   the host sets: scalar, operand, real, Br, Bc, stages, pack_gqa, d, dv, threads, shared_bytes
+//   and options (score.cuh)
+#include <attention/exp2_f64.cuh>
+#include <attention/finish_rows.cuh>
+#include <attention/nonfinite.cuh>
+#include <attention/row_softmax.cuh>
+#include <attention/score.cuh>
+#include <attention/store_rows.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/f64_fragments.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;                      // of Q and K, filled up with zeros
+constexpr int sharing = d > 128 || dv > 128 ? 2 : 1;             // warps that share 16 rows
+constexpr int width = cdiv(dv, sharing* step) * sharing * step;  // of V and O
+constexpr int own_keys = Bc / sharing, own_width = width / sharing;
+using OwnRows = Rows<step, pack_gqa>;
+
+// The scores of a tile, in the order of the registers of the warps that share rows.
+template <int warps>
+struct Trade {
+  operand scores[Br / step][Bc / 8][4][warp_size];
+
+  // Gives the scores of a warp's keys to the other one; a barrier has to follow.
+  __device__ __forceinline__ void give(const Fragments<step, own_keys>& own, int rows, int part) {
+#pragma unroll
+    for (int i = 0; i < own_keys / 2; ++i)
+      scores[rows][part * (own_keys / 8) + i / 4][i % 4][threadIdx.x % warp_size] =
+          own[0][i / 4][i % 4];
+  }
+  __device__ __forceinline__ void take(Fragments<step, Bc>& S, const Fragments<step, own_keys>&,
+                                       int rows) const {
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i)
+      S[0][i / 4][i % 4] = scores[rows][i / 4][i % 4][threadIdx.x % warp_size];
+  }
+};
+template <>
+struct Trade<1> {
+  __device__ __forceinline__ void give(const Fragments<step, own_keys>&, int, int) {}
+  __device__ __forceinline__ void take(Fragments<step, Bc>& S, const Fragments<step, own_keys>& own,
+                                       int) const {
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i) S[0][i / 4][i % 4] = own[0][i / 4][i % 4];
+  }
+};
+
+struct Shared : Trade<sharing> {
+  double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
+  operand K[stages][Bc][depth];
+  operand V[stages][Bc][width];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
+static_assert(threads == warp_size * Br / step * sharing, "warps own 16 rows, or share them");
+static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+// What a warp needs for each tile of keys. Of the warps that share rows it is number `part`.
+struct Task : TileMap<has_key_tiles> {
+  Shared& shared;
+  Scorer<real> scorer;
+  Head keys, values;
+  int rows, part, lane;
+  int end;  // of the keys that some row of the block sees
+};
+
+// Q in the order of operands: for each 16 columns those of lanes c = 0 … 3, four of each.
+__device__ __forceinline__ void load_queries(Shared& shared, const Head& queries, int first_row) {
+#pragma unroll 4
+  for (int i = threadIdx.x; i < Br * depth; i += threads) {
+    const int row = i / depth, col = i % depth, lane = row % 8 * 4 + col % 8 / 2;
+    double2& pair = shared.Q[row / step][col / step][col % step / 8 * 2 + col % 2][lane];
+    const bool inside = first_row + row < queries.rows && col < d;
+    (row % step < 8 ? pair.x : pair.y) = inside ? queries.row<pack_gqa>(first_row + row)[col] : 0.0;
+  }
+}
+
+__device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
+                                            int first_key) {
+  copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
+}
+
+// S = Q K^T for the warp's rows and its keys of the tile.
+__device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[Bc][depth],
+                                                Fragments<step, own_keys>& S) {
+  const AlongRows<depth> keys(K, task.part * own_keys, task.lane);
+#pragma unroll 2
+  for (int k = 0; k < depth / step; ++k) {
+    double a[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const double2 pair = task.shared.Q[task.rows][k][i][task.lane];
+      a[2 * i] = pair.x, a[2 * i + 1] = pair.y;
+    }
+#pragma unroll
+    for (int n = 0; n < own_keys / 8; ++n) {
+      double b[4];
+      keys.load(b, n * 8, k);
+      multiply_add_f64(S[0][n], a, b);
+    }
+  }
+}
+
+// P = exp(S - maximum) and O += P V for the warp's columns. P of 16 keys is an operand. It is
+// computed right before its product, so that exponentials of some keys overlap with products of
+// others.
+__device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[Bc][width],
+                                                Fragments<step, Bc>& S,
+                                                Fragments<step, own_width>& O, OwnRows& rows,
+                                                int first_key) {
+  const DownColumns<width> values(V, task.part * own_width, task.lane);
+  real sum[1][2] = {};
+#pragma unroll
+  for (int k = 0; k < Bc / step; ++k) {
+    exponentiate(S, 2 * k, rows, sum);
+    exponentiate(S, 2 * k + 1, rows, sum);
+    for_dropped(S, k, k + 1, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
+    double a[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i] = S[0][2 * k + i / 4][i % 2 * 2 + i / 2 % 2];
+#pragma unroll
+    for (int n = 0; n < own_width / 8; ++n) {
+      double b[4];
+      values.load(b, k, n);
+      multiply_add_f64(O[0][n], a, b);
+    }
+  }
+  rows.add(sum);
+}
+
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
+// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
+// of its keys.
+template <bool masked>
+__device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
+                                       Fragments<step, own_width>& O, OwnRows& rows) {
+  Shared& shared = task.shared;
+  const bool more = task.after<Bc>(first_key) < task.end,
+             seen = !masked || first_key < rows.extent.kv_end((rows.row(0, 1) | 7) / pack_gqa);
+  if (stages == 1) load_values(shared.V[0], task.values, first_key);
+  if (stages == 2 && more) {
+    copy_rows<threads, d>(shared.K[1 - buffer], task.keys, first_key + task.stride<Bc>(first_key));
+    load_values(shared.V[1 - buffer], task.values, first_key + task.stride<Bc>(first_key));
+  }
+  cp_async_commit_group();
+  Fragments<step, own_keys> own = {};
+  if (seen) {
+    multiply_scores(task, shared.K[buffer], own);
+    task.scorer.apply(own, rows, first_key + task.part * own_keys, task.is_full<Bc>(first_key));
+    shared.give(own, task.rows, task.part);
+  }
+  if (stages == 1) cp_async_wait_group<0>();
+  if (stages == 1 || sharing > 1) __syncthreads();  // V and scores are there, and K is not read
+  if (stages == 1) {
+    if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
+    cp_async_commit_group();
+  }
+  if (seen) {
+    Fragments<step, Bc> S;
+    shared.take(S, own, task.rows);
+    rescale<masked>(S, O, rows, first_key, task.lane);
+    multiply_output(task, shared.V[buffer], S, O, rows, first_key);
+  }
+  cp_async_wait_group<0>();
+  __syncthreads();  // the next K is there, and this tile is no longer read
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, head, batch] =
+      place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+  const int own_row = warp / sharing * step, part = warp % sharing;
+  const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
+  const Scorer<real> scorer = {scale, mods};
+  const int kv_head = head * pack_gqa / group;
+  const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
+  Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
+  const int first_query = first_row / pack_gqa;
+  const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
+  const auto map = extent.key_tiles(first_row / Br);
+  const int start =
+      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+
+  copy_rows<threads, d>(shared.K[0], keys, start);
+  if (stages == 2) load_values(shared.V[0], values, start);
+  cp_async_commit_group();
+  load_queries(shared, queries, first_row);
+  cp_async_wait_group<0>();
+  __syncthreads();  // Q and the first tile are there
+  Fragments<step, own_width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
+  const int end = extent.kv_end(last_query);
+  const Task task = {map, shared, scorer, keys, values, own_row / step, part, lane, end};
+  int buffer = 0;
+  for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+      attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
+    buffer = stages - 1 - buffer;
+  }
+  // The loop does not keep registers for the block's place: it is computed again.
+  const Place same =
+      place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+  // Warps that share rows agree, for the one that computes them again writes all columns.
+  const bool wrong = needs_repair(sums, rows);
+  if (sharing > 1 ? __syncthreads_or(wrong) : wrong) {
+    if (part == 0)
+      repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
+                               same.head * pack_gqa / group, scorer);
+    return;
+  }
+  finish_rows(sums, rows, lse, same.batch, same.head, lane, part == 0);
+  store_rows<dv>(sums, rows, O, same.batch, same.head, lane, part * own_width);
+}
