@@ -120,9 +120,7 @@ struct Walk {
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPart<Br, depth, warps, query_slices>;
 
-__device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, int batch, int head, int heads,
-                                       int tiles, int first_row) {
-  const long long tile = ((long long)batch * heads + head) * tiles + first_row / Br;
+__device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, long long tile) {
   real* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);
 #pragma unroll 1
   for (int slice = 0; slice < query_slices; ++slice) {

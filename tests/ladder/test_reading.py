@@ -90,7 +90,7 @@ TEXTS = "all that texts compute with"
 LONGER = {
     "backward/mma_columns": (1088, GRADIENTS),
     "backward/mma_f64_columns": (
-        1259,
+        1267,
         GRADIENTS + "; the same of doubles, whose scores warps share",
     ),
     "backward/mma_slices_backward_scores": (930, GRADIENTS),
@@ -104,7 +104,7 @@ LONGER = {
     "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
-    "forward/mma_f64": (954, COPIES + "; fragments and an exponential of doubles"),
+    "forward/mma_f64": (963, COPIES + "; fragments and an exponential of doubles"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (978, SLICES),
     "forward/mma_split_kv": (998, COPIES + "; results of splits"),
