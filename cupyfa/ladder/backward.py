@@ -317,7 +317,7 @@ MMA_F64_COLUMNS = rung(
             args="O dO delta dQ_sum.data M heads mods",
             grid=row_tiles,
             threads=lambda p, c: THREADS,
-            constants={"sums": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
+            constants={"doubles": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
         ),
         replace(
             mma_columns_launch("mma_f64_columns", "dQ_sum.data dK dV"),

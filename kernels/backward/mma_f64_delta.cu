@@ -1,9 +1,9 @@
 // mma_f64_delta: `delta`, and zeros for the sums of dQ in the same launch.
 //
-//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `sums` for each tile of rows
+//   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `doubles` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads), a warp for each row
-//   the host sets: scalar, real, Br, sums, dv, threads, shared_bytes, has_dlse, is_packed: a ragged
-//   batch has more tiles of sums than tiles of packed rows
+//   the host sets: scalar, real, Br, doubles, dv, threads, shared_bytes, has_dlse, is_packed: a
+//   ragged batch has more tiles of sums than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -17,7 +17,8 @@ extern "C" __global__ __launch_bounds__(threads) void mma_f64_delta(Tensor<const
                                                                     Tensor<real> D, real* dQ_sum,
                                                                     int M, int heads, Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(M, Br), heads);
-  for (int i = threadIdx.x; i < sums; i += threads) dQ_sum[(long long)blockIdx.x * sums + i] = 0;
+  for (int i = threadIdx.x; i < doubles; i += threads)
+    dQ_sum[(long long)blockIdx.x * doubles + i] = 0;
   if (is_packed && batch > 0) return;
   const int lane = threadIdx.x % warp_size, end = min((tile + 1) * Br, M);
   for (int row = tile * Br + threadIdx.x / warp_size; row < end; row += threads / warp_size) {
