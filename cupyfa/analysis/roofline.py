@@ -45,7 +45,7 @@ THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
 _SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns, in narrow terminals
-_TENSOR_HEADERS = {"mma.cuh", "wmma.cuh", "wgmma.cuh"}
+_TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
 @dataclass(frozen=True)
