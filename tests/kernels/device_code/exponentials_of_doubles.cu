@@ -1,0 +1,1 @@
+for (int i = threadIdx.x; i < s0; i += 32) B[i] = exp2f(A[i]);

@@ -1,0 +1,12 @@
+int lane = threadIdx.x;
+operand(&tile)[16][${columns}] = *reinterpret_cast<operand(*)[16][${columns}]>(A);
+AlongRows<${columns}> along(tile, 0, lane);
+DownColumns<${columns}> down(tile, ${columns} - 16, lane);
+B[lane] = int(along.low - A);
+B[32 + lane] = int(along.high - A);
+B[64 + lane] = int(down.even - A);
+B[96 + lane] = int(down.odd - A);
+double a[8], b[8];
+along.load(a, 0, ${columns} / 16 - 1);
+down.load(b, 0, 0);
+for (int i = 0; i < 8; ++i) C[i * 32 + lane] = a[i], D[i * 32 + lane] = b[i];
