@@ -191,8 +191,8 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
     """A column's chunks of eight rows, which ldmatrix reads, and two chunks of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
-    head = "using operand = float;\n#include <tile/async_copy.cuh>"
-    launch(body, places, head=head)
+    host = "using operand = float;\nusing real = float;\nconstexpr bool ragged = false;\n"
+    launch(body, places, head=host + "#include <tile/async_copy.cuh>")
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
     groups = places % 8  # of 4 banks
     for first in (0, 8):
