@@ -1,4 +1,5 @@
-// What pieces of device code for Hopper begin with.
+// What pieces of device code for Hopper begin with: the type that the host declares, and headers.
+using real = float;
 #include <ptx/mbarrier.cuh>
 #include <tile/tma_tile.cuh>
 #include <cuda_bf16.h>

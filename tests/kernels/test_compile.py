@@ -252,9 +252,30 @@ def test_every_launch_of_every_record_is_compiled():
         names |= {launch.entry for launch in planned(name, *sizes, **others)}
     names |= {launch.entry for launch in plan_of_gradients("two_pass", "float32").launches}
     names |= {launch.entry for launch in plan_of_a_bias(64, {}).launches}
+    names |= {launch.entry for launch in plan_of_sequences(RAGGED[0], "90").launches}
     records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
     launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}
+
+
+OFFSETS = tuple(Operand(f"cu_seqlens_{x}", "int32", (4,)) for x in "qk")
+COUNTS = tuple(Operand(f"seqused_{x}", "int32", (3,)) for x in "qk")
+RAGGED = [k for kernels in LADDER.values() for k in kernels.values() if "ragged" in k.features]
+
+
+def plan_of_sequences(kernel, arch):
+    """The plan of a kernel for a ragged batch of three sequences."""
+    plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
+    options = AttentionOptions(causal=True, softcap=30.0)
+    problem = replace(plain, options=options, operands=(*OFFSETS, *COUNTS))
+    return planning.plan(kernel, problem, limits_of(arch))
+
+
+@pytest.mark.parametrize("kernel", first_of_families(RAGGED))
+def test_ragged_batches_compile_in_every_kernel(kernel):
+    arch = kernel.target or "80"
+    for launch in plan_of_sequences(kernel, arch).launches:
+        assert compile_launch(launch, arch).warnings == ()
 
 
 def made_of(registers, threads, shared_bytes, arch):
