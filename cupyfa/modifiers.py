@@ -26,13 +26,18 @@ OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
 _CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
-# Of a ragged batch, where sequences begin in packed rows, and how many of their rows count.
+# Of a ragged batch, where sequences begin in packed rows, and how many of their rows count; and
+# how many rows of each batch element count in padded arrays.
 STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
-LENGTHS = (*STARTS, *USED)
-_WANTED = (
-    "one number for each sequence, here ({0},)",
-    "that of the first row of each sequence and then the end, here ({0} + 1,)",
-)
+PADDED = ("lengths_q", "lengths_k")
+LENGTHS = (*STARTS, *USED, *PADDED)
+_WANTED = {
+    **dict.fromkeys(
+        STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
+    ),
+    **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
+    **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
+}
 _WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
@@ -45,6 +50,7 @@ _SIZES_OF = {  # of the last axes of arrays
     **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
     **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
     DLSE: _SIZES[:3],
+    **dict.fromkeys(PADDED, _SIZES[:1]),
 }
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -163,9 +169,10 @@ class Modifiers:
 
     @property
     def counts_rows(self) -> bool:
-        """Whether numbers of rows or keys decide, in callers' texts or in maps of tiles."""
+        """Whether numbers of rows or keys decide: in callers' texts, maps of tiles, lengths."""
         has_maps = any(self._has(x) for x in MAPS)
-        return has_maps or self._is_named("query", "key", "position", "queries", "keys")
+        named = self._is_named("query", "key", "position", "queries", "keys")
+        return has_maps or named or self.is_ragged
 
     @property
     def reads_position(self) -> bool:
@@ -182,7 +189,9 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in (SINK, DLSE) if self._has(x)] + ["ragged"] * self.is_ragged
+        alone = [x for x in (SINK, DLSE) if self._has(x)]
+        if self.is_ragged:
+            alone.append("ragged" if self.is_packed else "lengths")
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
         return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
 
@@ -197,13 +206,18 @@ class Modifiers:
 
     @property
     def is_ragged(self) -> bool:
+        """Whether batch elements have lengths of their own."""
+        return any(map(self._has, LENGTHS))
+
+    @property
+    def is_packed(self) -> bool:
         """Whether batch elements are sequences of packed rows."""
         return self._has(STARTS[0])
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """Whether it is given how many queries, and how many keys, of each sequence count."""
-        return tuple(map(self._has, USED))
+        """Whether it is given how many queries, and how many keys, of each element count."""
+        return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
 
     def _has(self, name: str) -> bool:
         return any(x.name == name for x in self.operands)
@@ -314,7 +328,7 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bo
     elif name in SEEDS:
         fits, wanted = shape == (1,), "() or (1,)"
     elif name in LENGTHS:
-        fits, wanted = shape == (batch + (name in STARTS),), _WANTED[name in STARTS].format(batch)
+        fits, wanted = shape == (batch + (name in STARTS),), _WANTED[name].format(batch)
     else:
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"

@@ -14,6 +14,7 @@ from cupyfa.modifiers import (
     LENGTHS,
     MAPS,
     OFFSET,
+    PADDED,
     SEED,
     SINK,
     STARTS,
@@ -223,15 +224,20 @@ def _score_arguments(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence of a ragged batch: its number, and where its rows and keys are."""
+    """One sequence of a ragged batch: its number, and where its rows and keys are.
+
+    batch: the element of the arrays in which they are.
+    """
 
     number: int
+    batch: int
     rows: slice
     keys: slice
 
     def of(self, name: str, array: np.ndarray) -> np.ndarray:
         """Its rows of an array of an operation, which are keys of K, V and their gradients."""
-        return array[:, :, self.keys if name in ("K", "V", "dK", "dV") else self.rows]
+        rows = self.keys if name in ("K", "V", "dK", "dV") else self.rows
+        return array[self.batch : self.batch + 1, :, rows]
 
     def problem(self, p: Problem) -> Problem:
         return p.sequence(self.rows.stop - self.rows.start, self.keys.stop - self.keys.start)
@@ -239,6 +245,13 @@ class _Sequence:
 
 def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
     """The sequences of a ragged batch, of the rows that count."""
+    if not p.modifiers.is_packed:
+        whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
+        counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
+        return [
+            _Sequence(i, i, slice(0, int(rows)), slice(0, int(keys)))
+            for i, (rows, keys) in enumerate(zip(*counts))
+        ]
 
     def spans(starts: str, used: str) -> list[slice]:
         offsets = [int(x) for x in inputs[f"mods.{starts}"]]
@@ -248,7 +261,7 @@ def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
         ]
 
     every = zip(*(spans(starts, used) for starts, used in zip(STARTS, USED)))
-    return [_Sequence(i, rows, keys) for i, (rows, keys) in enumerate(every)]
+    return [_Sequence(i, 0, rows, keys) for i, (rows, keys) in enumerate(every)]
 
 
 def _of_sequences(
@@ -258,9 +271,9 @@ def _of_sequences(
     outputs: Sequence[str],
     expected: Callable[[_Sequence], ExpectedOfEach],
 ) -> ExpectedOfEach:
-    """What is expected of all sequences, each by itself, in the rows of packed arrays.
+    """What is expected of all sequences, each by itself, in their rows of the arrays.
 
-    Rows of no sequence see no key.
+    Rows that do not count, or are of no sequence, see no key.
     """
     operation = OPERATIONS["backward" if "dQ" in outputs else "forward"]
     found = {
@@ -291,7 +304,7 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    if p.sequences is not None:
+    if p.is_ragged:
         assert excerpt is None, "a ragged batch is computed as a whole"
 
         def of(sequence: _Sequence) -> ExpectedOfEach:
@@ -336,7 +349,7 @@ def _expected_gradients(
         names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
         return {r: {names.get(x, x): y for x, y in of.items()} for r, of in found.items()}
 
-    if p.sequences is not None:
+    if p.is_ragged:
         assert excerpt is None, "a ragged batch is computed as a whole"
 
         def of(one: _Sequence) -> ExpectedOfEach:

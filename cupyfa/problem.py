@@ -76,8 +76,8 @@ class Problem:
             )
         _check_precision(self.precision, self.dtype)
         _ = self.modifiers  # raises for texts and arrays that do not fit
-        if self.sequences is not None:
-            self._check_sequences()
+        if self.is_ragged:
+            self._check_ragged()
         if self.block_mask and not self.has_mask:
             object.__setattr__(self, "block_mask", False)
         with np.errstate(over="ignore"):
@@ -289,20 +289,29 @@ class Problem:
         return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether batch elements, or sequences, have lengths of their own.
+
+        Kernels read them: M and N are then the rows of the arrays.
+        """
+        return self.modifiers.is_ragged
+
+    @property
     def reach(self) -> tuple[int, int] | None:
         """Of a ragged batch, how far a query sees from its position, to the right and the left."""
-        if self.sequences is None:
+        if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
 
     def sequence(self, M: int, N: int) -> Problem:
-        """The problem of one sequence of these sizes, without texts and arrays."""
+        """The problem of one batch element of these sizes, without texts and arrays."""
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
-        return replace(self, M=M, N=N, options=plain, operands=())
+        return replace(self, batch=1, M=M, N=N, options=plain, operands=())
 
-    def _check_sequences(self) -> None:
+    def _check_ragged(self) -> None:
         """Raises Unsupported for what a ragged batch cannot have."""
-        asked = [x.name for x in self.operands if x.name in (BIAS, MASK)]
+        by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
+        asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
             (" and ".join(asked), asked, "give a score_mod or mask_mod that reads captured arrays"),
             ("a block mask", self.block_mask, "give its expression as mask_mod"),

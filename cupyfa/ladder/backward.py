@@ -12,7 +12,7 @@ from cupyfa.ladder.common import (
     batch_first,
     clear_rest,
     key_tiles,
-    of_sequences,
+    of_lengths,
     pair_bytes,
     row_tiles,
     rung,
@@ -432,8 +432,8 @@ MMA_SLICES_BACKWARD = rung(
 
 # Hopper: wgmma and TMA
 
-# Of a launch that goes by sequences without the argument sizes.
-BY_SEQUENCES: dict[str, Constant] = {"ragged": lambda p, c: p.sequences is not None}
+# Of a launch that goes by lengths without the argument sizes.
+BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
 SHARED_OF_SM_90 = 232448  # bytes a block may have
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
@@ -448,7 +448,7 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
 
 def finishes(p: Problem) -> bool:
     """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096 and p.sequences is None
+    return p.M * p.group <= 4096 and not p.is_ragged
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -538,7 +538,7 @@ WGMMA_COLUMNS = Kernel(
             args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
-            constants=BY_SEQUENCES,
+            constants=BY_LENGTHS,
         ),
         WGMMA_COLUMNS_LAUNCH,
         replace(
@@ -595,7 +595,7 @@ WGMMA_TWO_PASS = rung(
             args="O dO lse row_sums.data M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
             threads=lambda p, c: THREADS,
-            constants=BY_SEQUENCES,
+            constants=BY_LENGTHS,
         ),
         WGMMA_TWO_PASS_COLUMNS,
         replace(
@@ -647,10 +647,10 @@ _REST = (
     clear_rest("dK", "N", "kv_heads", "d"),
     clear_rest("dV", "N", "kv_heads", "dv"),
 )
-_OF_SEQUENCES = (
+_OF_LENGTHS = (
     *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
     *("wgmma_columns", "wgmma_two_pass"),
 )
 KERNELS = tuple(
-    of_sequences(x, *_REST) if x.name in _OF_SEQUENCES else x for x in map(with_gradients, _RUNGS)
+    of_lengths(x, *_REST) if x.name in _OF_LENGTHS else x for x in map(with_gradients, _RUNGS)
 )

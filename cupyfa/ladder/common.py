@@ -72,7 +72,7 @@ def batch_first(p: Problem) -> bool:
 
 
 def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
-    """Fills the rows of a packed output that belong to no sequence."""
+    """Fills the rows of a ragged output that do not count, or belong to no sequence."""
     return Launch(
         "clear_rest",
         args=f"{array} {rows} {heads} mods",
@@ -84,13 +84,15 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
             "width": lambda p, c: getattr(p, width) if width else 1,
         },
         file="forward/clear_rest.cu",
-        when=lambda p: p.sequences is not None,
+        when=lambda p: p.modifiers.is_packed or p.modifiers.used["MN".index(rows)],
     )
 
 
-def of_sequences(kernel: Kernel, *rest: Launch) -> Kernel:
-    """The record of a kernel that takes ragged batches, with what fills rows of no sequence."""
-    features = (*kernel.features, "ragged")
+def of_lengths(kernel: Kernel, *rest: Launch, takes_packed: bool = True) -> Kernel:
+    """The record of a kernel that takes batch elements of different lengths, padded or packed too,
+    with what fills the rows that do not count.
+    """
+    features = (*kernel.features, "lengths", *["ragged"] * takes_packed)
     return replace(kernel, launches=(*kernel.launches, *rest), features=features)
 
 

@@ -12,7 +12,7 @@ from cupyfa.ladder.common import (
     batch_first,
     clear_rest,
     even_width,
-    of_sequences,
+    of_lengths,
     pair_bytes,
     row_tiles,
     rung,
@@ -730,4 +730,9 @@ _OF_SEQUENCES = (
     *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
     *("mma_tf32", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
 )
-KERNELS = tuple(of_sequences(x, *REST) if x.name in _OF_SEQUENCES else x for x in _RUNGS)
+KERNELS = tuple(
+    of_lengths(x, *REST, takes_packed=x is not _SPLIT_KV)
+    if x is _SPLIT_KV or x.name in _OF_SEQUENCES
+    else x
+    for x in _RUNGS
+)

@@ -32,7 +32,18 @@ Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
 KINDS = ("real", "scalar", "operand", "byte")  # of scratch
-FEATURES = (*OPTION_FEATURES, "sink", "dlse", "wrt", "ragged", "gqa", "strides", "lse", "dv")
+FEATURES = (
+    *OPTION_FEATURES,
+    "sink",
+    "dlse",
+    "wrt",
+    "ragged",
+    "lengths",
+    "gqa",
+    "strides",
+    "lse",
+    "dv",
+)
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other architecture has
 MOST_BOX_ROWS = 256
@@ -185,8 +196,8 @@ class Kernel(_Record):
     features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
-        "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), and the options that
-        modify scores.
+        "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
+        elements in padded arrays), and the options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar", "operand"
         or "byte"; those that the launches of a problem name are allocated. ``d8`` and ``dv8`` are d
         and dv rounded up to a multiple of 8, ``d16`` is d to one of 16, ``N32`` is N to one of 32.

@@ -170,6 +170,7 @@ class _Planner:
                 **p.modifiers.constants,
                 "of_products": mods.of_products(p),
                 "ragged": self.is_ragged(launch),
+                "packed": self.is_packed(launch),
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
                 **self.maps(launch),
                 "threads": threads,
@@ -230,15 +231,19 @@ class _Planner:
                 if name in absent
                 else Argument(
                     *(name, form, value, self.strides(name, form)),
-                    self.starts(name) if self.is_ragged(launch) and not form else self.inside(name),
+                    self.starts(name) if self.is_packed(launch) and not form else self.inside(name),
                 )
             )
         return tuple(made)
 
     def is_ragged(self, launch: Launch) -> bool:
-        """Whether a launch goes by sequences; others see the packed rows of all as one."""
+        """Whether a launch goes by lengths; others see all rows of the arrays."""
         named = (*launch.args.split(), *launch.constants)
-        return self.problem.sequences is not None and bool({"sizes", "ragged"} & set(named))
+        return self.problem.is_ragged and bool({"sizes", "ragged"} & set(named))
+
+    def is_packed(self, launch: Launch) -> bool:
+        """Whether a launch goes by sequences; others see the packed rows of all as one."""
+        return self.problem.modifiers.is_packed and self.is_ragged(launch)
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
         """Of a Tensor: where sequences begin in its rows, in place of its first stride."""

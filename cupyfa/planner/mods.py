@@ -15,6 +15,7 @@ from cupyfa.modifiers import (
     KEY_TILES,
     NONE,
     OFFSET,
+    PADDED,
     SEED,
     SOFTCAP,
     USED,
@@ -102,7 +103,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
         else:
             fields.append((x.name, _number(x.captured, p)[1]))
             values.append(x.value)
-    if found.reads_position and p.sequences is None:
+    if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
         values.append(p.first_position)
     if of_products(p):
@@ -177,17 +178,23 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    made = [f"{_member(x, x is found.held)} {cpp_name(x.name)}" for x in found.operands]
-    made += [f"int {_FIRST}"] * (found.reads_position and p.sequences is None)
+    made = [f"{_member(x, x is found.held)} {_name_of_member(x)}" for x in found.operands]
+    made += [f"int {_FIRST}"] * (found.reads_position and not p.is_ragged)
     made += [f"real {_UNIT}"] * of_products(p)
-    return made + ["Dropout dropout"] * found.dropout + _of_sequences(p)
+    return made + ["Dropout dropout"] * found.dropout + _of_lengths(p)
 
 
-def _of_sequences(p: Problem) -> list[str]:
-    """What ragged.cuh reads besides the offsets."""
-    if p.sequences is None:
+def _name_of_member(x: Operand) -> str:
+    """The name of an array or number; ragged.cuh has the same one for lengths of either kind."""
+    return cpp_name(dict(zip(PADDED, USED)).get(x.name, x.name))
+
+
+def _of_lengths(p: Problem) -> list[str]:
+    """What ragged.cuh reads besides offsets and lengths."""
+    if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
+    known["is_packed"] = p.modifiers.is_packed
     known["bottom_right"] = p.causal != "top-left"
     return [f"static constexpr bool {name} = {str(x).lower()}" for name, x in known.items()]
 
@@ -289,7 +296,7 @@ def _function(
 
 def _first(p: Problem) -> str:
     """The position of query 0 in a text."""
-    if p.sequences is None:
+    if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
 

@@ -1,9 +1,9 @@
-// clear_rest: fills the rows of a packed array that belong to no sequence, or are not used.
+// clear_rest: fills the rows of a ragged array that do not count, or belong to no sequence.
 //
 // O and gradients get 0, and lse gets -infinity, as rows that see no key do.
 //
-//   X [heads, rows, width]
-//   grid (max(cdiv(rows, threads), 1) * heads)    block (threads), a thread for each row
+//   X [batch, heads, rows, width]
+//   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
 //   the host sets: scalar, real, of_keys, of_sums, width, threads, shared_bytes
 #include <attention/ragged.cuh>
 #include <tile/math.cuh>
@@ -21,15 +21,18 @@ struct Element<true> {
 };
 using Own = Element<of_sums>::Type;
 
-// Whether a row is one that the launches before have written.
+// The rows of a batch element that count.
 template <class Arrays>
-__device__ __forceinline__ bool is_used(const Arrays& mods, int row, int rows) {
-  const auto span = [&](int sequence) {
-    if constexpr (of_keys)
-      return used_keys(mods, sequence, rows);
-    else
-      return used_queries(mods, sequence, rows);
-  };
+__device__ __forceinline__ PackedRows used_rows(const Arrays& mods, int batch, int rows) {
+  if constexpr (of_keys)
+    return used_keys(mods, batch, rows);
+  else
+    return used_queries(mods, batch, rows);
+}
+
+// The sequence to which a packed row would belong, if to any.
+template <class Arrays>
+__device__ __forceinline__ int sequence_of(const Arrays& mods, int row) {
   const int* offsets = of_keys ? mods.cu_seqlens_k_.data : mods.cu_seqlens_q_.data;
   int sequence = 0, last = mods.cu_seqlens_q_.size[0] - 2;
   while (sequence < last) {
@@ -39,7 +42,14 @@ __device__ __forceinline__ bool is_used(const Arrays& mods, int row, int rows) {
     else
       last = middle - 1;
   }
-  const PackedRows own = span(sequence);
+  return sequence;
+}
+
+// Whether a row is one that the launches before have written.
+template <class Arrays>
+__device__ __forceinline__ bool is_used(const Arrays& mods, int batch, int row, int rows) {
+  if constexpr (Arrays::is_packed) batch = sequence_of(mods, row);
+  const PackedRows own = used_rows(mods, batch, rows);
   return row >= own.first && row < own.first + own.count;
 }
 
@@ -47,7 +57,7 @@ extern "C" __global__ __launch_bounds__(threads) void clear_rest(Tensor<Own> X, 
                                                                  Mods mods) {
   const auto [tile, head, batch] = place(blockIdx.x, max(cdiv(rows, threads), 1), heads);
   const int row = tile * threads + threadIdx.x;
-  if (row >= rows || is_used(mods, row, rows)) return;
+  if (row >= rows || is_used(mods, batch, row, rows)) return;
   for (int col = 0; col < width; ++col)
     X.row(batch, head, row)[col] = Own(of_sums ? -infinity : real(0));
 }

@@ -37,6 +37,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   if (num_splits == 1) return;  // its block has written the rows
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const long long first = (long long)blockIdx.x * num_splits;
 

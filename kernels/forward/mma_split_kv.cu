@@ -93,8 +93,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 // and O before the division.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
-                            int batch, int head, int heads, int lane) {
-  const int M = rows.extent.M;
+                            int batch, int head, int heads, int all_rows, int lane) {
+  const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows of each head
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = rows.row(i / 2, i % 2);
@@ -102,7 +102,7 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
     if (row >= M * pack_gqa) continue;
-    const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * M;
+    const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * stored;
     const long long place = (first + row / pack_gqa) * num_splits + split;
     if (lane % 4 == 0) {
       max_splits[place] = rows.maximum[i / 2][i % 2];
@@ -127,6 +127,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
+  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
@@ -160,7 +161,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   if (num_splits > 1) {
     store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles, num_splits,
-                same.batch, same.head, heads, lane);
+                same.batch, same.head, heads, sizes.M, lane);
     return;
   }
   if (needs_repair(sums, rows)) {

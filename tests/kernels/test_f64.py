@@ -5,7 +5,7 @@ import pytest
 from helpers.device_code import code, launch, launch_on_device
 
 # What the host writes above a kernel, as far as the headers read it.
-HOST = "using operand = double;\nusing real = double;\nconstexpr bool ragged = false;\n"
+HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
 FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
 LANE = np.arange(32)
 ROW, PLACE = LANE // 4, LANE % 4

@@ -32,10 +32,11 @@ MAY_READ = {
         "windowed",
         "has_mask_text",
         "ragged",
+        "packed",
     },
-    "tensor.cuh": {"ragged"},
-    "row_sums.cuh": {"ragged"},
-    "sum_tile.cuh": {"ragged"},
+    "tensor.cuh": {"packed"},
+    "row_sums.cuh": {"packed"},
+    "sum_tile.cuh": {"ragged", "packed"},
     "score.cuh": {
         "has_key_tiles",
         "has_score_text",
@@ -46,7 +47,7 @@ MAY_READ = {
     },
     "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
-    "schedule.cuh": {"causal", "has_key_tiles", "ragged"},
+    "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)

@@ -191,7 +191,7 @@ def test_chunks_that_are_read_together_lie_in_different_banks(chunks):
     """A column's chunks of eight rows, which ldmatrix reads, and two chunks of every second row."""
     places = np.zeros((16, chunks), np.int32)
     body = code("chunks_that_are_read_together_lie_in_different_banks", chunks=chunks)
-    host = "using operand = float;\nusing real = float;\nconstexpr bool ragged = false;\n"
+    host = "using operand = float;\nusing real = float;\nconstexpr bool packed = false;\n"
     launch(body, places, head=host + "#include <tile/async_copy.cuh>")
     assert sorted(places.ravel()) == list(range(16 * chunks)), "each chunk has a place of its own"
     groups = places % 8  # of 4 banks

@@ -19,17 +19,17 @@ __device__ __forceinline__ long long tile_of(int batch, int head, int heads, int
 // The numbers of the tiles of a batch element.
 template <int Br>
 struct TilesOfRows {
-  int batch, heads, M;  // if ragged: the sequence's first number, and the numbers of a head
+  int batch, heads, M;  // if packed: the sequence's first number, and the numbers of a head
 
   __device__ __forceinline__ long long operator()(int head, int row) const {
-    if constexpr (ragged) return (long long)head * M + batch + row / Br;
+    if constexpr (packed) return (long long)head * M + batch + row / Br;
     return tile_of<Br>(batch, head, heads, row, M);
   }
 };
 template <int Br, class Arrays>
 __device__ __forceinline__ TilesOfRows<Br> tiles_of([[maybe_unused]] const Arrays& mods, int batch,
                                                     int heads, int M) {
-  if constexpr (ragged)
+  if constexpr (packed)
     return {first_tile_number<Br, 1>(mods.cu_seqlens_q_, batch, M), heads,
             tile_numbers<Br, 1>(mods.cu_seqlens_q_, M)};
   else

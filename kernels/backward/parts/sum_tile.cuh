@@ -5,16 +5,18 @@
 #include <backward/parts/row_product.cuh>
 #include <backward/parts/row_sums.cuh>
 
-// The tile of a block. M becomes the rows of its sequence, if launches go by sequences.
+// The tile of a block. M becomes the rows of its batch element, if launches go by lengths.
 template <int Br, class Arrays>
 __device__ __forceinline__ Place place_of_sums(int& M, int heads,
                                                [[maybe_unused]] const Arrays& mods) {
-  if constexpr (ragged) {
+  if constexpr (packed) {
     const Place found = ragged_place<Br, 1>(blockIdx.x, mods.cu_seqlens_q_, M, heads);
     M = found.tile < 0 ? (-2147483647 - 1) : used_queries(mods, found.batch, M).count;
     return found;
   } else {
-    return place(blockIdx.x, cdiv(M, Br), heads);
+    const Place found = place(blockIdx.x, cdiv(M, Br), heads);
+    if constexpr (ragged) M = used_queries(mods, found.batch, M).count;
+    return found;
   }
 }
 
@@ -29,9 +31,9 @@ __device__ __forceinline__ void sum_tile(Tensor<const scalar> O, Tensor<const sc
     const int own = i + threadIdx.x / lanes, row = tile * Br + own;
     const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);
     if (threadIdx.x % lanes == 0) {
-      const int first = ragged ? lse.first_rows()[batch] : 0;  // of packed rows
+      const int first = packed ? lse.first_rows()[batch] : 0;  // of packed rows
       const float dlse =
-          row < M ? gradient_of_lse(mods, ragged ? 0 : batch, head, first + row) : real(0);
+          row < M ? gradient_of_lse(mods, packed ? 0 : batch, head, first + row) : real(0);
       const RowStats stats =
           row_stats(row < M ? *lse.row(batch, head, row) : -infinity, delta - dlse);
       sums.lse2[own] = stats.lse2;

@@ -10,7 +10,7 @@
 // same to do, and heads whose K and V are in the cache are finished before others. By the map of a
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
-template <int Br, int Bc, bool by_length, bool batch_first, bool of_sequences = ragged>
+template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
@@ -79,7 +79,7 @@ struct Schedule {
   }
 };
 
-// The same of sequences, in the order in which they lie. A number of a tile may stand for none.
+// The same of elements of different lengths, in their order. A number of a tile may stand for none.
 template <int Br, int Bc, bool by_length, bool batch_first>
 struct Schedule<Br, Bc, by_length, batch_first, true> {
   Sizes sizes;
@@ -87,11 +87,11 @@ struct Schedule<Br, Bc, by_length, batch_first, true> {
   int heads, all, index;
   Place found;
 
-  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int)
+  __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
         mods(&mods),
         heads(heads),
-        all(tiles_of_rows<Br>(sizes, mods) * heads),
+        all(tiles_of_rows<Br>(sizes, mods) * heads * (packed ? 1 : batch)),
         index(int(blockIdx.x) - int(gridDim.x)) {}
 
   __device__ __forceinline__ bool advance() {

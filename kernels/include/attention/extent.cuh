@@ -25,7 +25,7 @@ struct Sizes {
                       // the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-struct Extent : Seat<has_seat>, PackedOrigin<ragged> {
+struct Extent : Seat<has_seat>, PackedOrigin<packed> {
   int M, N, causal_offset, window_offset;
 
   // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
@@ -117,7 +117,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   return {{}, {}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
 }
 
-// The same in launches that may be ragged, where masks are aligned for each sequence.
+// The same in launches that may be ragged, where masks are aligned for each batch element.
 template <class Arrays>
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] const Arrays& mods,
                                             int batch) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
-  if constexpr (ragged)
+  if constexpr (packed)
     return ragged_place<size, together>(index, mods.cu_seqlens_q_, sizes.M, heads);
   else
     return place(index, cdiv(sizes.M * together, size), heads);
@@ -159,7 +159,7 @@ template <int size, class Arrays>
 __device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
                                                   [[maybe_unused]] const Arrays& mods, int batch,
                                                   int head, int heads, int row) {
-  if constexpr (ragged)
+  if constexpr (packed)
     return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M) * (long long)head +
            first_tile_number<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
   else
@@ -168,7 +168,7 @@ __device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
 template <int size, class Arrays>
 __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
                                              [[maybe_unused]] const Arrays& mods) {
-  if constexpr (ragged)
+  if constexpr (packed)
     return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M);
   else
     return cdiv(sizes.M, size);
@@ -177,7 +177,7 @@ __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
 template <int size, class Arrays>
 __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
-  if constexpr (ragged)
+  if constexpr (packed)
     return ragged_place<size, 1>(index, mods.cu_seqlens_k_, sizes.N, heads);
   else
     return place(index, max(cdiv(sizes.N, size), 1), heads);
@@ -206,7 +206,7 @@ __device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int 
 
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
 // the first key of a tile. From one tile of keys to the next goes after().
-struct RowTile : TileMap<has_key_tiles>, PackedOrigin<ragged> {
+struct RowTile : TileMap<has_key_tiles>, PackedOrigin<packed> {
   int row, head, batch, kv_begin, kv_end;
 };
 

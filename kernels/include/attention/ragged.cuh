@@ -1,22 +1,26 @@
 #pragma once
-// Ragged batches: sequences of different lengths that lie one after the other in the rows of
-// packed arrays [heads, rows, columns]. A problem's batch elements are then these sequences.
+// Ragged batches: batch elements of different lengths. Either the first rows of each one's place in
+// arrays [batch, heads, rows, columns] count, or sequences lie packed, one after the other in the
+// rows of arrays [heads, rows, columns]; these are then the problem's batch elements.
 //
-// The host writes above every kernel `ragged`: whether the launch goes by sequences. If it does,
-// sizes.M and sizes.N are the rows of the packed arrays, and struct Mods has
-//   cu_seqlens_q_, cu_seqlens_k_   the first row of each sequence, then where the last one ends
+// The host writes above every kernel `ragged`: whether the launch goes by lengths, and `packed`:
+// whether it goes by sequences. If so, sizes.M and sizes.N are the rows of the arrays. Of a ragged
+// batch struct Mods has, in every launch,
+//   is_packed                      whether it is packed, and
+//   cu_seqlens_q_, cu_seqlens_k_   then the first row of each sequence, and where the last one ends
 //   seqused_q_, seqused_k_         how many of its rows count, if has_seqused_q, has_seqused_k
 //   bottom_right                   whether the last query is at the position of the last key
-// Nobody may have seen the offsets before. A sequence that is not inside the arrays has no rows, so
-// that nothing outside is read or written.
+// Nobody may have seen them before. A sequence that is not inside the arrays has no rows, and no
+// element has more rows than its place, so that nothing outside is read or written.
 //
-// Tiles of rows are counted without a sum over lengths: those of sequence b begin with number
-// cu_seqlens[b] / size + b, which leaves room for its last tile. Some numbers have no tile.
+// Tiles of rows are counted without a sum over lengths. An element's place has all its tiles; those
+// of sequence b begin with number cu_seqlens[b] / size + b, which leaves room for its last tile.
+// Some numbers have no tile.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// Where the rows of a sequence begin in the packed arrays. Without sequences nothing is kept.
+// Where the rows of a sequence begin in packed arrays. Of other arrays nothing is kept.
 template <bool used>
 struct PackedOrigin {
   __device__ __forceinline__ void begin_at(int, int) {}
@@ -47,17 +51,19 @@ __device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int
   return {first, end - first};
 }
 
-// Those of them that count.
+// The rows of a batch element that count. Those of padded arrays begin at its own row 0.
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_queries(const Arrays& mods, int sequence, int total) {
-  PackedRows found = packed_rows_of(mods.cu_seqlens_q_, sequence, total);
+  PackedRows found = {0, total};
+  if constexpr (Arrays::is_packed) found = packed_rows_of(mods.cu_seqlens_q_, sequence, total);
   if constexpr (Arrays::has_seqused_q)
     found.count = max(0, min(found.count, mods.seqused_q_.data[sequence]));
   return found;
 }
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_keys(const Arrays& mods, int sequence, int total) {
-  PackedRows found = packed_rows_of(mods.cu_seqlens_k_, sequence, total);
+  PackedRows found = {0, total};
+  if constexpr (Arrays::is_packed) found = packed_rows_of(mods.cu_seqlens_k_, sequence, total);
   if constexpr (Arrays::has_seqused_k)
     found.count = max(0, min(found.count, mods.seqused_k_.data[sequence]));
   return found;

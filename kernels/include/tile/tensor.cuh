@@ -1,19 +1,19 @@
 #pragma once
 // A tensor [batch, heads, rows, columns] in global memory. Columns lie side by side; every other
 // stride is free, so views, transposes and both layouts (BHSD, BSHD) are read in place. In a
-// launch that is `ragged` (attention/ragged.cuh), a batch element is a sequence of packed rows.
+// launch that is `packed` (attention/ragged.cuh), a batch element is a sequence of packed rows.
 
 template <class T>
 struct Tensor {
   T* data;
   long long batch_stride, head_stride, row_stride;  // in elements
 
-  // If ragged, in place of a batch stride: where the first row of each sequence is.
+  // If packed, in place of a batch stride: where the first row of each sequence is.
   __device__ __forceinline__ const int* first_rows() const {
     return reinterpret_cast<const int*>(batch_stride);
   }
   __device__ __forceinline__ T* row(int batch, int head, int row) const {
-    if constexpr (ragged)
+    if constexpr (packed)
       return data + head * head_stride + (first_rows()[batch] + (long long)row) * row_stride;
     return data + batch * batch_stride + head * head_stride + row * row_stride;
   }
@@ -22,7 +22,7 @@ struct Tensor {
 // Whether every row of a tensor begins at a multiple of 16 bytes.
 template <class T>
 __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
-  const long long of_batch = ragged ? 0 : tensor.batch_stride;
+  const long long of_batch = packed ? 0 : tensor.batch_stride;
   const long long strides = of_batch | tensor.head_stride | tensor.row_stride;
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
