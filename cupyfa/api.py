@@ -53,7 +53,13 @@ if TYPE_CHECKING:
         sink: Any
         captured: Mapping[str, Any] | None
 
-    class _Common(_Modified, total=False):
+    class _Padded(_Modified, total=False):
+        """And how many rows of each batch element count."""
+
+        lengths_q: Any
+        lengths_k: Any
+
+    class _Common(_Padded, total=False):
         """What ``attention`` and ``attention_backward`` both take, without the kernel."""
 
         options: AttentionOptions | None
@@ -139,6 +145,8 @@ def attention(
     mask_mod: Text = None,
     captured: Mapping[str, Any] | None = None,
     sink: Any = None,
+    lengths_q: Any = None,
+    lengths_k: Any = None,
     dropout: float = 0.0,
     dropout_seed: Any = None,
     dropout_offset: Any = None,
@@ -183,6 +191,11 @@ def attention(
         bool, whole numbers or floats; an index has to be inside its axis.
     sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
         value. The softmax and lse include it; -infinity has no effect.
+    lengths_q, lengths_k: [batch], how many queries and keys of each batch element count, from the
+        first on; by default all. Masks, windows and texts are aligned as for arrays of these
+        lengths. The other rows are not read: out and gradients are 0 there, and lse is -infinity.
+        Whole numbers in a list or a NumPy array, which are checked; or an array of int32 where q
+        is, which kernels read when they run, and keep between 0 and the size of the array.
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
@@ -229,13 +242,17 @@ def attention(
     arrays: Sequence[Any] = (q, k, v)
     if not (
         alibi_slopes is bias is mask is sink is captured is dropout_seed is dropout_offset is None
+        and lengths_q is lengths_k is None
     ):
         seeds = dropout_seed, dropout_offset
-        if not (alibi_slopes is bias is sink is captured is None) or any(map(is_array, seeds)):
+        if not (alibi_slopes is bias is sink is captured is lengths_q is lengths_k is None) or any(
+            map(is_array, seeds)
+        ):
             given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+            given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
             given |= {"captured": captured, **_arrays_of(dict(zip(modifiers.SEEDS, seeds)))}
             how = *how[: -len(seeds)], *(0 if is_array(x) else x for x in seeds)
-            how, arrays = _with_operands(how, arrays, given)
+            how, arrays = _with_operands(how, arrays, given, check)
         elif isinstance(mask, BlockMask):
             how = (*how[:_OWN_AT], mask.alone, *how[_OWN_AT + 1 :])
         elif mask is not None:
@@ -259,7 +276,7 @@ def compile(
     own: Own | None = None,
     return_lse: bool = False,
     return_own: Sequence[str] = (),
-    **keywords: Unpack[_Modified],
+    **keywords: Unpack[_Padded],
 ) -> Prepared:
     """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
@@ -271,8 +288,8 @@ def compile(
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
-    in the order alibi_slopes, bias, mask, sink, captured, these sorted by name. Numbers are those
-    that it was made with.
+    in the order alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, these sorted by
+    name. Numbers are those that it was made with. Lengths are int32, and not checked.
     """
     how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
     given, asked = _without_arrays(keywords)
@@ -299,7 +316,7 @@ def compile_backward(
     return_own: Sequence[str] = (),
     dlse: Any = None,
     wrt: Sequence[str] = _QKV,
-    **keywords: Unpack[_Modified],
+    **keywords: Unpack[_Padded],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
 
@@ -335,7 +352,7 @@ def attention_backward(
     wrt: Sequence[str] = _QKV,
     grads: Any = None,
     check: bool = False,
-    **keywords: Unpack[_Modified],
+    **keywords: Unpack[_Padded],
 ) -> tuple[Any, ...]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
 
@@ -364,7 +381,7 @@ def attention_backward(
         if dlse is not None:
             given["dlse"] = _like_lse(dlse, lse)
         if given:
-            how, arrays = _with_operands(how, arrays, given)
+            how, arrays = _with_operands(how, arrays, given, check)
     else:
         how += _NOT_GIVEN
     if own is not None or return_own:
@@ -602,6 +619,9 @@ def _how_of_sequences(
         raise Unsupported(
             "a block mask cannot be used with a ragged batch; give its expression as mask_mod"
         )
+    for name, used in zip(modifiers.PADDED, modifiers.USED):
+        if name in read:
+            raise TypeError(f"{function.__name__}() has no argument {name!r}; write {used}=")
     options, tiles = keywords.get("options"), keywords.get("tiles")
     how = (*which, options, "bshd", tiles, flag, _NO_OWN, *_values(function, asked))
     return (how, {**read, **given}), bool(keywords.get("check"))
@@ -673,7 +693,7 @@ def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[s
     }
     if isinstance(given.get("options"), AttentionOptions):
         found["options"] = given["options"]
-    for name in ("own", "return_own", "progress", "wrt"):
+    for name in ("own", "return_own", "progress", "wrt", *modifiers.PADDED):
         if name in found:
             raise Unsupported(
                 f"{name} cannot be used with lists of arrays; pack them and leave it out, or call "
@@ -728,7 +748,7 @@ def plan(
     kv_heads: int | None = None,
     dtype: str = "float32",
     options: AttentionOptions | None = None,
-    **keywords: Unpack[_Modified],
+    **keywords: Unpack[_Padded],
 ) -> Plan:
     """The plan of an attention call of these sizes, without arrays and without a launch.
 
@@ -738,7 +758,8 @@ def plan(
     alibi_slopes, bias, mask, sink and arrays of ``captured`` are forms: a shape, (1, 8, 64, 64),
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
-    taken. A mask may also be a ``block_mask`` itself.
+    taken. A mask may also be a ``block_mask`` itself. lengths_q and lengths_k are True, or such a
+    form, "i32[batch]".
 
     Raises what ``attention`` raises.
     """
@@ -823,7 +844,7 @@ How = tuple[Any, ...]
 _NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
-_MORE = (*modifiers.OWN_ARRAYS, "captured")
+_MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, "captured")
 _ARRAYS_OF_CALLS = (
     *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS),
     *modifiers.SEEDS,
@@ -1025,11 +1046,12 @@ def _prepared(
 
 
 def _with_operands(
-    how: How, arrays: Sequence[Any], given: Mapping[str, Any]
+    how: How, arrays: Sequence[Any], given: Mapping[str, Any], look: bool = False
 ) -> tuple[How, Sequence[Any]]:
     """A call with the arrays and numbers that texts read.
 
-    Raises TypeError and ValueError for wrong ones.
+    look: whether to look at lengths in GPU memory too. Raises TypeError and ValueError for wrong
+    ones.
     """
     _, (q,) = adopt(how[2], q=_leading(how[0], arrays))
     captured = {} if (x := given.get("captured")) is None else x
@@ -1038,6 +1060,8 @@ def _with_operands(
     blocks, given = _blocks(given)
     names = _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(modifiers.SEEDS)]
     found = {x: _seen(how[2], x, given[x]) for x in names if given.get(x) is not None}
+    if lengths := {x: found[x] for x in modifiers.PADDED if x in found}:
+        found |= _padded_lengths(how, arrays, lengths, look)
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
@@ -1051,6 +1075,17 @@ def _with_operands(
     made = (*before, *(x.input for x in named)), asked, others, blocks, wrt
     like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
+
+
+def _padded_lengths(
+    how: How, arrays: Sequence[Any], given: Mapping[str, Any], look: bool
+) -> dict[str, Any]:
+    """The lengths of batch elements of a call, checked."""
+    by_name = dict(zip(_ARRAYS[how[0]], arrays))
+    backend, (q, k) = adopt(how[2], q=by_name["q"], k=by_name["k"])
+    batch, _, M, _ = sizes_of("q", q, how[4])
+    rows = M, sizes_of("k", k, how[4])[2]
+    return ragged.padded_lengths(given, batch, rows, look=look, download=backend.download)
 
 
 def _blocks(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
@@ -1366,6 +1401,8 @@ _ELSEWHERE = {
     "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
     "attn_bias": "write bias=",
     "block_mask": "write mask=, of cupyfa.block_mask",
+    "seqused_q": "write lengths_q=",
+    **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
     "dropout_p": "write dropout= and dropout_seed=",
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
     "enable_gqa": "leave it out: k and v may have fewer heads than q",

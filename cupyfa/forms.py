@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cupyfa.dtypes import DTYPES as FLOATS
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
@@ -21,6 +23,7 @@ from cupyfa.modifiers import (
     DLSE,
     MASK,
     OWN_ARRAYS,
+    PADDED,
     SEEDS,
     SINK,
     Operand,
@@ -67,13 +70,14 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
-        of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]". A bias has
-        by default the problem's dtype, other floats have float32. ``dlse`` is whether there is a
-        gradient of lse. ``wrt`` are names, as "q,bias": see ``differentiated``.
+        of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
+        "i32[batch]". A bias has by default the problem's dtype, other floats have float32. ``dlse``
+        is whether there is a gradient of lse. ``wrt`` are names, as "q,bias": see
+        ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -83,6 +87,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     ]
     if given.get(DLSE):
         found.append(Operand(DLSE, FLOATS[dtype].sums.name, tuple(sizes[:3])))
+    found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
     found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
@@ -165,6 +170,20 @@ def _seed(name: str, form: Any) -> Operand:
     if short not in DTYPES or short[0] not in "iu" or size != "1":
         raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
     return Operand(name, DTYPES[short], (1,))
+
+
+def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+    if form is True:
+        form = (named["batch"],)
+    if not isinstance(form, str):
+        found = _of_shape(name, form, "int32")
+        is_converted = isinstance(form, np.ndarray) and form.dtype.kind in "iu"
+        return replace(found, dtype="int32") if is_converted else found
+    short, axis = _parts(form) or ("", "")
+    size = _size(axis, named)
+    if short not in DTYPES or size is None:
+        raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
+    return Operand(name, DTYPES[short], (size,))
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
@@ -263,9 +282,9 @@ def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
     """The forms of operands, as ``operands`` takes them, in a problem of these sizes."""
     every = tuple(x for x in found if x.name not in SEEDS)
     texts = shown(every, sizes)
-    own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, WRT)}
+    own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, *PADDED, WRT)}
     own |= {DLSE: True} if DLSE in texts else {}
-    others = [x for x in every if x.name not in (*OWN_ARRAYS, DLSE)]
+    others = [x for x in every if x.name not in (*OWN_ARRAYS, *PADDED, DLSE)]
     return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
 
 
@@ -280,15 +299,15 @@ def resized(
     new, read = dict(zip(_AXES, after)), tuple(texts)
     return tuple(
         replace(x, shape=_own_shape(x, before, after))
-        if x.name in (*OWN_ARRAYS, DLSE)
+        if x.name in (*OWN_ARRAYS, DLSE, *PADDED)
         else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
         for x in found
     )
 
 
 def _own_shape(x: Operand, before: Sizes, after: Sizes) -> tuple[int, ...]:
-    if x.name == DLSE:
-        return after[:3]
+    if x.name in (DLSE, *PADDED):
+        return after[: len(x.shape)]
     axes = tuple(zip(before, after))
     axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]
     is_bias = len(x.shape) == 4

@@ -18,6 +18,7 @@ from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
     BIAS,
     DLSE,
+    LENGTHS,
     MAPS,
     MASK,
     OWN_ARRAYS,
@@ -105,6 +106,8 @@ class Problem:
         bias: Any = None,
         mask: Any = None,
         sink: Any = None,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
         captured: Mapping[str, Any] | None = None,
         wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
@@ -113,10 +116,10 @@ class Problem:
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
-        alibi_slopes, bias, mask, sink, captured, wrt, dlse: forms of arrays, those whose gradients
-        a backward kernel gives, and whether it takes a gradient of lse, as ``forms.operands`` has
-        them; dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With
-        block_mask, mask and mask_mod are a block mask.
+        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, wrt, dlse: forms of arrays,
+        those whose gradients a backward kernel gives, and whether it takes a gradient of lse, as
+        ``forms.operands`` has them; dropout_seed and dropout_offset may be arrays, or forms such as
+        "u64[1]". With block_mask, mask and mask_mod are a block mask.
         """
         kv_heads = heads if kv_heads is None else kv_heads
         N, dv = M if N is None else N, d if dv is None else dv
@@ -125,6 +128,7 @@ class Problem:
         asked |= dict.fromkeys(seeds, 0)
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+        given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
         given |= {
             "captured": captured,
             "wrt": wrt,
@@ -214,7 +218,7 @@ class Problem:
         if name in OPTIONS and name != SEED:  # which dropout needs
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        own = (*OWN_ARRAYS, DLSE, *(SEEDS if options.dropout else ()))
+        own = (*OWN_ARRAYS, DLSE, *LENGTHS, *(SEEDS if options.dropout else ()))
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)

@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyfa.dtypes import DType
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul
+from cupyfa.modifiers import LENGTHS
 from cupyfa.operations import Operation
 from cupyfa.problem import Problem, round_up
 
@@ -146,8 +147,9 @@ class Plan:
 
     @cached_property
     def pointed(self) -> set[str]:
-        """The arrays that are passed as bare pointers, and so must be contiguous."""
-        return {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}
+        """The arrays of which kernels have bare pointers, and which so must be contiguous."""
+        passed = {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}
+        return passed | {x.input for x in self.problem.modifiers.arrays if x.name in LENGTHS}
 
     @cached_property
     def arrays(self) -> Allocations:

@@ -1,4 +1,4 @@
-"""Ragged batches: sequences of different lengths in packed arrays, and lists of arrays as such."""
+"""Ragged batches: lengths of batch elements, packed sequences, and lists of arrays as such."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.modifiers import STARTS, USED
+from cupyfa.modifiers import PADDED, STARTS, USED
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 
@@ -41,9 +41,26 @@ def lengths(
     return {name: _as_int32(x) for name, x in made.items()}
 
 
+def padded_lengths(
+    given: Mapping[str, Any], batch: int, rows: tuple[int, int], *, look: bool, download: Any
+) -> dict[str, Any]:
+    """The lengths of padded batch elements as int32 arrays, checked where they can be seen.
+
+    given: by the names of PADDED. rows: M and N, the most of each. The others are as above.
+    """
+    made = {name: _whole(name, x) for name, x in given.items()}
+    for name, array in made.items():
+        most = rows[PADDED.index(name)]
+        on_host = isinstance(array, np.ndarray)
+        if tuple(array.shape) == (batch,) and (look or on_host):
+            seen = array if on_host else download(array)
+            _check_counts(name, seen, np.full(batch, most), "batch element")
+    return {name: _as_int32(x) for name, x in made.items()}
+
+
 def _whole(name: str, given: Any) -> Any:
     if isinstance(given, list | tuple):
-        given = np.array(given)
+        given = np.array(given, None if len(given) else np.int32)
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
         raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array of int32")
     if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
@@ -71,17 +88,17 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
         )
 
 
-def _check_counts(name: str, counts: np.ndarray, most: np.ndarray) -> None:
+def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "sequence") -> None:
     if counts.shape != most.shape:
         raise ValueError(
-            f"{name} has shape {counts.shape}; it must be one number for each sequence, here "
+            f"{name} has shape {counts.shape}; it must be one number for each {what}, here "
             f"{most.shape}"
         )
     wrong = np.flatnonzero((counts < 0) | (counts > most))
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"{name}[{i}] is {counts[i]}, and sequence {i} has {most[i]} rows; give a number from "
+            f"{name}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a number from "
             f"0 to {most[i]}"
         )
 
