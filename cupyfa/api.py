@@ -615,10 +615,6 @@ def _how_of_sequences(
     own = ("options", "tiles", "backend", "check")
     others = {name: x for name, x in keywords.items() if name not in own}
     read, asked = _without_arrays(others)
-    if isinstance(read.get(modifiers.MASK), BlockMask):
-        raise Unsupported(
-            "a block mask cannot be used with a ragged batch; give its expression as mask_mod"
-        )
     for name, used in zip(modifiers.PADDED, modifiers.USED):
         if name in read:
             raise TypeError(f"{function.__name__}() has no argument {name!r}; write {used}=")

@@ -18,7 +18,7 @@ import numpy as np
 
 from cupyfa import modifiers, options
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import described
+from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.modifiers import KEY_TILES, Operand, is_array
@@ -176,7 +176,15 @@ class BlockMask:
     # What a call takes of it
 
     def masked(self, p: Problem) -> Problem:
-        """The problem of a call with this mask. Raises ValueError for one of other sizes."""
+        """The problem of a call with this mask.
+
+        Raises ValueError for one of other sizes, Unsupported for one of elements that have lengths
+        of their own: tiles were found for the sizes of the mask.
+        """
+        if p.is_ragged:
+            raise Unsupported(
+                "a block mask cannot be used with a ragged batch; give its expression as mask_mod"
+            )
         self._check(p)
         text = _renamed(self.text.text, {x: _PREFIX + x for x in self.captured})
         if p.options.mask_mod is not None:

@@ -79,6 +79,7 @@ TAKEN = KNOWN | {"inf", "nan"}
 OF_ARGUMENTS = (
     *("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap"),
     *("dropout", "dropout_seed", "dropout_offset"),
+    *("lengths_q", "lengths_k", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
 )
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.

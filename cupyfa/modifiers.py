@@ -360,7 +360,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS) or name.startswith(OF_BLOCKS):
+    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS) or name.startswith(OF_BLOCKS):
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
 

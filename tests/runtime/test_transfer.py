@@ -271,6 +271,7 @@ ALIKE = {  # what pieces have their parts of, or all of
         "captured": {"slope": np.array([0.1, 0.2]), "seen": np.array([5])},
         "bias": of_form("bh1n"),
     },
+    "lengths": {"lengths_q": [24, 0, 11], "lengths_k": [5, 21, 16], "mask": of_form("b1mn") > -1},
     "block mask": {
         "mask": cupyfa.block_mask(
             mask_mod="key // 8 == query // 8 or key == x[0]",
@@ -361,6 +362,12 @@ def test_rows_and_keys_of_texts_that_name_them_are_not_cut(far, text):
         cupyfa.attention(*of_sizes(), kernel="fa2", backend=far, score_mod=text)
     transfer.configure(device_bytes=20_000)
     same(far, *of_sizes(), score_mod=text)
+
+
+def test_rows_and_keys_of_lengths_are_not_cut(far):
+    transfer.configure(device_bytes=6000)
+    with pytest.raises(cupyfa.OutOfMemory, match="one head of it needs"):
+        cupyfa.attention(*of_sizes(), kernel="fa2", backend=far, lengths_k=[5, 21, 16])
 
 
 def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
