@@ -35,6 +35,7 @@ from cupyfa.operations import Input
 from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
+from cupyfa.runtime.merging import merge, merge_vjp
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.runtime.transfer import (
     Transfer,
@@ -107,6 +108,8 @@ __all__ = [
     "kernel",
     "kernels",
     "memory",
+    "merge",
+    "merge_vjp",
     "padded",
     "plan",
     "profile",

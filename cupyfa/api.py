@@ -35,7 +35,7 @@ from cupyfa.options import (
 )
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import MOST, TEXTS, Problem, sizes_of
+from cupyfa.problem import MOST, TEXTS, Problem, rows_of, sizes_of
 from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
@@ -1006,7 +1006,7 @@ def _prepared(
         problem = Problem.of(*(q, k, v), options=chosen, layout=layout, operands=operands)
         if blocks is not None:
             problem = blocks.masked(problem)
-        out, lse = (*q.shape[:-1], v.shape[-1]), _rows_of(q, layout)
+        out, lse = (*q.shape[:-1], v.shape[-1]), rows_of(q, layout)
         results = [Result("O", out, "out"), Result("lse", lse, None)]
     if operation == "backward":
         for name, shape, of in (
@@ -1361,13 +1361,6 @@ def _led(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int,
     if not isinstance(axes, str) or axes.split()[0] != "batch":
         return shape
     return (*lead, *shape[1:])
-
-
-def _rows_of(q: Any, layout: str) -> tuple[int, ...]:
-    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
-    if layout == "bshd" and q.ndim > 2:
-        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    return tuple(q.shape[:-1])
 
 
 def _given(tiles: Tiles | None) -> Tiles:

@@ -498,6 +498,13 @@ def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
     return math.prod(array.shape[:-3]), heads, rows, array.shape[-1]
 
 
+def rows_of(q: Any, layout: str) -> tuple[int, ...]:
+    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
+    if layout == "bshd" and q.ndim > 2:
+        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return tuple(q.shape[:-1])
+
+
 def _same(what: str, shapes: str, *values: Any) -> None:
     if len(set(values)) > 1:
         raise ValueError(f"{what} must be equal; the shapes are {shapes}")

@@ -258,14 +258,14 @@ def expected_gradients(
                 of_sinks[r].reshape(-1)[tile.where[0]] += _sink_bounds(work, kernel).sum(-1)
     for r, kernel in kernels.items():
         for name, bound in bounds[r].items():
-            _add_rounding_of_results(value[name], bound, kernel, kernel.dtype)
+            add_rounding_of_results(value[name], bound, kernel, kernel.dtype)
     if sink is not None:
         over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
         value["dsink"] = sinks.sum(over)
         for r, kernel in kernels.items():
             bounds[r]["dsink"] = of_sinks[r].sum(over)
             dtype_of_sink = str(sink.dtype)
-            _add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
+            add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
     for name, array in arrays.given.items():
         value[name] = arrays.value[name]
         for r in kernels:
@@ -614,7 +614,7 @@ class _ArrayGradients:
     def bound(self, rounding: Any, name: str, dtype: str) -> Array:
         """The bound of a gradient that is rounded to the dtype of its array."""
         found = self.bounds[rounding][name] + self.terms[name] * self.largest[name] * self.step
-        _add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
+        add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
         return found
 
 
@@ -649,7 +649,7 @@ def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array:
     return of_weight + weight * of_delta + over_rows * term + kernel.tiny
 
 
-def _add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
+def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name: str) -> None:
     """Adds the error of rounding the results to a dtype, where the bound is not exactly 0."""
     dtype = _finfo(name)
     narrow = float(dtype.eps) > float(kernel.accumulator.eps)

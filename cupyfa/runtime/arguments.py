@@ -27,10 +27,17 @@ def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) 
 
 
 def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> Any:
-    """struct Mods with its arrays: struct Array of expression.cuh, strides in elements."""
+    """A struct with its arrays: Tensors, or as in Mods struct Array of expression.cuh.
+
+    Strides are in elements.
+    """
     made = argument.value.copy()
     for name, _ in argument.arrays:
-        array, into = arrays[name], made[name.removeprefix("mods.")]
+        array, field = arrays[name], name.removeprefix("mods.")
+        into = made[field]
+        if into.dtype == TENSOR:
+            made[field] = _tensor(backend, array, argument.strides)
+            continue
         size = array.dtype.itemsize
         into["data"] = backend.address(array)
         into["stride"] = [x // size if n > 1 else 0 for n, x in zip(array.shape, array.strides)]
@@ -41,12 +48,16 @@ def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> 
 def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:
     if argument.form == "map":
         return backend.tensor_map(mapped(backend, step, argument.name, array))
-    address = backend.address(array)
     if argument.form:
-        return np.uint64(address)
+        return np.uint64(backend.address(array))
+    return _tensor(backend, array, argument.strides)
+
+
+def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
+    """struct Tensor, with the strides of these axes in elements."""
     size = array.dtype.itemsize
-    strides = (0 if axis is None else array.strides[axis] // size for axis in argument.strides)
-    return np.array((address, *strides), TENSOR)
+    strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
+    return np.array((backend.address(array), *strides), TENSOR)
 
 
 def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:

@@ -96,7 +96,7 @@ def target(
                 f"{name} overlaps the input {name_of(other)}, which must not be written; "
                 "give it memory of its own, or leave it out"
             )
-    in_place = not backend.owns(first) or (backend.writes_in_place and _columns_contiguous(given))
+    in_place = not backend.owns(first) or (backend.writes_in_place and columns_contiguous(given))
     return given if in_place and address_of(view(given)) == address_of(given) else None
 
 
@@ -170,7 +170,7 @@ def _takes_strides(plan: Plan, name: str, array: Any) -> bool:
 
 def _is_plain(plan: Plan, name: str, array: Any) -> bool:
     aligned = not isinstance(array, np.ndarray) or array.flags.aligned
-    return _takes_strides(plan, name, array) and aligned and _columns_contiguous(array)
+    return _takes_strides(plan, name, array) and aligned and columns_contiguous(array)
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
@@ -203,7 +203,8 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
     return np.broadcast_to(copy, array.shape) if any(repeated) else copy
 
 
-def _columns_contiguous(array: Any) -> bool:
+def columns_contiguous(array: Any) -> bool:
+    """Whether columns lie side by side, and the other strides are whole elements."""
     size = array.dtype.itemsize
     return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
         stride % size for stride in array.strides

@@ -1,0 +1,104 @@
+"""Merged attentions over parts of the keys, and their gradients, with a bound for each element.
+
+A merged row is a softmax: lse of its n parts are the scores, their outputs the values. Parts are
+few, so the bounds are those of the worst case, not of a random walk. eps is the spacing at 1 of the
+type of the sums, m the largest lse, P_i = exp(lse_i - lse), and x_i = lse_i - m.
+
+**Merging.** The difference x_i is rounded, and its exponential has two units in the last place:
+
+    e_i = eps * (|x_i| + 2)          of each weight, relative
+    e   = sum(P_i * e_i)             of their sum
+
+    |out - reference| <=  sum(P_i * |out_i| * (e_i + e + eps * (n + 1)))  +  floor
+    |lse - reference| <=  e + eps * (n + 2 * log(n) + |lse|)
+    floor = tiny * (n + 2 + sum(|out_i|))
+
+n is twice the rounding of the n additions of weights and of the n of outputs, by half an eps each;
+what is left covers the reference, and sums that are carried from one launch to the next. `floor`
+allows flushing subnormal numbers to zero. Results are rounded as those of other gradients and
+outputs are. A part with lse = -inf adds nothing, and a row of such parts alone is exactly 0 and
+-inf.
+
+**Gradients.** out and lse are inputs and have no error. D_i is the sum in dlse_i:
+
+    p_i = exp(eps * (|lse_i - lse| + 2)) - 1
+    h_i = eps * (sqrt(dv + 3) * sum(|dout| * |out_i - out|) + |dlse|)      of D_i
+
+    |dout_i - reference| <=  P_i * |dout| * (p_i + eps)  +  tiny * (|dout| + 1)
+    |dlse_i - reference| <=  P_i * (p_i * |D_i| + (1 + p_i) * (h_i + eps * |D_i|))
+                             + tiny * (dv + 2 + |D_i|)
+
+Where an infinite number has a weight below `tiny`, which may be 0 in a kernel, anything may stand.
+"""
+
+import numpy as np
+
+from cupyfa.numerics.tolerance import Arithmetic, Array, Expected, add_rounding_of_results
+
+
+@np.errstate(all="ignore")
+def expected_merge(outs: Array, lses: Array, *, dtype: str) -> dict[str, Expected]:
+    """The merged "out" [..., dv] and "lse" [...] of outs [n, ..., dv] and lses [n, ...]."""
+    kernel = Arithmetic(dtype)
+    eps, n = float(kernel.accumulator.eps), len(lses)
+    out, lse = outs.astype(np.float64), lses.astype(np.float64)
+    counts = ~np.isneginf(lse)
+    largest = np.where(counts.any(0), lse.max(0), 0.0)
+    weights = np.where(counts, np.exp(lse - largest), 0.0)
+    total = weights.sum(0)
+    P = np.where(counts, weights / total, 0.0)
+    values = np.where(counts[..., None], out, 0.0)
+    merged = (P[..., None] * values).sum(0)
+    of_all = np.where(counts.any(0), largest + np.log(total), -np.inf)
+
+    e = np.where(counts, eps * (np.abs(_finite(lse - largest)) + 2), 0.0)
+    size = np.abs(_finite(values))
+    common = (_finite(P) * e).sum(0)
+    relative = _finite(P) * (e + common + eps * (n + 1))
+    bound = (relative[..., None] * size).sum(0) + kernel.tiny * (n + 2 + size.sum(0))
+    vanished = ((kernel.tiny > P) & counts)[..., None] & ~np.isfinite(values)
+    bound[vanished.any(0)] = np.inf
+    add_rounding_of_results(merged, bound, kernel, dtype)
+    lse_bound = common + eps * (n + 2 * np.log(n) + np.abs(_finite(of_all)))
+    bound[~counts.any(0)] = 0.0
+    return {"out": Expected(merged, bound), "lse": Expected(of_all, lse_bound)}
+
+
+@np.errstate(all="ignore")
+def expected_gradients(
+    outs: Array, lses: Array, out: Array, lse: Array, dout: Array, dlse: Array, *, dtype: str
+) -> dict[str, Expected]:
+    """The gradients "dout" [n, ..., dv] and "dlse" [n, ...] of the parts.
+
+    out [..., dv] and lse [...] are the merged results, dout and dlse their gradients.
+    """
+    kernel = Arithmetic(dtype)
+    eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, out.shape[-1]
+    outs, lses, out, lse, dout, dlse = (
+        x.astype(np.float64) for x in (outs, lses, out, lse, dout, dlse)
+    )
+    counts = ~np.isneginf(lses)
+    P = np.where(counts, np.exp(lses - lse), 0.0)
+    apart = outs - out
+    D = (dout * apart).sum(-1) + dlse
+    of_out = np.where(counts[..., None], P[..., None] * dout, 0.0)
+    of_lse = np.where(counts, P * D, 0.0)
+
+    p = np.expm1(eps * (np.abs(_finite(lses - lse)) + 2))
+    size = np.abs(_finite(D))
+    h = eps * (np.sqrt(dv + 3) * np.abs(_finite(dout * apart)).sum(-1) + np.abs(_finite(dlse)))
+    gradient = np.abs(_finite(dout))
+    weight = _finite(P)
+    bound = (weight * (p + eps))[..., None] * gradient + tiny * (gradient + 1)
+    lse_bound = weight * (p * size + (1 + p) * (h + eps * size)) + tiny * (dv + 2 + size)
+    vanished = (tiny > P) & counts
+    bound[vanished[..., None] & ~np.isfinite(dout)] = np.inf
+    lse_bound[vanished & ~np.isfinite(D)] = np.inf
+    add_rounding_of_results(of_out, bound, kernel, dtype)
+    add_rounding_of_results(of_lse, lse_bound, kernel, kernel.accumulator.dtype.name)
+    bound[~counts], lse_bound[~counts] = 0.0, 0.0
+    return {"dout": Expected(of_out, bound), "dlse": Expected(of_lse, lse_bound)}
+
+
+def _finite(x: Array) -> Array:
+    return np.where(np.isfinite(x), x, 0.0)

@@ -1,0 +1,449 @@
+"""Merges attentions over parts of the keys, forward and backward: launches that are no rungs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa.dtypes import DTYPES, DType
+from cupyfa.errors import described
+from cupyfa.ladder.kernel import Kernel, Launch, cdiv
+from cupyfa.numerics import merging, tolerance
+from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, Plan, PlannedLaunch
+from cupyfa.problem import Problem, four_axes, rows_of, sizes_of
+from cupyfa.runtime import workspace
+from cupyfa.runtime.arrays import address_of, columns_contiguous, require_one_device, target
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.select import adopt, writable_view
+
+Arrays = dict[str, Any]  # by the names that launches know
+Pullback = Callable[..., list[tuple[Any, Any]]]
+
+_THREADS, _WARP = 128, 32
+# A launch takes 4 KB of arguments. That is room for this many parts, and with gradients for half.
+MOST_PARTS = 60
+MERGE = Launch(
+    "merge_parts",
+    args="O lse sums.data totals.data M heads rows dv count follows is_last parts",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: _THREADS,
+    file="merge/merge_parts.cu",
+)
+GRADIENTS = Launch(
+    "merge_parts_gradients",
+    args="O lse dO dlse M heads rows dv count parts gradients",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: _THREADS,
+    file="merge/merge_parts_gradients.cu",
+)
+_MOST_KNOWN = 256  # launchers that are kept, each for arrays of the same forms
+_known: dict[Any, Launcher] = {}
+
+
+def merge(
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    out: Any = None,
+    layout: str = "bhsd",
+    backend: str | Backend = "auto",
+    check: bool = False,
+) -> tuple[Any, Any]:
+    """The attention of all keys, from attentions of parts of them.
+
+    parts: a list of any number of pairs (out, lse), as ``attention(return_lse=True)`` gives them
+        for the same queries and other keys: out [..., heads, M, dv] of one dtype, float16,
+        bfloat16, float32 or float64, and lse [..., heads, M] of float32 (float64 for float64). They
+        may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv]; packed rows of
+        ``attention_ragged`` are such arrays, too.
+    out: an array for the merged output.
+    backend: as for ``attention``.
+    check: also compare the results with the reference.
+
+    With w_i = exp(lse_i - lse), out = sum of w_i · out_i, and lse = log of the sum of exp(lse_i).
+    Sums are kept in float32 (float64 for float64), in the order of the parts, and rounded once: the
+    bits depend on the parts and their order alone. A row with lse = -infinity adds nothing; if all
+    are so, out = 0 and lse = -infinity. An lse of NaN or +infinity makes its row NaN. A ``sink``
+    belongs in one part alone.
+
+    Returns (out, lse) like those of a part, and where these are: NumPy arrays, or arrays in GPU
+    memory, for which the call does not wait and may be captured in a CUDA graph.
+
+    Raises TypeError for what is no list of pairs, for dtypes and kinds that differ, and ValueError
+    for shapes that differ and for an ``out`` that is unlike the result or overlaps a part.
+
+    Flash-Decoding: Dao et al., 2023. Ring Attention: Liu et al., 2023, arXiv:2310.01889.
+    """
+    return _Parts(parts, layout, backend).merged(out, check)
+
+
+def merge_vjp(
+    parts: Sequence[tuple[Any, Any]],
+    *,
+    layout: str = "bhsd",
+    backend: str | Backend = "auto",
+    check: bool = False,
+) -> tuple[tuple[Any, Any], Pullback]:
+    """``merge``, and the function that computes its gradients.
+
+    Returns (out, lse) and ``pullback``; ``pullback(dout, dlse=None)`` takes their gradients, of
+    their shapes and dtypes, and gives a list of (dout_i, dlse_i) like the parts:
+
+        dout_i = w_i · dout        dlse_i = w_i · (sum over columns of dout · (out_i - out) + dlse)
+
+    Those of a row with lse_i = -infinity are 0. ``attention_vjp(…, return_lse=True)`` takes them
+    on to q, k and v. The pullback keeps references to the parts, out and lse, and may be called
+    several times; it uses their contents at that time. Raises what ``merge`` raises.
+    """
+    given = _Parts(parts, layout, backend)
+    out, lse = given.merged(None, check)
+
+    def pullback(dout: Any, dlse: Any = None) -> list[tuple[Any, Any]]:
+        return given.gradients(out, lse, dout, dlse, check)
+
+    return (out, lse), pullback
+
+
+class _Parts:
+    """The parts of a call, checked."""
+
+    def __init__(self, parts: Any, layout: str, backend: str | Backend) -> None:
+        named = _named(parts)
+        self._backend, arrays = adopt(backend, **named)
+        self._given = dict(zip(named, arrays))
+        self._layout = layout
+        self.outs, self.lses = arrays[::2], arrays[1::2]
+        first = self.outs[0]
+        batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
+        self.dtype = _dtype_of(first)
+        # The parts are the keys of an attention whose scores are their lse.
+        self._problem = Problem(batch, heads, heads, M, len(parts), 0, dv, self.dtype)
+        self._shape, self._rows = tuple(first.shape), rows_of(first, layout)
+        for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
+            self._check_output(f"parts[{i}][0]", x, "that of parts[0][0]")
+            self._check_rows(f"parts[{i}][1]", rows)
+        require_one_device(self._backend, self._given)
+        self._is_moved = not self._backend.owns(first)
+
+    def merged(self, out: Any, check: bool) -> tuple[Any, Any]:
+        """out and lse of all, in the caller's array for out if there is one."""
+        backend = self._backend
+        with backend.working_on(self.outs[0]):
+            mine, into = None, None
+            if out is not None:
+                mine = self._seen("out", out)
+                into = target(
+                    *(backend, "out", mine, self._shape, self.dtype.numpy, self._given),
+                    lambda x: four_axes(x, self._layout),
+                )
+            in_place = into is not None and not self._is_moved
+            made = into if in_place else backend.empty(self._shape, self.dtype.numpy)
+            lse = backend.empty(self._rows, self.dtype.sums)
+            arrays = {**self._parts_there(), "O": self._columns(made), "lse": _rows(lse)}
+            _merge(backend, self._problem, arrays, (*self.outs, *self.lses, made, lse))
+            result, lse = self._back(made), self._back(lse)
+            if mine is not None and not in_place:
+                mine[...] = result
+        if check:
+            self._require_merged(result, lse)
+        return (result if out is None else out), lse
+
+    def gradients(
+        self, out: Any, lse: Any, dout: Any, dlse: Any, check: bool
+    ) -> list[tuple[Any, Any]]:
+        """Of each part the gradients of its output and lse, for those of the merged ones."""
+        backend = self._backend
+        dout = self._seen("dout", dout)
+        self._check_output("dout", dout, "that of out")
+        given = {"O": out, "lse": lse, "dO": dout}
+        if dlse is not None:
+            given["dlse"] = dlse = self._seen("dlse", dlse)
+            self._check_rows("dlse", dlse)
+        require_one_device(backend, {"the parts": self.outs[0], **given})
+        with backend.working_on(self.outs[0]):
+            arrays = self._parts_there()
+            for name, x in given.items():
+                arrays[name] = self._rows_there(x) if "lse" in name else self._columns_there(x)
+            made = [
+                (backend.empty(self._shape, self.dtype.numpy), backend.empty(self._rows, x.dtype))
+                for x in self.lses
+            ]
+            for i, (of_out, of_lse) in enumerate(made):
+                arrays |= {f"dout{i}": self._columns(of_out), f"dlse{i}": _rows(of_lse)}
+            results = [x for pair in made for x in pair]
+            _differentiate(
+                *(backend, self._problem, arrays),
+                (*self.outs, *self.lses, *given.values(), *results),
+            )
+            results = [(self._back(x), self._back(y)) for x, y in made]
+        if check:
+            self._require_gradients(given, results)
+        return results
+
+    def _parts_there(self) -> Arrays:
+        arrays: Arrays = {}
+        for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
+            arrays |= {f"out{i}": self._columns_there(x), f"lse{i}": self._rows_there(rows)}
+        return arrays
+
+    def _columns(self, array: Any) -> Any:
+        """Outputs as kernels see them, [batch, heads, M, dv]."""
+        return four_axes(array, self._layout)
+
+    def _columns_there(self, array: Any) -> Any:
+        return _readable(self._columns(self._there(array)))
+
+    def _rows_there(self, array: Any) -> Any:
+        return _readable(_rows(self._there(array)))
+
+    def _there(self, array: Any) -> Any:
+        return self._backend.upload(array) if self._is_moved else array
+
+    def _back(self, array: Any) -> Any:
+        return self._backend.download(array) if self._is_moved else array
+
+    def _seen(self, name: str, given: Any) -> Any:
+        """Another library's array as NumPy's or the backend's. Raises TypeError for other kinds."""
+        mine = writable_view(self._backend, name, given)
+        if type(mine) is not type(self.outs[0]):
+            kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
+            raise TypeError(
+                f"{name} is {described(given)}, the parts are {kind} arrays; give a {kind} array"
+            )
+        return mine
+
+    def _check_output(self, name: str, array: Any, like: str) -> None:
+        if tuple(array.shape) != self._shape:
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; it must be {like}, {self._shape}"
+            )
+        if array.dtype != self.dtype.numpy:
+            raise TypeError(
+                f"{name} is {array.dtype}; it must be {self.dtype.name}, {like}: convert all to one"
+            )
+
+    def _check_rows(self, name: str, array: Any) -> None:
+        if tuple(array.shape) != self._rows:
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; for outputs of shape {self._shape} with "
+                f'layout="{self._layout}" it must be {self._rows}, [..., heads, M]'
+            )
+        if array.dtype != self.dtype.sums:
+            raise TypeError(
+                f"{name} is {array.dtype}; for outputs of {self.dtype.name} it must be "
+                f"{self.dtype.sums}, as attention returns it: convert it"
+            )
+
+    def _on_host(self) -> tuple[np.ndarray, np.ndarray]:
+        """Outputs [parts, batch, heads, M, dv] and lse [parts, batch, heads, M] as NumPy's."""
+        outs, lses = map(self._columns_on_host, self.outs), map(self._rows_on_host, self.lses)
+        return np.stack([*outs]), np.stack([*lses])
+
+    def _columns_on_host(self, array: Any) -> np.ndarray:
+        return self._columns(self._backend.download(array))
+
+    def _rows_on_host(self, array: Any) -> np.ndarray:
+        return _rows(self._backend.download(array))[..., 0]
+
+    def _require_merged(self, out: Any, lse: Any) -> None:
+        """Raises WrongResult if they are not the reference's."""
+        right = merging.expected_merge(*self._on_host(), dtype=self.dtype.name)
+        found = {"out": self._columns_on_host(out), "lse": self._rows_on_host(lse)}
+        tolerance.require(tolerance.compare(found, right), f"merge of {self._problem}")
+
+    def _require_gradients(self, given: Arrays, results: Sequence[tuple[Any, Any]]) -> None:
+        on_host = {
+            name: self._rows_on_host(x) if "lse" in name else self._columns_on_host(x)
+            for name, x in given.items()
+        }
+        dlse = on_host.get("dlse", np.zeros_like(on_host["lse"]))
+        right = merging.expected_gradients(
+            *(*self._on_host(), on_host["O"], on_host["lse"], on_host["dO"], dlse),
+            dtype=self.dtype.name,
+        )
+        outs, lses = zip(*results)
+        found = {
+            "dout": np.stack([*map(self._columns_on_host, outs)]),
+            "dlse": np.stack([*map(self._rows_on_host, lses)]),
+        }
+        tolerance.require(tolerance.compare(found, right), f"merge_vjp of {self._problem}")
+
+
+# What the caller gives
+
+
+def _named(parts: Any) -> Arrays:
+    """All arrays of the parts, by how the caller writes them."""
+    if not isinstance(parts, list | tuple):
+        raise TypeError(f"parts is {described(parts)}; give a list of pairs (out, lse)")
+    if not parts:
+        raise ValueError("parts is empty; give at least one pair (out, lse)")
+    named: Arrays = {}
+    for i, pair in enumerate(parts):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise TypeError(
+                f"parts[{i}] is {described(pair)}; give a pair (out, lse), as "
+                "attention(…, return_lse=True) returns it"
+            )
+        named |= {f"parts[{i}][{j}]": x for j, x in enumerate(pair)}
+    return named
+
+
+def _dtype_of(array: Any) -> DType:
+    name = str(array.dtype)
+    if name not in DTYPES:
+        raise TypeError(
+            f"parts[0][0] has dtype {name}, which is not supported; use one of {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+def _rows(lse: Any) -> Any:
+    """lse as kernels see it, [batch, heads, M, 1]."""
+    return four_axes(lse[..., None], "bhsd")
+
+
+def _readable(array: Any) -> Any:
+    """An array, or a copy that kernels can read."""
+    is_aligned = not isinstance(array, np.ndarray) or array.flags.aligned
+    return array if is_aligned and columns_contiguous(array) else array.copy()
+
+
+# Launches
+
+
+def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
+    """Fills "O" and "lse" of arrays. Those besides ``given`` are copies."""
+    constants = _constants(p, arrays)
+    carries = p.N > MOST_PARTS
+    if carries:
+        rows, lanes, sums = p.batch * p.heads * p.M, constants["lanes"], p.dtype.sums
+        arrays["sums"] = backend.empty((rows, p.dv), sums)
+        arrays["totals"] = backend.empty((rows, lanes, 2), sums)
+    written = "O", "lse", "sums", "totals"
+    _launch(backend, p, {**constants, "carries": carries}, arrays, given, written, _merging)
+
+
+def _differentiate(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
+    """Fills "dout0", "dlse0" and so on of arrays. Those besides ``given`` are copies."""
+    constants = {**_constants(p, arrays), "has_dlse": "dlse" in arrays}
+    written = [f"d{name}{i}" for i in range(p.N) for name in ("out", "lse")]
+    _launch(backend, p, constants, arrays, given, written, _differentiating)
+
+
+def _launch(
+    backend: Backend,
+    p: Problem,
+    constants: Mapping[str, int],
+    arrays: Arrays,
+    given: Sequence[Any],
+    written: Sequence[str],
+    steps: Callable[[Problem, Mapping[str, int]], Iterator[PlannedLaunch]],
+) -> None:
+    """Launches steps in the current stream, without waiting for that."""
+    forms = tuple((name, backend.form(x)) for name, x in arrays.items())
+    key = backend, backend.device, steps, p, tuple(constants.items()), forms
+    launcher = _known.get(key)
+    if launcher is None:
+        made = tuple(steps(p, constants))
+        kernel = Kernel("merge", "merges attentions over parts of the keys", (made[0].launch,))
+        outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
+        launcher = Launcher(backend, Plan(kernel, p, {}, made, {}, outputs), arrays)
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = launcher
+    launcher(tuple(map(backend.address, arrays.values())), backend.stream)
+    if backend.stream and backend.is_capturing:  # the graph may be launched at any time
+        own = set(map(backend.address, given))
+        copies = [x for x in arrays.values() if backend.address(x) not in own]
+        workspace.of_graphs.extend(copies)
+
+
+def _constants(p: Problem, arrays: Arrays) -> dict[str, int]:
+    """How threads share a row; see parts.cuh."""
+    vector = _vector([x for name, x in arrays.items() if "lse" not in name], p.itemsize)
+    lanes = min(_WARP, _power_of_two(cdiv(p.dv, vector)))
+    return {"vector": vector, "lanes": lanes, "threads": _THREADS, "ragged": False}
+
+
+def _vector(arrays: Sequence[Any], itemsize: int) -> int:
+    """How many columns can be read and written at once in all rows of these arrays."""
+    steps = [BOX_ALIGNMENT]
+    for x in arrays:
+        strides = (step for n, step in zip(x.shape[:-1], x.strides) if n > 1)
+        steps += [address_of(x), x.shape[-1] * itemsize, *strides]
+    return max(gcd(*steps) // itemsize, 1)
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (max(least, 1) - 1).bit_length()
+
+
+def _merging(p: Problem, constants: Mapping[str, int]) -> Iterator[PlannedLaunch]:
+    room = min(_power_of_two(p.N), MOST_PARTS)
+    for first in range(0, p.N, MOST_PARTS):
+        count = min(p.N - first, MOST_PARTS)
+        carried = [
+            Argument(x, "data") if constants["carries"] else Argument(x, value=np.uint64(0))
+            for x in ("sums", "totals")
+        ]
+        flags = {"follows": first > 0, "is_last": first + count == p.N}
+        yield _planned(
+            *(MERGE, p, {**constants, "room": room}),
+            *(Argument("O"), Argument("lse"), *carried, *_sizes(p, count)),
+            *(Argument(name, value=np.int32(x)) for name, x in flags.items()),
+            _parts("parts", ("out", "lse"), first, count, room),
+        )
+
+
+def _differentiating(p: Problem, constants: Mapping[str, int]) -> Iterator[PlannedLaunch]:
+    most = MOST_PARTS // 2
+    room = min(_power_of_two(p.N), most)
+    for first in range(0, p.N, most):
+        count = min(p.N - first, most)
+        has_dlse = constants["has_dlse"]
+        yield _planned(
+            *(GRADIENTS, p, {**constants, "room": room}),
+            *(Argument("O"), Argument("lse"), Argument("dO")),
+            Argument("dlse") if has_dlse else Argument("dlse", value=np.zeros((), TENSOR)),
+            *_sizes(p, count),
+            _parts("parts", ("out", "lse"), first, count, room),
+            _parts("gradients", ("dout", "dlse"), first, count, room),
+        )
+
+
+def _sizes(p: Problem, count: int) -> Iterator[Argument]:
+    rows = np.int64(p.batch * p.heads * p.M)
+    sizes = {"M": np.int32(p.M), "heads": np.int32(p.heads), "rows": rows}
+    sizes |= {"dv": np.int32(p.dv), "count": np.int32(count)}
+    return (Argument(name, value=x) for name, x in sizes.items())
+
+
+def _parts(name: str, of: tuple[str, str], first: int, count: int, room: int) -> Argument:
+    """The struct Parts of parts.cuh, with ``count`` parts from the first on."""
+    names = [f"{x}{i}" for i in range(first, first + count) for x in of]
+    unused = [(f"unused{i}", TENSOR) for i in range(len(of) * (room - count))]
+    kind = np.dtype([*((x, TENSOR) for x in names), *unused])
+    places = tuple((x, TENSOR.itemsize * i) for i, x in enumerate(names))
+    return Argument(name, value=np.zeros((), kind), arrays=places)
+
+
+def _planned(
+    launch: Launch, p: Problem, constants: Mapping[str, int], *arguments: Argument
+) -> PlannedLaunch:
+    rows_of_block = constants["threads"] // constants["lanes"]
+    return PlannedLaunch(
+        launch=launch,
+        path=Path(str(launch.file)),
+        dtype=p.dtype,
+        operand=p.dtype,
+        constants=constants,
+        grid=(cdiv(p.batch * p.heads * p.M, rows_of_block), 1, 1),
+        threads=constants["threads"],
+        shared_bytes=0,
+        arguments=arguments,
+    )

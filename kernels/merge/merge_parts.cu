@@ -1,0 +1,71 @@
+// merge_parts: the attention of all keys, from the attentions of parts of them.
+//
+// With m the largest lse of a row's parts and w_i = exp(lse_i - m), the row is the sum of
+// w_i / sum(w) * out_i, and its lse is m + log(sum(w)). Parts are added in their order, each column
+// by one thread, so that the bits depend on nothing else. Weights add up to 1 before they meet
+// outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
+//
+// More parts than there is room for take several launches, which carry the sums in `sums` and
+// `totals`.
+//
+//   O [batch, heads, M, dv]    lse [batch, heads, M]    parts: `count` of them, of these shapes
+//   sums [rows, dv], totals [rows, lanes]: only if it `carries`, in launches before and after
+//   grid (cdiv(rows, threads / lanes)), rows = batch * heads * M    block (threads), `lanes` a row
+//   the host sets: scalar, real, room, vector, lanes, threads, carries
+#include <merge/parts.cuh>
+
+// Of the parts so far: the largest lse, and the sum of exp(lse - maximum).
+struct Total {
+  real maximum, sum;
+};
+
+extern "C" __global__ __launch_bounds__(threads) void merge_parts(
+    Tensor<scalar> O, Tensor<real> lse, real* sums, Total* totals, int M, int heads, long long rows,
+    int dv, int count, int follows, int is_last,
+    const __grid_constant__ Parts<const scalar, const real> parts) {
+  const unsigned long long number = row_of_thread();
+  if (number >= rows) return;
+  const Row row = row_numbered(number, M, heads);
+  const int lane = threadIdx.x % lanes;
+
+  Total before = {-infinity, 0};
+  if constexpr (carries)
+    if (follows) before = totals[number * lanes + lane];
+  Total total = before;
+  for (int i = 0; i < count; ++i) total.maximum = fmax(total.maximum, *at(parts.part[i].lse, row));
+  const real kept =
+      before.sum == 0 ? real(0) : before.sum * weight_of(before.maximum, total.maximum);
+  total.sum = kept;
+  for (int i = 0; i < count; ++i)
+    total.sum += weight_of(*at(parts.part[i].lse, row), total.maximum);
+  const real inverse = total.sum == 0 ? real(0) : 1 / total.sum;
+
+  scalar* out = at(O, row);
+  for (int col = lane * vector; col < dv; col += lanes * vector) {
+    real o[vector] = {};
+    if constexpr (carries)
+      if (follows)
+        for (int j = 0; j < vector; ++j) o[j] = kept * inverse * sums[number * dv + col + j];
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const Columns part = columns_at(at(parts.part[i].out, row), col);
+      const real part_lse = *at(parts.part[i].lse, row);
+      const real weight = weight_of(part_lse, total.maximum) * inverse;
+      if (!adds_nothing(part_lse))
+#pragma unroll
+        for (int j = 0; j < vector; ++j) o[j] = fma(weight, real(part.x[j]), o[j]);
+    }
+    if (!carries || is_last) {
+      Columns result;
+#pragma unroll
+      for (int j = 0; j < vector; ++j) result.x[j] = scalar(o[j]);
+      columns_at(out, col) = result;
+    } else {
+      for (int j = 0; j < vector; ++j) sums[number * dv + col + j] = o[j];
+    }
+  }
+  if (carries && !is_last)
+    totals[number * lanes + lane] = total;
+  else if (lane == 0)
+    *at(lse, row) = total.sum == 0 ? real(-infinity) : total.maximum + log(total.sum);
+}
