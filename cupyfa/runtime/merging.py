@@ -366,7 +366,7 @@ def _launch(
 def _constants(p: Problem, arrays: Arrays) -> dict[str, int]:
     """How threads share a row; see parts.cuh."""
     vector = _vector([x for name, x in arrays.items() if "lse" not in name], p.itemsize)
-    lanes = min(_WARP, _power_of_two(cdiv(p.dv, vector)))
+    lanes = min(_WARP, _power_of_two(cdiv(p.dv * p.itemsize, BOX_ALIGNMENT)))
     return {"vector": vector, "lanes": lanes, "threads": _THREADS, "ragged": False}
 
 

@@ -40,28 +40,29 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts(
     total.sum += weight_of(*at(parts.part[i].lse, row), total.maximum);
   const real inverse = total.sum == 0 ? real(0) : 1 / total.sum;
 
-  scalar* out = at(O, row);
-  for (int col = lane * vector; col < dv; col += lanes * vector) {
-    real o[vector] = {};
+  for (int col = lane * width; col < dv; col += lanes * width) {
+    const auto sum_of = [&](int j) -> real& { return sums[number * dv + col + j]; };
+    real o[width] = {};
     if constexpr (carries)
       if (follows)
-        for (int j = 0; j < vector; ++j) o[j] = kept * inverse * sums[number * dv + col + j];
+        for (int j = 0; j < min(width, dv - col); ++j) o[j] = kept * inverse * sum_of(j);
 #pragma unroll 4
     for (int i = 0; i < count; ++i) {
-      const Columns part = columns_at(at(parts.part[i].out, row), col);
+      Columns part;
+      part.load(at(parts.part[i].out, row), col, dv);
       const real part_lse = *at(parts.part[i].lse, row);
       const real weight = weight_of(part_lse, total.maximum) * inverse;
       if (!adds_nothing(part_lse))
 #pragma unroll
-        for (int j = 0; j < vector; ++j) o[j] = fma(weight, real(part.x[j]), o[j]);
+        for (int j = 0; j < width; ++j) o[j] = fma(weight, real(part[j]), o[j]);
     }
     if (!carries || is_last) {
       Columns result;
 #pragma unroll
-      for (int j = 0; j < vector; ++j) result.x[j] = scalar(o[j]);
-      columns_at(out, col) = result;
+      for (int j = 0; j < width; ++j) result[j] = scalar(o[j]);
+      result.store(at(O, row), col, dv);
     } else {
-      for (int j = 0; j < vector; ++j) sums[number * dv + col + j] = o[j];
+      for (int j = 0; j < min(width, dv - col); ++j) sum_of(j) = o[j];
     }
   }
   if (carries && !is_last)

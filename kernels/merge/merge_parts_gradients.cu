@@ -31,16 +31,17 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts_gradients(
     const scalar* out = at(parts.part[i].out, row);
     scalar* gradient = at(gradients.part[i].out, row);
     real sum = 0;
-    for (int col = lane * vector; col < dv; col += lanes * vector) {
-      const Columns part = columns_at(out, col), merged = columns_at(all, col),
-                    dout = columns_at(slope, col);
-      Columns result;
+    for (int col = lane * width; col < dv; col += lanes * width) {
+      Columns part, merged, dout, result;
+      part.load(out, col, dv);
+      merged.load(all, col, dv);
+      dout.load(slope, col, dv);
 #pragma unroll
-      for (int j = 0; j < vector; ++j) {
-        sum = fma(real(dout.x[j]), real(part.x[j]) - real(merged.x[j]), sum);
-        result.x[j] = scalar(counts ? weight * real(dout.x[j]) : real(0));
+      for (int j = 0; j < width; ++j) {
+        sum = fma(real(dout[j]), real(part[j]) - real(merged[j]), sum);
+        result[j] = scalar(counts ? weight * real(dout[j]) : real(0));
       }
-      if (inside) columns_at(gradient, col) = result;
+      if (inside) result.store(gradient, col, dv);
     }
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)

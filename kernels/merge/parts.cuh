@@ -3,8 +3,9 @@
 // sum of exp(score) that each row has, its weight among the parts.
 //
 // A group of `lanes` threads has a row, of all rows of all heads and batch elements. Each thread
-// takes `vector` columns at a time, which lie side by side, so that they are one access. `room` is
-// the most parts that a launch can have.
+// takes 16 bytes of columns at a time, by accesses of `vector` columns: as many as begin at their
+// own multiples in all rows. So it is the same thread that has a column, whatever the strides are.
+// `room` is the most parts that a launch can have.
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -21,16 +22,28 @@ struct Parts {
   Part<T, Sum> part[room];
 };
 
-// Columns that are read and written at once.
-struct alignas(vector * sizeof(scalar)) Columns {
+constexpr int width = 16 / sizeof(scalar);
+static_assert(width % vector == 0, "accesses end where a thread's columns end");
+
+struct alignas(vector * sizeof(scalar)) Access {
   scalar x[vector];
 };
-__device__ __forceinline__ Columns& columns_at(scalar* row, int col) {
-  return *reinterpret_cast<Columns*>(row + col);
-}
-__device__ __forceinline__ const Columns& columns_at(const scalar* row, int col) {
-  return *reinterpret_cast<const Columns*>(row + col);
-}
+// Columns of a thread from `col` on; those past the last one are 0, and are not written.
+struct Columns {
+  Access access[width / vector] = {};
+
+  __device__ __forceinline__ scalar& operator[](int i) { return access[i / vector].x[i % vector]; }
+  __device__ __forceinline__ void load(const scalar* row, int col, int dv) {
+#pragma unroll
+    for (int i = 0; i < width; i += vector)
+      if (col + i < dv) access[i / vector] = *reinterpret_cast<const Access*>(row + col + i);
+  }
+  __device__ __forceinline__ void store(scalar* row, int col, int dv) const {
+#pragma unroll
+    for (int i = 0; i < width; i += vector)
+      if (col + i < dv) *reinterpret_cast<Access*>(row + col + i) = access[i / vector];
+  }
+};
 
 // The number of a thread's row, which may be past the last one.
 __device__ __forceinline__ unsigned long long row_of_thread() {
