@@ -174,11 +174,8 @@ class _Parts:
             ]
             for i, (of_out, of_lse) in enumerate(made):
                 arrays |= {f"dout{i}": self._columns(of_out), f"dlse{i}": _rows(of_lse)}
-            results = [x for pair in made for x in pair]
-            _differentiate(
-                *(backend, self._problem, arrays),
-                (*self.outs, *self.lses, *given.values(), *results),
-            )
+            own = (*self.outs, *self.lses, *given.values(), *(x for pair in made for x in pair))
+            _differentiate(backend, self._problem, arrays, own)
             results = [(self._back(x), self._back(y)) for x, y in made]
         if check:
             self._require_gradients(given, results)
