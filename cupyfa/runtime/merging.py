@@ -364,7 +364,7 @@ def _constants(p: Problem, arrays: Arrays) -> dict[str, int]:
     """How threads share a row; see parts.cuh."""
     vector = _vector([x for name, x in arrays.items() if "lse" not in name], p.itemsize)
     lanes = min(_WARP, _power_of_two(cdiv(p.dv * p.itemsize, BOX_ALIGNMENT)))
-    return {"vector": vector, "lanes": lanes, "threads": _THREADS, "ragged": False}
+    return {"vector": vector, "lanes": lanes, "threads": _THREADS, "packed": False}
 
 
 def _vector(arrays: Sequence[Any], itemsize: int) -> int:
