@@ -193,9 +193,9 @@ def attention(
         value. The softmax and lse include it; -infinity has no effect.
     lengths_q, lengths_k: [batch], how many queries and keys of each batch element count, from the
         first on; by default all. Masks, windows and texts are aligned as for arrays of these
-        lengths. The other rows are not read: out and gradients are 0 there, and lse is -infinity.
-        Whole numbers in a list or a NumPy array, which are checked; or an array of int32 where q
-        is, which kernels read when they run, and keep between 0 and the size of the array.
+        lengths. The other rows have no influence: out and gradients are 0 there, and lse is
+        -infinity. Whole numbers in a list or a NumPy array, which are checked; or an array of int32
+        where q is, which kernels read when they run: wrong ones count as the nearest right ones.
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32

@@ -9,9 +9,12 @@ import pytest
 from helpers.problems import FORWARD, name
 
 import cupyfa
+from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.problem import Problem
 
 F = np.float32
 BACKWARD = LADDER["backward"]
@@ -212,6 +215,18 @@ def test_gradients_of_one_of_both(backend, kernel, alone):
 @pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass"])
 def test_gradients_of_wide_heads(backend, kernel):
     gradients(BACKWARD[kernel], backend, d=160, causal=True)
+
+
+@pytest.mark.parametrize("kernel", every((*ABLE, *ABLE_BACKWARD), ["mma_split_kv"]))
+def test_nvrtc_compiles_them(kernel):
+    pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and NVRTC are not installed")
+    sizes = {"M": 2048, "d": 64, "heads": 4, "kv_heads": 2, "batch": 2, "causal": True}
+    problem = Problem.of_sizes(
+        **sizes, dtype=usual_dtype(kernel), lengths_q=True, lengths_k=True, softcap=30.0
+    )
+    arch = kernel.target or "80"
+    for launch in planning.plan(kernel, problem, limits_of(arch)).launches:
+        assert compile_launch(launch, arch).warnings == ()
 
 
 @pytest.mark.parametrize("kernel", UNABLE, ids=name)
