@@ -1,15 +1,18 @@
-"""The forms of arrays that texts read, as texts: "1hmn", "f16[1hmn]", "i32[M]".
+"""The forms of arrays that texts read, as texts: "1hmn", "f16[1hmn]", "i32[M]"; also lengths.
 
 A command line and a plan have no arrays, so they name an array's form: its dtype, and its shape by
-the sizes of the problem. A problem of other sizes has arrays of the same form.
+the sizes of the problem. A problem of other sizes has arrays of the same form. The lengths of a
+ragged batch are texts too: "349,263,0,115", "5,0:7,3".
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -21,11 +24,13 @@ from cupyfa.modifiers import (
     ALIBI,
     BIAS,
     DLSE,
+    LENGTHS,
     MASK,
     OWN_ARRAYS,
     PADDED,
     SEEDS,
     SINK,
+    STARTS,
     Operand,
     is_array,
     of_value,
@@ -34,9 +39,10 @@ from cupyfa.modifiers import (
 from cupyfa.options import OptionKeywords
 
 CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
+LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
 QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
 # Arguments that give forms, or say what is done with the arrays.
-NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE)
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -51,6 +57,13 @@ _SHAPES = {
     **{ALIBI: "h or bh", SINK: "h or bh"},
     **{BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"},
 }
+MOST_ROWS = 2**31 - 2**16  # of all sequences together
+_SHOWN = 8  # longer lists have a short form in lines and tables
+_OF_LENGTHS = (
+    "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
+    "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
+)
+_LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
 
 
 class Keywords(OptionKeywords, total=False):
@@ -64,6 +77,7 @@ class Keywords(OptionKeywords, total=False):
     wrt: str | Sequence[str] | None
     block_mask: bool | None
     dlse: bool | None
+    lengths: Any
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
@@ -71,13 +85,13 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
-        "i32[batch]". A bias has by default the problem's dtype, other floats have float32. ``dlse``
-        is whether there is a gradient of lse. ``wrt`` are names, as "q,bias": see
-        ``differentiated``.
+        "i32[batch]", of LENGTHS a shape. A bias has by default the problem's dtype, other floats
+        have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are names, as "q,bias":
+        see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *LENGTHS}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -86,8 +100,10 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         if (form := given.get(name)) is not None and form is not False
     ]
     if given.get(DLSE):
-        found.append(Operand(DLSE, FLOATS[dtype].sums.name, tuple(sizes[:3])))
+        batch = 1 if STARTS[0] in given else sizes[0]
+        found.append(Operand(DLSE, FLOATS[dtype].sums.name, (batch, *sizes[1:3])))
     found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
+    found += [Operand(name, "int32", given[name]) for name in LENGTHS if name in given]
     found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
@@ -296,16 +312,19 @@ def resized(
     An axis that a text indexes with places alone, as doc[query], gets the larger one of their
     sizes; others stay as they are.
     """
-    new, read = dict(zip(_AXES, after)), tuple(texts)
+    new, read, found = dict(zip(_AXES, after)), tuple(texts), tuple(found)
+    is_packed = any(x.name == STARTS[0] for x in found)
     return tuple(
-        replace(x, shape=_own_shape(x, before, after))
+        replace(x, shape=_own_shape(x, before, after, is_packed))
         if x.name in (*OWN_ARRAYS, DLSE, *PADDED)
         else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
         for x in found
     )
 
 
-def _own_shape(x: Operand, before: Sizes, after: Sizes) -> tuple[int, ...]:
+def _own_shape(x: Operand, before: Sizes, after: Sizes, is_packed: bool) -> tuple[int, ...]:
+    if x.name == DLSE and is_packed:
+        return (1, *after[1:3])
     if x.name in (DLSE, *PADDED):
         return after[: len(x.shape)]
     axes = tuple(zip(before, after))
@@ -355,3 +374,154 @@ def largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expressi
         if any(isinstance(node, ast.Name) and node.id == x.name for node in ast.walk(index))
     ]
     return min(ends, default=None)
+
+
+# Lengths of sequences
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many rows the sequences have in packed queries, or keys and values.
+
+    rows: of each sequence, from one offset to the next. used: how many of these count, from the
+    first on; None where this is not given, and all count. before, after: rows of no sequence at the
+    begin and at the end. As text, "_2,5,3/9,_4" has 2 rows of no sequence, then a sequence of 5
+    rows, one of 9 of which 3 count, and 4 rows of no sequence.
+    """
+
+    rows: tuple[int, ...]
+    used: tuple[int, ...] | None = None
+    before: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError(f"there is no sequence; {_OF_LENGTHS}")
+        if self.total > MOST_ROWS:
+            raise ValueError(f"the sequences have {self.total:,} rows; the limit is {MOST_ROWS:,}")
+        for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
+            if count > rows:
+                raise ValueError(f"{count} of the {rows} rows of sequence {i} count; give fewer")
+
+    @classmethod
+    def of(cls, given: Any) -> Lengths:
+        """The lengths of a text or of whole numbers. Raises ValueError for anything else."""
+        if isinstance(given, Lengths):
+            return given
+        is_list = isinstance(given, list | tuple | np.ndarray)
+        text = ",".join(map(str, given)) if is_list else given
+        if not isinstance(text, str) or not (found := _LENGTHS.fullmatch(f"{text},")):
+            raise ValueError(f"{described(given)} is no list of lengths; {_OF_LENGTHS}")
+        before, middle, after = found.groups()
+        each = [x.split("/") for x in middle.rstrip(",").split(",")]
+        used = tuple(int(x[0]) for x in each) if any(len(x) > 1 for x in each) else None
+        return cls(tuple(int(x[-1]) for x in each), used, int(before or 0), int(after or 0))
+
+    def __str__(self) -> str:
+        each = [str(x) for x in self.rows]
+        if self.used is not None:
+            each = [f"{n}/{x}" for n, x in zip(self.used, each)]
+        ends = ([f"_{x}"] if x else [] for x in (self.before, self.after))
+        first, last = ends
+        return ",".join([*first, *each, *last])
+
+    @property
+    def short(self) -> str:
+        """The text, or for many sequences how many there are, and the rows that count of them."""
+        if len(self.rows) <= _SHOWN:
+            return str(self)
+        least, most = min(self.counts), max(self.counts)
+        return f"{len(self.rows)} of {least}{f'-{most}' if most > least else ''}"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows of each sequence count."""
+        return self.rows if self.used is None else self.used
+
+    @cached_property
+    def total(self) -> int:
+        """The rows of the packed array."""
+        return self.before + sum(self.rows) + self.after
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each sequence begins, and where the last one ends."""
+        return np.array([*accumulate(self.rows, initial=self.before)], np.int32)
+
+    def is_in_a_sequence(self) -> np.ndarray:
+        """Of each row of the packed array, whether it counts in a sequence."""
+        found = np.zeros(self.total, bool)
+        for start, count in zip(self.offsets, self.counts):
+            found[start : start + count] = True
+        return found
+
+    def only(self, numbers: Collection[int]) -> Lengths:
+        """Some of the sequences, by number."""
+        rows, used = (
+            x and tuple(n for i, n in enumerate(x) if i in numbers) for x in (self.rows, self.used)
+        )
+        return replace(self, rows=rows or (), used=used)
+
+    def with_rows(self, number: int, rows: int) -> Lengths:
+        """One of the sequences with so many rows, which count."""
+        change = lambda x: (*x[:number], rows, *x[number + 1 :])  # noqa: E731
+        return replace(self, rows=change(self.rows), used=self.used and change(self.used))
+
+    @property
+    def twice(self) -> Lengths:
+        """All sequences two times."""
+        return replace(self, rows=2 * self.rows, used=self.used and 2 * self.used)
+
+    def first(self, count: int | None) -> Lengths:
+        """The first so many sequences, or all; the rows of the others are of no sequence."""
+        if count is None or count >= len(self.rows):
+            return self
+        return replace(self, rows=self.rows[:count], used=self.used and self.used[:count])
+
+    def limited(self, most: int) -> Lengths:
+        """The first rows of every sequence, at most so many, and of what is of none."""
+        rows, *ends = (
+            tuple(min(x, most) for x in y) for y in (self.rows, (self.before, self.after))
+        )
+        return Lengths(rows, self.used and tuple(min(x, most) for x in self.used), *ends[0])
+
+    def cut(self, total: int) -> Lengths:
+        """The first so many rows, of as many sequences, of which the last may become empty."""
+        ends = [min(int(x), total) for x in self.offsets]
+        rows = tuple(b - a for a, b in pairwise(ends))
+        used = self.used and tuple(map(min, self.used, rows))
+        return Lengths(rows, used, ends[0], max(min(total, self.total) - ends[-1], 0))
+
+
+Packed = tuple[Lengths, Lengths]  # of queries and of keys
+
+
+def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
+    """How many queries and keys count of each sequence."""
+    return zip(q.counts, k.counts)
+
+
+def lengths_of(given: Any) -> Packed:
+    """The lengths of queries and of keys: one for both, or a tuple of two, as text "5,0:7,3".
+
+    Raises ValueError for wrong ones, and if they have not as many sequences.
+    """
+    parts = given.split(":") if isinstance(given, str) else [given]
+    if isinstance(given, tuple) and any(isinstance(x, str | list | tuple | Lengths) for x in given):
+        parts = list(given)
+    if len(parts) > 2:
+        raise ValueError(f"lengths is {described(given)}; {_OF_LENGTHS}")
+    q, *others = map(Lengths.of, parts)
+    k = others[0] if others else q
+    if len(q.rows) != len(k.rows):
+        raise ValueError(
+            f"there are lengths of {len(q.rows)} sequences for queries and of {len(k.rows)} for "
+            "keys; give as many"
+        )
+    return q, k
+
+
+def shown_lengths(lengths: Packed, *, short: bool = False) -> str:
+    """The text of both lengths, or a short form of it."""
+    q, k = (x.short if short else str(x) for x in lengths)
+    return q if lengths[0] == lengths[1] else f"{q}:{k}"

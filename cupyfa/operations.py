@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from cupyfa.forms import pairs_of
 from cupyfa.modifiers import (
     LENGTHS,
     MAPS,
@@ -156,7 +157,12 @@ class Operation:
 
 
 def visible_scores(p: Problem) -> int:
-    """How many (query, key) pairs the mask lets through, per head."""
+    """How many (query, key) pairs the mask lets through, per head and batch element.
+
+    Of a ragged batch, whose one batch element has all sequences, these are the pairs of each.
+    """
+    if p.lengths is not None:
+        return sum(visible_scores(p.sequence(*x)) for x in pairs_of(*p.lengths))
     visible = p.M * p.N if p.right is None else _scores_left_of(p, p.causal_offset + 1)
     return visible if p.left is None else visible - _scores_left_of(p, p.window_offset)
 
@@ -224,23 +230,43 @@ def _score_arguments(
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence of a ragged batch: its number, and where its rows and keys are.
+    """One sequence of a ragged batch, or some of its rows and keys.
 
-    batch: the element of the arrays in which they are.
+    number: of the sequence. batch: the element of the arrays in which its rows and keys are. sizes:
+    how many rows and keys the sequence has. first: the numbers in it of the first row and key.
     """
 
     number: int
     batch: int
     rows: slice
     keys: slice
+    sizes: tuple[int, int]
+    first: tuple[int, int] = (0, 0)
 
-    def of(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Its rows of an array of an operation, which are keys of K, V and their gradients."""
-        rows = self.keys if name in ("K", "V", "dK", "dV") else self.rows
-        return array[self.batch : self.batch + 1, :, rows]
+    def of(self, name: str, array: np.ndarray, start: int = 0) -> np.ndarray:
+        """Its rows of an array of an operation, which are keys of K, V and their gradients.
+
+        start: the number of the array's first row among all packed ones.
+        """
+        here = self.keys if name in ("K", "V", "dK", "dV") else self.rows
+        own = slice(here.start - start, here.stop - start)
+        return array[self.batch : self.batch + 1, :, own]
 
     def problem(self, p: Problem) -> Problem:
-        return p.sequence(self.rows.stop - self.rows.start, self.keys.stop - self.keys.start)
+        return p.sequence(*self.sizes)
+
+    def part(self, rows: slice | None, keys: slice | None) -> _Sequence:
+        """What it has of some packed rows and keys; None: of all."""
+        rows, keys = _common(self.rows, rows), _common(self.keys, keys)
+        first = rows.start - self.rows.start, keys.start - self.keys.start
+        return replace(self, rows=rows, keys=keys, first=first)
+
+
+def _common(mine: slice, asked: slice | None) -> slice:
+    if asked is None:
+        return mine
+    start = min(max(mine.start, asked.start), mine.stop)
+    return slice(start, max(min(mine.stop, asked.stop), start))
 
 
 def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
@@ -249,7 +275,7 @@ def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
         whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
         counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
         return [
-            _Sequence(i, i, slice(0, int(rows)), slice(0, int(keys)))
+            _Sequence(i, i, slice(0, int(rows)), slice(0, int(keys)), (int(rows), int(keys)))
             for i, (rows, keys) in enumerate(zip(*counts))
         ]
 
@@ -261,7 +287,10 @@ def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
         ]
 
     every = zip(*(spans(starts, used) for starts, used in zip(STARTS, USED)))
-    return [_Sequence(i, 0, rows, keys) for i, (rows, keys) in enumerate(every)]
+    return [
+        _Sequence(i, 0, rows, keys, (rows.stop - rows.start, keys.stop - keys.start))
+        for i, (rows, keys) in enumerate(every)
+    ]
 
 
 def _of_sequences(
@@ -270,51 +299,82 @@ def _of_sequences(
     roundings: Roundings,
     outputs: Sequence[str],
     expected: Callable[[_Sequence], ExpectedOfEach],
+    excerpt: Excerpt | None = None,
 ) -> ExpectedOfEach:
     """What is expected of all sequences, each by itself, in their rows of the arrays.
 
-    Rows that do not count, or are of no sequence, see no key.
+    Rows that do not count, or are of no sequence, see no key. Of an excerpt, only the outputs' rows
+    there, or their keys.
     """
-    operation = OPERATIONS["backward" if "dQ" in outputs else "forward"]
-    found = {
-        r: {
-            name: Expected(
-                np.full(operation.outputs_of(p)[name].shape(p), -np.inf if name == "lse" else 0.0),
-                np.zeros(operation.outputs_of(p)[name].shape(p)),
-            )
-            for name in outputs
-        }
-        for r in roundings
-    }
+    assert excerpt is None or p.modifiers.is_packed, "a padded batch is computed as a whole"
+    operation = OPERATIONS["backward" if {"dQ", "dK"} & {*outputs} else "forward"]
+    asked = operation.place(outputs[0], excerpt, p).rows if excerpt else None  # or keys
+
+    def nothing(name: str) -> Expected:
+        shape = operation.outputs_of(p)[name].shape(p)
+        if asked is not None:
+            shape = (1, 1, asked.stop - asked.start, *shape[3:])
+        return Expected(np.full(shape, -np.inf if name == "lse" else 0.0), np.zeros(shape))
+
+    found = {r: {name: nothing(name) for name in outputs} for r in roundings}
+    of_keys = outputs[0] in ("dK", "dV")
+    start = asked.start if asked else 0
     for sequence in _sequences(inputs, p):
-        own = expected(sequence)
+        part = sequence.part(*((None, asked) if of_keys else (asked, None)))
+        own = expected(part)
         for r in roundings:
             for name in outputs:
-                for whole, part in zip(found[r][name], own[r][name]):
-                    sequence.of(name, whole)[...] = part
+                for whole, its in zip(found[r][name], own[r][name]):
+                    part.of(name, whole, start)[...] = its
     return found
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
-    arrays = (inputs[name] for name in "QKV")
-    return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
+    if p.sequences is None:
+        arrays = (inputs[name] for name in "QKV")
+        return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
+    out, lse = np.zeros((1, p.heads, p.M, p.dv)), np.full((1, p.heads, p.M), -np.inf)
+    for one in _sequences(inputs, p):
+        arrays = (one.of(name, inputs[name]) for name in "QKV")
+        how = _score_arguments(inputs, p, (one.number, 0, 0, 0), one.problem(p))
+        sink = _sink(inputs, slice(one.number, one.number + 1))
+        one.of("O", out)[...], one.of("lse", lse)[...] = reference.attention(
+            *arrays, **how, sink=sink
+        )
+    return out, lse
+
+
+def _expected_of_sequences(
+    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
+) -> ExpectedOfEach:
+    """O and lse of a ragged batch."""
+    heads, shared = _heads_of(p, excerpt)
+
+    def of(one: _Sequence) -> ExpectedOfEach:
+        first = one.number, heads.start or 0, one.first[0], 0
+        how = _score_arguments(inputs, p, first, one.problem(p))
+        how |= {"sink": _sink(inputs, slice(one.number, one.number + 1), heads)}
+        how |= {"dtype": p.dtype.name, "roundings": roundings}
+        own = (one.of(x, inputs[x][:, heads if x == "Q" else shared]) for x in "QKV")
+        return tolerance.expected_attention(*own, **how)
+
+    return _of_sequences(inputs, p, roundings, ("O", "lse"), of, excerpt)
+
+
+def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
+    """The head of an excerpt and the key head that it reads, or all."""
+    if excerpt is None:
+        return slice(None), slice(None)
+    shared = excerpt.head // p.group
+    return slice(excerpt.head, excerpt.head + 1), slice(shared, shared + 1)
 
 
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
     if p.is_ragged:
-        assert excerpt is None, "a ragged batch is computed as a whole"
-
-        def of(sequence: _Sequence) -> ExpectedOfEach:
-            first, here = (sequence.number, 0, 0, 0), slice(sequence.number, sequence.number + 1)
-            own = (sequence.of(name, inputs[name]) for name in "QKV")
-            how = _score_arguments(inputs, p, first, sequence.problem(p))
-            how |= {"dtype": p.dtype.name, "roundings": roundings, "sink": _sink(inputs, here)}
-            return tolerance.expected_attention(*own, **how)
-
-        return _of_sequences(inputs, p, roundings, ("O", "lse"), of)
+        return _expected_of_sequences(inputs, p, roundings, excerpt)
     arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)
     if excerpt:
         keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
@@ -349,19 +409,32 @@ def _expected_gradients(
         names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
         return {r: {names.get(x, x): y for x, y in of.items()} for r, of in found.items()}
 
-    if p.is_ragged:
-        assert excerpt is None, "a ragged batch is computed as a whole"
+    def of_sequences(
+        outputs: Sequence[str], heads: slice = slice(None), shared: slice = slice(None)
+    ) -> ExpectedOfEach:
+        """These gradients of a ragged batch, or of an excerpt of it those of some heads."""
 
         def of(one: _Sequence) -> ExpectedOfEach:
-            sink = _sink(inputs, slice(one.number, one.number + 1))
-            return expected(one.of, (one.number, 0, 0, 0), sink, one.problem(p))
+            first = one.number, heads.start or 0, *one.first
+            return expected(
+                lambda name, x: one.of(name, x[:, shared if name in ("K", "V") else heads]),
+                first,
+                sequence=one.problem(p),
+            )
 
-        return _of_sequences(inputs, p, roundings, ("dQ", "dK", "dV"), of)
+        return _of_sequences(inputs, p, roundings, outputs, of, excerpt)
+
+    if p.is_ragged and excerpt is None:
+        return of_sequences(("dQ", "dK", "dV"))
     if excerpt is None:
         return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))
     keys = excerpt.of_keys(p)
     batch, shared = slice(keys.batch, keys.batch + 1), slice(keys.head, keys.head + 1)
     group = slice(keys.head * p.group, (keys.head + 1) * p.group)
+    if p.sequences is not None:
+        of_rows = of_sequences(("dQ",), *_heads_of(p, excerpt))
+        of_keys = of_sequences(("dK", "dV"), group, shared)
+        return {r: {**of_keys[r], **of_rows[r]} for r in roundings}
     of_rows = expected(
         lambda name, x: x[batch, shared] if name in ("K", "V") else excerpt.of(x),
         (excerpt.batch, excerpt.head, excerpt.rows.start, 0),

@@ -25,6 +25,7 @@ from cupyfa.modifiers import (
     SEED,
     SEEDS,
     STARTS,
+    USED,
     Modifiers,
     Operand,
 )
@@ -45,7 +46,9 @@ class Problem:
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
     softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
     numbers that texts read. With ``block_mask`` its masks are a block mask together: plans go by
-    maps of tiles, which are made of the inputs (``blocks.readable``).
+    maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those of the
+    queries and keys of a ragged batch where they are known: what is compiled does not depend on
+    them, but work and random inputs do.
     """
 
     batch: int
@@ -61,6 +64,7 @@ class Problem:
     is_softmax: bool = False
     operands: tuple[Operand, ...] = ()
     block_mask: bool = False
+    lengths: forms.Packed | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -79,6 +83,8 @@ class Problem:
         _ = self.modifiers  # raises for texts and arrays that do not fit
         if self.is_ragged:
             self._check_ragged()
+        if self.lengths is not None:
+            self._check_lengths(*self.lengths)
         if self.block_mask and not self.has_mask:
             object.__setattr__(self, "block_mask", False)
         with np.errstate(over="ignore"):
@@ -93,11 +99,11 @@ class Problem:
     def of_sizes(
         cls,
         *,
-        M: int,
+        M: int | None = None,
         N: int | None = None,
         d: int,
         dv: int | None = None,
-        batch: int = 1,
+        batch: int | None = None,
         heads: int = 1,
         kv_heads: int | None = None,
         dtype: str = "float32",
@@ -112,17 +118,22 @@ class Problem:
         wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
         dlse: bool | None = None,
+        lengths: Any = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
+
+        lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
+        [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
         alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, wrt, dlse: forms of arrays,
         those whose gradients a backward kernel gives, and whether it takes a gradient of lse, as
         ``forms.operands`` has them; dropout_seed and dropout_offset may be arrays, or forms such as
         "u64[1]". With block_mask, mask and mask_mod are a block mask.
         """
-        kv_heads = heads if kv_heads is None else kv_heads
-        N, dv = M if N is None else N, d if dv is None else dv
+        kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
+        packed = None if lengths is None else forms.lengths_of(lengths)
+        batch, M, N = _sizes_of_rows(packed, batch, M, N)
         asked = dict[str, Any](keywords)
         seeds = forms.seeds_in_memory(asked)
         asked |= dict.fromkeys(seeds, 0)
@@ -134,9 +145,12 @@ class Problem:
             "wrt": wrt,
             "dlse": dlse,
             **(seeds if chosen.dropout else {}),
+            **_forms_of(packed),
         }
         arrays = forms.operands(given, (batch, heads, M, N), known.name)
-        p = cls(batch, heads, kv_heads, M, N, d, dv, known, chosen, operands=arrays)
+        batch = 1 if packed else batch
+        sizes = batch, heads, kv_heads, M, N, d, dv
+        p = cls(*sizes, known, chosen, operands=arrays, lengths=packed)
         return p.in_blocks(block_mask)
 
     @classmethod
@@ -176,6 +190,7 @@ class Problem:
             Operand(name, dtype, tuple(shape), *more)
             for name, dtype, shape, *more in others.get("operands", ())
         )
+        others["lengths"] = forms.lengths_of(x) if (x := others.get("lengths")) else None
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
@@ -184,33 +199,46 @@ class Problem:
         plain["operands"] = tuple(
             (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
         )
+        plain["lengths"] = self.lengths and forms.shown_lengths(self.lengths)
         texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
     def row(self) -> dict[str, Any]:
-        """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks."""
+        """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks.
+
+        The batch of a ragged one is its sequences, and M and N are the rows of all of them.
+        """
         options = self._explicit.row()
         if self.is_softmax:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
+        sizes["batch"] = self.sequences or sizes["batch"]
+        lengths = self.lengths and forms.shown_lengths(self.lengths)
         arrays = " ".join(self._arrays_shown) or None
-        return {**sizes, "dtype": self.dtype.name, **options, "arrays": arrays}
+        return {**sizes, "lengths": lengths, "dtype": self.dtype.name, **options, "arrays": arrays}
 
     def with_options(self, **changes: Any) -> Problem:
         return replace(self, options=replace(self.options, **changes))
 
     def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-        """The problem with other options; with texts or forms of arrays in place of all its own."""
+        """The problem with other options; with texts or forms of arrays in place of all its own.
+
+        With lengths among the arrays, it is a ragged batch of such sequences.
+        """
+        arrays = dict(arrays)
+        packed = arrays.pop(forms.LENGTHS_OF, None)
         seeds = forms.seeds_in_memory(options)
         options = {**options, **dict.fromkeys(seeds, 0)}
         arrays = {**arrays, **(seeds if options.get("dropout", self.options.dropout) else {})}
         if not arrays and not any(name in options for name in TEXTS):
-            return self.with_options(**options)
+            p = self.with_options(**options)
+            return p if packed is None else p.ragged(packed)
         in_blocks = arrays.pop(forms.BLOCK_MASK, None)
-        given = forms.operands(arrays, self._of_scores, self.dtype.name)
+        of_self = {**arrays, **_forms_of(self.lengths)}
+        given = forms.operands(of_self, self.of_scores, self.dtype.name)
         changed = {**dict.fromkeys(TEXTS), **options}
         p = replace(self, options=replace(self.options, **changed), operands=given)
-        return p.in_blocks(in_blocks)
+        return (p if packed is None else p.ragged(packed)).in_blocks(in_blocks)
 
     def without(self, name: str) -> Problem:
         """The problem without an option or an array, and without what that alone reads."""
@@ -249,11 +277,19 @@ class Problem:
         return replace(self, operands=forms.differentiated(self.operands, names))
 
     def resized(self, **sizes: int) -> Problem:
-        """The problem with other sizes, and with arrays that fit them."""
+        """The problem with other sizes, and with arrays that fit them.
+
+        Of a ragged batch the first sequences and rows are kept, as many as these sizes are.
+        """
+        if self.lengths is not None:
+            batch = sizes.pop("batch", None)
+            q, k = (x.first(batch) for x in self.lengths)
+            q, k = q.cut(sizes.pop("M", q.total)), k.cut(sizes.pop("N", k.total))
+            return self.ragged((q, k), **sizes)
         if not self.operands:
             return replace(self, **sizes)  # type: ignore[arg-type]
         after = tuple(sizes.get(x, getattr(self, x)) for x in ("batch", "heads", "M", "N"))
-        made = forms.resized(self.operands, self._texts, self._of_scores, after)  # type: ignore[arg-type]
+        made = forms.resized(self.operands, self._texts, self.of_scores, after)  # type: ignore[arg-type]
         return replace(self, operands=made, **sizes)  # type: ignore[arg-type]
 
     def with_arrays(self, arrays: Mapping[str, Any]) -> Problem:
@@ -263,11 +299,13 @@ class Problem:
         """
         sizes, p = ("batch", "heads", "M", "N"), self
         while True:
-            given = forms.operands(arrays, p._of_scores, p.dtype.name)
+            of_self = {**arrays, **_forms_of(p.lengths)}
+            given = forms.operands(of_self, p.of_scores, p.dtype.name)
             given += tuple(x for x in p.operands if x.name in SEEDS)
             p = replace(p, operands=given)
             most = forms.limits(given, p._texts)
-            fewer = {x: most[x] for x in sizes if most.get(x, math.inf) < getattr(p, x)}
+            now = dict(zip(sizes, p.of_scores))
+            fewer = {x: most[x] for x in sizes if most.get(x, math.inf) < now[x]}
             if not fewer:
                 return p
             if "heads" in fewer:
@@ -276,12 +314,39 @@ class Problem:
                 fewer["heads"] = group * fewer["kv_heads"]
             p = p.resized(**fewer)
 
+    def ragged(self, lengths: Any, **heads: int) -> Problem:
+        """The problem of sequences of these lengths, with arrays that fit them, or other heads."""
+        q, k = packed = forms.lengths_of(lengths)
+        after = len(q.rows), heads.get("heads", self.heads), q.total, k.total
+        others = [x for x in self.operands if x.name not in LENGTHS]
+        made = forms.resized(others, self._texts, self.of_scores, after)
+        own = [x for x in made if x.name in OWN_ARRAYS]
+        given = {DLSE: any(x.name == DLSE for x in made), **_forms_of(packed)}
+        own += forms.operands(given, after, self.dtype.name)
+        rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE)]
+        sizes: dict[str, Any] = {"batch": 1, "M": q.total, "N": k.total, **heads}
+        return replace(self, **sizes, operands=(*own, *rest), lengths=packed)
+
+    def dense(self) -> Problem:
+        """The problem of one sequence that has the rows of all of a ragged batch."""
+        others = [x for x in self.operands if x.name not in LENGTHS]
+        made = forms.resized(others, self._texts, self.of_scores, (1, self.heads, self.M, self.N))
+        return replace(self, operands=made, lengths=None)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key there are for a head, with those that masks hide."""
+        if self.lengths is None:
+            return self.batch * self.M * self.N
+        return sum(x * y for x, y in forms.pairs_of(*self.lengths))
+
     @property
     def _texts(self) -> list[Expression]:
         return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
 
     @property
-    def _of_scores(self) -> forms.Sizes:
+    def of_scores(self) -> forms.Sizes:
+        """Batch, or how many sequences there are, heads, M and N: the sizes that forms go by."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property
@@ -310,7 +375,13 @@ class Problem:
     def sequence(self, M: int, N: int) -> Problem:
         """The problem of one batch element of these sizes, without texts and arrays."""
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
-        return replace(self, batch=1, M=M, N=N, options=plain, operands=())
+        return replace(self, batch=1, M=M, N=N, options=plain, operands=(), lengths=None)
+
+    def _check_lengths(self, q: forms.Lengths, k: forms.Lengths) -> None:
+        """Raises ValueError for lengths that are not those of the packed arrays."""
+        sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
+        if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
+            raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
 
     def _check_ragged(self) -> None:
         """Raises Unsupported for what a ragged batch cannot have."""
@@ -327,9 +398,15 @@ class Problem:
     @property
     def _arrays_shown(self) -> list[str]:
         p = self.without_maps()
-        found = forms.shown(p.operands, self._of_scores).items()
+        found = forms.shown(p.shown_operands, self.of_scores).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
         return [*shown, *[forms.BLOCK_MASK] * self.block_mask]
+
+    @property
+    def shown_operands(self) -> tuple[Operand, ...]:
+        """The operands, without offsets and lengths where these are known as numbers."""
+        named = LENGTHS if self.lengths else ()
+        return tuple(x for x in self.operands if x.name not in named)
 
     @property
     def _in_memory(self) -> list[str]:
@@ -338,9 +415,12 @@ class Problem:
 
     def command_line(self) -> list[str]:
         """The options of the command line for its options and arrays."""
+        q, k = self.lengths or (None, None)
+        lengths = {"lengths": q} if q == k else {"lengths-q": q, "lengths-k": k}
         return [
+            *(f"--{name}={x}" for name, x in lengths.items() if x),
             *self.options.command_line(self._in_memory),
-            *forms.command_line(self.without_maps().operands, self._of_scores),
+            *forms.command_line(self.without_maps().shown_operands, self.of_scores),
             *["--block-mask"] * self.block_mask,
         ]
 
@@ -375,7 +455,7 @@ class Problem:
     @property
     def modifiers(self) -> Modifiers:
         """The texts that change or hide its scores."""
-        return modifiers.modifiers(self.options, self.operands, self._of_scores)
+        return modifiers.modifiers(self.options, self.operands, self.of_scores)
 
     @property
     def first_position(self) -> int:
@@ -463,10 +543,40 @@ class Problem:
         dv = f" dv={self.dv}" if self.dv != self.d else ""
         shift = f" shift={self.shift}" if self.shift else ""
         arrays = "".join(f" {x}" for x in self._arrays_shown)
-        return (
-            f"batch={self.batch} heads={self.heads}{kv_heads} M={self.M} N={self.N} d={self.d}{dv} "
-            f"{self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
+        batch = self.batch if self.lengths is None else self.sequences
+        lengths = (
+            f" lengths={forms.shown_lengths(self.lengths, short=True)}" if self.lengths else ""
         )
+        return (
+            f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
+            f"{dv} {self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
+        )
+
+
+def _sizes_of_rows(
+    packed: forms.Packed | None,
+    batch: int | None,
+    M: int | None,
+    N: int | None,
+) -> tuple[int, int, int]:
+    """Batch, M and N, or how many sequences there are and the rows of all of them."""
+    if packed is None:
+        if M is None:
+            raise TypeError("M is missing; give it, or the lengths of a ragged batch")
+        return 1 if batch is None else batch, M, M if N is None else N
+    if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
+        raise ValueError(f"lengths and {given[0]} say the same; leave one of them out")
+    q, k = packed
+    return len(q.rows), q.total, k.total
+
+
+def _forms_of(packed: forms.Packed | None) -> dict[str, tuple[int]]:
+    """The shapes of the offsets of a ragged batch, and of the lengths that are given besides."""
+    if packed is None:
+        return {}
+    count = len(packed[0].rows)
+    used = {name: (count,) for name, x in zip(USED, packed) if x.used is not None}
+    return dict.fromkeys(STARTS, (count + 1,)) | used
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from cupyfa import forms
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
 from cupyfa.ladder.lookup import operation_of
@@ -162,6 +163,8 @@ def problem_to_compile(
         return Problem.of_row_sizes(1, 1, dtype)
     kv, M, N = sizes
     of: dict[str, Any] = {"heads": kv * group, "kv_heads": kv, "M": M, "N": N, "d": d, "dv": dv}
+    if forms.LENGTHS_OF in (arrays or {}):
+        del of["M"], of["N"]
     return Problem.of_sizes(**of, dtype=dtype, options=options, **(arrays or {}))
 
 

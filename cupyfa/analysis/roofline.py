@@ -37,7 +37,7 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import plan, select
 from cupyfa.planner.source import headers
 from cupyfa.problem import SIZES, Problem
-from cupyfa.report.tables import drop, drop_followers, table_or_fields
+from cupyfa.report.tables import drop, drop_followers, short_row, table_or_fields
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
@@ -267,8 +267,10 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
     """Whether a problem has this size, option or form of an array."""
     if name == forms.WRT:
         return set(forms.names_of(value)) - set("qkv") == set(p.wrt)
+    if name == forms.LENGTHS_OF:
+        return p.lengths == forms.lengths_of(value)
     if name in forms.NAMES and name != forms.BLOCK_MASK:
-        asked = forms.operands({name: value}, (p.batch, p.heads, p.M, p.N), p.dtype.name)
+        asked = forms.operands({name: value}, p.of_scores, p.dtype.name)
         return set(asked) <= {replace(x, gradient=False) for x in p.operands}
     return bool({**vars(p), "dtype": p.dtype.name, **vars(p.options)}[name] == value)
 
@@ -382,8 +384,9 @@ def _with_measurements(
     timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
     if not timed:
         return list(rows)
-    sizes = {x: getattr(p, x) for x in SIZES} | vars(p.options)
-    sizes |= forms.arguments(p.operands, (p.batch, p.heads, p.M, p.N))
+    follow = ("batch", "M", "N") if p.lengths else ()
+    sizes = {x: getattr(p, x) for x in SIZES if x not in follow} | vars(p.options)
+    sizes |= forms.arguments(p.shown_operands, p.of_scores) | {forms.LENGTHS_OF: p.lengths}
     sizes[forms.BLOCK_MASK] = p.block_mask
     found = bench(
         list(timed.values()),
@@ -400,7 +403,10 @@ def _with_measurements(
 def roofs(rows: Sequence[Roof]) -> str:
     """A table of the columns that differ, in three digits (they are estimates), and notes."""
     table = [
-        {c: _three_digits(x) if isinstance(x, float) else x for c, x in row.row().items()}
+        {
+            c: _three_digits(x) if isinstance(x, float) else x
+            for c, x in short_row(row.row()).items()
+        }
         for row in rows
     ]
     one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N

@@ -35,8 +35,8 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     """The name, an axis or a kernel's constant, and the values of ``NAME=VALUES``.
 
     VALUES are a list ``64,128``, or a range with a factor ``512:16384:*2`` or a step
-    ``64:256:+64``. Windows are separated by slashes, ``64,0/128,-``, texts and values of wrt by
-    semicolons.
+    ``64:256:+64``. Windows are separated by slashes, ``64,0/128,-``, texts, values of wrt and
+    lengths by semicolons.
     """
     name, equals, values = text.partition("=")
     name = _SHORT.get(name.strip(), name.strip())
@@ -45,7 +45,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in OPTIONS:
         option = OPTIONS[name]
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
-    if name == forms.WRT:
+    if name in (forms.WRT, forms.LENGTHS_OF):
         return name, [value.strip() for value in values.split(";")]
     if name in (forms.BLOCK_MASK, forms.DLSE):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
@@ -72,7 +72,8 @@ def problems(
     which may be tuples, are a list.
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
-    masks are a block mask. A softmax has M rows of N. Defaults are
+    masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
+    and N; several are a list of them. A softmax has M rows of N. Defaults are
     USUAL, with ``small`` those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
@@ -92,6 +93,8 @@ def problems(
 
 def _is_several(name: str, value: Any) -> bool:
     """Whether these are several values of a size, and not a tuple that is one."""
+    if name == forms.LENGTHS_OF:  # whole numbers are one list
+        return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
         return isinstance(value, list)
     if name in OWN_ARRAYS:  # a shape, or forms
@@ -125,6 +128,12 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
+    if sizes.get(forms.LENGTHS_OF) is not None:
+        if "tokens" in given:
+            raise ValueError("lengths and tokens say the same; leave one of them out")
+        sizes = {
+            name: x for name, x in sizes.items() if name not in ("batch", "M", "N") or name in given
+        }
     return Problem.of_sizes(**sizes)
 
 

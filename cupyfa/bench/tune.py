@@ -71,7 +71,7 @@ class Candidate:
         """One row of a table."""
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
-        columns = ("kernel", *SIZES, "dtype", *options, "arrays", "constants", *_COLUMNS)
+        columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}
 
 

@@ -229,7 +229,27 @@ def array_options(command: Command) -> Command:
         default=None,
         help="Backward kernels: a gradient of lse, which is one more input.",
     )
-    return _with(command, *made, captured, blocks, wrt, dlse)
+    return _with(
+        _combined(command, tuple(_LENGTHS), forms.LENGTHS_OF, _lengths),
+        *(*made, captured, blocks, wrt, dlse),
+        *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
+    )
+
+
+_LENGTHS = {
+    "lengths": "Lengths of the sequences of a ragged batch, in place of -B, -M and -N: "
+    "349,263,0,115. 7/9 is 7 of 9 rows that count, _3 at an end 3 rows of no sequence.",
+    "lengths_q": "Those of queries alone, with",
+    "lengths_k": "those of keys.",
+}
+
+
+def _lengths(both: str | None, q: str | None, k: str | None) -> Any:
+    if q is None and k is None:
+        return both
+    if both is not None or q is None or k is None:
+        raise ValueError("give --lengths, or both --lengths-q and --lengths-k")
+    return q, k
 
 
 def _captured(given: Sequence[str]) -> dict[str, Any] | None:
@@ -419,7 +439,7 @@ def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
     """Raises ValueError if all operations are softmax and an option that it lacks was given."""
     if set(operations) == {"softmax"}:
-        given = given_options(*names)
+        given = given_options(*names, *(_LENGTHS if forms.LENGTHS_OF in names else ()))
         sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
 
 

@@ -12,7 +12,7 @@ from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.problem import Problem
-from cupyfa.report.tables import drop, drop_followers, render, table_or_fields, text
+from cupyfa.report.tables import drop, drop_followers, render, short_row, table_or_fields, text
 from cupyfa.runtime.select import backend_named
 
 _SPARE = ("spread_%", "regs", "spilled")  # columns, in narrow terminals
@@ -81,7 +81,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 def _short(candidate: Candidate) -> dict[str, Any]:
     """A row for 80 columns, with the state in place of a missing time."""
-    row = candidate.row()
+    row = short_row(candidate.row())
     row["first_ms"] = row["first_ms"] or candidate.state
     row["ms"] = row["ms"] if candidate.rounds else None
     row["rounds"] = candidate.rounds or None

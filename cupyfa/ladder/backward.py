@@ -227,12 +227,17 @@ def mma_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * (c.Qr + c.Qs * c.Qc) * widths + 8 * c.Qr
 
 
+def _of_delta(p: Problem, c: SimpleNamespace) -> int:
+    """The tiles of rows, also of sums that are cleared; none for a ragged batch without rows."""
+    return row_tiles(p, c) if p.M else 0
+
+
 def mma_delta(floats: Formula) -> Launch:
     """Computes delta, and clears `floats` sums for each row tile."""
     return Launch(
         "mma_delta",
         args="O dO delta dQ_sum.data M heads mods",
-        grid=row_tiles,
+        grid=_of_delta,
         threads=lambda p, c: THREADS,
         constants={"floats": floats, "is_packed": lambda p, c: p.sequences is not None},
     )
@@ -315,7 +320,7 @@ MMA_F64_COLUMNS = rung(
         Launch(
             "mma_f64_delta",
             args="O dO delta dQ_sum.data M heads mods",
-            grid=row_tiles,
+            grid=_of_delta,
             threads=lambda p, c: THREADS,
             constants={"doubles": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
         ),

@@ -15,6 +15,7 @@ from rich.text import Text
 from cupyfa.bench.compare import Comparison
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.trial import Trial
+from cupyfa.forms import lengths_of, shown_lengths
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.planner.plan import Plan, PlannedLaunch
@@ -119,7 +120,7 @@ def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
     """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
-    table = [dict(row.row()) for row in rows]
+    table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
         failed = [word for word in ("WRONG", "timed out") if row["note"].startswith(word)]
@@ -133,8 +134,14 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
     return "\n".join([text(about), shown, *below])
 
 
+def short_row(row: Row) -> dict[str, Any]:
+    """A row for people: of many lengths it has how many there are, the least and the most."""
+    given = row["lengths"]
+    return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
+
+
 def comparisons(rows: Sequence[Comparison]) -> str:
-    table = [dict(row.row()) for row in rows]
+    table = [short_row(row.row()) for row in rows]
     _drop_sizes(table, [row.measurement for row in rows])
     drop(table, "factor", "uncertainty")
     return table_or_fields(table)

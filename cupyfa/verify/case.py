@@ -13,12 +13,14 @@ import numpy as np
 from cupyfa import forms
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.modifiers import ALIBI, BIAS, DLSE, SEEDS, Operand
+from cupyfa.modifiers import ALIBI, BIAS, DLSE, LENGTHS, SEEDS, STARTS, USED, Operand
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.planner import select
 from cupyfa.problem import Problem, whole
+from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.prepared import fill
 
 # Kinds of numbers: each finds other faults.
@@ -30,8 +32,8 @@ VALUES = {
     "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
     "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
     "tiny": "below the smallest normal number of the dtype",
-    "nan": "NaN in one query, one key and one value",
-    "inf": "infinity in one query, one key and one value",
+    "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
+    "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
     "outliers": "normal; to one number of 1000 ten times another one is added",
 }
 # Memory layouts: kernels see [batch, heads, rows, columns] and strides.
@@ -87,6 +89,7 @@ class Case:
             for name, x in inputs.items()
             if name not in ("O", "lse") and not name.startswith("mods.")
         }
+        self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
@@ -97,6 +100,23 @@ class Case:
             for name, x in read.items()
         }
         return self.completed(made, kernel) if kernel else made
+
+    def _poison(self, arrays: Arrays) -> None:
+        """Writes NaN to rows of no sequence; to all of one sequence with such values.
+
+        No other sequence may read them.
+        """
+        if self.problem.lengths is None:
+            return
+        poison = {"nan": math.nan, "inf": math.inf}
+        pick = np.random.default_rng((self.seed, *b"sequence"))
+        chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
+        for name, array in arrays.items():
+            of = self.problem.lengths[name in ("K", "V")]
+            array[:, :, ~of.is_in_a_sequence()] = math.nan
+            if self.values in poison:
+                start = of.offsets[chosen]
+                array[:, :, start : start + of.counts[chosen]] = poison[self.values]
 
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
@@ -132,6 +152,9 @@ class Case:
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
         dtype = x.numpy
+        if x.name in LENGTHS and p.lengths:
+            of = p.lengths[x.name in (STARTS[1], USED[1])]
+            return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name in SEEDS:
             numbers = np.iinfo(dtype)
             return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
@@ -171,9 +194,10 @@ class Case:
     def options(self) -> list[str]:
         """The options of the command line for this case."""
         p = self.problem
-        sizes: dict[str, Any] = {"-B": p.batch, "-H": p.heads, "-M": p.M, "-N": p.N, "-d": p.d}
-        if p.is_softmax:
-            sizes = {"-M": p.M, "-N": p.N}
+        rows: dict[str, Any] = {"-M": p.M, "-N": p.N}
+        sizes = {"-B": p.batch, "-H": p.heads, **rows, "-d": p.d}
+        if p.is_softmax or p.lengths:
+            sizes = rows if p.is_softmax else {"-H": p.heads, "-d": p.d}
         sizes |= {"--kv-heads": p.kv_heads} if p.kv_heads != p.heads else {}
         sizes |= {"--dv": p.dv} if p.dv != p.d else {}
         about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
@@ -220,7 +244,7 @@ def _drawn(
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:
     """O and lse of a correct forward pass, in their dtypes."""
-    if backend is not None and p.batch * p.heads * p.M * p.N * (p.d + p.dv) > _WORK:
+    if backend is not None and p.heads * p.pairs * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
             return _forward_by_kernel(p, arrays, backend)
     out, lse = exact_attention(arrays, p)
@@ -237,6 +261,8 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
     inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
     with backend.working_on(None):
+        if p.lengths:  # packed rows are not copied in pieces
+            return run_guarded(backend, plan, readable_inputs(plan, inputs), outputs)
         fill(backend, plan, inputs, outputs)
     return outputs
 

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
-from cupyfa.forms import DLSE, NAMES, WRT, Keywords, seeds_in_memory
+from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, WRT, Keywords, seeds_in_memory
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
@@ -133,12 +133,13 @@ def check(
 
     kernels: names, also ``script.py:name`` and "auto", or records.
     grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk first.
-    samples: how many cases to draw, by default all; of ``fuzz`` 32 for each kernel in the simulator
+    samples: how many cases to draw, by default all; of ``fuzz`` 40 for each kernel in the simulator
         and 200 on a GPU.
     seed: of the drawn cases and of the inputs.
     dtypes: in place of the grid's.
     options: of attention, in place of the grid's own; with a precision, inputs are float32 unless
-        dtypes are given. Arrays that change scores are forms of ``forms.operands``.
+        dtypes are given. Arrays that change scores are forms of ``forms.operands``. With
+        ``lengths`` every case is a ragged batch of such sequences.
     schedules: in how many orders of threads the simulator runs each case, each compared with the
         reference.
     reruns: how often each kernel runs again and must give the same bits.
@@ -361,7 +362,9 @@ def _refuse_foreign(
         lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
         if lacking and len(lacking) == len(others):
             dtype = next((x for x in dtypes if lacking[0].takes(x)), dtypes[0])
-            p = Problem.of_sizes(M=16, d=16, dtype=dtype, **_together(name, given))
+            together = _together(name, given)
+            rows: dict[str, Any] = {} if LENGTHS_OF in together else {"M": 16}
+            p = Problem.of_sizes(**rows, d=16, dtype=dtype, **together)
             select.plan(lacking[0], p, backend.limits)  # raises the reason
     if softmaxes and given:
         are = "is" if len(softmaxes) == 1 else "are"
@@ -381,7 +384,8 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
-        return (name if name in (WRT, DLSE) else "places") in kernel.features
+        own = {LENGTHS_OF: "ragged", WRT: WRT, DLSE: DLSE}
+        return own.get(name, "places") in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)
 

@@ -4,7 +4,7 @@ A fault often needs a size: a mask's edge at the end of a tile, more keys than a
 room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
 compiled with. All choices take turns, so that few samples have each of them. The first sample is
 plain: contiguous arrays of normal values, several tiles, no mask or other options, a usual head
-dimension.
+dimension. From the ninth group of samples on, the first two of eight are ragged batches.
 """
 
 import math
@@ -57,7 +57,15 @@ MODIFIED: tuple[Mapping[str, Any], ...] = (
     | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
 )
 
-SAMPLES = {"simulator": 32, "cuda": 200}  # by default
+# Ragged batches are in the first two of eight groups, but not in the first eight. Those of the
+# second of the two have these texts and arrays, those of the first have a causal mask.
+_RAGGED_OF_8 = 2
+OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
+    {},
+    *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
+)
+
+SAMPLES = {"simulator": 40, "cuda": 200}  # by default
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 2**26, "cuda": 2**29}  # multiply-adds of a case
 _ATTEMPTS = 8  # at a sample that kernel and backend can run
@@ -81,6 +89,11 @@ _PLAIN_DIM = 64
 _WIDEST = 640  # of kernels for any head dimension
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
+_USED = (False, True)  # whether seqused of q and k is given
+_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always there
+    *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
+    *(("edge", "none"), ("one", "one"), ("below", "below")),
+)
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _EMPTY = 0.03  # the share of lengths that are 0
@@ -150,6 +163,24 @@ class Fuzz:
     def _has(self, feature: str) -> bool:
         return feature in (self.kernel.features if self.kernel else FEATURES)
 
+    @cached_property
+    def _lengths(self) -> forms.Packed | None:
+        """The lengths of sequences that replace drawn ones."""
+        given = (self.arrays or {}).get(forms.LENGTHS_OF)
+        return None if given is None else forms.lengths_of(given)
+
+    def _is_ragged(self, turns: "_Turns") -> bool:
+        """Whether a group is of ragged batches: by its number, or since lengths are given."""
+        if self._lengths:
+            return True
+        of_turn = turns.i >= 8 and turns.i % 8 < _RAGGED_OF_8
+        given = {*(self.arrays or {})} & {BIAS, MASK, forms.BLOCK_MASK, forms.WRT}
+        return of_turn and not given and self._operation != "softmax" and self._has("ragged")
+
+    def _has_texts(self, turns: "_Turns") -> bool:
+        """Whether texts, arrays and dropout are drawn for a group."""
+        return turns.i % 8 >= _PLAIN_OF_8 or (self._is_ragged(turns) and turns.i % 2 == 1)
+
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
         """A sample: what is compiled takes turns from group to group, the rest in each sample."""
         is_plain = i == turns.attempt == 0
@@ -197,8 +228,9 @@ class Fuzz:
             return Problem.of_row_sizes(M, N, dtype)
         if is_plain:
             d, given = min(_PLAIN_DIM, self._most_dims), dict(self.options or {})
-            arrays = dict(self.arrays or {})
-            return Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given, **arrays)
+            arrays = self._arrays
+            p = Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given, **arrays)
+            return p.ragged(self._lengths) if self._lengths else p
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
@@ -207,6 +239,8 @@ class Fuzz:
         sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
+        if self._is_ragged(turns):
+            return p.ragged(self._lengths or _some_lengths(turns.choose("used", _USED)))
         if self.arrays:
             return p
         p = p.in_blocks(p.has_mask and turns.choose("block mask", (True, False)))
@@ -222,17 +256,19 @@ class Fuzz:
 
     def _has_dlse(self, turns: "_Turns") -> bool:
         """Whether the gradient of lse is given, in half of the groups that have texts."""
-        if self._operation != "backward" or not self._has(DLSE) or self.arrays:
+        if self._operation != "backward" or not self._has(DLSE) or self._arrays:
             return False
-        return turns.i % 8 >= _PLAIN_OF_8 and turns.choose(DLSE, (True, False))
+        return self._has_texts(turns) and turns.choose(DLSE, (True, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
         given = self.options or {}
-        if self.arrays or any(name in given for name in TEXTS):
-            return dict(self.arrays or {})
-        if turns.i % 8 < _PLAIN_OF_8 or not self._has("places"):
+        if self._arrays or any(name in given for name in TEXTS):
+            return self._arrays
+        if not self._has_texts(turns) or not self._has("places"):
             return {}
+        if self._is_ragged(turns):
+            return dict(turns.choose("text of sequences", OF_SEQUENCES))
         of = self.kernel.name if self.kernel else ""  # other kernels have other texts
         return dict(turns.choose(f"text {of}", MODIFIED))
 
@@ -252,11 +288,13 @@ class Fuzz:
 
     def _options(self, turns: "_Turns") -> dict[str, Any]:
         """Mask, sides of the window and other options of a group; sizes are drawn later."""
-        causal = turns.choose("causal", self._able("causal", _MASKS))
+        is_plain = self._is_ragged(turns) and not self._has_texts(turns)
+        masks = [x for x in _MASKS if x] if is_plain else _MASKS
+        causal = turns.choose("causal", self._able("causal", masks))
         sides = turns.choose("sides", _SIDES)
         window = tuple(1 if sides in (side, "both") else None for side in ("left", "right"))
         window = window if self._able("window", (window,)) else (None, None)
-        sign = -1.0 if turns.choose("sign", (1, 1, 1, -1)) < 0 else None
+        sign = -1.0 if turns.choose("sign", (1, 1, 1, -1)) < 0 and not is_plain else None
         found = {"causal": causal, "window": window, "scale": sign}
         for name in other_options():
             option = OPTIONS[name]
@@ -268,7 +306,7 @@ class Fuzz:
         """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
         pick = turns.random("dropout itself")
         tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
-        if turns.i % 8 < _PLAIN_OF_8 or not turns.choose("dropout", tried):
+        if not self._has_texts(turns) or not turns.choose("dropout", tried):
             return {}
         seeds: dict[str, Any] = {
             "dropout_seed": pick.randrange(2**64),
@@ -314,7 +352,12 @@ class Fuzz:
         group = group if self._has("gqa") else 1
         if of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
-        p = p.resized(batch=batch, heads=kv_heads * group, kv_heads=kv_heads, M=M, N=N)
+        heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
+        if p.lengths:
+            of = p.lengths if self._lengths else _lengths(tile, p.lengths, pick)
+            p = p.ragged(of, **heads)
+        else:
+            p = p.resized(batch=batch, M=M, N=N, **heads)
         p = self._smaller(p)
         if of_rows == "many" and _on_few_blocks(plan, self._limits):
             p = self._crowded(p, plan)
@@ -322,7 +365,7 @@ class Fuzz:
         given = (self.options or {}).keys()
         if "window" not in given and p.window != (None, None):
             sides = (side is not None for side in p.window)
-            p = p.with_options(window=_window(sides, p.N, tile.keys, pick))
+            p = p.with_options(window=_window(sides, _longest(p), tile.keys, pick))
         return p
 
     def _smaller(self, p: Problem) -> Problem:
@@ -335,14 +378,22 @@ class Fuzz:
                 p = p.resized(heads=p.group, kv_heads=1)
             elif p.group > 2:
                 p = p.resized(heads=2)
+            elif self._lengths:
+                break
             else:
                 p = p.resized(M=p.M // 2) if p.M > _FEW_ROWS else p.resized(N=p.N // 2)
         return p
 
+    @property
+    def _arrays(self) -> dict[str, Any]:
+        """The forms that replace drawn ones, without the lengths of sequences."""
+        given = (self.arrays or {}).items()
+        return {name: x for name, x in given if name != forms.LENGTHS_OF}
+
     def _in_form(self, p: Problem) -> Problem:
         """The problem with the given forms of arrays, and with sizes for which they suffice."""
-        given = {x: y for x, y in (self.arrays or {}).items() if x != forms.BLOCK_MASK}
-        return p.with_arrays(given) if given and not p.is_softmax else p
+        given = {x: y for x, y in self._arrays.items() if x != forms.BLOCK_MASK}
+        return p.with_arrays(given) if given and not (p.is_softmax or self._lengths) else p
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
         """The problem with so many batch elements that blocks have several tasks, if it may be."""
@@ -350,7 +401,8 @@ class Fuzz:
             now = select.plan(plan.kernel, p, self._limits, **plan.constants)
             if _on_few_blocks(now, self._limits) or 2 * _work(p) > _MOST_WORK[self.backend.name]:
                 break
-            p = p.resized(batch=2 * p.batch)
+            more = p.lengths and tuple(x.twice for x in p.lengths)
+            p = p.ragged(more) if more else p.resized(batch=2 * p.batch)
         return p
 
     def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:
@@ -368,8 +420,9 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
     """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
     p, tile = plan.problem, _Tile(plan)
     arrays = {x.name for x in p.operands}
-    lengths = [(p.M, tile.rows)] if tile.rows > 1 else []
-    lengths += [(p.N, tile.keys)] if tile.keys > 1 else []
+    sizes = list(forms.pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
+    lengths = [(M, tile.rows) for M, _ in sizes if tile.rows > 1]
+    lengths += [(N, tile.keys) for _, N in sizes if tile.keys > 1]
     return {
         "below a tile": any(0 < length < size for length, size in lengths),
         "a tile's edge": any(
@@ -382,7 +435,8 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "several spans": 0 < tile.span < p.N,
         "several rounds": any(plan.rounds_of(x) > 1 for x in plan.programs if x.launch.in_rounds),
         "slices of d": p.d > tile.slice,
-        "no rows or keys": 0 in (p.M, p.N),
+        "no rows or keys": any(0 in x for x in sizes),
+        "sequences": p.lengths is not None,
         "mask": p.right is not None,
         "window": p.left is not None,
         "GQA": p.group > 1,
@@ -480,7 +534,35 @@ def _on_few_blocks(plan: Plan, limits: Limits) -> bool:
 
 
 def _work(p: Problem) -> int:
-    return p.batch * p.heads * p.M * p.N * (p.d + p.dv)
+    return p.heads * p.pairs * (p.d + p.dv)
+
+
+def _longest(p: Problem) -> int:
+    """The most keys that a query may see."""
+    return max(p.lengths[1].counts) if p.lengths else p.N
+
+
+def _some_lengths(used: bool) -> forms.Packed:
+    """Lengths in whose place others are drawn, with seqused or without."""
+    one = forms.Lengths((64, 64), (64, 64) if used else None)
+    return one, one
+
+
+def _lengths(tile: "_Tile", like: forms.Packed, pick: random.Random) -> forms.Packed:
+    """Sequences without rows, with one, near a tile and with several; and rows of no sequence."""
+    kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
+    pick.shuffle(kinds)
+
+    def drawn(of: Sequence[str], size: int, is_used: bool) -> forms.Lengths:
+        fixed = {"none": 0, "one": 1}
+        rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
+        used = tuple(pick.choice((n, n // 2, n)) for n in rows) if is_used else None
+        before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
+        return forms.Lengths(tuple(rows), used, before, after)
+
+    sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
+    q, k = (drawn(*x) for x in zip(zip(*kinds), sizes, used))
+    return q, k
 
 
 def _window(limited: Iterable[bool], N: int, keys: int, pick: random.Random) -> Window:

@@ -15,16 +15,19 @@ from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
+from cupyfa import forms
 from cupyfa.dtypes import DTYPES
+from cupyfa.modifiers import BIAS, MASK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.verify.fuzz import MODIFIED, other_options
+from cupyfa.verify.fuzz import MODIFIED, OF_SEQUENCES, other_options
 
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
-    "edges": "sizes of 0 and 1, odd and large sizes, windows, every layout, every kind of values",
+    "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, every layout, every "
+    "kind of values",
     "fa2": "the sizes of FlashAttention 2's tests, then the edges",
     "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
 }
@@ -63,11 +66,19 @@ def cases(
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
         given = options or {}, arrays or {}
+        found = [x for x in found if _takes(x.problem, given[1])]
         found = [replace(x, problem=x.problem.modified(*given)) for x in found]
         found = list(dict.fromkeys(found))
     if samples is None:
         return found
     return _sampled(found, samples, seed, can) or _sampled(found, samples, seed)
+
+
+def _takes(p: Problem, arrays: Choice) -> bool:
+    """Whether a problem may have these arrays: a ragged batch has none of pairs, nor their wrt."""
+    is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
+    of_pairs = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT} & {*arrays, *(x.name for x in p.operands)}
+    return not (is_ragged and of_pairs)
 
 
 # FlashAttention's tests
@@ -173,23 +184,24 @@ def _case(
     operation: str,
     seed: int,
     *,
-    lengths: tuple[int, int],
+    lengths: tuple[Any, Any] = (None, None),
     d: int | tuple[int, int] = 0,
     values: str = "normal",
     layout: str = "bhsd",
     local: str = "neither",
+    sequences: str | None = None,
     **sizes: Any,
 ) -> Case:
     """A case of the chosen values; d may be the pair of d and dv."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
-    if local != "neither":
+    if local != "neither" and N is not None:
         pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
         sizes["window"] = _random_window(pick, local, N)
     if operation == "softmax":
         problem = Problem.of_row_sizes(M, N, **sizes)
     else:
-        problem = Problem.of_sizes(M=M, N=N, d=d, dv=dv, **sizes)
+        problem = Problem.of_sizes(M=M, N=N, d=d, dv=dv, lengths=sequences, **sizes)
     return Case(operation, problem, seed, values, layout)
 
 
@@ -247,7 +259,14 @@ _ODD: Axes = {
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
-_OF_ODD = 200  # cases; a quarter as many with a window, and with all options
+_OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
+# Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
+# rows that do not count, and rows of no sequence.
+_SEQUENCES = (
+    *("1", "0:0", "0,0,5", "1,1,1:3,0,1", "64,0,128,1", "5,70,0:7,0,9", "33,17,64,1:17,64,33,1"),
+    *("15,16,17,31,32,33:33,32,31,17,16,15", "63,64,65:129,127,128", "_3,20,30,_10:_3,25,35,_10"),
+    *("127,129:1,257", "5/5,0/9,60/73", "_1,64,2:0/7,33/40", "70/129,1/2:80,3", "_65,1,_2:1"),
+)
 
 
 def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
@@ -264,6 +283,10 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
     for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):
         yield {**chosen, **text}
+    sequences = {**odd, **others, "sequences": _SEQUENCES}
+    del sequences["batch"], sequences["lengths"]
+    for i, chosen in enumerate(_paired(sequences, _OF_ODD // 4)):
+        yield {**chosen, **OF_SEQUENCES[i % len(OF_SEQUENCES)]}
 
 
 # Softmax over rows

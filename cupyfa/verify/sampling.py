@@ -9,6 +9,7 @@ from math import inf, nan
 
 import numpy as np
 
+from cupyfa.forms import pairs_of
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.operations import Arrays, Excerpt, Operation
@@ -22,6 +23,7 @@ _LEAST_WIDTH = 32  # for a score
 _OF_GRADIENTS = 4  # times the forward pass's work on a score
 _OF_ELEMENT = 40  # for an element of the arrays
 _ROWS = 64  # of an excerpt
+_SEQUENCES = 4  # of a part of a ragged batch
 
 
 @dataclass
@@ -103,14 +105,14 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     def work(scores: int, rows: int) -> int:
         return scores * width + rows * columns
 
-    in_all = p.batch * p.heads
-    whole = work(in_all * p.M * p.N, in_all * p.M + p.batch * p.kv_heads * p.N)
+    whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
     if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt):
         return [None]
-    each = work(_ROWS * p.N, _ROWS + p.N)
+    M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
+    each = work(_ROWS * N, _ROWS + N)
     if gradients:  # the excerpt of dK and dV needs all rows of a group
-        keys = min(_ROWS, p.N)
-        each += work(keys * p.M * p.group, keys + p.M * p.group)
+        keys = min(_ROWS, N)
+        each += work(keys * M * p.group, keys + M * p.group)
     pick, last = random.Random(seed), p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
@@ -128,4 +130,7 @@ def smaller(plan: Plan) -> Problem:
         return replace(p, M=min(p.M, 37), N=min(p.N, 1051))
     kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
     heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
+    if p.lengths:
+        q, k = (x.first(_SEQUENCES).limited(n) for x, n in zip(p.lengths, (M, N)))
+        return p.ragged((q, k), heads=heads, kv_heads=kv_heads)
     return p.resized(batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)

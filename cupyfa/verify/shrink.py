@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from cupyfa.forms import Lengths
 from cupyfa.modifiers import DLSE, OWN_ARRAYS, SEEDS
 from cupyfa.problem import Problem
 from cupyfa.verify.case import Case
@@ -34,12 +35,14 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _smaller(p: Problem) -> Iterator[Problem]:
+    yield from _of_fewer_rows(p) if p.lengths else ()
     yield from (p.resized(batch=batch) for batch in _sizes(p.batch))
     for kv_heads in _sizes(p.kv_heads):
         yield p.resized(heads=kv_heads * p.group, kv_heads=kv_heads)
     yield from (p.resized(heads=p.kv_heads * group) for group in _sizes(p.group))
-    yield from (p.resized(M=M) for M in _sizes(p.M))
-    yield from (p.resized(N=N) for N in _sizes(p.N))
+    if not p.lengths:
+        yield from (p.resized(M=M) for M in _sizes(p.M))
+        yield from (p.resized(N=N) for N in _sizes(p.N))
     able = (*OWN_ARRAYS, DLSE, *SEEDS)
     yield from (p.without(x.name) for x in p.operands if x.name in able)
     yield from (p.without(name) for name in p.options.changed if name not in SEEDS[:1])
@@ -57,6 +60,29 @@ def _smaller(p: Problem) -> Iterator[Problem]:
         yield replace(p, dv=p.d)
     yield from (replace(p, d=d) for d in _sizes(p.d))
     yield from (replace(p, dv=dv) for dv in _sizes(p.dv))
+
+
+def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
+    """Dense ones, those of one sequence or without one, without unused rows; then fewer rows."""
+    assert p.lengths is not None
+    q, k = p.lengths
+    yield p.dense()
+    count = len(q.rows)
+    for some in (*({i} for i in range(count)), *({*range(count)} - {i} for i in range(count))):
+        if 0 < len(some) < count:
+            yield p.ragged(tuple(x.only(some) for x in p.lengths))
+    for side, one in enumerate(p.lengths):
+
+        def like(other: Lengths, side: int = side) -> Problem:
+            return p.ragged((other, k) if side == 0 else (q, other))
+
+        if one.before or one.after:
+            yield like(replace(one, before=0, after=0))
+        if one.used is not None:
+            yield like(replace(one, used=None))
+            yield like(replace(one, rows=one.used))
+        for i, rows in enumerate(one.counts):
+            yield from (like(one.with_rows(i, n)) for n in (0, *_sizes(rows)) if n < rows)
 
 
 def _sizes(size: int) -> list[int]:

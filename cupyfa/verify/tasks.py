@@ -119,7 +119,7 @@ def _planned(backend: Backend, kernel: KernelOrName, task: Task) -> Plan:
 def refuse_long(backend: Backend, p: Problem) -> None:
     """Raises Unsupported for a problem that is too large for the simulator."""
     if backend.name == "simulator":
-        scores = p.batch * p.heads * p.M * p.N
+        scores = p.heads * p.pairs
         sizes = (scores * (p.d + p.dv), scores, p.batch * p.heads * p.M)
         if any(size > most for size, most in zip(sizes, _SIMULATED)):
             raise Unsupported(f"{p} takes too long in the simulator", "too large for the simulator")

@@ -146,6 +146,7 @@ def has_text(p):
 def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
     record = None if kernel == "auto" else record_named(kernel)
     drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(64)]
+    drawn = [p for p in drawn if not p.lengths]
     modified = [p for p in drawn if p.modifiers.arrays or p.options.dropout or has_text(p)]
     assert not drawn[0].operands
     if kernel == "v3":
@@ -164,7 +165,7 @@ def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
 
 def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     def of(name):
-        problems = [x.case.problem for x in samples(name, 64)]
+        problems = [x.case.problem for x in samples(name, 64) if not x.case.problem.lengths]
         return [{x.name for x in p.operands} for p in problems], problems
 
     arrays, problems = of("two_pass")
@@ -176,6 +177,40 @@ def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     assert not any("dlse" in x for x in of("fa2")[0])
     plain = replace(cupyfa.kernel("two_pass"), features=())
     assert not any(Fuzz(plain, SIMULATOR).sample(i).case.problem.operands for i in range(64))
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns", "v3", "auto"])
+def test_the_ninth_and_tenth_groups_are_ragged_batches(kernel):
+    drawn = [x.case for x in samples(kernel, 44)]
+    packed = [i for i, case in enumerate(drawn) if case.problem.lengths]
+    assert packed == ([] if kernel == "v3" else [*range(32, 40)])
+    problems = [drawn[i].problem for i in packed]
+    assert all(p.causal and not has_text(p) for p in problems[:4])
+    for p in problems:
+        q, k = p.lengths
+        assert p.pairs == sum(m * n for m, n in zip(q.counts, k.counts, strict=True))
+        assert p.sequences >= 2
+    if problems:
+        assert sum(p.pairs > 0 for p in problems) >= 7
+        sides = [x for p in problems for x in p.lengths]
+        assert any(0 in x.counts for x in sides) and any(x.before for x in sides)
+
+
+def test_lengths_replace_those_of_every_sample():
+    for drawn in samples("fa2", 12, arrays={"lengths": "5,0,40/50"}):
+        p = drawn.case.problem
+        assert [str(x) for x in p.lengths] == ["5/5,0/0,40/50"] * 2 and p.M == 55
+
+
+def test_ragged_batches_shrink_to_a_sequence_or_to_a_dense_problem():
+    lengths = "_3,20,0,1,33/40,_5:_1,30,7,0,50"
+    case = Case("forward", Problem.of_sizes(lengths=lengths, heads=2, d=8, alibi_slopes="bh"))
+    assert shrunk(case, lambda x: x.problem.M > 2).problem.lengths is None
+    least = shrunk(case, lambda x: bool(x.problem.lengths) and x.problem.pairs > 8).problem
+    (m,), (n,) = (x.rows for x in least.lengths)
+    assert m * n == 9 and not least.modifiers.arrays[2:]
+    empty = shrunk(case, lambda x: bool(x.problem.lengths) and 0 in x.problem.lengths[1].rows)
+    assert [str(x) for x in empty.problem.lengths] == ["0", "0"]
 
 
 def test_arrays_with_sizes_given_as_numbers_keep_them():

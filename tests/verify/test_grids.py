@@ -94,7 +94,20 @@ def test_edge_cases():
     assert {case.problem.causal for case in cases} == {None, "bottom-right", "top-left"}
     assert {1, 3, 257, 577, 1000, 1024} <= {case.problem.d for case in cases}
     assert any(case.problem.scale < 0 for case in cases)
-    assert len(cases) < 360
+    assert len(cases) < 420
+
+
+def test_edges_of_ragged_batches():
+    problems = [x.problem for x in grids.cases("edges", "forward") if x.problem.lengths]
+    sides = [side for p in problems for side in p.lengths]
+    assert any(0 in x.counts for x in sides) and any(x.used and x.used != x.rows for x in sides)
+    assert any(x.before and x.after for x in sides)
+    assert {x.options.causal for x in problems} == {None, "bottom-right", "top-left"}
+    assert any(p.options.score_mod for p in problems)
+    with_bias = grids.cases("edges", "forward", arrays={"bias": "1hmn"})
+    assert with_bias and not any(x.problem.lengths for x in with_bias)
+    given = grids.cases("edges", "forward", arrays={"lengths": "3,0:5,1"})
+    assert {str(x.problem.lengths[1]) for x in given} == {"5,1"}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
