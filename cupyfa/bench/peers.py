@@ -18,7 +18,7 @@ import numpy as np
 
 from cupyfa.bench import torch_masks
 from cupyfa.errors import Unsupported
-from cupyfa.modifiers import DLSE
+from cupyfa.modifiers import DLSE, STARTS
 from cupyfa.options import DROPOUT, OPTIONS
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
@@ -28,6 +28,7 @@ from cupyfa.runtime.environment import version_of
 _TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 FLEX = "flex"  # torch's flex_attention
+_RAGGED = ("fa2", "efficient")  # those that take packed sequences
 _OTHERS = {"cudnn-frontend": "nvidia-cudnn-frontend", "jax": "jax"}
 _OF_TORCH = (*_TORCH, FLEX)
 PACKAGES = dict.fromkeys(_OF_TORCH, "torch") | _OTHERS
@@ -62,7 +63,7 @@ def peer(
     able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
     never = ("precision", *DROPOUT)
     others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
-    others += [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
+    others += _foreign(name, p)
     inputs = [arrays[x] for x in "QKV"]
     with _reasons(label(name), p):
         if others:
@@ -76,6 +77,20 @@ def peer(
         if operation != "forward":
             raise Unsupported("its gradients are not timed here")
         return {"cudnn-frontend": _cudnn_frontend, "jax": _jax}[name](name, backend, p, inputs)
+
+
+def _foreign(name: str, p: Problem) -> list[str]:
+    """What a problem has besides Q, K and V that a peer does not take."""
+    if p.lengths is None:
+        return [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
+    others = [x.name for x in p.operands if x.name not in STARTS]
+    if name not in _RAGGED:
+        return ["ragged batches", *others]
+    if name == "efficient" and p.window != (None, None):
+        others.append("window")
+    if any(x.before or x.after for x in p.lengths):
+        others.append("rows of no sequence")
+    return others
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -137,7 +152,7 @@ def _torch(
     torch = import_module("torch")
     q, k, v = (_tensor(torch, array) for array in arrays)
     modified = {x: _tensor(torch, array) for x, array in more.items()}
-    make = _flex if name == FLEX else _scaled_dot_product
+    make = _packed if p.lengths else _flex if name == FLEX else _scaled_dot_product
     attend = make(torch, name, p, modified, q.device)
 
     def on_stream(function: Callable[[], Any]) -> Any:
@@ -189,6 +204,44 @@ def _scaled_dot_product(
     def attend(*inputs: Any) -> Any:
         with attention.sdpa_kernel(kernel):
             return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+
+    return attend
+
+
+def _packed(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    """The kernel of a name on packed sequences, by its operator in torch.
+
+    FA2 aligns masks to the last query and key of a sequence, `efficient` to either corner.
+    """
+    assert p.lengths is not None
+    starts = [arrays[f"mods.{x}"] for x in STARTS]
+    longest = [max(x.rows) for x in p.lengths]
+    is_top_left = p.causal == "top-left" and p.lengths[0] != p.lengths[1]
+    if name == "fa2" and is_top_left:
+        raise Unsupported("its causal mask is aligned to the bottom right")
+    if name == "efficient" and p.group > 1:
+        raise Unsupported("every query head needs a key head of its own")
+
+    def fa2(q: Any, k: Any, v: Any) -> Any:
+        sides = zip(("window_size_left", "window_size_right"), p.window)
+        window = {side: keys for side, keys in sides if keys is not None}
+        found = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, *starts, *longest, 0.0, bool(p.causal), False), scale=p.scale, **window
+        )
+        return found[0]
+
+    def efficient(q: Any, k: Any, v: Any) -> Any:
+        mask = 0 if not p.causal else 1 if p.causal == "top-left" else 2
+        found = torch.ops.aten._efficient_attention_forward(
+            *(q[None], k[None], v[None], None, *starts, *longest, 0.0, mask, True), scale=p.scale
+        )
+        return found[0][0]
+
+    def attend(*inputs: Any) -> Any:
+        q, k, v = (x[0].swapaxes(0, 1) for x in inputs)  # [rows, heads, columns]
+        return (fa2 if name == "fa2" else efficient)(q, k, v).swapaxes(0, 1)[None]
 
     return attend
 

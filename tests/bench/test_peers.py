@@ -13,8 +13,9 @@ import pytest
 from cupyfa import Problem, Simulator, Unsupported, expressions
 from cupyfa.bench import peers, torch_masks
 from cupyfa.bench.timing import placed
+from cupyfa.modifiers import STARTS
 from cupyfa.numerics import tolerance
-from cupyfa.operations import OPERATIONS, modifications
+from cupyfa.operations import OPERATIONS, exact_attention, modifications
 from cupyfa.verify.case import Case
 
 SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
@@ -248,3 +249,78 @@ def test_peers_are_captured_as_graphs(cuda, name, operation):
         replay = peer.capture()
         eager, replayed = (min(cuda.time(call) for _ in range(30)) for call in (peer.call, replay))
     assert 0.2 * eager < replayed < 2 * eager
+
+
+class Operators:
+    """torch's operators for packed sequences, by the reference: what they are called with."""
+
+    def __init__(self, p):
+        self.p = p
+
+    def _flash_attention_forward(self, q, k, v, *rest, scale, **window):
+        starts, ends, *longest, dropout, causal, debug = rest
+        assert (dropout, debug) == (0.0, False) and window == {}
+        return self.attend((q, k, v), (starts, ends), longest, scale, causal), None
+
+    def _efficient_attention_forward(self, q, k, v, bias, *rest, scale):
+        starts, ends, *longest, dropout, mask, keeps_lse = rest
+        assert bias is None and dropout == 0.0 and keeps_lse
+        arrays = [x[0] for x in (q, k, v)]
+        causal = (None, "top-left", "bottom-right")[mask]
+        return self.attend(arrays, (starts, ends), longest, scale, causal)[None], None
+
+    def attend(self, arrays, starts, longest, scale, causal):
+        assert list(longest) == [9, 7] and [list(x) for x in starts] == [
+            [0, 5, 5, 14],
+            [0, 7, 10, 14],
+        ]
+        p = self.p.with_options(scale=scale, causal=causal or None)
+        inputs = {x: array.swapaxes(0, 1)[None] for x, array in zip("QKV", arrays, strict=True)}
+        inputs |= {f"mods.{x}": y for x, y in zip(STARTS, starts, strict=True)}
+        return exact_attention(inputs, p)[0][0].swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("name", ["fa2", "efficient"])
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+def test_sequences_are_handed_over_packed(name, causal):
+    p = Problem.of_sizes(lengths="5,0,9:7,3,4", heads=2, d=8, causal=causal)
+    inputs = Case("forward", p).inputs()
+    torch = SimpleNamespace(ops=SimpleNamespace(aten=Operators(p)))
+    attend = peers._packed(torch, name, p, inputs, None)
+    wanted, _ = exact_attention(inputs, p)
+    np.testing.assert_allclose(attend(*(inputs[x] for x in "QKV")), wanted)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, reason",
+    [
+        ("math", {}, "no ragged batches"),
+        ("flex", {}, "no ragged batches"),
+        ("jax", {}, "no ragged batches"),
+        ("fa2", {"lengths": "3/5"}, "no seqused_q, seqused_k"),
+        ("fa2", {"lengths": "_1,5"}, "no rows of no sequence"),
+        ("fa2", {"softcap": 3.0}, "no softcap"),
+        ("efficient", {"window": (3, 0)}, "no window"),
+        ("fa2", {"sink": "h"}, "no sink"),
+    ],
+)
+def test_sequences_that_peers_cannot_have_are_refused(simulator, name, sizes, reason):
+    p = Problem.of_sizes(**{"lengths": "5,4", "d": 8, **sizes})
+    with pytest.raises(Unsupported, match=reason):
+        peers.peer(name, simulator, p, Case("forward", p).inputs())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa2", "efficient"])
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+@pytest.mark.parametrize("lengths", ["64,64", "130,7,0,300", "130,7,1:150,200,9"])
+def test_sequences_on_a_gpu(cuda, name, operation, causal, lengths):
+    needs(name)
+    p = Problem.of_sizes(lengths=lengths, heads=2, d=64, dtype="float16", causal=causal)
+    inputs = Case(operation, p, seed=5).inputs()
+    with cuda.working_on(None):
+        peer = peers.peer(name, cuda, p, placed(cuda, inputs, {}), operation)
+    expected = OPERATIONS[operation].reference(inputs, p, [None])[None]
+    for verdict in tolerance.compare(peer.outputs, expected):
+        assert verdict.passed, f"{peer.label}: {verdict}"
