@@ -86,8 +86,8 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
         "i32[batch]", of LENGTHS a shape. A bias has by default the problem's dtype, other floats
-        have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are names, as "q,bias":
-        see ``differentiated``.
+        have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are names, as
+        "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """

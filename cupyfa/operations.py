@@ -331,10 +331,11 @@ def _of_sequences(
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
-    if p.sequences is None:
+    if not p.is_ragged:
         arrays = (inputs[name] for name in "QKV")
         return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
-    out, lse = np.zeros((1, p.heads, p.M, p.dv)), np.full((1, p.heads, p.M), -np.inf)
+    shape = p.batch, p.heads, p.M
+    out, lse = np.zeros((*shape, p.dv)), np.full(shape, -np.inf)
     for one in _sequences(inputs, p):
         arrays = (one.of(name, inputs[name]) for name in "QKV")
         how = _score_arguments(inputs, p, (one.number, 0, 0, 0), one.problem(p))
