@@ -24,13 +24,13 @@ from cupyfa.modifiers import (
     ALIBI,
     BIAS,
     DLSE,
-    LENGTHS,
     MASK,
     OWN_ARRAYS,
     PADDED,
     SEEDS,
     SINK,
     STARTS,
+    USED,
     Operand,
     is_array,
     of_value,
@@ -59,6 +59,7 @@ _SHAPES = {
 }
 MOST_ROWS = 2**31 - 2**16  # of all sequences together
 _SHOWN = 8  # longer lists have a short form in lines and tables
+_OF_PACKED = (*STARTS, *USED)
 _OF_LENGTHS = (
     "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
     "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
@@ -85,13 +86,13 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
-        "i32[batch]", of LENGTHS a shape. A bias has by default the problem's dtype, other floats
-        have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are names, as
-        "q,bias": see ``differentiated``.
+        "i32[batch]", of those of packed rows a shape. A bias has by default the problem's dtype,
+        other floats have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are
+        names, as "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *LENGTHS}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -103,7 +104,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         batch = 1 if STARTS[0] in given else sizes[0]
         found.append(Operand(DLSE, FLOATS[dtype].sums.name, (batch, *sizes[1:3])))
     found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
-    found += [Operand(name, "int32", given[name]) for name in LENGTHS if name in given]
+    found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
     found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
