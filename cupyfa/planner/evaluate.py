@@ -171,6 +171,7 @@ class _Planner:
                 "of_products": mods.of_products(p),
                 "ragged": self.is_ragged(launch),
                 "packed": self.is_packed(launch),
+                "page_size": 0,
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
                 **self.maps(launch),
                 "threads": threads,

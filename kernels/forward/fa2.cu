@@ -11,6 +11,7 @@
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
+#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
@@ -31,9 +32,9 @@ constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
 
 // A row of a tile, or zeros where the tensor has no such row.
-template <int width>
-__device__ void load_row(scalar (&tile)[width], Tensor<const scalar> tensor, int batch, int head,
-                         int row, int rows) {
+template <int width, class Rows>
+__device__ void load_row(scalar (&tile)[width], Rows tensor, int batch, int head, int row,
+                         int rows) {
   for (int col = 0; col < width; ++col) {
     tile[col] = row < rows ? tensor.row(batch, head, row)[col] : scalar(real(0));
   }
@@ -110,6 +111,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     if (!extent.has_tile_of_rows(tile * Br)) continue;
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
+    const auto keys = rows_of(K, mods), values = rows_of(V, mods);
 
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads it
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
@@ -120,8 +122,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
          first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
       for (int key = threadIdx.x; key < Bc; key += threads) {
-        load_row(shared.K[key], K, batch, head / group, first_key + key, N);
-        load_row(shared.V[key], V, batch, head / group, first_key + key, N);
+        load_row(shared.K[key], keys, batch, head / group, first_key + key, N);
+        load_row(shared.V[key], values, batch, head / group, first_key + key, N);
       }
       __syncthreads();  // K and V are there
 

@@ -15,6 +15,7 @@
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
 #include <tile/math.cuh>
+#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -88,6 +89,6 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)
-    repair_row<d, dv>(Q, K, V, O, lse, extent, row, batch, head, head / group,
-                      Scorer<real>{scale, mods});
+    repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, extent, row, batch, head,
+                      head / group, Scorer<real>{scale, mods});
 }

@@ -21,6 +21,7 @@
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
+#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -55,7 +56,7 @@ struct Split {
 struct Task {
   Shared& shared;
   Scorer<real> scorer;
-  Head keys, values;
+  KeyHead keys, values;
   int own_row, lane;
   int end;  // of the split's keys
 };
@@ -131,7 +132,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
-  Head keys(K, batch, kv_head, extent.N), values(V, batch, kv_head, extent.N);
+  KeyHead keys(rows_of(K, mods), batch, kv_head, extent.N),
+      values(rows_of(V, mods), batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
@@ -165,8 +167,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     return;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
-                             same.head * pack_gqa / group, scorer);
+    repair_rows<d, dv, true>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, rows, same.batch,
+                             same.head, same.head * pack_gqa / group, scorer);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);

@@ -2,7 +2,6 @@
 // Work shared out among the threads of a block, and copies of tiles into shared memory.
 
 #include <tile/math.cuh>
-#include <tile/tensor.cuh>
 
 // Calls body(i, round) for i = 0 … count - 1, each in one thread; neighbouring threads get
 // neighbouring i. Up to `together` rounds are unrolled, so that their loads are all in flight
@@ -16,12 +15,11 @@ __device__ __forceinline__ void share_out(Body body) {
   }
 }
 
-// Copies `width` columns of a head's rows, coalesced. Rows from `rows` on are filled with zeros: a
-// NaN left there would spoil sums.
-template <int threads, int width, int height, int stride>
-__device__ __forceinline__ void load_tile(scalar (&tile)[height][stride],
-                                          Tensor<const scalar> tensor, int batch, int head,
-                                          int first_row, int rows) {
+// Copies `width` columns of a head's rows, coalesced, from a Tensor or a PagedTensor. Rows from
+// `rows` on are filled with zeros: a NaN left there would spoil sums.
+template <int threads, int width, int height, int stride, class Rows>
+__device__ __forceinline__ void load_tile(scalar (&tile)[height][stride], Rows tensor, int batch,
+                                          int head, int first_row, int rows) {
   static_assert(width <= stride, "a row of the tile must hold a row of the tensor");
   share_out<threads, height * width, 16>([&](int i, int) {
     const int row = i / width, col = i % width;
