@@ -12,6 +12,7 @@ from cupyfa.api import (
     attention_vjp,
     compile,
     compile_backward,
+    decode,
     dropout_mask,
     empty_pinned,
     plan,
@@ -35,6 +36,7 @@ from cupyfa.operations import Input
 from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
+from cupyfa.runtime.decoding import KVCache
 from cupyfa.runtime.merging import merge, merge_vjp
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.runtime.transfer import (
@@ -69,6 +71,7 @@ __all__ = [
     "DeviceLost",
     "Expected",
     "Input",
+    "KVCache",
     "Kernel",
     "Launch",
     "Limits",
@@ -99,6 +102,7 @@ __all__ = [
     "compile",
     "compile_backward",
     "configure_transfer",
+    "decode",
     "doctor",
     "draw_blocks",
     "dropout_mask",

@@ -19,6 +19,7 @@ from cupyfa.dtypes import dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
+from cupyfa.ladder.forward import in_splits
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
@@ -36,9 +37,10 @@ from cupyfa.options import (
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import MOST, TEXTS, Problem, rows_of, sizes_of
-from cupyfa.runtime import ragged
+from cupyfa.runtime import decoding, ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
+from cupyfa.runtime.decoding import KVCache
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 
@@ -489,17 +491,7 @@ def attention_ragged(
         ("forward", kernel, where), attention_ragged, return_lse, keywords, given
     )
     how, arrays = _with_operands(how[0], arrays, how[1])
-    if is_moved and out is not None:
-        result = _call(how, arrays, None, None, check)
-        packed = result[0] if return_lse else result
-        if tuple(out.shape) != tuple(packed.shape) or str(out.dtype) != str(packed.dtype):
-            raise ValueError(
-                f"out is {out.dtype} {tuple(out.shape)}, the result is {packed.dtype} "
-                f"{tuple(packed.shape)}; give an array like that"
-            )
-        out[...] = where.download(packed)
-        return (out, where.download(result[1])) if return_lse else out
-    return _moved_back(where, _call(how, arrays, out, None, check), is_moved)
+    return _call_moved(where, how, arrays, out, check, is_moved)
 
 
 def attention_ragged_backward(
@@ -576,6 +568,109 @@ def attention_ragged_vjp(
     return ((out, lse) if return_lse else out), pullback
 
 
+def decode(
+    q: Any,
+    cache: KVCache,
+    *,
+    k: Any = None,
+    v: Any = None,
+    rotary: tuple[Any, Any] | None = None,
+    interleaved: bool = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    score_mod: Text = None,
+    mask_mod: Text = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    captured: Mapping[str, Any] | None = None,
+    options: AttentionOptions | None = None,
+    splits: int | Literal["auto"] = "auto",
+    kernel: str | Kernel = "auto",
+    backend: BackendName | Backend = "auto",
+    tiles: Tiles | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    check: bool = False,
+    **unknown: Any,
+) -> Any:
+    """``attention`` of new tokens to the keys and values of a ``KVCache``.
+
+    q [batch, heads, new tokens, d]; heads is a multiple of the cache's kv_heads. The new tokens are
+    the last ones of each sequence: of n keys, token i sees those up to n - new tokens + i.
+
+    k, v: [batch, kv_heads, new tokens, d | dv], the keys and values of the new tokens, which are
+        first written into the cache from row cache.lengths on; a sequence then has that many more
+        keys. Without them the cache has them already, and cache.lengths counts them. Either way
+        cache.lengths stays as it is.
+    rotary: (cos, sin), each [positions, angles], of the dtype of q or of lse: the columns of q, and
+        of k before it is written, are turned by their positions, in pairs (x, x + angles). Columns
+        from 2 · angles on stay as they are.
+    interleaved: whether the pairs of rotary are (2 x, 2 x + 1).
+    splits: into how many parts the keys of a row are divided, each of which is computed by a block
+        of its own; by default it depends on the device and the batch. With a number, the bits of a
+        sequence do not depend on the others.
+    options: all options of attention that are no arrays, as one AttentionOptions; without dropout,
+        a precision or a "top-left" mask.
+
+    window, scale, softcap, score_mod, mask_mod, alibi_slopes, sink, captured, kernel, backend,
+    tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many keys a
+    sequence has. With ``check`` attention is compared with the reference, and lengths and pages in
+    GPU memory are looked at too. float32 is not rounded.
+
+    Kernels read lengths and page tables when they run, and grids are made for the capacity. So
+    nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
+
+    Returns out [batch, heads, new tokens, dv], and lse [batch, heads, new tokens] with
+    ``return_lse``. A row without keys has out = 0 and lse = -infinity, or its sink.
+
+    Raises what ``attention`` raises; ValueError for lengths and pages that are not in the cache,
+    where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
+    written.
+
+    Rotary embedding: Su et al., 2021, arXiv:2104.09864.
+    """
+    if unknown:
+        raise unknown_argument(decode, unknown)
+    if (k is None) != (v is None):
+        raise TypeError("k and v are the keys and values of the same tokens; give both or none")
+    if interleaved and rotary is None:
+        raise TypeError(
+            "interleaved says how rotary pairs columns, and there is none; give rotary="
+        )
+    asked = {"window": window, "scale": scale, "softcap": softcap}
+    chosen = _options_of_decoding(options, {**asked, "score_mod": score_mod, "mask_mod": mask_mod})
+    new = None if k is None else (k, v)
+    step = decoding.step(
+        backend, q, cache, new, rotary, interleaved=bool(interleaved), look=bool(check)
+    )
+    if str(step.q.dtype) == "float32":  # also by a kernel that would round it
+        chosen = replace(chosen, precision="float32")
+    if splits != "auto":
+        kernel = in_splits(kernel, splits)
+    how = ("forward", kernel, step.backend, chosen, "bhsd", tiles, return_lse, _NO_OWN, *_NOT_GIVEN)
+    given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
+    given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
+    how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
+    before = step.write if step.writes else None
+    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, before)
+
+
+def _options_of_decoding(
+    options: AttentionOptions | None, asked: Mapping[str, Any]
+) -> AttentionOptions:
+    """The options of a call of ``decode``. Raises ValueError for those that it cannot have."""
+    chosen = AttentionOptions.of(options, asked)
+    for what, given, remedy in (
+        ("causal='top-left'", chosen.causal == "top-left", "new tokens are the last ones"),
+        ("dropout", chosen.dropout, "there are no gradients"),
+        ("a precision", chosen.precision, "products are in the dtype of the cache"),
+    ):
+        if given:
+            raise ValueError(f"decode has no {what}: {remedy}; leave it out of options")
+    return replace(chosen, causal="bottom-right")
+
+
 def _sequences(
     named: Mapping[str, Any], lengths: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Backend, Sequence[Any], dict[str, Any], bool]:
@@ -621,6 +716,32 @@ def _how_of_sequences(
     options, tiles = keywords.get("options"), keywords.get("tiles")
     how = (*which, options, "bshd", tiles, flag, _NO_OWN, *_values(function, asked))
     return (how, {**read, **given}), bool(keywords.get("check"))
+
+
+def _call_moved(
+    backend: Backend,
+    how: How,
+    arrays: Sequence[Any],
+    out: Any,
+    check: bool,
+    is_moved: bool,
+    before: Callable[[], None] | None = None,
+) -> Any:
+    """A call of the forward pass on arrays that may be copies of NumPy's.
+
+    before: what is done when all arguments were checked, ahead of the launches.
+    """
+    if not is_moved or out is None:
+        return _moved_back(backend, _call(how, arrays, out, None, check, None, before), is_moved)
+    result = _call(how, arrays, None, None, check, None, before)
+    made, *lse = result if isinstance(result, tuple) else (result,)
+    if tuple(out.shape) != tuple(made.shape) or str(out.dtype) != str(made.dtype):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}, the result is {made.dtype} "
+            f"{tuple(made.shape)}; give an array like that"
+        )
+    out[...] = backend.download(made)
+    return (out, *map(backend.download, lse)) if lse else out
 
 
 def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:
@@ -842,7 +963,7 @@ _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, "captured")
 _ARRAYS_OF_CALLS = (
-    *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS),
+    *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS, modifiers.PAGE_TABLE),
     *modifiers.SEEDS,
 )
 # What attention_vjp hands to both passes.
@@ -861,12 +982,13 @@ def _call(
     grads: Any,
     check: bool,
     progress: Progress | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Any:
-    """A call of a function of the library."""
+    """A call of a function of the library; see ``_call_moved``."""
     last = recent.get(how[0])
-    if last is not None and not check:
-        before, prepared = last  # compared by identity: True equals 1, which is refused
-        if len(before) == len(how) and all(map(is_, before, how)):
+    if last is not None and not check and before is None:
+        like, prepared = last  # compared by identity: True equals 1, which is refused
+        if len(like) == len(how) and all(map(is_, like, how)):
             repeated = prepared.again(arrays, prepared.targets(out, grads), shapes=True)
             if repeated is not None:
                 return repeated
@@ -885,6 +1007,8 @@ def _call(
     elif backend.stream is not None and {type(x) for x in how if x is not backend} <= _FIXED:
         recent[operation] = how, prepared
     targets = prepared.targets(out, grads)
+    if before is not None:
+        before()
     return prepared.run(arrays, targets, check=check, progress=progress)
 
 
@@ -1057,7 +1181,9 @@ def _with_operands(
     names = _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(modifiers.SEEDS)]
     found = {x: _seen(how[2], x, given[x]) for x in names if given.get(x) is not None}
     if lengths := {x: found[x] for x in modifiers.PADDED if x in found}:
-        found |= _padded_lengths(how, arrays, lengths, look)
+        table = found.get(modifiers.PAGE_TABLE)
+        most = 1 if table is None else table.shape[1]  # pages
+        found |= _padded_lengths(how, arrays, lengths, most, look)
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
@@ -1074,13 +1200,13 @@ def _with_operands(
 
 
 def _padded_lengths(
-    how: How, arrays: Sequence[Any], given: Mapping[str, Any], look: bool
+    how: How, arrays: Sequence[Any], given: Mapping[str, Any], most: int, look: bool
 ) -> dict[str, Any]:
-    """The lengths of batch elements of a call, checked."""
+    """The lengths of batch elements of a call, checked, where keys may lie in ``most`` pages."""
     by_name = dict(zip(_ARRAYS[how[0]], arrays))
     backend, (q, k) = adopt(how[2], q=by_name["q"], k=by_name["k"])
     batch, _, M, _ = sizes_of("q", q, how[4])
-    rows = M, sizes_of("k", k, how[4])[2]
+    rows = M, sizes_of("k", k, how[4])[2] * most
     return ragged.padded_lengths(given, batch, rows, look=look, download=backend.download)
 
 

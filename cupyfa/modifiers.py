@@ -31,6 +31,7 @@ _CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
 STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
 PADDED = ("lengths_q", "lengths_k")
 LENGTHS = (*STARTS, *USED, *PADDED)
+PAGE_TABLE = "page_table"  # where keys and values lie in pages: the numbers of each element's pages
 _WANTED = {
     **dict.fromkeys(
         STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
@@ -38,7 +39,7 @@ _WANTED = {
     **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
     **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
 }
-_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS)
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -126,7 +127,7 @@ def name_of(name: str) -> str:
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
-    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS)
+    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE)
     return own if known else f"captured {own}"
 
 
@@ -189,7 +190,7 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in (SINK, DLSE) if self._has(x)]
+        alone = [x for x in (SINK, DLSE) if self._has(x)] + ["paged"] * self._has(PAGE_TABLE)
         if self.is_ragged:
             alone.append("ragged" if self.is_packed else "lengths")
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
@@ -360,7 +361,8 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    if name in (*TAKEN, *OF_ARGUMENTS, *MAPS) or name.startswith(OF_BLOCKS):
+    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE)
+    if name in taken or name.startswith(OF_BLOCKS):
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
 

@@ -16,6 +16,7 @@ from cupyfa.modifiers import (
     MAPS,
     OFFSET,
     PADDED,
+    PAGE_TABLE,
     SEED,
     SINK,
     STARTS,
@@ -88,6 +89,11 @@ class Input:
         """Its axes by name; "-" is one that has none."""
         return self.axes if isinstance(self.axes, str) else " ".join("-" for _ in self.shape(p))
 
+    def in_pages(self) -> Input:
+        """The same of keys that lie in pages."""
+        axes = str(self.axes).replace("batch", "pages").replace("N", "page_size")
+        return replace(self, axes=axes)
+
     def bytes(self, p: Problem) -> int:
         return prod(self.shape(p)) * self.dtype(p).itemsize
 
@@ -125,7 +131,10 @@ class Operation:
     def inputs_of(self, p: Problem) -> dict[str, Input]:
         """The inputs of a problem, with the arrays that its texts read."""
         read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
-        return {name: x for name, x in self.inputs.items() if x.when(p)} | read
+        own = {name: x for name, x in self.inputs.items() if x.when(p)}
+        if p.pages:
+            own |= {name: own[name].in_pages() for name in "KV"}
+        return own | read
 
     def outputs_of(self, p: Problem) -> dict[str, Input]:
         """The outputs of a problem, with the gradients of arrays that its texts read."""
@@ -187,7 +196,7 @@ def modifications(
     first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
     of a ragged batch that they are applied to.
     """
-    texts, unread = p.modifiers, (*MAPS, *LENGTHS)
+    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE)
     its = sequence or p
     return Modifications(
         score_steps=texts.score,
@@ -329,6 +338,19 @@ def _of_sequences(
     return found
 
 
+def _without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
+    """The same problem with the keys and values of each batch element in one place."""
+    table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
+
+    def rows(array: np.ndarray) -> np.ndarray:
+        found = array[table].swapaxes(1, 2)  # [batch, kv_heads, most, page_size, columns]
+        return found.reshape(*found.shape[:2], p.N, array.shape[-1])
+
+    dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}
+    kept = tuple(x for x in p.operands if x.name != PAGE_TABLE)
+    return dense, replace(p, operands=kept, pages=0)
+
+
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
     if not p.is_ragged:
@@ -374,6 +396,8 @@ def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    if p.pages:
+        inputs, p = _without_pages(inputs, p)
     if p.is_ragged:
         return _expected_of_sequences(inputs, p, roundings, excerpt)
     arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)

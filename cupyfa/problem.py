@@ -22,6 +22,7 @@ from cupyfa.modifiers import (
     MAPS,
     MASK,
     OWN_ARRAYS,
+    PAGE_TABLE,
     SEED,
     SEEDS,
     STARTS,
@@ -48,7 +49,8 @@ class Problem:
     numbers that texts read. With ``block_mask`` its masks are a block mask together: plans go by
     maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those of the
     queries and keys of a ragged batch where they are known: what is compiled does not depend on
-    them, but work and random inputs do.
+    them, but work and random inputs do. With ``pages`` k and v are as many pages, k [pages,
+    kv_heads, page_size, d], and an operand is the page table.
     """
 
     batch: int
@@ -65,6 +67,7 @@ class Problem:
     operands: tuple[Operand, ...] = ()
     block_mask: bool = False
     lengths: forms.Packed | None = None
+    pages: int = 0
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -173,12 +176,17 @@ class Problem:
         _, kv_heads, N, k_d = sizes_of("k", k, layout)
         _, v_heads, v_N, dv = sizes_of("v", v, layout)
         shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        _same("the leading axes", shapes, *(tuple(x.shape[:-3]) for x in (q, k, v)))
+        table = next((x for x in operands if x.name == PAGE_TABLE), None)
+        of_pages = (k, v) if table else (q, k, v)
+        _same("the leading axes", shapes, *(tuple(x.shape[:-3]) for x in of_pages))
         _same("d, the last axis of q and k,", shapes, d, k_d)
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
         dtype, chosen = _common_dtype(q=q, k=k, v=v), AttentionOptions.of(options, keywords)
-        return cls(batch, heads, kv_heads, M, N, d, dv, dtype, chosen, operands=operands)
+        pages = len(k) if table else 0
+        N *= table.shape[1] if table else 1
+        sizes = batch, heads, kv_heads, M, N, d, dv
+        return cls(*sizes, dtype, chosen, operands=operands, pages=pages)
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
@@ -246,7 +254,7 @@ class Problem:
         if name in OPTIONS and name != SEED:  # which dropout needs
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        own = (*OWN_ARRAYS, DLSE, *LENGTHS, *(SEEDS if options.dropout else ()))
+        own = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *(SEEDS if options.dropout else ()))
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)
@@ -364,6 +372,12 @@ class Problem:
         Kernels read them: M and N are then the rows of the arrays.
         """
         return self.modifiers.is_ragged
+
+    @property
+    def page_size(self) -> int:
+        """How many keys a page has; 0 if keys do not lie in pages."""
+        table = next((x for x in self.operands if x.name == PAGE_TABLE), None)
+        return self.N // table.shape[1] if table and table.shape[1] else 0
 
     @property
     def reach(self) -> tuple[int, int] | None:

@@ -96,6 +96,11 @@ def of_lengths(kernel: Kernel, *rest: Launch, takes_packed: bool = True) -> Kern
     return replace(kernel, launches=(*kernel.launches, *rest), features=features)
 
 
+def of_pages(kernel: Kernel) -> Kernel:
+    """The record of a kernel that also takes keys and values in pages."""
+    return replace(kernel, features=(*kernel.features, "paged"))
+
+
 def pair_bytes(p: Problem) -> int:
     """The bytes of an element of the array whose pairs are copied to shared memory; 0: of none."""
     held = p.modifiers.held

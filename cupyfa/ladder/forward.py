@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+from cupyfa.errors import described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
     HALF,
@@ -13,6 +15,7 @@ from cupyfa.ladder.common import (
     clear_rest,
     even_width,
     of_lengths,
+    of_pages,
     pair_bytes,
     row_tiles,
     rung,
@@ -24,7 +27,7 @@ from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
 from cupyfa.options import FLOAT8
-from cupyfa.problem import MOST, Problem, round_up
+from cupyfa.problem import MOST, Problem, round_up, whole
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
@@ -224,6 +227,7 @@ SPLIT_KV_TILES = TileChoice.of(
     },
 )
 MERGE_WARPS = 4
+MOST_SPLITS = 4096
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
@@ -273,16 +277,12 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
     return most
 
 
-def rows_in_splits(p: Problem, c: SimpleNamespace) -> int:
-    """The rows of all splits together, if a launch has to merge them."""
-    splits = num_splits(p, c)
-    return p.batch * p.heads * p.M * splits if splits > 1 else 0
-
-
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
-    quarter of the device; in both cases only with at least 1024 keys.
+    quarter of the device; in both cases only with at least 1024 keys. Or whether they lie in pages.
     """
+    if p.pages:  # which other fast kernels do not read
+        return True
     few = p.M * p.group <= 64 or 4 * packed_tiles(p, c) <= c.multiprocessors
     return few and visible_keys(p, c) >= 1024
 
@@ -375,43 +375,56 @@ MMA_PIPELINED = rung(
     tflops={"float16": {64: 301, 128: 355, 256: 315}, "bfloat16": {64: 304, 128: 352, 256: 316}},
 )
 SPLITS = "O_splits.data max_splits.data sum_splits.data"
-MMA_SPLIT_KV = rung(
-    MMA_PIPELINED,
-    "mma_split_kv",
-    "split-KV: blocks share the keys of a row tile, a second launch merges their results",
-    launch={
-        "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
-        "grid": lambda p, c: packed_tiles(p, c) * num_splits(p, c),
-        "numbers": {"num_splits": num_splits},
-        "walks": {},
-    },
-    then=(
-        Launch(
-            "merge_splits",
-            args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
-            grid=lambda p, c: p.M * p.heads * p.batch if num_splits(p, c) > 1 else 1,
-            threads=lambda p, c: MERGE_WARPS * WARP,
-            shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
-            numbers={"num_splits": num_splits},
+
+
+def split_kv(splits: Formula) -> Kernel:
+    """The record of mma_split_kv with a formula of the number of splits."""
+
+    def rows(p: Problem, c: SimpleNamespace) -> int:
+        """The rows of all splits together, if a launch has to merge them."""
+        number = splits(p, c)
+        return p.batch * p.heads * p.M * number if number > 1 else 0
+
+    return rung(
+        MMA_PIPELINED,
+        "mma_split_kv",
+        "split-KV: blocks share the keys of a row tile, a second launch merges their results",
+        launch={
+            "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+            "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
+            "numbers": {"num_splits": splits},
+            "walks": {},
+        },
+        then=(
+            Launch(
+                "merge_splits",
+                args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
+                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+                threads=lambda p, c: MERGE_WARPS * WARP,
+                shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
+                numbers={"num_splits": splits},
+            ),
         ),
-    ),
-    scratch={
-        "O_splits": (lambda p, c: rows_in_splits(p, c) * round_up(p.dv, 16), "real"),
-        "max_splits": (rows_in_splits, "real"),
-        "sum_splits": (rows_in_splits, "real"),
-    },
-    tiles=SPLIT_KV_TILES,
-    candidates={
-        "Br": (16, 32, 64, 128),
-        "Bc": (16, 32, 64),
-        "Wr": (16, 32),
-        "stages": (2, 3, 4),
-        "blocks_per_sm": (1, 2, 3, 4),
-    },
-    rules={**MMA_PIPELINED.rules, "stages is 2 or more": lambda c: c.stages >= 2},
-    tflops={"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
-    made_for=few_rows_for_many_keys,
-)
+        scratch={
+            "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
+            "max_splits": (rows, "real"),
+            "sum_splits": (rows, "real"),
+        },
+        tiles=SPLIT_KV_TILES,
+        candidates={
+            "Br": (16, 32, 64, 128),
+            "Bc": (16, 32, 64),
+            "Wr": (16, 32),
+            "stages": (2, 3, 4),
+            "blocks_per_sm": (1, 2, 3, 4),
+        },
+        rules={**MMA_PIPELINED.rules, "stages is 2 or more": lambda c: c.stages >= 2},
+        tflops={"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
+        made_for=few_rows_for_many_keys,
+    )
+
+
+MMA_SPLIT_KV = split_kv(num_splits)
 MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
@@ -730,9 +743,33 @@ _OF_SEQUENCES = (
     *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
     *("mma_tf32", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
 )
-KERNELS = tuple(
-    of_lengths(x, *REST, takes_packed=x is not _SPLIT_KV)
-    if x is _SPLIT_KV or x.name in _OF_SEQUENCES
-    else x
-    for x in _RUNGS
-)
+_OF_PAGES = ("fa2", "fa2_coalesced", "mma_split_kv")
+
+
+def _with_lengths(kernel: Kernel) -> Kernel:
+    """The record of a kernel that takes lengths of batch elements, and perhaps pages."""
+    takes_packed = kernel.name in _OF_SEQUENCES
+    if not (takes_packed or kernel.name == "mma_split_kv"):
+        return kernel
+    made = of_lengths(kernel, *REST, takes_packed=takes_packed)
+    return of_pages(made) if kernel.name in _OF_PAGES else made
+
+
+KERNELS = tuple(map(_with_lengths, _RUNGS))
+
+
+def in_splits(kernel: Kernel | str, splits: int) -> Kernel:
+    """The record of mma_split_kv that always makes so many splits.
+
+    kernel: its name, or "auto". Raises ValueError for another one, or for a wrong number.
+    """
+    if kernel not in ("auto", "mma_split_kv"):
+        raise ValueError(
+            f"splits is for mma_split_kv, and kernel is {described(kernel)}; leave one of them out"
+        )
+    return _in_splits(whole("splits", splits, 1, MOST_SPLITS))
+
+
+@lru_cache(maxsize=64)
+def _in_splits(splits: int) -> Kernel:
+    return _with_lengths(rounded_first(split_kv(lambda p, c: splits)))

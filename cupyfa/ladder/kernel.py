@@ -39,6 +39,7 @@ FEATURES = (
     "wrt",
     "ragged",
     "lengths",
+    "paged",
     "gqa",
     "strides",
     "lse",
@@ -197,7 +198,8 @@ class Kernel(_Record):
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
         "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
-        elements in padded arrays), and the options that modify scores.
+        elements in padded arrays), "paged" (keys and values in pages), and the options that modify
+        scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar", "operand"
         or "byte"; those that the launches of a problem name are allocated. ``d8`` and ``dv8`` are d
         and dv rounded up to a multiple of 8, ``d16`` is d to one of 16, ``N32`` is N to one of 32.

@@ -170,6 +170,7 @@ class _Planner:
                 **p.modifiers.constants,
                 "of_products": mods.of_products(p),
                 "ragged": self.is_ragged(launch),
+                "page_size": p.page_size,
                 "packed": self.is_packed(launch),
                 "page_size": 0,
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it

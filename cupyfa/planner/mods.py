@@ -38,6 +38,7 @@ _ELEMENTS = {
 _NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of NumPy
 _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
+_PAGES = "page_count"  # a member: how many pages there are
 _UNIT = "unit"  # a member: 1 / scale
 # What a text finds besides its own names.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
@@ -106,6 +107,9 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
         values.append(p.first_position)
+    if p.pages:
+        fields.append((_PAGES, "i4"))
+        values.append(p.pages)
     if of_products(p):
         fields.append((_UNIT, p.dtype.sums))
         values.append(1 / p.scale)
@@ -180,6 +184,7 @@ def _members(p: Problem) -> list[str]:
     found = p.modifiers
     made = [f"{_member(x, x is found.held)} {_name_of_member(x)}" for x in found.operands]
     made += [f"int {_FIRST}"] * (found.reads_position and not p.is_ragged)
+    made += [f"int {_PAGES}"] * bool(p.pages)
     made += [f"real {_UNIT}"] * of_products(p)
     return made + ["Dropout dropout"] * found.dropout + _of_lengths(p)
 

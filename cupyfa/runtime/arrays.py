@@ -204,7 +204,7 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
 
 
 def columns_contiguous(array: Any) -> bool:
-    """Whether columns lie side by side, and the other strides are whole elements."""
+    """Whether the elements of the last axis lie side by side, all at whole multiples of a size."""
     size = array.dtype.itemsize
     return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
         stride % size for stride in array.strides

@@ -4,7 +4,7 @@
 //
 // The host writes above every kernel `page_size`, a power of two, or 0 where the rows of a batch
 // element lie together. If there are pages, struct Mods has
-//   pages_       the page table [batch, most]
+//   page_table_  the page table [batch, most]
 //   page_count   how many pages there are
 // Nobody may have seen the table before. A number that no page has stands for the first or the last
 // page, and so does one past the table's end, so that nothing outside is read.
@@ -52,7 +52,7 @@ struct PagedTensor {
 template <bool in_pages = paged, class T, class Arrays>
 __device__ __forceinline__ auto rows_of(Tensor<T> tensor, [[maybe_unused]] const Arrays& mods) {
   if constexpr (in_pages)
-    return PagedTensor<T, decltype(mods.pages_)>{tensor, mods.pages_, mods.page_count};
+    return PagedTensor<T, decltype(mods.page_table_)>{tensor, mods.page_table_, mods.page_count};
   else
     return tensor;
 }

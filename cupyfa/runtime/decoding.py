@@ -1,0 +1,525 @@
+"""Decoding: caches of keys and values, and the launch that writes new tokens into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa.dtypes import DTYPES
+from cupyfa.errors import Unsupported, described
+from cupyfa.ladder.kernel import Kernel, Launch, cdiv
+from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
+from cupyfa.problem import Problem
+from cupyfa.runtime.arrays import columns_contiguous, overlap, require_one_device
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.select import adopt
+from cupyfa.runtime.workspace import of_graphs
+
+LAYOUTS = ("nhd", "hnd")
+PAGE_SIZES = (16, 32, 64, 128, 256)
+THREADS = 128  # of a block, of which each warp writes a row
+_MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
+APPEND = Launch(
+    "append_keys",
+    args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
+    "number_stride most page_count capacity shift tokens heads kv_heads batches",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: THREADS,
+    file="forward/append_keys.cu",
+)
+_KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPEND,))
+
+
+class KVCache:
+    """Keys and values of the tokens of several sequences, in arrays of the caller's.
+
+    k, v: with ``layout="nhd"`` [batch, capacity, kv_heads, d] and [batch, capacity, kv_heads, dv],
+        with ``layout="hnd"`` [batch, kv_heads, capacity, d | dv]. With ``pages`` they are pages:
+        [pages, page_size, kv_heads, d | dv], or [pages, kv_heads, page_size, d | dv]; page_size is
+        16, 32, 64, 128 or 256.
+    lengths: [batch] of int32, how many keys each sequence has.
+    pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
+        pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
+        sequence needs are not looked at.
+
+    All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
+    when ``decode`` runs counts, of lengths and page tables too. ``decode`` writes into k and v if
+    it is given new keys, and never changes lengths.
+
+    Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
+    of pages.
+
+    Pages: Kwon et al., 2023, arXiv:2309.06180.
+    """
+
+    def __init__(
+        self, k: Any, v: Any, lengths: Any, pages: Any = None, layout: str = "nhd"
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
+        self.layout = layout
+        self.k, self.v = _seen("k", k), _seen("v", v)
+        self.lengths = _seen("lengths", lengths)
+        self.pages = None if pages is None else _seen("pages", pages)
+        _check_keys(self.k, self.v, layout)
+        _check_whole("lengths", self.lengths, 1)
+        if self.pages is not None:
+            _check_whole("pages", self.pages, 2)
+            self._check_pages()
+        wanted = len(self.k) if self.pages is None else len(self.pages)
+        if len(self.lengths) != wanted:
+            whose = "k" if self.pages is None else "pages"
+            raise ValueError(
+                f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
+                "sequences; give a number for each"
+            )
+
+    @classmethod
+    def from_csr(
+        cls, k: Any, v: Any, indptr: Any, indices: Any, last_page_len: Any, layout: str = "nhd"
+    ) -> KVCache:
+        """A cache in pages whose table is given as FlashInfer has it.
+
+        Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1], of which all but
+        the last are full and the last has last_page_len[b] keys. indptr is [batch + 1], indices
+        [all pages of all sequences], last_page_len [batch], all of int32.
+
+        The table and the lengths are new arrays, made from what these contain now. There is room
+        for new keys in the last pages only. In GPU memory nobody waits for the numbers, so the
+        table has a column for each of ``indices``.
+        """
+        starts, listed, last = (
+            _seen(name, x)
+            for name, x in (
+                *(("indptr", indptr), ("indices", indices)),
+                ("last_page_len", last_page_len),
+            )
+        )
+        for name, x in (("indptr", starts), ("indices", listed), ("last_page_len", last)):
+            _check_whole(name, x, 1)
+        if len(starts) != len(last) + 1:
+            raise ValueError(
+                f"indptr has {len(starts)} numbers and last_page_len {len(last)}; give one more "
+                "in indptr: where each sequence's pages begin, and then the end"
+            )
+        counts = starts[1:] - starts[:-1]
+        most = len(listed)
+        if isinstance(counts, np.ndarray):
+            _check_csr(starts, listed)
+            most = int(counts.max(initial=0))
+        steps = np.ones_like(listed, shape=(max(most, 1),)).cumsum() - 1
+        places = np.clip(starts[:-1, None] + steps[None], 0, max(len(listed) - 1, 0))
+        table = listed[places] if len(listed) else 0 * places
+        size = _seen("k", k).shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
+        lengths = (counts - 1) * size + last
+        lengths *= counts > 0
+        return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has."""
+        return len(self.lengths)
+
+    @property
+    def page_size(self) -> int | None:
+        """How many keys a page has; None if it has no pages."""
+        return None if self.pages is None else self._rows(self.k).shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """How many keys a sequence may have."""
+        rows = self._rows(self.k).shape[2]
+        return rows if self.pages is None else rows * self.pages.shape[1]
+
+    def __repr__(self) -> str:
+        pages = "" if self.pages is None else f" in pages of {self.page_size}"
+        return (
+            f"<KVCache: {self.batch} sequences of up to {self.capacity} keys{pages}, "
+            f"{self.k.dtype} {self.layout} {tuple(self.k.shape)}>"
+        )
+
+    def _rows(self, array: Any) -> Any:
+        """Keys or values as [batch or pages, kv_heads, rows, columns]."""
+        return array.swapaxes(1, 2) if self.layout == "nhd" else array
+
+    def _check_pages(self) -> None:
+        count, columns = len(self.k), self.pages.shape[1]  # type: ignore[union-attr]
+        if self.page_size not in PAGE_SIZES:
+            raise Unsupported(
+                f"pages have {self.page_size} keys; their sizes may be "
+                f"{', '.join(map(str, PAGE_SIZES))}"
+            )
+        if not (count and columns):
+            raise ValueError(
+                f"k has {count} pages and the page table {columns} columns; give at least one"
+            )
+
+    def check_numbers(self, lengths: np.ndarray, pages: np.ndarray | None, new: int) -> None:
+        """Raises ValueError for lengths, with ``new`` keys more, or pages that are not there."""
+        wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
+        if wrong.size:
+            i = int(wrong[0])
+            more = f", and there are {new} new ones" if new else ""
+            raise ValueError(
+                f"lengths[{i}] is {lengths[i]}, the cache has room for {self.capacity} keys{more}; "
+                f"give a number from 0 to {self.capacity - new}"
+            )
+        if pages is None:
+            return
+        size, count = int(self.page_size or 1), len(self.k)
+        needed = np.arange(pages.shape[1]) < -(-(lengths[:, None] + new) // size)
+        missing = np.argwhere(needed & ((pages < 0) | (pages >= count)))
+        if len(missing):
+            b, i = map(int, missing[0])
+            raise ValueError(
+                f"pages[{b}, {i}] is {pages[b, i]}, and there are {count} pages; give a number "
+                f"from 0 to {count - 1} for all {lengths[b] + new} keys of sequence {b}"
+            )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Queries and a cache in a backend's memory, with new tokens that may have to be written.
+
+    q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
+    columns]. lengths: those with the new keys. is_moved: whether the caller's arrays are NumPy's,
+    and these are copies.
+    """
+
+    backend: Backend
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    pages: Any
+    is_moved: bool
+    _new: _New | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self._new is not None
+
+    def write(self) -> None:
+        """Writes the new keys and values, and turns them and the queries."""
+        if self._new is not None:
+            self._new.write()
+
+
+def step(
+    backend: str | Backend,
+    q: Any,
+    cache: KVCache,
+    new: tuple[Any, Any] | None,
+    rotary: tuple[Any, Any] | None,
+    *,
+    interleaved: bool,
+    look: bool,
+) -> Step:
+    """Queries and a cache in a backend's memory; nothing is launched yet.
+
+    new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
+    memory, too.
+    """
+    given = _named(q, cache, new, rotary)
+    where, arrays = adopt(backend, **given)
+    given = dict(zip(given, arrays))
+    require_one_device(where, given)
+    _check_shapes(given, cache)
+    on_host = isinstance(given["lengths"], np.ndarray)
+    if on_host or look:
+        _check_contents(where, given, cache)
+    lengths = given["lengths"]
+    if is_moved := not where.owns(lengths):
+        given = {name: where.upload(x) for name, x in given.items()}
+    tokens = given["q"].shape[2]
+    count = tokens if "k" in given else 0
+    made = {}
+    with where.working_on(given["q"]):
+        if count:
+            known = (lengths + count).astype("i4") if on_host else None
+            empty = where.empty((cache.batch,), np.dtype(np.int32))
+            made["used"] = empty if known is None else where.upload(known)
+        if rotary is not None:
+            made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
+        if made and where.is_capturing:  # a graph writes there whenever it is launched
+            of_graphs.append(made)
+    new_tokens = _New(where, given, made, cache, interleaved, is_moved) if made else None
+    return Step(
+        backend=where,
+        q=made.get("turned", given["q"]),
+        k=given["cache.k"],
+        v=given["cache.v"],
+        lengths=made.get("used", given["lengths"]),
+        pages=given.get("pages"),
+        is_moved=is_moved,
+        _new=new_tokens,
+    )
+
+
+def _named(
+    q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: tuple[Any, Any] | None
+) -> dict[str, Any]:
+    """All arrays that are given, by name; those of the cache as [.., kv_heads, rows, columns]."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
+    named = {"q": q, "cache.k": cache._rows(cache.k), "cache.v": cache._rows(cache.v)}
+    named["lengths"] = cache.lengths
+    if cache.pages is not None:
+        named["pages"] = cache.pages
+    if new is not None:
+        named |= zip("kv", new)
+    if rotary is not None:
+        if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+            raise TypeError(
+                f"rotary is {described(rotary)}; give two arrays (cos, sin), each [positions, "
+                "angles]"
+            )
+        named |= zip(("cos", "sin"), rotary)
+    return named
+
+
+def _check_keys(k: Any, v: Any, layout: str) -> None:
+    shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
+    if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
+        axes = "rows, kv_heads" if layout == "nhd" else "kv_heads, rows"
+        raise ValueError(f"{shapes}; both must be [batch or pages, {axes}, columns]")
+    for name, x in (("k", k), ("v", v)):
+        if str(x.dtype) not in DTYPES or x.dtype != k.dtype:
+            raise TypeError(
+                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}"
+            )
+        if not columns_contiguous(x):
+            raise ValueError(
+                f"{name} has strides {x.strides}; the elements of its last axis must lie side by "
+                "side: give an array whose last axis is contiguous"
+            )
+
+
+def _check_whole(name: str, array: Any, axes: int) -> None:
+    if len(array.shape) != axes:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
+    if str(array.dtype) != "int32":
+        raise TypeError(f"{name} is {array.dtype}; it must be int32: convert it")
+    if not columns_contiguous(array):
+        raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
+
+
+def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
+    """Raises ValueError for offsets that fall or go beyond the pages."""
+    if (np.diff(starts) < 0).any() or (starts[0], starts[-1]) != (0, len(listed)):
+        raise ValueError(
+            f"indptr is {starts.tolist()}, and there are {len(listed)} indices; give offsets from "
+            "0 to that number that do not fall"
+        )
+
+
+def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
+    """Raises ValueError and TypeError for new tokens that do not fit the cache."""
+    q, keys, values = given["q"], given["cache.k"], given["cache.v"]
+    shape = tuple(q.shape)
+    if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
+        raise ValueError(
+            f"q has shape {shape}; it must be [batch, heads, new tokens, d], here "
+            f"({cache.batch}, heads, new tokens, {keys.shape[3]})"
+        )
+    if q.dtype != keys.dtype:
+        raise TypeError(f"q is {q.dtype} and the cache {keys.dtype}; convert one of them")
+    for name, like in (("k", keys), ("v", values)):
+        wanted = cache.batch, keys.shape[1], shape[2], like.shape[3]
+        if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, like.dtype):
+            x = given[name]
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {like.dtype} {wanted}: [batch, "
+                "kv_heads, new tokens, columns], as q and the cache have them"
+            )
+    if "k" in given and shape[2] > cache.capacity:
+        raise ValueError(
+            f"there are {shape[2]} new tokens, and the cache has room for {cache.capacity} keys"
+        )
+    if "cos" in given:
+        _check_angles(given["cos"], given["sin"], q)
+
+
+def _check_angles(cos: Any, sin: Any, q: Any) -> None:
+    d, dtypes = q.shape[3], (q.dtype, DTYPES[str(q.dtype)].sums)
+    shape = tuple(cos.shape)
+    is_table = len(shape) == 2 and shape == tuple(sin.shape) and shape[0] > 0
+    if not is_table or not 0 < 2 * shape[1] <= d:
+        raise ValueError(
+            f"rotary has shapes {shape} and {tuple(sin.shape)}; both must be [positions, angles], "
+            f"with 1 to {d // 2} angles: one for each pair of the {d} columns of q, or fewer"
+        )
+    if cos.dtype not in dtypes or sin.dtype != cos.dtype:
+        raise TypeError(
+            f"rotary is of {cos.dtype} and {sin.dtype}; both must be {dtypes[0]} or {dtypes[1]}"
+        )
+
+
+def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) -> None:
+    """Raises ValueError for lengths, pages and memory that cannot be right."""
+
+    def seen(name: str) -> Any:
+        array = given.get(name)
+        is_there = array is not None and not isinstance(array, np.ndarray)
+        return backend.download(array) if is_there else array
+
+    lengths, new = seen("lengths"), given["q"].shape[2] if "k" in given else 0
+    cache.check_numbers(lengths, seen("pages"), new)
+    if "cos" in given and lengths.size:
+        positions, needed = len(given["cos"]), int(lengths.max()) + new
+        if needed > positions:
+            raise ValueError(
+                f"rotary has {positions} positions, and a sequence has {needed} keys; give a row "
+                "for each"
+            )
+    if not new:
+        return
+    for name in ("cache.k", "cache.v"):
+        array = given[name]
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, and new keys are given; let it be written")
+        for other in ("q", "k", "v"):
+            if overlap(array, given[other]):
+                raise ValueError(
+                    f"{other} shares memory with {name}, into which it is written; give a copy"
+                )
+
+
+class _New:
+    """New tokens: the launch that writes them, and the arrays that it reads and writes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        given: Mapping[str, Any],
+        made: Mapping[str, Any],
+        cache: KVCache,
+        interleaved: bool,
+        is_moved: bool,
+    ) -> None:
+        self._backend, self._cache, self._is_moved = backend, cache, is_moved
+        read = {
+            name: x if columns_contiguous(x) else x.copy()
+            for name, x in given.items()
+            if name in ("q", "k", "v", "cos", "sin")
+        }
+        self._arrays = {**given, **read, **made}
+        self._launcher = _launcher(backend, self._arrays, cache, interleaved)
+
+    def write(self) -> None:
+        backend = self._backend
+        with backend.working_on(self._arrays["q"]):
+            self._launcher(tuple(map(backend.address, self._arrays.values())), backend.stream)
+            if self._is_moved and "k" in self._arrays:
+                self._copy_back()
+
+    def _copy_back(self) -> None:
+        """Copies the rows that were written into the caller's NumPy arrays."""
+        cache, tokens = self._cache, self._arrays["q"].shape[2]
+        rows = cache.lengths[:, None] + np.arange(tokens)
+        batch: np.ndarray = np.arange(cache.batch)[:, None]
+        if cache.pages is not None:
+            batch, rows = cache.pages[batch, rows // cache.page_size], rows % cache.page_size
+        there = tuple(map(self._backend.upload, np.broadcast_arrays(batch, rows)))
+        for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
+            written = self._arrays[name].swapaxes(1, 2)[there]
+            cache._rows(array).swapaxes(1, 2)[batch, rows] = self._backend.download(written)
+
+
+_launchers: dict[Any, Launcher] = {}
+
+
+def _launcher(
+    backend: Backend, arrays: Mapping[str, Any], cache: KVCache, interleaved: bool
+) -> Launcher:
+    """The launch for arrays of these forms; they are given to it in this order."""
+    forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
+    key = backend, backend.device, interleaved, forms
+    found = _launchers.get(key)
+    if found is None:
+        if len(_launchers) >= _MOST_KNOWN:
+            _launchers.clear()
+        found = _launchers[key] = Launcher(backend, _plan(arrays, cache, interleaved), arrays)
+    return found
+
+
+def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
+    """The launch that writes and turns new tokens."""
+    q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
+    appends, rotates = "used" in arrays, "turned" in arrays
+    (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
+    p = Problem.of_sizes(M=1, d=d, dv=values.shape[3], dtype=str(q.dtype))
+    rows = batch * tokens * (2 * kv_heads * appends + heads * rotates)
+    angles = arrays["cos"].shape[1] if rotates else 0
+    one = PlannedLaunch(
+        launch=APPEND,
+        path=Path(str(APPEND.file)),
+        dtype=p.dtype,
+        operand=p.dtype,
+        constants={
+            **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
+            **{"interleaved": interleaved, "page_size": cache.page_size or 0},
+            **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
+            **{"ragged": False, "packed": False, "threads": THREADS},
+        },
+        grid=(cdiv(rows, THREADS // 32), 1, 1),
+        threads=THREADS,
+        shared_bytes=0,
+        arguments=tuple(_arguments(arrays, cache)),
+    )
+    written = ("turned", "cache.k", "cache.v", "used") if appends else ("turned",)
+    outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
+    return Plan(_KERNEL, p, {}, (one,), {}, outputs)
+
+
+def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
+    q, kv_heads, tokens = arrays["q"], arrays["cache.k"].shape[1], arrays["q"].shape[2]
+    table, appends = arrays.get("pages"), "used" in arrays
+    tensors: Sequence[tuple[str, bool]] = (
+        *(("q", "turned" in arrays), ("turned", "turned" in arrays)),
+        *(("k", appends), ("v", appends), ("cache.k", appends), ("cache.v", appends)),
+    )
+    made = [
+        Argument(name) if given else Argument(name, value=np.zeros((), TENSOR))
+        for name, given in tensors
+    ]
+    for name in ("cos", "sin"):
+        made.append(
+            Argument(name, strides=(None, None, 0))
+            if name in arrays
+            else Argument(name, value=np.zeros((), TENSOR))
+        )
+    none = np.uint64(0)
+    made += [
+        Argument("positions", value=np.int32(len(arrays["cos"]) if "cos" in arrays else 0)),
+        Argument("lengths", "data"),
+        Argument("used", "data", None if appends else none),
+        Argument("pages", "data", none if table is None else None),
+        Argument("number_stride", value=np.int64(0 if table is None else table.strides[0] // 4)),
+    ]
+    numbers = {
+        "most": 0 if table is None else table.shape[1],
+        "page_count": 0 if table is None else len(arrays["cache.k"]),
+        "capacity": cache.capacity,
+        "shift": 0 if appends else -tokens,
+        "tokens": tokens,
+        "heads": q.shape[1],
+        "kv_heads": kv_heads,
+        "batches": q.shape[0],
+    }
+    return [*made, *(Argument(name, value=np.int32(x)) for name, x in numbers.items())]
+
+
+def _seen(name: str, given: Any) -> Any:
+    """NumPy's and CuPy's arrays as they are, other libraries' as these, without a copy."""
+    if type(given) is np.ndarray or hasattr(given, "get"):
+        return given
+    if isinstance(given, list | tuple | str) or given is None:
+        raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array")
+    _, (array,) = adopt("auto", **{name: given})
+    return array

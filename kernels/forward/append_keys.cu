@@ -1,0 +1,96 @@
+// append_keys: writes the keys and values of new tokens into a cache, before attention to it, and
+// rotates these keys, and the queries, by their positions.
+//
+// Token i of a batch element stands at position lengths[batch] + shift + i. Rotary embedding takes
+// columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x turns by
+// an angle of which row `position` of two tables has the cosine and the sine. Columns after these
+// pairs stay as they are. (Su et al., 2021, arXiv:2104.09864, equation 34)
+//
+//   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
+//   new_K, new_V [batch, kv_heads, tokens, d | dv]: if `appends`
+//   K, V [batch, kv_heads, capacity, d | dv], or in pages [pages, kv_heads, page_size, d | dv]
+//   cosines, sines [positions, angles]: if `rotates`
+//   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
+//   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
+//   written
+//   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
+//   the host sets: scalar, real, d, dv, threads, appends, rotates, interleaved, angles,
+//   angles_of_sums, page_size
+#include <tile/math.cuh>
+#include <tile/pages.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int pairs = angles > 0 ? angles : 1;
+static_assert(2 * angles <= d, "pairs are columns of a row");
+static_assert(threads % warp_size == 0, "a warp writes a row");
+
+template <bool of_sums>
+struct AngleOf {
+  using Type = scalar;
+};
+template <>
+struct AngleOf<true> {
+  using Type = real;
+};
+using Angle = AngleOf<angles_of_sums>::Type;
+
+struct Rotation {
+  Tensor<const Angle> cosines, sines;
+  int positions;
+
+  // A column of a row at a position.
+  __device__ __forceinline__ scalar turned(const scalar* row, int col, int position) const {
+    if (col >= 2 * angles) return row[col];
+    const int pair = interleaved ? col / 2 : col % pairs;
+    const int other = interleaved ? col ^ 1 : col < angles ? col + angles : col - angles;
+    const int line = max(0, min(position, positions - 1));
+    const real cosine = real(cosines.row(0, 0, line)[pair]),
+               sine = real(sines.row(0, 0, line)[pair]);
+    const real x = real(row[col]), y = real(row[other]);
+    return scalar(col < other ? x * cosine - y * sine : x * cosine + y * sine);
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads) void append_keys(
+    Tensor<const scalar> Q, Tensor<scalar> turned_Q, Tensor<const scalar> new_K,
+    Tensor<const scalar> new_V, Tensor<scalar> K, Tensor<scalar> V, Tensor<const Angle> cosines,
+    Tensor<const Angle> sines, int positions, const int* lengths, int* used, const int* numbers,
+    long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
+    int heads, int kv_heads, int batches) {
+  const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
+  const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
+  const int token = int(index % tokens), unit = int(index / tokens % own_heads);
+  const long long batch_of = index / tokens / own_heads;
+  if (batch_of >= batches) return;
+  const int batch = int(batch_of), lane = threadIdx.x % warp_size;
+  const int before = max(0, min(lengths[batch], capacity));
+  const int position = min(before + shift, capacity - token) + token;
+  const Rotation rotation = {cosines, sines, positions};
+
+  if (appends && unit < 2 * kv_heads) {
+    if (unit == 0 && token == 0 && lane == 0) used[batch] = min(before, capacity - tokens) + tokens;
+    if (position < 0 || position >= capacity) return;
+    int page = batch, row = position;
+    if constexpr (paged) {
+      const Pages own = {numbers + batch * number_stride, most, page_count};
+      page = own.listed(position), row = position % page_rows;
+      if (!own.has(page)) return;
+    }
+    if (unit < kv_heads) {
+      const scalar* from = new_K.row(batch, unit, token);
+      scalar* to = K.row(page, unit, row);
+      for (int col = lane; col < d; col += warp_size)
+        to[col] = rotates ? rotation.turned(from, col, position) : from[col];
+    } else {
+      const scalar* from = new_V.row(batch, unit - kv_heads, token);
+      scalar* to = V.row(page, unit - kv_heads, row);
+      for (int col = lane; col < dv; col += warp_size) to[col] = from[col];
+    }
+  } else {
+    const int head = unit - (appends ? 2 * kv_heads : 0);
+    const scalar* from = Q.row(batch, head, token);
+    scalar* to = turned_Q.row(batch, head, token);
+    for (int col = lane; col < d; col += warp_size) to[col] = rotation.turned(from, col, position);
+  }
+}
