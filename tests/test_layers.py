@@ -13,7 +13,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Launch
 from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import INCLUDE, KERNELS
-from cupyfa.runtime import merging, tile_maps
+from cupyfa.runtime import decoding, merging, tile_maps
 
 PACKAGE = Path(cupyfa.__file__).parent
 # Each layer imports only from layers that stand before it; a module of the first one only from
@@ -153,7 +153,7 @@ def launches():
 def test_every_kernel_file_belongs_to_a_record_and_every_record_has_its_files():
     files = {path for path in KERNELS.rglob("*.cu")}
     of_records = {KERNELS / source_path(kernel, launch) for kernel, launch in launches()}
-    other = tile_maps.CLASSIFY, tile_maps.MAP, merging.MERGE, merging.GRADIENTS
+    other = tile_maps.CLASSIFY, tile_maps.MAP, merging.MERGE, merging.GRADIENTS, decoding.APPEND
     ours = {KERNELS / x.file for x in other}
     assert files == of_records | ours
 

@@ -240,7 +240,7 @@ def _ready(
 
 def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
     value, inside = mods.value(p)
-    sizes = {"heads": p.heads, "ragged": False, "packed": False}
+    sizes = {"heads": p.heads, "ragged": False, "packed": False, "page_size": 0}
     options = {**p.options.constants, **p.modifiers.constants, **sizes}
     return _planned(
         CLASSIFY,

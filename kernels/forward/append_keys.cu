@@ -16,8 +16,8 @@
 //   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
 //   the host sets: scalar, real, d, dv, threads, appends, rotates, interleaved, angles,
 //   angles_of_sums, page_size
+#include <attention/pages.cuh>
 #include <tile/math.cuh>
-#include <tile/pages.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 

@@ -11,7 +11,6 @@
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
-#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
@@ -33,10 +32,9 @@ static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole group
 
 // A row of a tile, or zeros where the tensor has no such row.
 template <int width, class Rows>
-__device__ void load_row(scalar (&tile)[width], Rows tensor, int batch, int head, int row,
-                         int rows) {
+__device__ void load_row(scalar (&tile)[width], Rows from, int batch, int head, int row, int rows) {
   for (int col = 0; col < width; ++col) {
-    tile[col] = row < rows ? tensor.row(batch, head, row)[col] : scalar(real(0));
+    tile[col] = row < rows ? from.row(batch, head, row)[col] : scalar(real(0));
   }
 }
 
@@ -111,7 +109,6 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     if (!extent.has_tile_of_rows(tile * Br)) continue;
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
-    const auto keys = rows_of(K, mods), values = rows_of(V, mods);
 
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads it
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
@@ -122,8 +119,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
          first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
       for (int key = threadIdx.x; key < Bc; key += threads) {
-        load_row(shared.K[key], keys, batch, head / group, first_key + key, N);
-        load_row(shared.V[key], values, batch, head / group, first_key + key, N);
+        load_row(shared.K[key], rows_of(K, mods), batch, head / group, first_key + key, N);
+        load_row(shared.V[key], rows_of(V, mods), batch, head / group, first_key + key, N);
       }
       __syncthreads();  // K and V are there
 

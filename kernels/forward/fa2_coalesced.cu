@@ -15,7 +15,6 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
-#include <tile/pages.cuh>
 
 constexpr int KV_width = padded<scalar>(d > dv ? d : dv);
 
@@ -106,7 +105,6 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     if (!extent.has_tile_of_rows(tile * Br)) continue;
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
-    const auto keys = rows_of(K, mods), values = rows_of(V, mods);
 
     load_tile<threads, d>(shared.Q, Q, batch, head, tile * Br, M);
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
@@ -116,7 +114,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
          first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before K overwrites values that a slower thread still reads
-      load_tile<threads, d>(shared.KV, keys, batch, head / group, first_key, N);
+      load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, N);
       __syncthreads();  // K is there
 
       const Seen seen = seen_in_tile(extent, row, first_key, Bc);
@@ -124,7 +122,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
       softmax.sum += exponentiate(shared, seen, softmax);
 
       __syncthreads();  // before V overwrites keys that a slower thread still reads
-      load_tile<threads, dv>(shared.KV, values, batch, head / group, first_key, N);
+      load_tile<threads, dv>(shared.KV, rows_of(V, mods), batch, head / group, first_key, N);
       __syncthreads();  // V is there
       accumulate_row(shared, seen, factor);
     }

@@ -15,7 +15,6 @@
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
 #include <tile/math.cuh>
-#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>

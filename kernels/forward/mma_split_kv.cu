@@ -13,6 +13,7 @@
 //   shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
+#include <attention/paged_head.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
@@ -21,7 +22,6 @@
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
-#include <tile/pages.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -132,8 +132,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
-  KeyHead keys(rows_of(K, mods), batch, kv_head, extent.N),
-      values(rows_of(V, mods), batch, kv_head, extent.N);
+  KeyHead keys(K, mods, batch, kv_head, extent.N), values(V, mods, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen

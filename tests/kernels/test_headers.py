@@ -35,6 +35,7 @@ MAY_READ = {
         "packed",
     },
     "tensor.cuh": {"packed"},
+    "pages.cuh": {"page_size"},
     "row_sums.cuh": {"packed"},
     "sum_tile.cuh": {"ragged", "packed"},
     "score.cuh": {

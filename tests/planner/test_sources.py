@@ -43,6 +43,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool unit_slope = true;",
         "constexpr bool of_products = false;",
         "constexpr bool ragged = false;",
+        "constexpr int page_size = 0;",
         "constexpr bool packed = false;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",

@@ -9,6 +9,7 @@
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
 //  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
 
+#include <attention/pages.cuh>
 #include <attention/place.cuh>
 #include <attention/ragged.cuh>
 #include <tile/math.cuh>

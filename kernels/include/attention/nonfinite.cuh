@@ -50,7 +50,6 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
 // A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
 // unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
 // on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
-// K and V are of Tensor or PagedTensor.
 template <int d, int dv, class T, class Keys, class Scores>
 __device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
@@ -96,11 +95,10 @@ __device__ __noinline__ void call_repair_row(Args... args) {
 }
 
 // The same for all rows of a warp.
-template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys,
-          class Scores>
+template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
 __device__ void repair_rows(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,
-                            const Scores& scorer) {
+                            const S& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);
   for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
     const int query = row / pack_gqa, own = head * pack_gqa + row % pack_gqa;

@@ -4,7 +4,6 @@
 
 #include <ptx/cp_async.cuh>
 #include <ptx/pack.cuh>
-#include <tile/pages.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>
@@ -54,60 +53,12 @@ struct Head {
   __device__ __forceinline__ const operand* row(int row) const {
     return data + row / heads * stride + (heads > 1 ? row % heads * head_stride : 0);
   }
-
-  // A thread copies every `distance`th row of a tile of `height` rows: whether one, `below` its
-  // first row, may lie elsewhere than `distance` strides after the one before.
-  template <int distance, int height>
-  __host__ __device__ static constexpr bool leaves_page(int) {
-    return false;
-  }
 };
-
-// The same of keys or values in pages. Tiles begin at multiples of their height.
-struct PagedHead {
-  const operand* data;  // of page 0
-  long long stride, page_stride;
-  Pages pages;
-  int rows;
-  bool aligned;
-
-  template <class Table>
-  __device__ PagedHead(const PagedTensor<const operand, Table>& keys, int batch, int head, int rows)
-      : data(keys.tensor.row(0, head, 0)),
-        stride(keys.tensor.row_stride),
-        page_stride(keys.tensor.batch_stride),
-        pages(keys.pages(batch)),
-        rows(rows),
-        aligned(is_aligned(keys.tensor)) {}
-
-  template <int heads>
-  __device__ __forceinline__ const operand* row(int row) const {
-    static_assert(heads == 1, "the rows of pages are those of one head");
-    return data + pages.page_of(row) * page_stride + row % page_rows * stride;
-  }
-
-  template <int distance, int height>
-  __host__ __device__ static constexpr bool leaves_page(int below) {
-    constexpr bool whole_pages = page_rows % height == 0 || height % page_rows == 0;
-    return page_rows % distance != 0 || !whole_pages || below % page_rows == 0;
-  }
-};
-
-// What a kernel that takes pages reads keys and values from.
-template <bool in_pages>
-struct KeyHeadOf {
-  using Type = Head;
-};
-template <>
-struct KeyHeadOf<true> {
-  using Type = PagedHead;
-};
-using KeyHead = KeyHeadOf<paged>::Type;
 
 // Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros beyond its rows and
 // its `cols` columns. Rows that are not aligned are copied at once, element by element.
-template <int threads, int width, bool whole, int heads = 1, int height, int columns, class Rows>
-__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Rows& head,
+template <int threads, int width, bool whole, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row, int first_col, int cols) {
   constexpr int chunks = width / in_chunk;
   if (head.aligned) {
@@ -115,13 +66,12 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
     int left = 0;  // rows of the head from the thread's first row on
     share_out_rows<threads, height, chunks>([&](int row, int chunk, int round) {
       const int count = whole ? in_chunk : max(0, min(in_chunk, cols - chunk * in_chunk));
-      constexpr int distance = rows_in_round<threads, chunks>;
-      const int below = round * distance;
+      const int below = round * rows_in_round<threads, chunks>;
       if (round == 0) left = head.rows - first_row - row;
-      if (round == 0 || heads > 1 || Rows::template leaves_page<distance, height>(below))
-        from = head.template row<heads>(first_row + row) + first_col + chunk * in_chunk;
+      if (round == 0 || heads > 1)
+        from = head.row<heads>(first_row + row) + first_col + chunk * in_chunk;
       else
-        from += distance * head.stride;
+        from += rows_in_round<threads, chunks> * head.stride;
       cp_async(at(tile, row, chunk), from, below < left ? count * int(sizeof(operand)) : 0);
     });
   } else {
@@ -130,14 +80,14 @@ __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], cons
       const int row = i / width, col = i % width;
       const bool inside = first_row + row < head.rows && col < cols;
       at(tile, row, col / in_chunk)[col % in_chunk] =
-          inside ? head.template row<heads>(first_row + row)[first_col + col] : operand(0.0f);
+          inside ? head.row<heads>(first_row + row)[first_col + col] : operand(0.0f);
     }
   }
 }
 
 // Begins to copy all `cols` columns of rows of a head, padded with zeros to whole products.
-template <int threads, int cols, int heads = 1, int height, int columns, class Rows>
-__device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Rows& head,
+template <int threads, int cols, int heads = 1, int height, int columns>
+__device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const Head& head,
                                           int first_row) {
   constexpr int width = cdiv(cols, step) * step;
   copy_tile<threads, width, cols == width, heads>(tile, head, first_row, 0, cols);
