@@ -615,8 +615,8 @@ def decode(
 
     window, scale, softcap, score_mod, mask_mod, alibi_slopes, sink, captured, kernel, backend,
     tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many keys a
-    sequence has. With ``check`` attention is compared with the reference, and lengths and pages in
-    GPU memory are looked at too. float32 is not rounded.
+    sequence has. With ``check`` all that is written is compared with the reference, and lengths and
+    pages in GPU memory are looked at too. float32 is not rounded.
 
     Kernels read lengths and page tables when they run, and grids are made for the capacity. So
     nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
@@ -635,9 +635,7 @@ def decode(
     if (k is None) != (v is None):
         raise TypeError("k and v are the keys and values of the same tokens; give both or none")
     if interleaved and rotary is None:
-        raise TypeError(
-            "interleaved says how rotary pairs columns, and there is none; give rotary="
-        )
+        raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
     asked = {"window": window, "scale": scale, "softcap": softcap}
     chosen = _options_of_decoding(options, {**asked, "score_mod": score_mod, "mask_mod": mask_mod})
     new = None if k is None else (k, v)
@@ -652,7 +650,7 @@ def decode(
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
     how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
-    before = step.write if step.writes else None
+    before = (step.write_and_check if check else step.write) if step.writes else None
     return _call_moved(step.backend, how, arrays, out, check, step.is_moved, before)
 
 

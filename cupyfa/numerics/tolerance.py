@@ -295,6 +295,29 @@ def expected_softmax(x: Array, *, dtype: str) -> dict[str, Expected]:
     }
 
 
+def expected_rotation(
+    x: Array, cos: Array, sin: Array, *, interleaved: bool, dtype: str
+) -> Expected:
+    """Rows x [..., rows, d], whose columns are turned in pairs by angles [..., rows, angles].
+
+    Pairs are (i, i + angles), or (2 i, 2 i + 1). Two products and their sum are rounded, each by at
+    most half an eps of the products' sizes; what is below `tiny` may be flushed to zero. A narrow
+    dtype rounds the result. Columns after the pairs stay exactly as they are.
+    """
+    kernel, angles = Arithmetic(dtype), cos.shape[-1]
+    cos, sin, value = (np.asarray(a, np.float64) for a in (cos, sin, x))
+    every = np.arange(2 * angles)
+    first, second = (every[::2], every[1::2]) if interleaved else (every[:angles], every[angles:])
+    a, b = value[..., first], value[..., second]
+    turned, bound = value.copy(), np.zeros_like(value)
+    for at, one, other in ((first, a * cos, -b * sin), (second, b * cos, a * sin)):
+        size = np.abs(one) + np.abs(other)
+        turned[..., at] = one + other
+        bound[..., at] = 1.01 * kernel.eps * size + 3 * kernel.tiny
+    _add_rounding_of_results(turned, bound, kernel, dtype)
+    return Expected(turned, bound)
+
+
 class Arithmetic:
     """The dtype of a kernel's arrays, and the precision of the operands of its products.
 

@@ -12,9 +12,11 @@ import numpy as np
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
 from cupyfa.problem import Problem
-from cupyfa.runtime.arrays import columns_contiguous, overlap, require_one_device
+from cupyfa.runtime.arrays import columns_contiguous, is_masked, overlap, require_one_device
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.select import adopt
@@ -208,6 +210,12 @@ class Step:
         """Writes the new keys and values, and turns them and the queries."""
         if self._new is not None:
             self._new.write()
+
+    def write_and_check(self) -> None:
+        """The same, compared with a reference. Raises WrongResult for what was written wrongly."""
+        if self._new is not None:
+            self._new.write()
+            self._new.check()
 
 
 def step(
@@ -403,6 +411,7 @@ class _New:
         is_moved: bool,
     ) -> None:
         self._backend, self._cache, self._is_moved = backend, cache, is_moved
+        self._interleaved = interleaved
         read = {
             name: x if columns_contiguous(x) else x.copy()
             for name, x in given.items()
@@ -418,17 +427,59 @@ class _New:
             if self._is_moved and "k" in self._arrays:
                 self._copy_back()
 
+    def check(self) -> None:
+        """Compares what was written with a reference. Raises WrongResult."""
+        found, expected = {}, {}
+        if "used" in self._arrays:
+            for name, written in self._written().items():
+                given = self._on_host(name.removeprefix("cache.")).swapaxes(1, 2)
+                found[name] = written
+                expected[name] = Expected(given.astype(np.float64), np.zeros(given.shape))
+                if name == "cache.k" and "turned" in self._arrays:
+                    expected[name] = self._turned(given.swapaxes(1, 2), swapped=True)
+        if "turned" in self._arrays:
+            found["turned"] = self._on_host("turned")
+            expected["turned"] = self._turned(self._on_host("q"))
+        verdicts = tolerance.compare(found, expected)
+        tolerance.require(verdicts, f"append_keys on {self._cache!r}")
+
+    def _turned(self, rows: np.ndarray, *, swapped: bool = False) -> Expected:
+        """The expected rotation of rows [batch, heads, tokens, d]; with the last axes swapped."""
+        cos, sin = self._on_host("cos"), self._on_host("sin")
+        tokens = rows.shape[2]
+        first = self._on_host("lengths") - (0 if "used" in self._arrays else tokens)
+        at = np.clip(first[:, None, None] + np.arange(tokens), 0, len(cos) - 1)
+        made = tolerance.expected_rotation(
+            rows, cos[at], sin[at], interleaved=self._interleaved, dtype=str(rows.dtype)
+        )
+        return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
+
+    def _on_host(self, name: str) -> np.ndarray:
+        array = self._arrays[name]
+        return array if isinstance(array, np.ndarray) else self._backend.download(array)
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The batch element or page, and the row in it, of each new token: [batch, tokens]."""
+        size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
+        rows = self._on_host("lengths")[:, None] + np.arange(tokens)
+        batch: np.ndarray = np.arange(len(rows))[:, None]
+        if size is not None:
+            batch, rows = self._on_host("pages")[batch, rows // size], rows % size
+        return tuple(np.broadcast_arrays(batch, rows))  # type: ignore[return-value]
+
+    def _written(self) -> dict[str, np.ndarray]:
+        """The rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
+        there = tuple(map(self._backend.upload, self._places()))
+        return {
+            name: self._backend.download(self._arrays[name].swapaxes(1, 2)[there])
+            for name in ("cache.k", "cache.v")
+        }
+
     def _copy_back(self) -> None:
         """Copies the rows that were written into the caller's NumPy arrays."""
-        cache, tokens = self._cache, self._arrays["q"].shape[2]
-        rows = cache.lengths[:, None] + np.arange(tokens)
-        batch: np.ndarray = np.arange(cache.batch)[:, None]
-        if cache.pages is not None:
-            batch, rows = cache.pages[batch, rows // cache.page_size], rows % cache.page_size
-        there = tuple(map(self._backend.upload, np.broadcast_arrays(batch, rows)))
-        for name, array in (("cache.k", cache.k), ("cache.v", cache.v)):
-            written = self._arrays[name].swapaxes(1, 2)[there]
-            cache._rows(array).swapaxes(1, 2)[batch, rows] = self._backend.download(written)
+        cache, places = self._cache, self._places()
+        for array, written in zip((cache.k, cache.v), self._written().values()):
+            cache._rows(array).swapaxes(1, 2)[places] = written
 
 
 _launchers: dict[Any, Launcher] = {}
@@ -517,9 +568,9 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
 
 def _seen(name: str, given: Any) -> Any:
     """NumPy's and CuPy's arrays as they are, other libraries' as these, without a copy."""
-    if type(given) is np.ndarray or hasattr(given, "get"):
+    if (isinstance(given, np.ndarray) and not is_masked(given)) or hasattr(given, "get"):
         return given
-    if isinstance(given, list | tuple | str) or given is None:
+    if not hasattr(given, "shape"):
         raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array")
     _, (array,) = adopt("auto", **{name: given})
     return array
