@@ -14,7 +14,8 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 
 # The headers that every kernel shares count once for all of them, and have a limit of their own.
 SHARED = tuple(
-    f"attention/{x}.cuh" for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
+    f"attention/{x}.cuh"
+    for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
 )
 SHARED_LINES = 763
 
