@@ -11,10 +11,13 @@ from helpers.far_device import FarDevice
 
 import cupyfa
 from cupyfa import modifiers
+from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.errors import Unsupported
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
+from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
+from cupyfa.runtime import decoding
 
 DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
 SIZE, MOST = 16, 4  # of a page, of pages of a sequence
@@ -186,8 +189,8 @@ def test_options_of_attention(backend, kernel, number):
 
 
 def turned(x, first, rotary, interleaved, dtype):
-    """Rows x [heads, tokens, d] at positions from `first` on."""
-    at = first + np.arange(x.shape[1])
+    """Rows x [..., tokens, d] at positions from `first` on."""
+    at = first + np.arange(x.shape[-2])
     cos, sin = (table[at] for table in rotary)
     return tolerance.expected_rotation(x, cos, sin, interleaved=interleaved, dtype=dtype)
 
@@ -402,25 +405,115 @@ def test_wrong_pages_are_refused():
     refused(ValueError, r"pages\[4, 1\] is 27, and there are 27 pages", q, cache)
 
 
-@pytest.mark.parametrize("tokens", [0, 3])
-def test_wrong_pages_and_lengths_reach_nothing_outside(backend, tokens, monkeypatch):
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2"])
+def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatch):
     """As on a device, where nobody looks at them: kernels run, and the simulator sees all."""
-    monkeypatch.setattr(cupyfa.KVCache, "check_numbers", lambda *_: None)
+    monkeypatch.setattr("cupyfa.runtime.decoding._check_contents", lambda *_: None)
     monkeypatch.setattr("cupyfa.runtime.ragged._check_counts", lambda *_: None)
-    q, k, v = given("float16", tokens=max(tokens, 1))
-    new = {
-        "k": drawn((BATCH, KV_HEADS, 3, D), "float16"),
-        "v": drawn((BATCH, KV_HEADS, 3, DV), "float16"),
-    }
-    cache = cache_of(k, v, pages=True)
-    cache.pages[...] = np.where(np.arange(MOST) % 2, -(2**31), 2**31 - 1)
-    cache.lengths[:] = [-5, N, N + 1, 2**31 - 1, -(2**31), 7]
+    q, k, v = given("float16", tokens=3)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), "float16") for x in (D, DV))
+    cache = cache_of(k, v, pages=pages)
+    cache.lengths[:] = [-5, N - 1, N + 1, 2**31 - 1, -(2**31), 7]
+    if pages:
+        cache.pages[...] = np.where(np.arange(MOST) % 2, -(2**31), 2**31 - 1)
     before = cache.k.copy()
     rotary = quarter_turns(5, 2, "float16")
-    monkeypatch.setattr("cupyfa.runtime.decoding._check_contents", lambda *_: None)
-    for kernel in ("mma_split_kv", "fa2"):
-        decoded(backend, q, cache, kernel=kernel, rotary=rotary, **(new if tokens else {}))
-    np.testing.assert_array_equal(before, cache.k)  # pages that are not there are not written
+    for new in ({}, {"k": new_k, "v": new_v}):
+        decoded("simulator", q, cache, kernel=kernel, rotary=rotary, **new)
+    if pages:  # those that are not there are not written
+        np.testing.assert_array_equal(before, cache.k)
+    else:  # row N - 1 is, and rows from 0 and 7 on
+        changed = np.argwhere((before.view("u2") != cache.k.view("u2")).any(axis=(2, 3)))
+        places = [
+            [0, 0],
+            [0, 1],
+            [0, 2],
+            [1, N - 1],
+            [4, 0],
+            [4, 1],
+            [4, 2],
+            [5, 7],
+            [5, 8],
+            [5, 9],
+        ]
+        np.testing.assert_array_equal(changed, places)
+
+
+def test_a_check_finds_rows_that_are_written_wrongly(monkeypatch):
+    q, k, v = given("float32")
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 1, x)) for x in (D, DV))
+    rotary = quarter_turns(N, 5, "float32")
+    write = decoding._New.write
+
+    lengths = np.full(BATCH, 7, "i4")
+    for name, change in (
+        ("cache.k", lambda arrays: arrays["cache.k"].__setitem__((2, 1, 7, 3), 0)),
+        ("cache.v", lambda arrays: arrays["cache.v"].__setitem__((5, 0, 7, 0), np.nan)),
+        ("turned", lambda arrays: arrays["turned"].__setitem__((0, 0, 0, 23), 0)),
+    ):
+
+        def wrongly(self, change=change):
+            write(self)
+            change(self._arrays)
+
+        monkeypatch.setattr(decoding._New, "write", wrongly)
+        cache = cache_of(k, v, lengths)
+        how = {"k": new_k, "v": new_v, "rotary": rotary, "check": True, "kernel": "fa2"}
+        with pytest.raises(cupyfa.WrongResult, match=f"append_keys on .*\n.*{name}"):
+            decoded("simulator", q, cache, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+def test_a_captured_call_takes_other_lengths(cuda, pages):
+    import cupy
+
+    q, k, v = given("float16", tokens=2)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), "float16", seed=x) for x in (D, DV))
+    rotary = quarter_turns(N, 5, "float16")
+    host = cache_of(k, v, np.full(BATCH, N, "i4"), pages=pages)
+    table = None if host.pages is None else cupy.asarray(host.pages)
+    cache = cupyfa.KVCache(*map(cupy.asarray, (host.k, host.v, host.lengths)), table)
+    there, out = cupy.asarray(q), cupy.empty((BATCH, HEADS, 2, DV), "f2")
+    how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
+    how["rotary"] = tuple(map(cupy.asarray, rotary))
+    cache.lengths[...] = 0
+    cupyfa.decode(there, cache, **how, check=True)
+    cupyfa.decode(there, cache, **how)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        _, lse = cupyfa.decode(there, cache, **how)
+        cache.lengths += 2
+        graph = stream.end_capture()
+        for n in range(0, N - 1, 2):
+            graph.launch()
+            stream.synchronize()
+            its = [turned(x, n, rotary, False, "float16").value.astype("f2") for x in (q, new_k)]
+            k[:, n : n + 2], v[:, n : n + 2] = its[1].swapaxes(1, 2), new_v.swapaxes(1, 2)
+            require(out.get(), lse.get(), its[0], k, v, cache.lengths.get())
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_nvrtc_compiles_what_decoding_launches(size):
+    lengths, table = np.zeros(1, "i4"), None if size is None else np.zeros((1, 128), "i4")
+    k = np.zeros((3, 16, 8, 128), "f2") if size else np.zeros((1, 2048, 8, 128), "f2")
+    cache = cupyfa.KVCache(k, k, lengths, table)
+    rows = {"cache.k": k.swapaxes(1, 2), "cache.v": k.swapaxes(1, 2), "lengths": lengths}
+    rows |= {} if size is None else {"pages": table}
+    q, new, angles = (np.zeros(x, "f2") for x in ((1, 32, 1, 128), (1, 8, 1, 128), (2048, 64)))
+    made = {"used": lengths, "turned": q}
+    arrays = {"q": q, **rows, "k": new, "v": new, "cos": angles, "sin": angles, **made}
+    (append,) = decoding._plan(arrays, cache, interleaved=False).programs
+    operands = [modifiers.of_value("lengths_k", lengths)]
+    operands += [] if size is None else [modifiers.of_value("page_table", table)]
+    p = Problem.of(q, *[rows["cache.k"]] * 2, causal=True, operands=tuple(operands))
+    attend = planning.plan(
+        planning.select("auto", "forward", p, limits_of("90")), p, limits_of("90")
+    )
+    assert attend.kernel.name == "mma_split_kv"
+    for program in (append, *attend.programs):
+        assert compile_launch(program, "90").spilled_bytes == 0
 
 
 @pytest.mark.parametrize(
