@@ -250,13 +250,16 @@ def step(
     with where.working_on(given["q"]):
         if count:
             known = (lengths + count).astype("i4") if on_host else None
-            empty = where.empty((cache.batch,), np.dtype(np.int32))
-            made["used"] = empty if known is None else where.upload(known)
+            made["used"] = (
+                where.empty((cache.batch,), np.dtype(np.int32))
+                if known is None
+                else where.upload(known)
+            )
         if rotary is not None:
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
         if made and where.is_capturing:  # a graph writes there whenever it is launched
             of_graphs.append(made)
-    new_tokens = _New(where, given, made, cache, interleaved, is_moved) if made else None
+        new_tokens = _New(where, given, made, cache, interleaved, is_moved) if made else None
     return Step(
         backend=where,
         q=made.get("turned", given["q"]),
