@@ -9,7 +9,7 @@ are computed and move nothing. The log-sum-exp that a forward kernel returns is 
 from collections.abc import Iterable
 
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.operations import OPERATIONS, Input
+from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
 NAIVE, TILED = "naive", "tiled"
@@ -67,4 +67,4 @@ def naive_scratch(operation: str, p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    return Input("batch heads M N").bytes(p)
+    return p.heads * p.pairs * p.itemsize

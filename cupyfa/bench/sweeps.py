@@ -121,6 +121,10 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     sizes = {**usual, **given}
     if operation == "softmax":
         return Problem.of_row_sizes(*(sizes[name] for name in _OF_SOFTMAX))
+    if given.get(forms.LENGTHS_OF) is not None:
+        if given.get("tokens") is not None:
+            raise ValueError("lengths and tokens say the same; leave one of them out")
+        sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:
@@ -128,12 +132,6 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
-    if sizes.get(forms.LENGTHS_OF) is not None:
-        if "tokens" in given:
-            raise ValueError("lengths and tokens say the same; leave one of them out")
-        sizes = {
-            name: x for name, x in sizes.items() if name not in ("batch", "M", "N") or name in given
-        }
     return Problem.of_sizes(**sizes)
 
 
