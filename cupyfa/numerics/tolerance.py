@@ -314,7 +314,7 @@ def expected_rotation(
         size = np.abs(one) + np.abs(other)
         turned[..., at] = one + other
         bound[..., at] = 1.01 * kernel.eps * size + 3 * kernel.tiny
-    _add_rounding_of_results(turned, bound, kernel, dtype)
+    add_rounding_of_results(turned, bound, kernel, dtype)
     return Expected(turned, bound)
 
 

@@ -172,7 +172,6 @@ class _Planner:
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
                 "packed": self.is_packed(launch),
-                "page_size": 0,
                 **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
                 **self.maps(launch),
                 "threads": threads,

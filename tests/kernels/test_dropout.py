@@ -227,7 +227,8 @@ def results(kernel, backend, **given):
     how = {"dropout": 0.3, "backend": backend, "causal": True, **given}
     if kernel.operation == "forward":
         return (cupyfa.attention(q, k, v, kernel=kernel, **how),)
-    of_forward = {**how, "kernel": "fa2" if usual_dtype(kernel) == "float32" else "mma_pipelined"}
+    in_16_bits = usual_dtype(kernel) in ("float16", "bfloat16")
+    of_forward = {**how, "kernel": "mma_pipelined" if in_16_bits else "fa2"}
     wrt = tuple(x for x in "qkv" if f"d{x.upper()}" not in kernel.unordered)
     return cupyfa.attention_vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
 

@@ -133,7 +133,7 @@ template <class T>
 __device__ __forceinline__ T weighted_gradient(T PS, T dP, T delta, [[maybe_unused]] T factor) {
   if constexpr (has_dropout) {
     const T gradient = (is_kept(PS) ? dP : T(0)) * factor - delta;
-    return (unit_slope ? fabs(PS) : PS) * gradient;
+    return unmarked(PS) * gradient;
   }
   return PS * (dP - delta);
 }
