@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Unpack
@@ -411,11 +411,8 @@ def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator
     for kernel, record in named.values():
         by_operation[record.operation if record else "forward"].append((kernel, record))
     for operation, chosen in by_operation.items():
-
-        def runs(case: Case, records: Any = tuple(record for _, record in chosen)) -> bool:
-            return any(_runs(case, record, backend) for record in records)
-
-        for case in grids.cases(grid, operation, can=runs, **how):
+        can = [partial(_runs, record=record, backend=backend) for _, record in chosen]
+        for case in grids.cases(grid, operation, can=can, **how):
             which = [kernel if record else _automatic(case, backend) for kernel, record in chosen]
             yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
 

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Any
 
 from cupyfa import forms
@@ -54,13 +54,14 @@ def cases(
     seed: int = 0,
     options: Choice | None = None,
     arrays: Choice | None = None,
-    can: Callable[[Case], bool] = lambda case: True,
+    can: Sequence[Callable[[Case], bool]] = (),
 ) -> list[Case]:
     """The cases of one of GRIDS but ``fuzz``, or a sample with many pairs of values.
 
     dtypes, options (of attention), arrays (their forms): in place of the grid's own. samples: how
-    many to draw, by default all. seed: of the sample and of the inputs. can: a sample has such
-    cases only, unless there are none.
+    many to draw, by default all. seed: of the sample and of the inputs. can: says of each kernel
+    which cases it can run. Kernels take turns, so that a sample has cases for all of them; it has
+    others only where there are none.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
@@ -71,7 +72,7 @@ def cases(
         found = list(dict.fromkeys(found))
     if samples is None:
         return found
-    return _sampled(found, samples, seed, can) or _sampled(found, samples, seed)
+    return _sampled(found, samples, seed, can) or _sampled(found, samples, seed, ())
 
 
 def _takes(p: Problem, arrays: Choice) -> bool:
@@ -328,20 +329,25 @@ _TRIED = 30  # candidates for each choice
 
 
 def _sampled(
-    found: Sequence[Case], samples: int, seed: int, can: Callable[[Case], bool] = lambda case: True
+    found: Sequence[Case], samples: int, seed: int, can: Sequence[Callable[[Case], bool]]
 ) -> list[Case]:
     """Some of the cases that can run, chosen for many different pairs of values."""
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
+    of_others: list[Case] = []  # cases that the kernel whose turn it was cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))
         left[best], left[-1] = left[-1], left[best]
-        if can(case := left.pop()):
+        case = left.pop()
+        if not can or can[len(chosen) % len(can)](case):
             chosen.append(case)
             met |= _pairs(_fields(case))
-    return chosen
+        else:
+            of_others.append(case)
+    able = (case for case in of_others if any(runs(case) for runs in can))
+    return chosen + list(islice(able, samples - len(chosen)))
 
 
 def _paired(axes: Axes, count: int) -> list[Choice]:

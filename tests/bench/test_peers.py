@@ -164,8 +164,13 @@ def gradients_agree(cuda, name, **sizes):
     with cuda.working_on(None):
         peer = peers.peer(name, cuda, problem, placed(cuda, arrays, {}), "backward")
         assert 0 < cuda.time(peer.call, cold=True) < 100
+    are_near(peer, arrays, problem)
+
+
+def are_near(peer, arrays, problem):
+    """Compares gradients, which have no bounds here: peers compute delta from their own O."""
     expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
-    for grad, x in peer.outputs.items():  # they compute delta from their own O
+    for grad, x in peer.outputs.items():
         np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
 
 
@@ -321,6 +326,8 @@ def test_sequences_on_a_gpu(cuda, name, operation, causal, lengths):
     inputs = Case(operation, p, seed=5).inputs()
     with cuda.working_on(None):
         peer = peers.peer(name, cuda, p, placed(cuda, inputs, {}), operation)
+    if operation == "backward":
+        return are_near(peer, inputs, p)
     expected = OPERATIONS[operation].reference(inputs, p, [None])[None]
     for verdict in tolerance.compare(peer.outputs, expected):
         assert verdict.passed, f"{peer.label}: {verdict}"

@@ -156,7 +156,7 @@ def test_a_write_past_the_end_of_an_array_on_the_gpu(tmp_path, cuda):
 
 
 def test_a_read_past_the_end_of_an_array(tmp_path):
-    right = "tensor.row(batch, head, row)[col]"
+    right = "from.row(batch, head, row)[col]"
     kernel = broken(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
     with pytest.raises(SimulatorFault, match=r"reads 4 bytes.*past the end of [QKV]"):
         run(kernel, Simulator())

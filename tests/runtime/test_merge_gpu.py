@@ -103,10 +103,11 @@ def test_more_rows_than_an_int_counts(cuda, much_memory):
     import cupy
 
     heads, M = 3, 2**30
-    one, three = (cupy.broadcast_to(cupy.float16(x), (heads, M, 1)) for x in (1, 3))
+    ones, threes = (cupy.broadcast_to(cupy.array(x, "f2"), (heads, M, 1)) for x in (1, 3))
     some = cupy.zeros((heads, M), np.float32)
     some[1, 7] = some[-1, -1] = -np.inf
-    out, lse = cupyfa.merge([(one, some), (three, cupy.broadcast_to(cupy.float32(0), some.shape))])
+    zeros = cupy.broadcast_to(cupy.array(0, "f4"), some.shape)
+    out, lse = cupyfa.merge([(ones, some), (threes, zeros)])
     assert out[1, 7, 0] == out[-1, -1, 0] == 3 and lse[1, 7] == lse[-1, -1] == 0
     assert int((out == 2).sum()) == heads * M - 2
     assert abs(float(lse[-1, -2]) - np.log(2)) < 1e-6
