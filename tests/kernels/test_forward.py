@@ -56,6 +56,7 @@ def test_large_head_dimensions(backend, kernel, d):
 
 
 @pytest.mark.each_choice
+@pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tiles",
     [

@@ -169,6 +169,7 @@ def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, n
         run_without(tmp_path, kernel, file, about_turns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel, file", list(files()))
 def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):
     monkeypatch.setenv(VARIABLE, "0")

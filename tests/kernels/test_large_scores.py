@@ -24,6 +24,7 @@ def contracting(backend, monkeypatch):
     return backend
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("scale", [3e9, 1e36, -1e36])
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 def test_finite_scores_of_any_size(contracting, kernel, scale):

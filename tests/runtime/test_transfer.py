@@ -190,6 +190,7 @@ MASKS = [
 ]
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("M, N", [(50, 70), (90, 33)])
 def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):

@@ -92,10 +92,10 @@ def repeat(failure):
 
 def test_kernels_of_the_ladder():
     names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_pipelined", "mma_tf32", "columns"]
-    done = check(names, samples=5, dtypes=["float16"])
+    done = check(names, samples=2, dtypes=["float16"])
     assert done.failures == ()
-    assert done.right == done.runs == 25
-    assert done.cases == 30
+    assert done.right == done.runs == 10
+    assert done.cases == 12
     assert [tally.kernel for tally in done.tallies] == names
     assert all(0 < tally.worst <= 1 for tally in done.tallies if tally.runs)
     assert [tally.kernel for tally in done.tallies if not tally.runs] == ["mma_tf32"]
