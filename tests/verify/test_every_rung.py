@@ -1,13 +1,13 @@
 """Check finds nothing in the rungs themselves, with default settings."""
 
 import pytest
+from helpers.problems import name
 
 import cupyfa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", cupyfa.kernels(), ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_rung_passes_its_check(kernel, seed):
-    checked = cupyfa.check(kernel, seed=seed, backend="simulator")
+@pytest.mark.parametrize("at, kernel", list(enumerate(cupyfa.kernels())), ids=name)
+def test_a_rung_passes_its_check(at, kernel):
+    checked = cupyfa.check(kernel, seed=at % 2, backend="simulator")
     assert checked.right == checked.runs > 0, [x.outcome for x in checked.failures]
