@@ -5,7 +5,7 @@
 #include <ptx/opaque.cuh>
 #include <ptx/pack.cuh>
 
-constexpr real largest = sizeof(real) == 8 ? real(0x1.fffffffffffffp1023) : real(0x1.fffffep127f);
+constexpr real largest = real(sizeof(real) == 8 ? 0x1.fffffffffffffp1023 : 0x1.fffffep127);
 
 // A warp's rows of S, P or O: products of 16 rows and 8 columns.
 template <int rows, int columns>
