@@ -36,8 +36,6 @@ from cupyfa.operations import Input
 from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
-from cupyfa.runtime.decoding import KVCache
-from cupyfa.runtime.merging import merge, merge_vjp
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.runtime.transfer import (
     Transfer,
@@ -58,6 +56,8 @@ if TYPE_CHECKING:
     from cupyfa.bench.trial import accuracy
     from cupyfa.bench.tune import tune
     from cupyfa.report.plots import draw_blocks
+    from cupyfa.runtime.decoding import KVCache
+    from cupyfa.runtime.merging import merge, merge_vjp
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.verify.case import Case
     from cupyfa.verify.check import check, replay
@@ -124,9 +124,10 @@ __all__ = [
 ]
 
 # The tools around the kernels take as long to import as all the rest, and not every process has
-# use of the simulator: they are imported when used.
+# use of the simulator, of caches or of parts: they are imported when used.
 _LATER = {
     "Case": "verify.case",
+    "KVCache": "runtime.decoding",
     "Measurement": "bench.results",
     "Simulator": "runtime.simulator",
     "accuracy": "bench.trial",
@@ -136,6 +137,8 @@ _LATER = {
     "doctor": "analysis.doctor",
     "draw_blocks": "report.plots",
     "memory": "analysis.memory",
+    "merge": "runtime.merging",
+    "merge_vjp": "runtime.merging",
     "profile": "analysis.profile",
     "replay": "verify.check",
     "roofline": "analysis.roofline",

@@ -37,14 +37,14 @@ from cupyfa.options import (
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import MOST, TEXTS, Problem, rows_of, sizes_of
-from cupyfa.runtime import decoding, ragged
+from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
-from cupyfa.runtime.decoding import KVCache
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
 from cupyfa.runtime.select import adopt, backend_named, owner
 
 if TYPE_CHECKING:
+    from cupyfa.runtime.decoding import KVCache
 
     class _Modified(OptionKeywords, total=False):
         """All that changes what attention computes."""
@@ -630,6 +630,8 @@ def decode(
 
     Rotary embedding: Su et al., 2021, arXiv:2104.09864.
     """
+    from cupyfa.runtime import decoding
+
     if unknown:
         raise unknown_argument(decode, unknown)
     if (k is None) != (v is None):
