@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from inspect import signature
 from math import isfinite, prod
 from numbers import Real
@@ -1534,6 +1533,8 @@ def unknown_argument(
 
     ``keywords`` are the names that it takes besides those of its signature.
     """
+    from difflib import get_close_matches
+
     parameters = signature(function).parameters.values()
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)

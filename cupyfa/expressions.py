@@ -8,7 +8,6 @@ kernels select between values without a branch.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import math
 import numbers
@@ -122,6 +121,8 @@ def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
 
 def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
     """'; is it ...?', if a name is like one of those that there are."""
+    import difflib
+
     known = list(names)
     near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     other = _OTHER_NAMES.get(name)

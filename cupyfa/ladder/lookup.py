@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from pickle import PicklingError
@@ -54,6 +53,8 @@ record_named = kernel  # where `kernel` is the name of a variable
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """What an unknown name may mean, for an error message; empty if no known name is near."""
+    from difflib import get_close_matches
+
     if name in RENAMED:
         return f" (it is now called {RENAMED[name]!r})"
     close = get_close_matches(name, list(known), 1)
