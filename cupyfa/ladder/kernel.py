@@ -17,7 +17,6 @@ import numpy as np
 from cupyfa.dtypes import DTYPES
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.modifiers import MAPS
-from cupyfa.numerics import deviation
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
@@ -393,6 +392,8 @@ class Kernel(_Record):
         known = operation.inputs_of(p)
         operands = [name for name, x in known.items() if x.kind == "scalar"]
         arrays = {name: inputs[name] for name in known}
+        from cupyfa.numerics import deviation
+
         floats = {name: constants[name] for name in self.floats}
         shapes = {name: x.shape(p) for name, x in wanted.items()}
         dtypes = {name: x.dtype(p) for name, x in wanted.items()}

@@ -16,7 +16,6 @@ import numpy as np
 
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.modifiers import KEY_TILES
-from cupyfa.numerics import ranges
 from cupyfa.numerics.modification import Modifications
 from cupyfa.planner import mods
 from cupyfa.planner.evaluate import SIZES
@@ -71,6 +70,8 @@ def _by_ranges(
     p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
 ) -> np.ndarray:
     """Of some lines of tiles: batch, head, the first line and their number."""
+    from cupyfa.numerics import ranges
+
     batch, head, first, lines = at
     query = np.arange(first, first + lines)[:, None] * rows
     key = np.arange(0, p.N, keys)[None]
