@@ -255,7 +255,7 @@ after = time.process_time()
 import cupyfa
 print(after - start, time.process_time() - after, *{"cupy", "click", "rich"} & set(sys.modules))
 """
-    measured = [call(sys.executable, "-c", code, cwd=TREE, **bytecode).split() for _ in range(5)]
+    measured = [call(sys.executable, "-c", code, cwd=TREE, **bytecode).split() for _ in range(15)]
     assert all(len(words) == 2 for words in measured), measured
     of_numpy, own = (min(map(float, times)) for times in zip(*measured))
     assert own < of_numpy, measured
