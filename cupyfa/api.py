@@ -603,7 +603,7 @@ def decode(
         keys. Without them the cache has them already, and cache.lengths counts them. Either way
         cache.lengths stays as it is.
     rotary: (cos, sin), each [positions, angles], of the dtype of q or of lse: the columns of q, and
-        of k before it is written, are turned by their positions, in pairs (x, x + angles). Columns
+        of k before it is written, are rotated by their positions, in pairs (x, x + angles). Columns
         from 2 · angles on stay as they are.
     interleaved: whether the pairs of rotary are (2 x, 2 x + 1).
     splits: into how many parts the keys of a row are divided, each of which is computed by a block
