@@ -23,6 +23,7 @@ from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
 
 _ALIKE = 0.98  # two measurements of one kernel may differ by as much
+_MOST_SCRATCH = 1 << 30  # bytes of scores, of a baseline that "auto" takes
 
 
 def select(
@@ -204,12 +205,27 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
         top = max(left, key=lambda k: speeds[k.name])
         last = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]][-1]
         refused = [
-            k for k in {top.name: top, last.name: last}.values() if not can(k, problem, limits)
+            k for k in {top.name: top, last.name: last}.values() if not _pays(k, problem, limits)
         ]
         if not refused:
             return last
         left = [k for k in left if k not in refused]
     return None
+
+
+def _pays(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    """Whether the kernel can do the problem, as fast as it was measured, and in little memory.
+
+    A baseline computes and stores all scores, also hidden ones.
+    """
+    if not any(isinstance(x, Matmul) for x in kernel.launches):
+        return can(kernel, problem, limits)
+    if problem.is_masked or problem.has_mask:
+        return False
+    try:
+        return plan(kernel, problem, limits).scratch_bytes <= _MOST_SCRATCH
+    except Unsupported:
+        return False
 
 
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:

@@ -4,8 +4,9 @@
 // terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
 // 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q
 // lies in the order of its operands. A row's sums take twice the registers of float: above d = 128
-// two warps share 16 rows. Each computes scores of half of a tile's keys, which they trade, and has
-// half of the columns of O.
+// two warps share 16 rows. Each sums its half of the columns of Q K^T, adds the half that the other
+// gives it, and has half of the columns of O. (With half of the keys each, in place of half of the
+// columns, they would load Q twice as often.)
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br * sharing)
@@ -27,36 +28,30 @@
 constexpr int depth = cdiv(d, step) * step;                      // of Q and K, filled up with zeros
 constexpr int sharing = d > 128 || dv > 128 ? 2 : 1;             // warps that share 16 rows
 constexpr int width = cdiv(dv, sharing* step) * sharing * step;  // of V and O
-constexpr int own_keys = Bc / sharing, own_width = width / sharing;
+constexpr int own_width = width / sharing;
 using OwnRows = Rows<step, pack_gqa>;
 
-// The scores of a tile, in the order of the registers of the warps that share rows.
+// The sums of the warps that share rows, in the order of their registers.
 template <int warps>
 struct Trade {
-  operand scores[Br / step][Bc / 8][4][warp_size];
+  operand sums[warps][Br / step][Bc / 8][4][warp_size];
 
-  // Gives the scores of a warp's keys to the other one; a barrier has to follow.
-  __device__ __forceinline__ void give(const Fragments<step, own_keys>& own, int rows, int part) {
-#pragma unroll
-    for (int i = 0; i < own_keys / 2; ++i)
-      scores[rows][part * (own_keys / 8) + i / 4][i % 4][threadIdx.x % warp_size] =
-          own[0][i / 4][i % 4];
-  }
-  __device__ __forceinline__ void take(Fragments<step, Bc>& S, const Fragments<step, own_keys>&,
-                                       int rows) const {
+  // Gives the sums of a warp to the other one; a barrier has to follow.
+  __device__ __forceinline__ void give(const Fragments<step, Bc>& S, int rows, int part) {
 #pragma unroll
     for (int i = 0; i < Bc / 2; ++i)
-      S[0][i / 4][i % 4] = scores[rows][i / 4][i % 4][threadIdx.x % warp_size];
+      sums[part][rows][i / 4][i % 4][threadIdx.x % warp_size] = S[0][i / 4][i % 4];
+  }
+  __device__ __forceinline__ void add_other(Fragments<step, Bc>& S, int rows, int part) const {
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i)
+      S[0][i / 4][i % 4] += sums[1 - part][rows][i / 4][i % 4][threadIdx.x % warp_size];
   }
 };
 template <>
 struct Trade<1> {
-  __device__ __forceinline__ void give(const Fragments<step, own_keys>&, int, int) {}
-  __device__ __forceinline__ void take(Fragments<step, Bc>& S, const Fragments<step, own_keys>& own,
-                                       int) const {
-#pragma unroll
-    for (int i = 0; i < Bc / 2; ++i) S[0][i / 4][i % 4] = own[0][i / 4][i % 4];
-  }
+  __device__ __forceinline__ void give(const Fragments<step, Bc>&, int, int) {}
+  __device__ __forceinline__ void add_other(Fragments<step, Bc>&, int, int) const {}
 };
 
 struct Shared : Trade<sharing> {
@@ -94,12 +89,14 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// S = Q K^T for the warp's rows and its keys of the tile.
+// S = Q K^T for the warp's rows and its share of the columns.
 __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[Bc][depth],
-                                                Fragments<step, own_keys>& S) {
-  const AlongRows<depth> keys(K, task.part * own_keys, task.lane);
+                                                Fragments<step, Bc>& S) {
+  constexpr int share = cdiv(depth / step, sharing);
+  const AlongRows<depth> keys(K, 0, task.lane);
+  const int begin = task.part * share, end = min(begin + share, depth / step);
 #pragma unroll 2
-  for (int k = 0; k < depth / step; ++k) {
+  for (int k = begin; k < end; ++k) {
     double a[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -107,7 +104,7 @@ __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[B
       a[2 * i] = pair.x, a[2 * i + 1] = pair.y;
     }
 #pragma unroll
-    for (int n = 0; n < own_keys / 8; ++n) {
+    for (int n = 0; n < Bc / 8; ++n) {
       double b[4];
       keys.load(b, n * 8, k);
       multiply_add_f64(S[0][n], a, b);
@@ -157,21 +154,20 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     load_values(shared.V[1 - buffer], task.values, first_key + task.stride<Bc>(first_key));
   }
   cp_async_commit_group();
-  Fragments<step, own_keys> own = {};
+  Fragments<step, Bc> S = {};
   if (seen) {
-    multiply_scores(task, shared.K[buffer], own);
-    task.scorer.apply(own, rows, first_key + task.part * own_keys, task.is_full<Bc>(first_key));
-    shared.give(own, task.rows, task.part);
+    multiply_scores(task, shared.K[buffer], S);
+    shared.give(S, task.rows, task.part);
   }
   if (stages == 1) cp_async_wait_group<0>();
-  if (stages == 1 || sharing > 1) __syncthreads();  // V and scores are there, and K is not read
+  if (stages == 1 || sharing > 1) __syncthreads();  // V and sums are there, and K is not read
   if (stages == 1) {
     if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
   if (seen) {
-    Fragments<step, Bc> S;
-    shared.take(S, own, task.rows);
+    shared.add_other(S, task.rows, task.part);
+    task.scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     rescale<masked>(S, O, rows, first_key, task.lane);
     multiply_output(task, shared.V[buffer], S, O, rows, first_key);
   }

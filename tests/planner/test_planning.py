@@ -149,7 +149,8 @@ def test_features_that_a_kernel_lacks_are_refused():
 
 
 FASTEST = {
-    "fa2_coalesced": (("float32", 128), ("float64", 64)),
+    "fa2_coalesced": (("float32", 128), ("float64", 300)),
+    "mma_f64": (("float64", 1), ("float64", 256)),
     "wgmma_persistent": (("float16", 0), ("float16", 256), ("bfloat16", 32)),
     "wgmma_slices": (("float16", 257), ("float16", 1024), ("bfloat16", 1024)),
 }
@@ -160,6 +161,22 @@ def test_auto_takes_the_kernel_that_was_measured_fastest(fastest):
     for dtype, d in FASTEST[fastest]:
         problem = Problem.of_sizes(M=64, d=d, dtype=dtype)
         assert planning.select("auto", "forward", problem, H100).name == fastest
+
+
+@pytest.mark.parametrize(
+    "changes, fastest",
+    [
+        ({"heads": 12}, "baseline_backward"),  # S, P, dS and dP of 24 heads
+        ({"heads": 16}, "mma_f64_columns"),
+        ({"d": 128}, "mma_f64_columns"),
+        ({"causal": True}, "mma_f64_columns"),
+        ({"mask": "bhmn"}, "mma_f64_columns"),
+    ],
+)
+def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidden(changes, fastest):
+    sizes = {"batch": 2, "heads": 14, "M": 1024, "N": 1024, "d": 256, "dtype": "float64"}
+    problem = Problem.of_sizes(**(sizes | changes))
+    assert planning.select("auto", "backward", problem, H100).name == fastest
 
 
 def test_auto_uses_the_nearest_measured_head_dimension():
