@@ -23,6 +23,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
+from cupyfa.ladder.parts import MEND, PARTS, SCRATCH, SPLIT
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -444,6 +445,44 @@ MMA_TF32 = rung(
 )
 
 
+def mma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of 16 bits of Q and of `stages` tiles of K and V."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    return 4 * (c.Br * depth + c.stages * c.Bc * (depth + width))
+
+
+def mma_fp16x2(before: Kernel) -> Kernel:
+    """The record of mma_fp16x2, between the launches that split operands and mend rows."""
+    made = rung(
+        before,
+        "mma_fp16x2",
+        "float32 at its own accuracy: operands as two parts in float16, products as three",
+        launch={
+            "args": f"{PARTS} O lse sizes heads group scale mods",
+            "shared": mma_fp16x2_shared,
+        },
+        then=(MEND,),
+        tiles=TileChoice.of(
+            "Br Bc Wr stages",
+            [(64, 32, 16, 1), (64, 16, 16, 1), (32, 32, 16, 1), (32, 16, 16, 1), (16, 16, 16, 1)],
+            up_to={
+                64: [(128, 32, 32, 1), (64, 32, 32, 1)],
+                128: [(128, 32, 16, 1)],
+                256: [(128, 32, 16, 1), (64, 32, 16, 1)],
+            },
+        ),
+        dtypes=("float32",),
+        dtype_arch={},
+        arch="80",
+        parts="float16",
+        scratch=SCRATCH,
+    )
+    return replace(made, launches=(*SPLIT, *made.launches))
+
+
+MMA_FP16X2 = mma_fp16x2(MMA_PIPELINED)
+
+
 def mma_f64_warps(p: Problem) -> int:
     """How many warps share 16 rows of O, whose doubles take many registers."""
     return 2 if max(p.d, p.dv) > 128 else 1
@@ -738,11 +777,20 @@ _PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV
 _RUNGS = (
     *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
     *(_PIPELINED, _SPLIT_KV, _SLICES),
-    *(MMA_TF32, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_SLICES, WGMMA_FP8),
+    *(
+        MMA_TF32,
+        MMA_FP16X2,
+        MMA_F64,
+        WGMMA,
+        WGMMA_OVERLAP,
+        WGMMA_PERSISTENT,
+        WGMMA_SLICES,
+        WGMMA_FP8,
+    ),
 )
 _OF_SEQUENCES = (
     *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
-    *("mma_tf32", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
+    *("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
 )
 _OF_PAGES = ("fa2", "fa2_coalesced", "mma_split_kv")
 

@@ -29,8 +29,8 @@ Float = Callable[[Problem, SimpleNamespace], float]
 Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # rows and keys of a tile
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
-AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "N32")
-KINDS = ("real", "scalar", "operand", "byte")  # of scratch
+AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
+KINDS = ("real", "scalar", "operand", "byte", "int")  # of scratch
 FEATURES = (
     *OPTION_FEATURES,
     "sink",
@@ -199,9 +199,10 @@ class Kernel(_Record):
         "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
         elements in padded arrays), "paged" (keys and values in pages), and the options that modify
         scores.
-    scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar", "operand"
-        or "byte"; those that the launches of a problem name are allocated. ``d8`` and ``dv8`` are d
-        and dv rounded up to a multiple of 8, ``d16`` is d to one of 16, ``N32`` is N to one of 32.
+    scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
+        "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
+        and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,
+        ``N32`` is N to one of 32.
         A formula of the number of elements may take the place of axes; it has
         ``c.multiprocessors``.
     rounds: how often the launches that are ``in_rounds`` are repeated, one after another, so that
@@ -211,6 +212,8 @@ class Kernel(_Record):
     dtype_arch: the least compute capability of dtypes that need more, as ``{"bfloat16": "80"}``.
     largest_d: the limit of d and dv, if there is one besides shared memory.
     rounding: the precision that operands are rounded to by design, if not that of the dtype.
+    parts: the dtype of the parts that float32 operands are split into, if they are: ``operand`` in
+        its files. Nothing is rounded to it.
     precisions: others that it can round float32 inputs to, even if float32 is not among its dtypes;
         launches see it as ``p.precision``, which is None for float32 itself.
     tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
@@ -260,6 +263,7 @@ class Kernel(_Record):
     dtype_arch: Mapping[str, str] = field(default_factory=dict)
     largest_d: int | None = None
     rounding: str | None = None
+    parts: str | None = None
     precisions: Sequence[str] = ()
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
@@ -524,6 +528,7 @@ _KERNEL_RULES: Rules = {
     f"rounding is None or one of {', '.join(ROUNDINGS)}": lambda x: (
         x.rounding in (None, *ROUNDINGS)
     ),
+    f"parts is None or one of {', '.join(DTYPES)}": lambda x: x.parts in (None, *DTYPES),
     f"precisions are {', '.join(PRECISIONS)}": lambda x: (
         not isinstance(x.precisions, str) and set(x.precisions) <= set(PRECISIONS)
     ),

@@ -94,12 +94,14 @@ class _Planner:
         self.floats = kernel.floats_of(problem, constants)
         self.operation = kernel.computes()
         # tf32 is stored as float32.
-        self.operand = DTYPES.get(rounding_of(kernel, problem) or "", problem.dtype)
+        products = rounding_of(kernel, problem) or kernel.parts
+        self.operand = DTYPES.get(products or "", problem.dtype)
         self.kinds = {
             "scalar": problem.dtype.numpy,
             "real": problem.dtype.sums,
             "operand": self.operand.numpy,
             "byte": np.dtype(np.uint8),
+            "int": np.dtype(np.int32),
         }
         # An operation's lse is left out if the kernel does not compute it.
         has_lse = "lse" in kernel.features

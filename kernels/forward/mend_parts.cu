@@ -1,0 +1,157 @@
+// mend_parts: computes again the rows that parts in float16 could not hold, from the float32
+// arrays.
+//
+// Rows with a flag are rare: a block whose rows have none returns at once. Of a row with one, the
+// warps of a block share out the keys. The other rows are not touched, so that their bits do not
+// depend on their neighbours.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse, flags [batch, heads, M]
+//   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
+//   the host sets: scalar, real, rows_of_block, d, dv, threads, shared_bytes and options
+//   (score.cuh)
+#include <attention/score.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int warps = threads / warp_size;
+constexpr int together = 4;  // keys, whose loads and sums are under way at the same time
+
+struct Shared {
+  real maximum[warps], sum[warps];
+  real output[warps][dv];
+  bool flagged[rows_of_block];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
+
+// Every 32nd column of a row.
+template <int cols>
+struct Columns {
+  static constexpr int count = cdiv(cols, warp_size);
+  real x[count];
+
+  __device__ __forceinline__ void load(const scalar* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int col = lane + i * warp_size;
+      x[i] = cols % warp_size == 0 || col < cols ? real(row[col]) : real(0);
+    }
+  }
+};
+
+// The softmax of a row over some keys. The maximum is that of unscaled scores, so that exponents
+// are right for scores of any size.
+struct Sums {
+  real maximum = -infinity, sum = 0;
+  Columns<dv> output = {};
+
+  // Adds a key with this unscaled score. `kept` is its weight after dropout, of 1.
+  __device__ __forceinline__ void add(real x, real kept, const Columns<dv>& v, real scale2) {
+    const real before = maximum;
+    maximum = fmax(maximum, x);
+    const real origin = maximum == -infinity ? real(0) : maximum;
+    const real factor = exp2((before - origin) * scale2), p = exp2((x - origin) * scale2);
+    sum = sum * factor + p;
+#pragma unroll
+    for (int i = 0; i < Columns<dv>::count; ++i)
+      output.x[i] = output.x[i] * factor + p * kept * v.x[i];
+  }
+};
+
+// What a warp adds of keys first … end - 1 to a row. No loop's condition depends on the lane.
+__device__ Sums attend(const scalar* q, Tensor<const scalar> K, Tensor<const scalar> V,
+                       const Extent& extent, int query, int batch, int kv_head, int first, int end,
+                       const Scorer<real>& scorer) {
+  const int lane = threadIdx.x % warp_size;
+  const real scale2 = scorer.scale2();
+  Sums sums;
+  Columns<d> row;
+  row.load(q, lane);
+  for (int from = first; from < end; from += together) {
+    real products[together] = {};
+    Columns<dv> v[together];
+#pragma unroll
+    for (int j = 0; j < together; ++j) {
+      const int key = min(from + j, end - 1);
+      Columns<d> k;
+      k.load(K.row(batch, kv_head, key), lane);
+      v[j].load(V.row(batch, kv_head, key), lane);
+#pragma unroll
+      for (int i = 0; i < Columns<d>::count; ++i) products[j] += row.x[i] * k.x[i];
+    }
+#pragma unroll
+    for (int j = 0; j < together; ++j) products[j] = warp_sum(products[j]);
+#pragma unroll
+    for (int j = 0; j < together; ++j) {
+      const int key = from + j;
+      if (key >= end || !extent.shown(query, key)) continue;
+      const real x = scorer.applied(products[j], extent, query, key);
+      sums.add(x, extent.dropped(real(1), query, key), v[j], scale2);
+    }
+  }
+  return sums;
+}
+
+// A row's O and lse from what the warps have in shared memory; each thread has some columns.
+template <int count>
+__device__ void write_row(const Shared& shared, const Extent& extent, real scale2, scalar* out,
+                          real* lse) {
+  real maximum = -infinity, sum = 0, o[count] = {};
+  for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
+  const real origin = maximum == -infinity ? real(0) : maximum;
+  for (int warp = 0; warp < warps; ++warp) {
+    const real factor = exp2((shared.maximum[warp] - origin) * scale2);
+    sum += shared.sum[warp] * factor;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int col = threadIdx.x + i * threads;
+      if (col < dv) o[i] += shared.output[warp][col] * factor;
+    }
+  }
+  real log_maximum = maximum * (scale2 * ln2);
+  if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
+  const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int col = threadIdx.x + i * threads;
+    if (col < dv) out[col] = scalar(o[i] * inverse);
+  }
+  if (threadIdx.x == 0) *lse = log_maximum + log(sum);
+}
+
+extern "C" __global__ __launch_bounds__(threads) void mend_parts(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
+    Tensor<const unsigned char> flags, Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads,
+    int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, head, batch] = place_of_rows<rows_of_block>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  const int first = tile * rows_of_block, own = first + threadIdx.x;
+  if (!extent.has_tile_of_rows(first)) return;
+  const bool flagged =
+      threadIdx.x < rows_of_block && own < extent.M && *flags.row(batch, head, own) != 0;
+  if (threadIdx.x < rows_of_block) shared.flagged[threadIdx.x] = flagged;
+  if (!__syncthreads_or(flagged)) return;
+  const Scorer<real> scorer = {scale, mods};
+  const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
+  for (int row = first; row < min(first + rows_of_block, extent.M); ++row) {
+    if (!shared.flagged[row - first]) continue;
+    const int begin = extent.kv_begin(row), end = extent.kv_end(row);
+    const int share = cdiv(cdiv(max(end - begin, 0), warps), together) * together;
+    const int own_begin = min(begin + warp * share, end), own_end = min(own_begin + share, end);
+    const Sums sums = attend(Q.row(batch, head, row), K, V, extent, row, batch, head / group,
+                             own_begin, own_end, scorer);
+    if (lane == 0) shared.maximum[warp] = sums.maximum, shared.sum[warp] = sums.sum;
+#pragma unroll
+    for (int i = 0; i < Columns<dv>::count; ++i) {
+      const int col = lane + i * warp_size;
+      if (col < dv) shared.output[warp][col] = sums.output.x[i];
+    }
+    __syncthreads();  // all warps' sums are there
+    write_row<cdiv(dv, threads)>(shared, extent, scorer.scale2(), O.row(batch, head, row),
+                                 lse.row(batch, head, row));
+    __syncthreads();  // before the sums of the next row overwrite them
+  }
+}

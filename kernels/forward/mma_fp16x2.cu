@@ -1,0 +1,155 @@
+// mma_fp16x2: `mma_pipelined` for float32 at its own accuracy. Each operand is the sum of two parts
+// in float16, and each product three products of parts.
+//
+// An earlier launch, split_operands, splits Q, K and V; P is split in registers. Sums of O of a
+// tile begin at zero and are added to those of other tiles in registers: tensor cores do not round
+// their sums, they cut them off. A row that parts cannot hold gets a flag, and `mend_parts`
+// computes it again.
+//
+//   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
+//   Q_high …, V_exponents, scale2, flags: see split_operands.cu
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   shared_bytes and options (score.cuh)
+#include <attention/finish_rows.cuh>
+#include <attention/score.cuh>
+#include <attention/store_rows.cuh>
+#include <forward/parts/part_output.cuh>
+#include <forward/parts/part_products.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/mma.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/async_copy.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
+using OwnRows = PartRows<Wr, pack_gqa>;
+
+struct Shared {  // high parts, then low ones
+  operand Q[2][Br][depth];
+  operand K[stages][2][Bc][depth];
+  operand V[stages][2][Bc][width];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+// A head of both parts, whose rows follow each other.
+template <int columns>
+struct PartsHead {
+  Head high, low;
+
+  __device__ __forceinline__ PartsHead(Tensor<const operand> high, Tensor<const operand> low,
+                                       int batch, int head, int rows)
+      : high(high, batch, head, rows), low(low, batch, head, rows) {
+    this->high.aligned = this->low.aligned = true;
+    this->high.stride = this->low.stride = columns;
+  }
+  template <int heads = 1, int height>
+  __device__ __forceinline__ void copy(operand (&tile)[2][height][columns], int first_row) const {
+    copy_rows<threads, columns, heads>(tile[0], high, first_row);
+    copy_rows<threads, columns, heads>(tile[1], low, first_row);
+  }
+};
+
+// What a warp needs for each tile of keys.
+struct Task : TileMap<has_key_tiles> {
+  Shared& shared;
+  Scorer<real> scorer;
+  PartsHead<depth> keys;
+  PartsHead<width> values;
+  int own_row, lane;
+  int end;  // of the keys that some row of the block sees
+};
+
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
+// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
+// of its keys.
+template <bool masked>
+__device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
+                                       Fragments<Wr, width>& O, OwnRows& rows) {
+  Shared& shared = task.shared;
+  const bool more = task.after<Bc>(first_key) < task.end;
+  // Whether the warp's last row, and so any of its rows, sees a key of the tile.
+  const int last_row = rows.row(Wr / step - 1, 1) | 7;
+  const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
+  if (stages == 1) task.values.copy(shared.V[0], first_key);
+  if (stages == 2 && more) {
+    task.keys.copy(shared.K[1 - buffer], first_key + task.stride<Bc>(first_key));
+    task.values.copy(shared.V[1 - buffer], first_key + task.stride<Bc>(first_key));
+  }
+  cp_async_commit_group();
+  Fragments<Wr, Bc> S = {};
+  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  if (stages == 1) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // V is there, and K is no longer read
+    if (more) task.keys.copy(shared.K[0], first_key + task.stride<Bc>(first_key));
+    cp_async_commit_group();
+  }
+  if (seen) {
+    apply_scorer(task.scorer, S, rows, first_key, task.is_full<Bc>(first_key));
+    float weight[Wr / step][2];
+    weigh<masked>(S, O, rows, first_key, task.lane, weight);
+    multiply_output(shared.V[buffer], S, O, weight, task.lane);
+  }
+  cp_async_wait_group<0>();
+  __syncthreads();  // the next K is there, and this tile is no longer read
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
+    Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
+    Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
+    const int* V_exponents, Tensor<const real> scale2, Tensor<unsigned char> flags,
+    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, head, batch] =
+      place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
+  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
+  // Without a text the scale, with its sign, is in Q's parts and units.
+  const Scorer<real> scorer = {has_score_text ? scale : real(1), mods};
+  const int kv_head = head * pack_gqa / group;
+  const PartsHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
+  const PartsHead<depth> keys(K_high, K_low, batch, kv_head, extent.N);
+  const PartsHead<width> values(V_high, V_low, batch, kv_head, extent.N);
+  const int first_query = first_row / pack_gqa;
+  const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
+  const auto map = extent.key_tiles(first_row / Br);
+  const int start =
+      map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
+
+  queries.copy<pack_gqa>(shared.Q, first_row);
+  keys.copy(shared.K[0], start);
+  if (stages == 2) values.copy(shared.V[0], start);
+  cp_async_commit_group();
+  Fragments<Wr, width> sums = {};
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
+  rows.read_units(scale2, batch, head);
+  cp_async_wait_group<0>();
+  __syncthreads();  // Q and the first tile are there
+  const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
+  int buffer = 0;
+  for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+      attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
+    buffer = stages - 1 - buffer;
+  }
+  // The loop does not keep registers for the block's place: it is computed again.
+  const Place same =
+      place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+  const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;
+  const int* exponents = V_exponents + (same.batch * key_heads + own_head) * dv;
+  rows.raise_maxima(weight_exponent);
+  finish_rows(sums, rows, lse, same.batch, same.head, lane);
+  flag_rows<dv>(sums, rows, exponents, flags, same.batch, same.head, lane);
+  scale_columns<dv>(sums, exponents, lane);
+  store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
+}

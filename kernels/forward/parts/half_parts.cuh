@@ -1,0 +1,35 @@
+#pragma once
+// A float as two parts in float16, times a power of two: x * 2^s = high + low / 2^11. The powers of
+// two are exact and bring the largest x to 2^14 … 2^15, within the range of float16. The low part
+// is stored 2^11 times larger, so that it does not run out of exponents before the high one.
+
+#include <ptx/pack.cuh>
+#include <tile/math.cuh>
+
+constexpr int part_exponent = 14;  // of the largest numbers, times their power of two
+constexpr float low_unit = 0x1p-11f;
+
+// x is between 2 to the power of this and twice that. Of 0, and of what -ftz makes 0, it is -127.
+__device__ __forceinline__ int exponent_of(float x) {
+  return int(__float_as_uint(x) >> 23 & 255) - 127;
+}
+
+// 2^power of a power from -126 to 127.
+__device__ __forceinline__ float two_to(int power) {
+  return __uint_as_float(unsigned(power + 127) << 23);
+}
+
+// x * 2^power. No float may hold that power alone, but two factors do.
+__device__ __forceinline__ float times_two_to(float x, int power) {
+  const int first = max(-252, min(power, 254)) >> 1;
+  return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);
+}
+
+// The parts of two neighbours.
+template <class T>
+__device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
+  static_assert(is_half<T>, "float16 has the mantissa that parts need");
+  high = pack<T>(x, y);
+  const T* rounded = reinterpret_cast<const T*>(&high);
+  low = pack<T>((x - float(rounded[0])) * 0x1p11f, (y - float(rounded[1])) * 0x1p11f);
+}

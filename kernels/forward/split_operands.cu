@@ -1,0 +1,166 @@
+// split_operands: Q, K and V as parts in float16, and what the products need to know of them.
+//
+// A float32 has 24 bits, two float16 have 22 to 23 of them, and powers of two bring the numbers
+// into the range of float16: one for each column of K and of V, found by `part_maxima`, and one for
+// each row of Q, after K's columns were taken into it. With half_parts.cuh, and e the exponents of
+// the largest numbers of columns j, r that of row i:
+//
+//   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
+//   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
+//   Q[i][j] * 2^(e[j]) * 2^(14 - r[i]) * sign     = Q_high + Q_low / 2^11
+//   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28)
+//
+// A product of parts of Q and K times scale2 is a score, as an exponent of two; sign is that of
+// scale. Where a text takes the scores, sign is 1 and scale2 is 2^(r[i] - 28): the product is q·k.
+// NaN and infinity become 0. flags are 1 for rows that parts cannot hold:
+//  - a number of the row, or of K or V of its head, is NaN or infinite;
+//  - scores are so large that what the low part of the row's largest number lacks would show.
+// Other flags are 0. All rows that count have one, and nothing has to be cleared.
+//
+//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see part_maxima
+//   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
+//   contiguous, columns filled up with zeros to a multiple of 16
+//   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
+//   of packed rows (ragged.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
+//   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
+//   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
+#include <attention/score.cuh>
+#include <forward/parts/half_parts.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+struct Shared {
+  int exponents[d + dv];  // of the columns of K, then of V
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(operand) == 2, "two parts are packed into a word");
+constexpr float largest_score = 0x1p22f;  // of a row's largest numbers alone
+
+// Reads the exponents of a key head. Returns whether it has NaN or infinity.
+__device__ bool read_exponents(const float* maxima, Shared& shared) {
+  constexpr int line = d + dv + 1;
+  for (int col = threadIdx.x; col < d + dv; col += threads) {
+    float largest = 0;
+#pragma unroll 8
+    for (int slab = 0; slab < slabs; ++slab) largest = fmax(largest, maxima[slab * line + col]);
+    shared.exponents[col] = exponent_of(largest);
+  }
+  bool special = false;
+  for (int slab = threadIdx.x; slab < slabs; slab += threads)
+    special |= maxima[slab * line + d + dv] != 0;
+  return __syncthreads_or(special);
+}
+
+__device__ __forceinline__ bool is_finite(float x) {
+  return fabs(x) < infinity;
+}
+
+// Splits rows of K or V.
+template <int cols>
+__device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
+                           int batch, int head, int first_row, int end, const int* exponents) {
+  constexpr int pairs = cdiv(cols, step) * step / 2;
+  share_out<threads, rows_of_block * pairs, 4>([&](int i, int) {
+    const int row = first_row + i / pairs, col = i % pairs * 2;
+    if (row >= end) return;
+    const scalar* x = from.row(batch, head, row) + col;
+    const auto at = [&](int j) {
+      if (col + j >= cols || !is_finite(x[j])) return 0.0f;
+      return times_two_to(x[j], part_exponent - exponents[col + j]);
+    };
+    unsigned high_pair, low_pair;
+    split_pair<operand>(at(0), at(1), high_pair, low_pair);
+    *reinterpret_cast<unsigned*>(high.row(batch, head, row) + col) = high_pair;
+    *reinterpret_cast<unsigned*>(low.row(batch, head, row) + col) = low_pair;
+  });
+}
+
+// A row of Q, of which a lane has every 32nd pair.
+struct Row {
+  static constexpr int pairs = cdiv(d, step) * step / 2, count = cdiv(pairs, warp_size);
+  float x[count][2];
+  int exponent = -254;  // of the largest number, after K's columns; this one of zeros
+  bool finite = true;
+
+  __device__ __forceinline__ Row(const scalar* from, const int* exponents, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * count; ++i) {
+      const int col = 2 * (lane + i / 2 * warp_size) + i % 2;
+      const float number = col < d ? from[col] : 0.0f;
+      finite &= is_finite(number);
+      x[i / 2][i % 2] = is_finite(number) ? number : 0.0f;
+      if (col < d) exponent = max(exponent, exponent_of(x[i / 2][i % 2]) + exponents[col]);
+    }
+    exponent = int(warp_max(float(exponent)));
+    finite = __all_sync(full_warp, finite);
+  }
+
+  __device__ __forceinline__ void split(operand* high, operand* low, const int* exponents,
+                                        float sign, int lane) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int col = 2 * (lane + i * warp_size);
+      const auto at = [&](int j) {
+        if (col + j >= d) return 0.0f;
+        return sign * times_two_to(x[i][j], part_exponent + exponents[col + j] - exponent);
+      };
+      unsigned high_pair, low_pair;
+      split_pair<operand>(at(0), at(1), high_pair, low_pair);
+      if (col >= 2 * pairs) break;
+      *reinterpret_cast<unsigned*>(high + col) = high_pair;
+      *reinterpret_cast<unsigned*>(low + col) = low_pair;
+    }
+  }
+};
+
+// What turns products of a row's parts into scores: above 0, for 0 times a hidden score, -infinity,
+// would be NaN.
+__device__ __forceinline__ float unit_of(int exponent, float scale) {
+  const float factor = has_score_text ? 1.0f : fabs(scale) * log2e;
+  const float unit = times_two_to(factor, exponent - 2 * part_exponent);
+  return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
+}
+
+extern "C" __global__ __launch_bounds__(threads) void split_operands(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, const float* maxima,
+    Tensor<operand> Q_high, Tensor<operand> Q_low, Tensor<operand> K_high, Tensor<operand> K_low,
+    Tensor<operand> V_high, Tensor<operand> V_low, int* V_exponents, Tensor<real> scale2,
+    Tensor<unsigned char> flags, Sizes sizes, int query_blocks, int heads, int kv_heads, int group,
+    real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  constexpr int table = slabs * (d + dv + 1);
+  const int lane = threadIdx.x % warp_size, index = blockIdx.x;
+  if (index < query_blocks) {
+    const auto [tile, head, batch] = place_of_rows<rows_of_block>(index, sizes, mods, heads);
+    const int M = extent_of(sizes, mods, batch).M, first = tile * rows_of_block;
+    if (first < 0 || first >= M) return;
+    const long long kv_head = (long long)batch * kv_heads + head / group;
+    const bool special = read_exponents(maxima + kv_head * table, shared);
+    const float sign = has_score_text ? 1.0f : float((scale > 0) - (scale < 0));
+    for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
+         row += threads / warp_size) {
+      const Row q(Q.row(batch, head, row), shared.exponents, lane);
+      q.split(Q_high.row(batch, head, row), Q_low.row(batch, head, row), shared.exponents, sign,
+              lane);
+      if (lane > 0) continue;
+      *scale2.row(batch, head, row) = unit_of(q.exponent, scale);
+      const bool too_large = !(times_two_to(fabs(scale), q.exponent) <= largest_score);
+      *flags.row(batch, head, row) = special || !q.finite || too_large;
+    }
+  } else {
+    const auto [tile, head, batch] =
+        place_of_keys<rows_of_block>(index - query_blocks, sizes, mods, kv_heads);
+    const int N = extent_of(sizes, mods, batch).N, first = tile * rows_of_block;
+    if (first < 0 || (first >= N && first > 0)) return;
+    const long long kv_head = (long long)batch * kv_heads + head;
+    read_exponents(maxima + kv_head * table, shared);
+    if (tile == 0)
+      for (int col = threadIdx.x; col < dv; col += threads)
+        V_exponents[kv_head * dv + col] = shared.exponents[d + col];
+    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents);
+    split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d);
+  }
+}
