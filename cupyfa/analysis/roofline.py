@@ -45,6 +45,7 @@ THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
 _SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns, in narrow terminals
+_OF_PARTS = 3  # products of parts for one of their sums
 _TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
@@ -55,6 +56,7 @@ class Roof:
     computation: "naive", "tiled" (see formulas.py) or a kernel's name.
     bytes: moved between memory and chip; of a kernel, each array of each launch once.
     precision: of the operands of its products.
+    parts: the dtype of the parts that these are split into, if they are.
     measured: the row of a benchmark.
     note: why a kernel cannot do the problem; it has no figures then.
     """
@@ -68,6 +70,7 @@ class Roof:
     on_tensor_cores: bool = False
     measured: Measurement | None = None
     note: str = ""
+    parts: str | None = None
 
     @property
     def flops(self) -> int:
@@ -82,6 +85,8 @@ class Roof:
     @property
     def peak(self) -> float:
         """TFLOP/s of the units that compute its products."""
+        if self.parts:
+            return self.device.peak(self.parts, tensor=self.on_tensor_cores) / _OF_PARTS
         precision = self.precision or self.problem.dtype.name
         return self.device.peak(precision, tensor=self.on_tensor_cores)
 
@@ -370,7 +375,7 @@ def _roof(
         return Roof(computation.name, operation, p, device, note=str(error))
     problem = replace(made.problem, d=p.d, dv=p.dv)
     about = planned_bytes(made), made.rounding or p.dtype.name, uses_tensor_cores(made)
-    return Roof(computation.name, operation, problem, device, *about)
+    return Roof(computation.name, operation, problem, device, *about, parts=made.kernel.parts)
 
 
 def _with_measurements(

@@ -451,6 +451,13 @@ def mma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Br * depth + c.stages * c.Bc * (depth + width))
 
 
+def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether a key head has so many rows that its launches before and after cost less than its
+    products save.
+    """
+    return p.M * p.group > 256
+
+
 def mma_fp16x2(before: Kernel) -> Kernel:
     """The record of mma_fp16x2, between the launches that split operands and mend rows."""
     made = rung(
@@ -476,6 +483,8 @@ def mma_fp16x2(before: Kernel) -> Kernel:
         arch="80",
         parts="float16",
         scratch=SCRATCH,
+        tflops={"float32": {64: 75, 128: 90, 256: 85}},
+        made_for=pays_for_splitting,
     )
     return replace(made, launches=(*SPLIT, *made.launches))
 

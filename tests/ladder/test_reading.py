@@ -51,6 +51,11 @@ LONGER_STEPS = {
         24,
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
+    ("forward/mma_pipelined", "forward/mma_fp16x2"): (
+        100,
+        270,
+        "operands as parts, their products and softmax, rows that parts do not hold",
+    ),
     ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
         137,
         43,
@@ -106,6 +111,7 @@ LONGER = {
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (963, COPIES + "; fragments and an exponential of doubles"),
+    "forward/mma_fp16x2": (1020, COPIES + "; products of parts"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (978, SLICES),
     "forward/mma_split_kv": (1074, COPIES + ", in pages too; results of splits"),
