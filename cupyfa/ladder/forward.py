@@ -485,6 +485,7 @@ def mma_fp16x2(before: Kernel) -> Kernel:
         scratch=SCRATCH,
         tflops={"float32": {64: 75, 128: 90, 256: 85}},
         made_for=pays_for_splitting,
+        after=(),
     )
     return replace(made, launches=(*SPLIT, *made.launches))
 

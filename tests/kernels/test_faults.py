@@ -66,8 +66,9 @@ def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
     monkeypatch.setenv(VARIABLE, str(number))
     # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
     # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
-    launch = replace(without.launches[0], grid=lambda p, c: min(2, p.heads))
-    without = replace(without, launches=(launch,))
+    launch = without.launches[0]
+    if launch.entry == kernel:
+        without = replace(without, launches=(replace(launch, grid=lambda p, c: min(2, p.heads)),))
     sizes = {"heads": 2, "M": 140, "N": 75, "d": 40, "dv": 70, "causal": "top-left", "scale": -0.2}
     sizes |= changes
     # With few stages there are the most barriers.

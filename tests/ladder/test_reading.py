@@ -51,11 +51,6 @@ LONGER_STEPS = {
         24,
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
-    ("forward/mma_pipelined", "forward/mma_fp16x2"): (
-        100,
-        270,
-        "operands as parts, their products and softmax, rows that parts do not hold",
-    ),
     ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
         137,
         43,
@@ -78,6 +73,7 @@ FAMILIES = {
     "minimal": "the first in one kernel: S and P are never in global memory",
     "v3": "the first with WMMA; tiles along d change every loop",
     "mma_split_q": "the first with mma.sync: S, P and O are fragments in registers",
+    "mma_fp16x2": "the first with parts of operands: their products, softmax, and what they lack",
     "mma_f64": "the first with products of doubles: its fragments, swizzle and shared rows",
     "mma_slices": "any head dimension: slices of d and of keys change every loop",
     "wgmma": "the first with wgmma and TMA: a warp loads, warpgroups multiply",
