@@ -1,0 +1,158 @@
+"""Operands as parts in float16: what split_operands writes, and which rows get flags."""
+
+import numpy as np
+import pytest
+from helpers import parts
+from helpers.problems import FORWARD, inputs_of
+
+from cupyfa import Problem
+from cupyfa.numerics import tolerance
+from cupyfa.planner import select as planning
+from cupyfa.runtime.launcher import replay
+
+F = np.float32
+
+
+def run(backend, inputs=None, values=None, **sizes):
+    """The plan and its arrays, scratch too, after mma_fp16x2 has run."""
+    problem = Problem.of_sizes(**sizes, dtype="float32")
+    plan = planning.plan(FORWARD["mma_fp16x2"], problem, backend.limits)
+    given = inputs_of(plan)
+    change = values or (lambda **given: given)
+    given |= {name: F(x) for name, x in change(**{x: given[x] for x in "QKV"}).items()}
+    arrays = {name: backend.upload(x) for name, x in given.items()}
+    for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
+        arrays[name] = backend.empty(shape, dtype)
+        arrays[name].fill(1)  # also flags: nothing may depend on what is there
+    replay(backend, plan, arrays)()
+    return plan, {name: backend.download(x) for name, x in arrays.items()}
+
+
+def require_right(plan, arrays):
+    inputs = {name: arrays[name] for name in plan.operation.inputs_of(plan.problem)}
+    expected = plan.operation.reference(inputs, plan.problem, (None,))[None]
+    verdicts = tolerance.compare({name: arrays[name] for name in plan.outputs}, expected)
+    tolerance.require(verdicts, str(plan.problem))
+
+
+def wide(Q, K, V):
+    rng = np.random.default_rng(1)
+    Q, K, V = (x * 10.0 ** rng.uniform(-18, 18, x.shape) for x in (Q, K, V))
+    Q[..., :3, 1], K[..., 2], V[..., 4] = 0, 0, 0
+    Q[0, 0, 5, 0], K[0, 0, 7, 3], V[0, 1, 8, 2] = np.nan, np.inf, -np.inf
+    return {"Q": Q, "K": K, "V": V}
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, 1e-36])
+@pytest.mark.parametrize("values", [None, wide])
+def test_parts_are_those_of_numpy(backend, values, scale):
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "M": 19, "N": 150, "d": 21, "dv": 37}
+    with np.errstate(over="ignore"):
+        plan, arrays = run(backend, values=values, **sizes, scale=scale)
+    for head in range(4):
+        q, k, v = arrays["Q"][0, head], arrays["K"][0, head // 2], arrays["V"][0, head // 2]
+        own = parts.split(q, k, v, scale)
+        for name, width in (("Q", 21), ("K", 21), ("V", 37)):
+            of = head if name == "Q" else head // 2
+            for part in ("high", "low"):
+                got = arrays[f"{name}_{part}"][0, of]
+                np.testing.assert_array_equal(got[:, :width], getattr(getattr(own, name), part))
+                assert (got[:, width:] == 0).all() and got.shape[1] % 16 == 0
+        exponents = arrays["V_exponents"].reshape(2, 37)[head // 2]
+        np.testing.assert_array_equal(exponents, own.V_exponents)
+        np.testing.assert_allclose(arrays["scale2"][0, head], own.scale2, rtol=3e-7)
+        assert (arrays["flags"][0, head] >= own.flags).all()
+    require_right(plan, arrays)
+
+
+def one_hot(size):
+    def values(Q, K, V):
+        row = np.arange(V.shape[2])
+        V[:] = row[:, None] % V.shape[3] == np.arange(V.shape[3])
+        return {"Q": size * Q, "K": size * K, "V": V}
+
+    return values
+
+
+def outliers(Q, K, V):
+    rng = np.random.default_rng(1)
+    return {
+        name: x + 10 * rng.standard_normal(x.shape) * (rng.random(x.shape) < 0.001)
+        for name, x in (("Q", Q), ("K", K), ("V", V))
+    }
+
+
+def hidden(number):
+    """The last key, which causal masks hide from all queries but the last."""
+
+    def values(Q, K, V):
+        K[:, :, -1, 3], V[:, :, -1, 5] = number, number
+        return {"Q": Q, "K": K, "V": V}
+
+    return values
+
+
+def columns(Q, K, V):
+    u = 10 ** np.random.default_rng(1).uniform(-18, 18, Q.shape[-1])
+    return {"Q": Q * u, "K": K / u, "V": V * u}
+
+
+LARGE = {"M": 40, "N": 512, "d": 64}
+CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
+
+
+@pytest.mark.parametrize(
+    "values, sizes, flagged",
+    [
+        (None, LARGE, 0),
+        (None, CAUSAL, 0),
+        (lambda Q, K, V: {"Q": 30 * Q, "K": 30 * K, "V": V}, LARGE, 0),
+        (lambda Q, K, V: {"Q": abs(Q), "K": abs(K), "V": abs(V)}, LARGE, 0),
+        (outliers, LARGE, 0),
+        (columns, LARGE, 0),
+        (one_hot(1), LARGE, 0),
+        (one_hot(8), LARGE, 0.5),
+        (hidden(np.nan), CAUSAL, 1),
+        (hidden(np.inf), CAUSAL, 1),
+        (hidden(-np.inf), CAUSAL, 1),
+        (hidden(1e30), CAUSAL, 0.9),
+    ],
+    ids=lambda x: "" if isinstance(x, dict) else getattr(x, "__qualname__", str(x)),
+)
+def test_flags(backend, values, sizes, flagged):
+    """At least this share of the rows has flags, and none if it is 0; all results are right."""
+    plan, arrays = run(backend, values=values, heads=2, **sizes)
+    share = (arrays["flags"] == 1).mean()
+    assert share >= flagged and (share == 0) == (flagged == 0)
+    require_right(plan, arrays)
+
+
+def test_rows_without_flags_do_not_depend_on_their_neighbours(backend):
+    _, alone = run(backend, heads=1, **LARGE)
+    rng = np.random.default_rng(2)
+
+    def some(Q, K, V):
+        rows = rng.random(Q.shape[2]) < 0.5
+        Q[:, :, rows, 0] = np.nan
+        return {"Q": Q, "K": K, "V": V}
+
+    _, mixed = run(backend, values=some, heads=1, **LARGE)
+    rows = mixed["flags"] == 0
+    assert 0 < rows.sum() < rows.size
+    for name in ("O", "lse"):
+        np.testing.assert_array_equal(mixed[name][rows], alone[name][rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_long_sums_on_tensor_cores(cuda, d):
+    """Sums that tensor cores cut off would be 11 times the bound."""
+    rng = np.random.default_rng(0)
+    uniform = lambda **given: {name: rng.random(x.shape) for name, x in given.items()}  # noqa: E731
+    plan, arrays = run(cuda, values=uniform, heads=1, M=128, N=65536, d=d)
+    inputs = {name: arrays[name] for name in "QKV"}
+    expected = plan.operation.reference(inputs, plan.problem, (None,))[None]
+    verdicts = tolerance.compare({name: arrays[name] for name in ("O", "lse")}, expected)
+    assert not arrays["flags"].any()
+    assert {x.name: x.ratio for x in verdicts}["O"] <= 0.2
+    tolerance.require(verdicts, str(plan.problem))

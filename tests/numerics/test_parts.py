@@ -1,0 +1,158 @@
+"""Products of parts in float16 keep float32's accuracy, or a flag says that they do not.
+
+The kernel is emulated in NumPy, with tensor cores that cut sums off: the simulator's sums are exact.
+"""
+
+import numpy as np
+import pytest
+from helpers import parts
+from helpers.parts import Parts
+
+from cupyfa.numerics import tolerance
+
+F = np.float32
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(F)
+
+
+def power(rng, *shape, low=-20, high=20):
+    return (10.0 ** rng.uniform(low, high, shape)).astype(F)
+
+
+def one_hot(rng, q, k, v, size):
+    row = np.arange(len(k))
+    return size * q, size * k, (row[:, None] % v.shape[1] == np.arange(v.shape[1])).astype(F)
+
+
+def of_columns(rng, q, k, v):
+    u = power(rng, q.shape[1])
+    return q * u, k / u, v
+
+
+# Inputs of one head, made of normal ones, which parts hold.
+HELD = {
+    "normal": lambda rng, q, k, v: (q, k, v),
+    "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
+    "huge": lambda rng, q, k, v: (50 * q, 50 * k, v),
+    "uniform": lambda rng, q, k, v: tuple(rng.random(x.shape, F) for x in (q, k, v)),
+    "equal": lambda rng, q, k, v: (q, np.repeat(k[:1], len(k), 0), v),
+    "outliers": lambda rng, q, k, v: tuple(
+        x + 10 * normal(rng, *x.shape) * (rng.random(x.shape) < 0.001) for x in (q, k, v)
+    ),
+    "columns of V": lambda rng, q, k, v: (q, k, v * power(rng, v.shape[1])),
+    "columns of Q and K": of_columns,
+    "small Q and K": lambda rng, q, k, v: (
+        *(x * power(rng, *x.shape, high=0) for x in (q, k)),
+        v,
+    ),
+    "rows of K": lambda rng, q, k, v: (q, k * power(rng, len(k), 1, low=-8, high=0), v),
+    "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
+}
+# Inputs of which parts do not hold some rows.
+NOT_HELD = {
+    "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
+    "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),
+    "one_hot, 6 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 6),
+    "one_hot, 8 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 8),
+}
+
+
+def drawn(make, M=32, N=320, d=64, seed=0):
+    rng = np.random.default_rng(seed)
+    return [F(x) for x in make(rng, normal(rng, M, d), normal(rng, N, d), normal(rng, N, d))]
+
+
+def errors(q, k, v, found, scale, **options):
+    """The largest errors of each row of O and of lse, as shares of their bounds."""
+    inputs = (x[None, None] for x in (q, k, v))
+    expected = tolerance.expected_attention(
+        *inputs, dtype="float32", scale=scale, roundings=(None,), **options
+    )
+    shares = []
+    for got, (want, bound) in zip(found, (expected[None][name] for name in ("O", "lse"))):
+        with np.errstate(invalid="ignore"):
+            error = np.where(got == want[0, 0], 0, np.abs(got - want[0, 0]) / bound[0, 0])
+        shares.append(error.reshape(len(q), -1).max(1))
+    return shares
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("kind", HELD)
+def test_parts_hold_ordinary_rows(kind, d):
+    q, k, v = drawn(HELD[kind], d=d)
+    *found, flags = parts.attention(q, k, v, d**-0.5)
+    of_O, of_lse = errors(q, k, v, found, d**-0.5)
+    assert not flags.any()
+    assert max(of_O.max(), of_lse.max()) <= 0.5
+
+
+@pytest.mark.parametrize("kind", NOT_HELD)
+def test_rows_that_parts_do_not_hold_have_flags(kind):
+    q, k, v = drawn(NOT_HELD[kind])
+    *found, flags = parts.attention(q, k, v, 0.125)
+    of_O, of_lse = errors(q, k, v, found, 0.125)
+    assert (of_O.max() > 1) == (kind in ("one_hot, 6 times", "one_hot, 8 times"))
+    assert max(of_O[~flags].max(initial=0), of_lse[~flags].max(initial=0)) <= 0.5
+
+
+@pytest.mark.parametrize("size", [1e6, 1e12, 1e30])
+def test_hidden_keys_that_are_larger_cost_flags_at_most(size):
+    """The second half of the keys is hidden from the first queries."""
+    q, k, v = drawn(HELD["normal"], M=64, N=128)
+    k[64:] *= size
+    v[64:] *= size
+    visible = np.tril(np.ones((64, 128), bool), 0)
+    *found, flags = parts.attention(q, k, v, 0.125, visible=visible)
+    of_O, of_lse = errors(q, k, v, found, 0.125, causal_offset=0)
+    assert max(of_O[~flags].max(initial=0), of_lse[~flags].max(initial=0)) <= 0.5
+
+
+def test_long_sums_are_added_in_registers():
+    """Sums over all keys on tensor cores, which cut off, would miss the bound by a factor of 4."""
+    rng = np.random.default_rng(0)
+    N, d = 16384, 16
+    q, k, v = (rng.random((rows, d), F) for rows in (4, N, N))
+    *found, flags = parts.attention(q, k, v, d**-0.5)
+    of_O, _ = errors(q, k, v, found, d**-0.5)
+    assert not flags.any() and of_O.max() <= 0.2
+    # P of almost equal scores, all products of V added up where they are made.
+    of = parts.split(q, k, v, d**-0.5)
+    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5
+    weights = F(np.exp(scores - scores.max(1, keepdims=True)) * 2.0**15)
+    sums = parts.multiply_parts(Parts.of(weights), of.V) / weights.sum(1, keepdims=True, dtype=float)
+    on_cores = parts.times_two_to(F(sums), of.V_exponents - 14)
+    assert errors(q, k, v, (on_cores, found[1]), d**-0.5)[0].max() > 2
+
+
+def test_low_parts_need_their_own_exponents():
+    """A low part that is not 2**11 times larger runs out of exponents where weights are small."""
+    q, k, v = drawn(lambda rng, q, k, v: one_hot(rng, q, k, v, 2.5))
+    *found, _ = parts.attention(q, k, v, 0.125)
+    assert errors(q, k, v, found, 0.125)[0].max() <= 0.5
+
+    class Small(Parts):
+        @classmethod
+        def of(cls, x):
+            high = x.astype(np.float16)
+            low = (x - high.astype(F)).astype(np.float16)
+            return cls(high, low.astype(float) * parts.LOW)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "Parts", Small)
+        *found, _ = parts.attention(q, k, v, 0.125)
+    assert errors(q, k, v, found, 0.125)[0].max() > 1
+
+
+def test_the_model_of_tensor_cores():
+    """What products of an H100 gave: sums are aligned to the largest term, and cut off."""
+    one, ulp = np.ones(1), 2.0**-23
+
+    def added(product, count, first=1.0):
+        terms = np.zeros((1, 16))
+        terms[0, :count] = product
+        return (parts.add_products(one * first, terms)[0] - 1) / ulp
+
+    assert [added(2.0**-24, 15), added(2.0**-25, 15), added(2.0**-26, 15)] == [7, 3, 0]
+    assert [added(2.0**-25, 16), added(1.9 * 2.0**-26, 16), added(-(2.0**-26), 1)] == [4, 0, 0]
