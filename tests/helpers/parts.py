@@ -36,7 +36,7 @@ class Operands:
 
 
 def exponents(x):
-    """Those of the largest magnitudes: -127 of 0 and of what is too small for a float's exponent."""
+    """Those of magnitudes: -127 of 0 and of what is below the normal floats."""
     _, found = np.frexp(x)
     return np.where(x < 2.0**-126, -127, found - 1)
 
@@ -106,7 +106,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
     unit = of.scale2[:, None]
-    O = np.zeros((len(q), v.shape[1]), f)
+    out = np.zeros((len(q), v.shape[1]), f)
     maximum, total = np.full((len(q), 1), -np.finfo(f).max), np.zeros((len(q), 1), f)
 
     def exp2(x):
@@ -125,13 +125,13 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
             now = np.maximum(maximum, origin)
             P = exp2(f(S * unit - origin))
             factor, weight = exp2(maximum - now), exp2(origin - now) * f(2.0**-15)
-            O, total = O * factor, total * factor + P.sum(1, keepdims=True, dtype=f) * weight
-            O = f(multiply_parts(Parts.of(P), V) * weight.astype(np.float64) + O)
+            out, total = out * factor, total * factor + P.sum(1, keepdims=True, dtype=f) * weight
+            out = f(multiply_parts(Parts.of(P), V) * weight.astype(np.float64) + out)
             maximum = now
-        O /= np.where(total > 0, total, 1)
+        out /= np.where(total > 0, total, 1)
         n = len(k) if visible is None else visible.sum(1, keepdims=True)
         least = f(2.0**-8) / np.sqrt(total * np.maximum(n, 1))
-        small = ((np.abs(O) < least) & (of.V_exponents > -127)).any(1) & (total[:, 0] > 0)
+        small = ((np.abs(out) < least) & (of.V_exponents > -127)).any(1) & (total[:, 0] > 0)
         flags = of.flags | small | ~(np.abs(maximum[:, 0] + 15) < 2.0**24) & (total[:, 0] > 0)
         lse = (maximum[:, 0] + 15) * np.log(2) + np.log(total[:, 0].astype(np.float64))
-    return times_two_to(O, of.V_exponents - 14), f(lse), flags
+    return times_two_to(out, of.V_exponents - 14), f(lse), flags

@@ -1,6 +1,6 @@
 """Products of parts in float16 keep float32's accuracy, or a flag says that they do not.
 
-The kernel is emulated in NumPy, with tensor cores that cut sums off: the simulator's sums are exact.
+The kernel is emulated in NumPy, with tensor cores that cut sums off; the simulator's are exact.
 """
 
 import numpy as np
@@ -121,8 +121,9 @@ def test_long_sums_are_added_in_registers():
     of = parts.split(q, k, v, d**-0.5)
     scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5
     weights = F(np.exp(scores - scores.max(1, keepdims=True)) * 2.0**15)
-    sums = parts.multiply_parts(Parts.of(weights), of.V) / weights.sum(1, keepdims=True, dtype=float)
-    on_cores = parts.times_two_to(F(sums), of.V_exponents - 14)
+    total = weights.sum(1, keepdims=True, dtype=float)
+    sums = F(parts.multiply_parts(Parts.of(weights), of.V) / total)
+    on_cores = parts.times_two_to(sums, of.V_exponents - 14)
     assert errors(q, k, v, (on_cores, found[1]), d**-0.5)[0].max() > 2
 
 
