@@ -61,9 +61,10 @@ struct Sums {
 };
 
 // What a warp adds of keys first … end - 1 to a row. No loop's condition depends on the lane.
-__device__ Sums attend(const scalar* q, Tensor<const scalar> K, Tensor<const scalar> V,
-                       const Extent& extent, int query, int batch, int kv_head, int first, int end,
-                       const Scorer<real>& scorer) {
+__device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
+                                       Tensor<const scalar> V, const Extent& extent, int query,
+                                       int batch, int kv_head, int first, int end,
+                                       const Scorer<real>& scorer) {
   const int lane = threadIdx.x % warp_size;
   const real scale2 = scorer.scale2();
   Sums sums;

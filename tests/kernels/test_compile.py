@@ -76,6 +76,11 @@ def test_every_kernel_for_every_architecture(arch, launch):
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
+    ("mma_fp16x2", "80", 64, "causal"): 4,
+    ("mma_fp16x2", "80", 256, "causal"): 16,
+    ("mma_fp16x2", "90", 64, "causal"): 4,
+    ("mma_fp16x2", "90", 128, "window"): 4,
+    ("mma_fp16x2", "90", 256, "causal"): 8,
     ("mma_f64_columns", "90", 256, "causal"): 44,
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
@@ -116,6 +121,7 @@ def without_spills():
     ):
         for name in ("mma_f64", "mma_f64_columns"):
             yield name, arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float64"}
+        yield "mma_fp16x2", arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
     odd = ((40, "full"), (96, "causal"), (192, "window"))
     for name, (d, mask) in product(HOPPER, (*product((64, 128, 256), masks), *odd)):
         turn = (d, mask) in ((64, "causal"), (128, "full"), (256, "window"))

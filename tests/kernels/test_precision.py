@@ -100,6 +100,24 @@ def test_auto_chooses_by_precision(precision, d, limits, chosen):
     assert planning.select("auto", "forward", asked, limits).name == chosen
 
 
+@pytest.mark.parametrize(
+    "sizes, limits, splits",
+    [
+        ({"M": 257}, H100, True),
+        ({"M": 256}, H100, False),
+        ({"M": 65, "heads": 8, "kv_heads": 2}, H100, True),
+        ({"M": 4096, "d": 257}, H100, False),
+        ({"M": 4096}, TURING, False),
+    ],
+)
+def test_auto_splits_operands_for_many_queries_of_a_key_head(sizes, limits, splits):
+    for precision in (None, "float32"):
+        asked = problem(precision, **sizes)
+        chosen = planning.select("auto", "forward", asked, limits)
+        assert (chosen.name == "mma_fp16x2") == splits
+        assert planning.plan(chosen, asked, limits).rounding is None
+
+
 def test_auto_without_a_suitable_kernel():
     with pytest.raises(Unsupported, match="precision=tf32.*no other kernel can"):
         planning.select("auto", "forward", problem("tf32", d=257), H100)
