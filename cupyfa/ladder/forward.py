@@ -23,7 +23,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import MEND, PARTS, SCRATCH, SPLIT
+from cupyfa.ladder.parts import MEND, OPERANDS, PARTS, SCRATCH, SPLIT
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -672,6 +672,58 @@ WGMMA_PERSISTENT = rung(
 )
 
 
+def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of each number in the tiles of wgmma_shared."""
+    depth, width = round_up(p.d, 64), round_up(p.dv, 64)
+    tiles = 2 * (c.Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
+    return wgmma_shared(p, c, tiles + staged_pairs(p, c))
+
+
+def wgmma_fp16x2(before: Kernel) -> Kernel:
+    """The record of wgmma_fp16x2, between the launches that split operands and mend rows."""
+    maps = " ".join(f"{name}.map" for name in OPERANDS.split())
+    made = rung(
+        before,
+        "wgmma_fp16x2",
+        "float32 at its own accuracy: operands as two parts in float16, products as three",
+        launch={
+            "args": f"{PARTS.replace(OPERANDS, maps)} O lse sizes heads group scale batch mods",
+            "boxes": {
+                name: (lambda p, c: 64) if name.startswith("Q") else (lambda p, c: c.Bc)
+                for name in OPERANDS.split()
+            },
+            "shared": wgmma_fp16x2_shared,
+        },
+        then=(MEND,),
+        tiles=TileChoice.of(
+            "Br Bc stages Q_stages turns",
+            [(Br, Bc, 1, 1, 2) for Br in (128, 64) for Bc in (32, 16)],
+            up_to={
+                64: [(128, 64, 3, 2, 2)],
+                128: [(128, 64, 2, 1, 2)],
+                192: [(128, 64, 1, 1, 2)],
+                256: [(128, 32, 1, 1, 2), (64, 32, 2, 1, 2)],
+            },
+        ),
+        candidates={
+            "Br": (64, 128, 192),
+            "Bc": (32, 48, 64, 80, 96),
+            "stages": (1, 2, 3, 4),
+            "Q_stages": (1, 2),
+            "turns": (1, 2),
+        },
+        dtypes=("float32",),
+        parts="float16",
+        scratch=SCRATCH,
+        tflops={"float32": {64: 125, 128: 140, 256: 125}},
+        made_for=lambda p, c: p.M * p.group > 256,
+    )
+    return replace(made, launches=(*SPLIT, *made.launches))
+
+
+WGMMA_FP16X2 = wgmma_fp16x2(WGMMA_PERSISTENT)
+
+
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
     """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
     slices = 2 * c.stages * (c.Br + c.Bc) * 64
@@ -794,6 +846,7 @@ _RUNGS = (
         WGMMA,
         WGMMA_OVERLAP,
         WGMMA_PERSISTENT,
+        WGMMA_FP16X2,
         WGMMA_SLICES,
         WGMMA_FP8,
     ),
@@ -801,6 +854,7 @@ _RUNGS = (
 _OF_SEQUENCES = (
     *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
     *("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
+    "wgmma_fp16x2",
 )
 _OF_PAGES = ("fa2", "fa2_coalesced", "mma_split_kv")
 

@@ -35,8 +35,8 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      const bool has_values = col < cols && exponents[col] > -127;
-      wrong |= has_values && !(fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]) >= least);
+      const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
+      if (col < cols && !(o >= least)) wrong |= exponents[col] > -127;  // not of a column of zeros
     }
     if (wrong && sum != 0 && row < rows.extent.M * pack_gqa)
       *flags.row(batch, head * pack_gqa + row % pack_gqa, query) = 1;

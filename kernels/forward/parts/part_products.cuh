@@ -88,16 +88,16 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
 }
 
 // Products become what the softmax takes: scores where a text changes them, else products.
-template <class T, int m, int n, int pack_gqa>
+template <class T, int m, int n, int pack_gqa, class Pairs = NoPairs>
 __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
                                              const PartRows<m * step, pack_gqa>& rows,
-                                             int first_key, bool is_full) {
+                                             int first_key, bool is_full, const Pairs& pairs = {}) {
   if constexpr (has_score_text) {
 #pragma unroll
     for (int i = 0; i < m * n * 4; ++i)
       S[i / (4 * n)][i / 4 % n][i % 4] *= rows.units[i / (4 * n)][i % 4 / 2];
   }
-  scorer.apply(S, rows, first_key, is_full);
+  scorer.apply(S, rows, first_key, is_full, pairs);
 }
 
 // S becomes P = 2^(S * unit - origin), 2^15 in the largest place of each row: relative to the

@@ -1,0 +1,328 @@
+// wgmma_fp16x2: `wgmma_persistent` for float32 at its own accuracy. Each operand is the sum of two
+// parts in float16, and each product three products of parts.
+//
+// An earlier launch, split_operands, splits Q, K and V; P is split in registers. Sums of O of a
+// tile begin at zero and are added to those of other tiles in registers: tensor cores do not round
+// their sums, they cut them off. That takes the registers in which `wgmma_persistent` computes the
+// next scores, so a warpgroup's tensor cores work for others during its softmax. A row that parts
+// cannot hold gets a flag, and `mend_parts` computes it again.
+//
+//   O [batch, heads, M, dv]    lse [batch, heads, M]
+//   Q_high …, V_exponents, scale2, flags: see split_operands.cu
+//   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
+//   pair_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
+#include <attention/finish_rows.cuh>
+#include <attention/register_budget.cuh>
+#include <attention/score.cuh>
+#include <attention/store_rows.cuh>
+#include <forward/parts/part_output.cuh>
+#include <forward/parts/part_products.cuh>
+#include <forward/parts/ping_pong.cuh>
+#include <forward/parts/schedule.cuh>
+#include <ptx/setmaxnreg.cuh>
+#include <tile/shared.cuh>
+#include <tile/warpgroup.cuh>
+
+constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
+static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
+static_assert(Bc % step == 0, "a tile is a whole number of products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
+using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
+using Turns = PingPong<consumers>;
+// Each box has rows of high parts, then as many of low ones.
+template <int rows, int columns>
+using Parts = TmaTile<operand, 2 * rows, columns>;
+using Queries = Parts<warpgroup_rows, d>;  // of one warpgroup
+using Keys = Parts<Bc, d>;
+using Values = Parts<Bc, dv>;
+using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
+using OwnRows = PartRows<step, 1>;
+using PackedP = unsigned[Bc / step][4];  // a part of P, as operands of O += P V
+
+struct Shared {
+  Queries Q[Q_stages][consumers];
+  Keys K[stages];
+  Values V[stages];
+  Pipeline<Q_stages> Q_pipeline[consumers];
+  Pipeline<stages> K_pipeline, V_pipeline;
+  Pairs pairs;
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+// The tensor maps of the two parts of an array.
+struct Maps {
+  const TensorMap &high, &low;
+};
+
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  for (auto& pipeline : shared.Q_pipeline) pipeline.init(1);
+  shared.K_pipeline.init(consumers);
+  shared.V_pipeline.init(consumers);
+  fence_barrier_init();
+}
+
+template <int all_rows, int columns>
+__device__ __forceinline__ void load_parts(TmaTile<operand, all_rows, columns>& tile,
+                                           const Maps& maps, Barrier& barrier, int row, int head,
+                                           int batch) {
+  arrive_expect_tx(barrier, sizeof tile);
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i) {
+    tma_load(tile.box[i], maps.high, barrier, i * tile.in_row, row, head, batch);
+    tma_load(tile.box[i][all_rows / 2], maps.low, barrier, i * tile.in_row, row, head, batch);
+  }
+}
+
+// The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Maps& Q, const Maps& K,
+                                        const Maps& V, int group) {
+  PipelineState<Q_stages> queries;
+  PipelineState<stages> tile;
+  for (; tasks.advance(); queries.advance()) {
+    const RowTile task = tasks.task();
+    const int kv_head = task.head / group, batch = task.packed_batch(task.batch);
+    const auto load_queries = [&] {
+#pragma unroll
+      for (int i = 0; i < consumers; ++i)
+        load_parts(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
+                   task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
+    };
+    if (Q_stages > 1) load_queries();
+#pragma unroll 1  // the producer has few registers
+    for (int first_key = task.kv_begin; first_key < task.kv_end;
+         first_key = task.after<Bc>(first_key), tile.advance()) {
+      load_parts(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
+                 task.packed_key(first_key), kv_head, batch);
+      // A single stage of Q is empty only after the last row tile's scores; K has room before.
+      if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
+      load_parts(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
+                 task.packed_key(first_key), kv_head, batch);
+    }
+  }
+}
+
+// S = Q K^T: its products of high parts, and those with a low part.
+struct Scores {
+  float high[Bc];     // high high | high low
+  float low[Bc / 2];  // low high
+
+  // Q's high parts meet both of K in one product, so that they are read once.
+  __device__ __forceinline__ void begin(const Queries& Q, const Keys& K) {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < cdiv(d, step); ++k) {
+      const int col = k % 4 * wgmma_bytes;
+      const Matrix keys = by_rows(K.box[k / 4]) + col;
+      multiply<operand>(high, by_rows(Q.box[k / 4]) + col, keys, k > 0);
+      multiply<operand>(low, by_rows(Q.box[k / 4][warpgroup_rows]) + col, keys, k > 0);
+    }
+    wgmma_commit_group();
+  }
+  __device__ __forceinline__ void wait(Fragments<step, Bc>& S) {
+    wgmma_wait_group<0>(high);
+    read_after_here(low);
+#pragma unroll
+    for (int i = 0; i < Bc / 2; ++i)
+      flat(S)[i] = fmaf(high[Bc / 2 + i] + low[i], low_unit, high[i]);
+  }
+};
+
+// A warpgroup of consumers. The tensor cores work for others while it computes its softmax.
+struct Consumer {
+  Shared& shared;
+  Sizes sizes;
+  Scorer<real> scorer;
+  int warpgroup;
+  Tensor<const real> scale2;
+  OwnRows rows = {0, {}, 0};  // begin() sets them
+  Fragments<step, width> O;
+  Scores scores;
+  PackedP P_high, P_low;
+  PipelineState<Q_stages> queries;
+  PipelineState<stages> keys, values;
+
+  __device__ __forceinline__ void begin(const RowTile& task) {  // warps 0-3 load
+    const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
+    rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,
+                   extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
+    rows.read_units(scale2, task.batch, task.head);
+    for (float& x : flat(O)) x = 0;
+    shared.pairs.own().load(rows, task.kv_begin);
+  }
+
+  __device__ __forceinline__ void wait_for_turn() {
+    if (turns > 1) Turns::wait(warpgroup);
+  }
+  __device__ __forceinline__ void end_turn() {
+    if (turns > 1) Turns::arrive(warpgroup);
+  }
+
+  __device__ __forceinline__ void begin_scores() {
+    shared.K_pipeline.wait(keys);
+    wait_for_turn();
+    scores.begin(shared.Q[queries.stage][warpgroup], shared.K[keys.stage]);
+    end_turn();
+  }
+  __device__ __forceinline__ void release_keys() {
+    shared.K_pipeline.release(keys);
+    keys.advance();
+  }
+  __device__ __forceinline__ void release_values() {
+    shared.V_pipeline.release(values);
+    values.advance();
+  }
+
+  // S becomes P in parts. The tile's product with V is to be multiplied by `weight`.
+  __device__ __forceinline__ void softmax(const RowTile& task, int first_key,
+                                          Fragments<step, Bc>& S, float (&weight)[1][2]) {
+    const int lane = threadIdx.x % warp_size;
+    shared.pairs.own().complete();
+    apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    if (const int next = task.after<Bc>(first_key); next < task.kv_end)
+      shared.pairs.own().load(rows, next);
+    if (rows.extent.is_masked(task.row, Br, first_key, Bc))
+      weigh<true>(S, O, rows, first_key, lane, weight);
+    else
+      weigh<false>(S, O, rows, first_key, lane, weight);
+#pragma unroll
+    for (int i = 0; i < Bc / 4; ++i)
+      split_pair<operand>(flat(S)[2 * i], flat(S)[2 * i + 1], P_high[i / 4][i % 4],
+                          P_low[i / 4][i % 4]);
+  }
+
+  // O += P V, 64 columns at a time.
+  template <int part = 0>
+  __device__ __forceinline__ void add_output(const float (&weight)[1][2]) {
+    constexpr int left = width - part * box_columns,
+                  columns = left < box_columns ? left : box_columns;
+    constexpr bool is_last = columns == left;
+    float high[columns / 2], low[columns / 2];
+    const auto& box = shared.V[values.stage].box[part];
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Bc / step; ++k) {
+      const Matrix V_high = by_columns(box[k * step], 2 * Bc),
+                   V_low = by_columns(box[Bc + k * step], 2 * Bc);
+      multiply<operand>(low, P_high[k], V_low, k > 0);
+      multiply<operand>(low, P_low[k], V_high, true);
+      multiply<operand>(high, P_high[k], V_high, k > 0);
+    }
+    wgmma_commit_group();
+    if (is_last) end_turn();
+    wgmma_wait_group<0>(high);
+    read_after_here(low);
+    if (is_last) release_values();
+#pragma unroll
+    for (int i = 0; i < columns / 2; ++i) {
+      float& x = flat(O)[part * box_columns / 2 + i];
+      x = fmaf(fmaf(low[i], low_unit, high[i]), weight[0][i % 4 / 2], x);
+    }
+    if constexpr (!is_last) add_output<part + 1>(weight);
+  }
+
+  // Ends the scores of a tile of keys, and adds P V of it to O.
+  __device__ __forceinline__ void add(const RowTile& task, int first_key, bool is_last) {
+    Fragments<step, Bc> S;
+    float weight[1][2];
+    scores.wait(S);
+    release_keys();
+    if (is_last) shared.Q_pipeline[warpgroup].release(queries);
+    softmax(task, first_key, S, weight);
+    shared.V_pipeline.wait(values);
+    wait_for_turn();
+    add_output(weight);
+  }
+
+  // A tile of keys that no row of the warpgroup sees.
+  __device__ __forceinline__ void skip() {
+    shared.K_pipeline.wait(keys);
+    shared.V_pipeline.wait(values);
+    for (int turn = 0; turn < 2; ++turn) {
+      wait_for_turn();
+      end_turn();
+    }
+    barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this tile
+    release_keys();
+    release_values();
+  }
+
+  template <class Finish>
+  __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
+    if (!tasks.advance()) return;
+    if (turns > 1 && warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    RowTile task = tasks.task();
+    shared.Q_pipeline[warpgroup].wait(queries);
+    begin_scores();
+    for (;;) {
+      begin(task);
+      const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, cdiv(Br, Bc));
+      int first_key = task.kv_begin;
+      for (;;) {
+        const int next = task.after<Bc>(first_key);
+        add(task, first_key, next >= end);
+        first_key = next;
+        if (first_key >= end) break;
+        begin_scores();
+      }
+#pragma unroll 1
+      for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
+      if (!tasks.advance()) break;
+      // The next row tile's scores begin before this one is stored.
+      queries.advance();
+      shared.Q_pipeline[warpgroup].wait(queries);
+      begin_scores();
+      finish(O, rows, task);
+      task = tasks.task();
+    }
+    finish(O, rows, task);
+  }
+};
+
+// The end of a row tile.
+struct Epilogue {
+  const int* V_exponents;
+  Tensor<unsigned char> flags;
+  Tensor<scalar> O;
+  Tensor<real> lse;
+  int kv_heads, group;
+
+  __device__ __forceinline__ void operator()(Fragments<step, width>& sums, OwnRows& rows,
+                                             const RowTile& task) const {
+    const int lane = threadIdx.x % warp_size, batch = task.batch, head = task.head;
+    const int* exponents = V_exponents + ((long long)batch * kv_heads + head / group) * dv;
+    rows.raise_maxima(weight_exponent);
+    finish_rows(sums, rows, lse, batch, head, lane);
+    flag_rows<dv>(sums, rows, exponents, flags, batch, head, lane);
+    scale_columns<dv>(sums, exponents, lane);
+    store_rows<dv>(sums, rows, O, batch, head, lane);
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
+    const __grid_constant__ TensorMap Q_high, const __grid_constant__ TensorMap Q_low,
+    const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
+    const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
+    const int* V_exponents, Tensor<const real> scale2, Tensor<unsigned char> flags,
+    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, int batch,
+    const __grid_constant__ Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) init_pipelines(shared);
+  __syncthreads();
+  const Tasks tasks(sizes, mods, heads, batch);
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    decrease_registers<Registers::producer>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce(shared, tasks, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low}, group);
+    return;
+  }
+  increase_registers<Registers::consumer>();
+  // Without a text the scale, with its sign, is in Q's parts and units.
+  const Scorer<real> scorer = {has_score_text ? scale : real(1), mods};
+  const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
+  Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);
+}
