@@ -8,7 +8,7 @@ from typing import Any
 from cupyfa.ladder.kernel import Kernel, Launch, Walk
 from cupyfa.ladder.tiles import cdiv
 from cupyfa.modifiers import KEY_TILES, ROW_TILES
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, round_up
 
 WARP = 32
 HALF = ("float16", "bfloat16")
@@ -72,7 +72,17 @@ def batch_first(p: Problem) -> bool:
 
 
 def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
-    """Fills the rows of a ragged output that do not count, or belong to no sequence."""
+    """Fills the rows of a ragged output that do not count, or belong to no sequence.
+
+    Of an operand, its width ends with 16, to which its columns are padded.
+    """
+    columns = width.removesuffix("16")
+    of_operands = columns != width
+
+    def width_of(p: Problem, c: SimpleNamespace) -> int:
+        found = getattr(p, columns) if columns else 1
+        return round_up(found, 16) if of_operands else found
+
     return Launch(
         "clear_rest",
         args=f"{array} {rows} {heads} mods",
@@ -81,7 +91,8 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
         constants={
             "of_keys": lambda p, c: rows == "N",
             "of_sums": lambda p, c: not width,
-            "width": lambda p, c: getattr(p, width) if width else 1,
+            "of_operands": lambda p, c: of_operands,
+            "width": width_of,
         },
         file="forward/clear_rest.cu",
         when=lambda p: p.modifiers.is_packed or p.modifiers.used["MN".index(rows)],

@@ -718,7 +718,8 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
         tflops={"float32": {64: 125, 128: 140, 256: 125}},
         made_for=lambda p, c: p.M * p.group > 256,
     )
-    return replace(made, launches=(*SPLIT, *made.launches))
+    cleared = (clear_rest(f"V_{part}", "N", "kv_heads", "dv16") for part in ("high", "low"))
+    return replace(made, launches=(*SPLIT, *cleared, *made.launches))
 
 
 WGMMA_FP16X2 = wgmma_fp16x2(WGMMA_PERSISTENT)

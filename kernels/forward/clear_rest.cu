@@ -1,25 +1,31 @@
 // clear_rest: fills the rows of a ragged array that do not count, or belong to no sequence.
 //
-// O and gradients get 0, and lse gets -infinity, as rows that see no key do.
+// O and gradients get 0, and lse gets -infinity, as rows that see no key do. Operands get 0, since
+// weights of keys that do not count are 0, and 0 times what memory may hold is NaN.
 //
 //   X [batch, heads, rows, width]
 //   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
-//   the host sets: scalar, real, of_keys, of_sums, width, threads, shared_bytes
+//   the host sets: scalar, operand, real, of_keys, of_sums, of_operands, width, threads,
+//   shared_bytes
 #include <attention/ragged.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
-template <bool sums>
+template <bool sums, bool operands>
 struct Element {
   using Type = scalar;
 };
 template <>
-struct Element<true> {
+struct Element<true, false> {
   using Type = real;
 };
-using Own = Element<of_sums>::Type;
+template <>
+struct Element<false, true> {
+  using Type = operand;
+};
+using Own = Element<of_sums, of_operands>::Type;
 
 // The rows of a batch element that count.
 template <class Arrays>
