@@ -30,9 +30,18 @@ static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgr
 static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
+// Whether warpgroups take turns, or begin products as soon as they can.
+template <bool used>
+struct TurnsOf : PingPong<consumers> {};
+template <>
+struct TurnsOf<false> {
+  static __device__ __forceinline__ void wait(int) {}
+  static __device__ __forceinline__ void arrive(int) {}
+};
+
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
-using Turns = PingPong<consumers>;
+using Turns = TurnsOf<(turns > 1)>;
 // Each box has rows of high parts, then as many of low ones.
 template <int rows, int columns>
 using Parts = TmaTile<operand, 2 * rows, columns>;
@@ -138,7 +147,7 @@ struct Consumer {
   Scorer<real> scorer;
   int warpgroup;
   Tensor<const real> scale2;
-  OwnRows rows = {0, {}, 0};  // begin() sets them
+  OwnRows rows = {0, {}, 0, false};  // begin() sets them
   Fragments<step, width> O;
   Scores scores;
   PackedP P_high, P_low;
@@ -154,18 +163,11 @@ struct Consumer {
     shared.pairs.own().load(rows, task.kv_begin);
   }
 
-  __device__ __forceinline__ void wait_for_turn() {
-    if (turns > 1) Turns::wait(warpgroup);
-  }
-  __device__ __forceinline__ void end_turn() {
-    if (turns > 1) Turns::arrive(warpgroup);
-  }
-
   __device__ __forceinline__ void begin_scores() {
     shared.K_pipeline.wait(keys);
-    wait_for_turn();
+    Turns::wait(warpgroup);
     scores.begin(shared.Q[queries.stage][warpgroup], shared.K[keys.stage]);
-    end_turn();
+    Turns::arrive(warpgroup);
   }
   __device__ __forceinline__ void release_keys() {
     shared.K_pipeline.release(keys);
@@ -212,7 +214,7 @@ struct Consumer {
       multiply<operand>(high, P_high[k], V_high, k > 0);
     }
     wgmma_commit_group();
-    if (is_last) end_turn();
+    if (is_last) Turns::arrive(warpgroup);
     wgmma_wait_group<0>(high);
     read_after_here(low);
     if (is_last) release_values();
@@ -233,7 +235,7 @@ struct Consumer {
     if (is_last) shared.Q_pipeline[warpgroup].release(queries);
     softmax(task, first_key, S, weight);
     shared.V_pipeline.wait(values);
-    wait_for_turn();
+    Turns::wait(warpgroup);
     add_output(weight);
   }
 
@@ -242,8 +244,8 @@ struct Consumer {
     shared.K_pipeline.wait(keys);
     shared.V_pipeline.wait(values);
     for (int turn = 0; turn < 2; ++turn) {
-      wait_for_turn();
-      end_turn();
+      Turns::wait(warpgroup);
+      Turns::arrive(warpgroup);
     }
     barrier_sync(1 + consumers + warpgroup, warpgroup_size);  // a late thread would miss this tile
     release_keys();
@@ -253,7 +255,7 @@ struct Consumer {
   template <class Finish>
   __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
     if (!tasks.advance()) return;
-    if (turns > 1 && warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     RowTile task = tasks.task();
     shared.Q_pipeline[warpgroup].wait(queries);
     begin_scores();

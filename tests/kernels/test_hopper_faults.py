@@ -9,6 +9,7 @@ from helpers.left_out import VARIABLE, optional
 from helpers.problems import inputs_of
 
 from cupyfa import Problem, WrongResult
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import SimulatorFault
 from cupyfa.ladder import LADDER
 from cupyfa.options import OPTIONS
@@ -150,7 +151,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     number = int(os.environ.get(VARIABLE, 0))
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
-    problem = Problem.of_sizes(**sizes, scale=-0.2, dtype="float16")
+    problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
     plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:

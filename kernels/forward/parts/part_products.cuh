@@ -19,8 +19,9 @@ template <int Wr, int pack_gqa>
 struct PartRows : Rows<Wr, pack_gqa> {
   real units[Wr / step][2];
 
-  __device__ __forceinline__ PartRows(int first, const Extent& extent, real scale2)
-      : Rows<Wr, pack_gqa>(first, extent, scale2) {
+  __device__ __forceinline__ PartRows(int first, const Extent& extent, real scale2,
+                                      bool takes_sink = true)
+      : Rows<Wr, pack_gqa>(first, extent, scale2, takes_sink) {
     raise_maxima(-weight_exponent);
   }
   __device__ __forceinline__ void raise_maxima(real by) {
