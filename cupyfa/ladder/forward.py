@@ -685,7 +685,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
     made = rung(
         before,
         "wgmma_fp16x2",
-        "float32 at its own accuracy: operands as two parts in float16, products as three",
+        "float32 at its own accuracy with wgmma: parts in float16, each tile's O summed by itself",
         launch={
             "args": f"{PARTS.replace(OPERANDS, maps)} O lse sizes heads group scale batch mods",
             "boxes": {
@@ -716,7 +716,8 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
         parts="float16",
         scratch=SCRATCH,
         tflops={"float32": {64: 125, 128: 140, 256: 125}},
-        made_for=lambda p, c: p.M * p.group > 256,
+        made_for=pays_for_splitting,
+        after=(),
     )
     cleared = (clear_rest(f"V_{part}", "N", "kv_heads", "dv16") for part in ("high", "low"))
     return replace(made, launches=(*SPLIT, *cleared, *made.launches))

@@ -17,7 +17,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/part_output.cuh>
-#include <forward/parts/part_products.cuh>
+#include <forward/parts/part_softmax.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
 #include <ptx/setmaxnreg.cuh>

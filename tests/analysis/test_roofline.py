@@ -107,12 +107,18 @@ def test_rungs_with_and_without_tensor_cores():
     of_all = rows(*LADDER["forward"], device="h100")
     tensor = {x.computation for x in of_all if x.on_tensor_cores}
     expected = {x for x in LADDER["forward"] if x.startswith(("baseline", "v3", "mma", "wgmma"))}
-    assert tensor == expected - {"mma_tf32", "mma_fp16x2", "mma_f64"}  # which take no float16
+    assert tensor == expected - {
+        "mma_tf32",
+        "mma_fp16x2",
+        "mma_f64",
+        "wgmma_fp16x2",
+    }  # which take no float16
     peaks = {x.computation: x.peak for x in of_all}
     assert (peaks["fa2"], peaks["wgmma"]) == (66.9, 989.4)
     assert row("mma_tf32", dtype="float32", device="h100").peak == 494.7
     assert row("mma_f64", dtype="float64", device="h100").peak == 66.9
-    assert row("mma_fp16x2", dtype="float32", device="h100").peak == 989.4 / 3
+    for name in ("mma_fp16x2", "wgmma_fp16x2"):
+        assert row(name, dtype="float32", device="h100").peak == 989.4 / 3
     assert row("baseline", dtype="float32", device="h100").peak == 66.9
     assert row("v3", dtype="float32", device="h100").peak == 989.4
 

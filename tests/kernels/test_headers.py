@@ -50,7 +50,7 @@ MAY_READ = {
     "nonfinite.cuh": {"has_sink"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
-    "part_products.cuh": {"has_score_text"},
+    "part_softmax.cuh": {"has_score_text"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

@@ -85,8 +85,12 @@ def test_nonfinite_inputs_do_not_change_rows_that_do_not_see_them(
     inputs["V"][:, 1, 33, 5] = inputs["K"][:, 1, 50, 7] = poison
     spoilt = checked(backend, plan, inputs)
     # Repaired rows come from the inputs, which wgmma_fp8 otherwise rounds, in another order.
-    exactly = FORWARD["wgmma" if "float16" in kernel.dtypes else "fa2"]
-    exact = checked(backend, planned(exactly, backend, **sizes, **mask, scale=scale), clean_inputs)
+    exactly, dtype = FORWARD["wgmma" if "float16" in kernel.dtypes else "fa2"], plan.problem.dtype
+    exact = checked(
+        backend,
+        planned(exactly, backend, dtype.name, **sizes, **mask, scale=scale),
+        clean_inputs,
+    )
 
     def close(name, rows, columns=slice(None)):
         got, *wanted = (

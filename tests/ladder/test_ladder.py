@@ -16,7 +16,7 @@ from cupyfa.planner import source as sources
 from cupyfa.report import plots as plotting, publish as pages
 
 RUNGS = list(LADDER["forward"])
-OTHERS = ("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma_fp8")
+OTHERS = ("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma_fp16x2", "wgmma_fp8")
 OF_16_BITS = [x for x in RUNGS if x not in OTHERS]
 WHERE = {
     "device": "a card",

@@ -2,7 +2,7 @@
 // The end of rows whose operands were parts in float16: which of them parts did not hold, and O in
 // the units of V.
 
-#include <forward/parts/part_products.cuh>
+#include <forward/parts/part_softmax.cuh>
 
 // Whether a maximum is so large that the largest weight may overflow: it is a difference of scores
 // that are rounded to whole numbers.
