@@ -11,12 +11,15 @@ from cupyfa.planner import select as planning
 from cupyfa.runtime.launcher import replay
 
 F = np.float32
+EACH = pytest.mark.parametrize("kernel", ["mma_fp16x2", "wgmma_fp16x2"])
 
 
-def run(backend, inputs=None, values=None, **sizes):
-    """The plan and its arrays, scratch too, after mma_fp16x2 has run."""
+def run(backend, kernel="mma_fp16x2", values=None, **sizes):
+    """The plan and its arrays, scratch too, after a kernel has run."""
     problem = Problem.of_sizes(**sizes, dtype="float32")
-    plan = planning.plan(FORWARD["mma_fp16x2"], problem, backend.limits)
+    if not planning.can(FORWARD[kernel], problem, backend.limits):
+        pytest.skip(f"{backend.limits.device} is not of sm_90")
+    plan = planning.plan(FORWARD[kernel], problem, backend.limits)
     given = inputs_of(plan)
     change = values or (lambda **given: given)
     given |= {name: F(x) for name, x in change(**{x: given[x] for x in "QKV"}).items()}
@@ -101,6 +104,7 @@ LARGE = {"M": 40, "N": 512, "d": 64}
 CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
 
 
+@EACH
 @pytest.mark.parametrize(
     "values, sizes, flagged",
     [
@@ -119,16 +123,17 @@ CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
     ],
     ids=lambda x: "" if isinstance(x, dict) else getattr(x, "__qualname__", str(x)),
 )
-def test_flags(backend, values, sizes, flagged):
+def test_flags(backend, kernel, values, sizes, flagged):
     """At least this share of the rows has flags, and none if it is 0; all results are right."""
-    plan, arrays = run(backend, values=values, heads=2, **sizes)
+    plan, arrays = run(backend, kernel, values, heads=2, **sizes)
     share = (arrays["flags"] == 1).mean()
     assert share >= flagged and (share == 0) == (flagged == 0)
     require_right(plan, arrays)
 
 
-def test_rows_without_flags_do_not_depend_on_their_neighbours(backend):
-    _, alone = run(backend, heads=1, **LARGE)
+@EACH
+def test_rows_without_flags_do_not_depend_on_their_neighbours(backend, kernel):
+    _, alone = run(backend, kernel, heads=1, **LARGE)
     rng = np.random.default_rng(2)
 
     def some(Q, K, V):
@@ -136,7 +141,7 @@ def test_rows_without_flags_do_not_depend_on_their_neighbours(backend):
         Q[:, :, rows, 0] = np.nan
         return {"Q": Q, "K": K, "V": V}
 
-    _, mixed = run(backend, values=some, heads=1, **LARGE)
+    _, mixed = run(backend, kernel, some, heads=1, **LARGE)
     rows = mixed["flags"] == 0
     assert 0 < rows.sum() < rows.size
     for name in ("O", "lse"):
@@ -144,12 +149,13 @@ def test_rows_without_flags_do_not_depend_on_their_neighbours(backend):
 
 
 @pytest.mark.gpu
+@EACH
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_long_sums_on_tensor_cores(cuda, d):
+def test_long_sums_on_tensor_cores(cuda, kernel, d):
     """Sums that tensor cores cut off would be 11 times the bound."""
     rng = np.random.default_rng(0)
     uniform = lambda **given: {name: rng.random(x.shape) for name, x in given.items()}  # noqa: E731
-    plan, arrays = run(cuda, values=uniform, heads=1, M=128, N=65536, d=d)
+    plan, arrays = run(cuda, kernel, uniform, heads=1, M=128, N=65536, d=d)
     inputs = {name: arrays[name] for name in "QKV"}
     expected = plan.operation.reference(inputs, plan.problem, (None,))[None]
     verdicts = tolerance.compare({name: arrays[name] for name in ("O", "lse")}, expected)
