@@ -58,7 +58,9 @@ AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(val
 KEEPS_REGISTERS = (
     "if (k + 1 < Bv / step) {\n        wgmma_commit_group();\n        wgmma_wait_group<1>();"
 )
-NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, KEEPS_REGISTERS)
+# Nor does one bring a skipped tile's V before its K.
+AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
+NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEEPS_REGISTERS)
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
     "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
