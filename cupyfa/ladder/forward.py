@@ -228,6 +228,7 @@ SPLIT_KV_TILES = TileChoice.of(
     },
 )
 MERGE_WARPS = 4
+MOST_COUNTERS = 1 << 14  # the zeros that calls in a stream share
 MOST_SPLITS = 4096
 
 
@@ -375,41 +376,63 @@ MMA_PIPELINED = rung(
     candidates={**MMA_ASYNC.candidates, "stages": (1, 2)},
     tflops={"float16": {64: 301, 128: 355, 256: 315}, "bfloat16": {64: 304, 128: 352, 256: 316}},
 )
-SPLITS = "O_splits.data max_splits.data sum_splits.data"
+
+
+def merges(p: Problem, c: SimpleNamespace, splits: int) -> bool:
+    """Whether the last block of a row tile merges the parts of all, and no launch has to.
+
+    It does if its shared memory has room for them; with more of them, blocks for all rows are
+    faster.
+    """
+    if splits <= 1 or packed_tiles(p, c) > MOST_COUNTERS:
+        return False
+    warps = c.Br // c.Wr
+    of_row = 4 * (splits * round_up(p.dv, 16) + round_up(splits + 2, 4))  # bytes
+    rows = cdiv(min(c.Br, p.M * pack_gqa(p, c)), warps)
+    return rows * of_row <= mma_pipelined_shared(p, c) // warps // 16 * 16
 
 
 def split_kv(splits: Formula) -> Kernel:
     """The record of mma_split_kv with a formula of the number of splits."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
-        """The rows of all splits together, if a launch has to merge them."""
+        """The rows of all splits together, if they have to be merged."""
         number = splits(p, c)
         return p.batch * p.heads * p.M * number if number > 1 else 0
+
+    def is_merged(p: Problem, c: SimpleNamespace) -> bool:
+        return merges(p, c, splits(p, c))
+
+    def rows_to_merge(p: Problem, c: SimpleNamespace) -> int:
+        """Those that a second launch merges."""
+        return p.M * p.heads * p.batch if splits(p, c) > 1 and not is_merged(p, c) else 0
 
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
-        "split-KV: blocks share the keys of a row tile, a second launch merges their results",
+        "split-KV: blocks share the keys of a row tile, the last one merges their results",
         launch={
-            "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+            "args": "Q K V O lse parts.data weights.data arrived.data num_splits merges sizes heads group "
+            "scale mods",
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
-            "numbers": {"num_splits": splits},
+            "numbers": {"num_splits": splits, "merges": lambda p, c: int(is_merged(p, c))},
             "walks": {},
         },
         then=(
             Launch(
                 "merge_splits",
-                args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
-                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+                args="parts.data weights.data O lse num_splits Q K V sizes heads group scale mods",
+                grid=rows_to_merge,
                 threads=lambda p, c: MERGE_WARPS * WARP,
                 shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
                 numbers={"num_splits": splits},
+                may_be_empty=True,
             ),
         ),
         scratch={
-            "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
-            "max_splits": (rows, "real"),
-            "sum_splits": (rows, "real"),
+            "parts": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
+            "weights": (lambda p, c: rows(p, c) * 2, "real"),
+            "arrived": (lambda p, c: packed_tiles(p, c) * is_merged(p, c), "zeros"),
         },
         tiles=SPLIT_KV_TILES,
         candidates={

@@ -10,6 +10,7 @@ from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 from cupyfa import WrongResult
 from cupyfa.errors import SimulatorFault
+from cupyfa.ladder import forward as rungs
 from cupyfa.planner import source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
@@ -108,7 +109,8 @@ def test_a_removed_statement_for_blocks_without_keys_is_found(tmp_path, statemen
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
-def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
+def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(rungs, "merges", lambda *_: False)
     file = sources.KERNELS / "forward/merge_splits.cu"
     (barrier,) = BARRIER.finditer(file.read_text())
     split = FORWARD["mma_split_kv"]
