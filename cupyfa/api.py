@@ -18,7 +18,7 @@ from cupyfa.dtypes import dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
-from cupyfa.ladder.forward import in_splits
+from cupyfa.ladder.forward import in_splits, of_e4m3
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
@@ -646,10 +646,13 @@ def decode(
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
     if splits != "auto":
-        kernel = in_splits(kernel, splits)
+        kernel = in_splits(kernel, splits, is_e4m3=cache.is_e4m3)
+    elif cache.is_e4m3:
+        kernel = of_e4m3(kernel)
     how = ("forward", kernel, step.backend, chosen, "bhsd", tiles, return_lse, _NO_OWN, *_NOT_GIVEN)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
+    given |= dict(zip(modifiers.SCALES, step.scales))
     how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
     before = (step.write_and_check if check else step.write) if step.writes else None
     return _call_moved(step.backend, how, arrays, out, check, step.is_moved, before)
@@ -963,6 +966,7 @@ _NOT_GIVEN = (None,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, "captured")
 _ARRAYS_OF_CALLS = (
     *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS, modifiers.PAGE_TABLE),
+    *modifiers.SCALES,
     *modifiers.SEEDS,
 )
 # What attention_vjp hands to both passes.

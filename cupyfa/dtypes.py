@@ -25,6 +25,7 @@ class DType:
 
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # of keys and values in a cache
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = {
     row.name: row

@@ -32,6 +32,8 @@ STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
 PADDED = ("lengths_q", "lengths_k")
 LENGTHS = (*STARTS, *USED, *PADDED)
 PAGE_TABLE = "page_table"  # where keys and values lie in pages: the numbers of each element's pages
+# Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
+SCALES = ("k_scale", "v_scale")
 _WANTED = {
     **dict.fromkeys(
         STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
@@ -39,7 +41,7 @@ _WANTED = {
     **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
     **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
 }
-_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE)
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -127,7 +129,7 @@ def name_of(name: str) -> str:
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
-    known = own == name or own in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE)
+    known = own == name or own in (*OWN_ARRAYS, *_WITHOUT_TEXT)
     return own if known else f"captured {own}"
 
 
@@ -191,6 +193,7 @@ class Modifiers:
     @property
     def features(self) -> list[str]:
         alone = [x for x in (SINK, DLSE) if self._has(x)] + ["paged"] * self._has(PAGE_TABLE)
+        alone += ["e4m3"] * self.is_e4m3
         if self.is_ragged:
             alone.append("ragged" if self.is_packed else "lengths")
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
@@ -204,6 +207,11 @@ class Modifiers:
     @property
     def has_sink(self) -> bool:
         return self._has(SINK)
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are e4m3 with scales."""
+        return self._has(SCALES[0])
 
     @property
     def is_ragged(self) -> bool:
@@ -240,6 +248,7 @@ class Modifiers:
             "has_mask_text": bool(self.mask),
             "reads_places": self._reads_places,
             "has_sink": self.has_sink,
+            "has_e4m3": self.is_e4m3,
             "has_dlse": self._has(DLSE),
             "has_dropout": self.dropout,
             "has_key_tiles": self._has(KEY_TILES),

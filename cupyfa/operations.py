@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.dtypes import E4M3
 from cupyfa.forms import pairs_of
 from cupyfa.modifiers import (
     LENGTHS,
@@ -17,6 +18,7 @@ from cupyfa.modifiers import (
     OFFSET,
     PADDED,
     PAGE_TABLE,
+    SCALES,
     SEED,
     SINK,
     STARTS,
@@ -98,7 +100,7 @@ class Input:
         return prod(self.shape(p)) * self.dtype(p).itemsize
 
     def dtype(self, p: Problem) -> np.dtype:
-        kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums}
+        kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums, "e4m3": E4M3}
         return np.dtype(kinds.get(self.kind) or INPUT_KINDS.get(self.kind) or self.kind)
 
 
@@ -132,6 +134,8 @@ class Operation:
         """The inputs of a problem, with the arrays that its texts read."""
         read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
+        if p.modifiers.is_e4m3:
+            own |= {name: replace(own[name], kind="e4m3") for name in "KV"}
         if p.pages:
             own |= {name: own[name].in_pages() for name in "KV"}
         return own | read
@@ -196,7 +200,7 @@ def modifications(
     first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
     of a ragged batch that they are applied to.
     """
-    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE)
+    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE, *SCALES)
     its = sequence or p
     return Modifications(
         score_steps=texts.score,
@@ -338,6 +342,17 @@ def _of_sequences(
     return found
 
 
+def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
+    """The same problem with keys and values that are numbers without scales."""
+    numbers = {}
+    for name, scale in zip("KV", SCALES):
+        factor = np.asarray(inputs[f"mods.{scale}"], np.float64)
+        of_heads = factor.reshape(len(factor), factor.shape[-1], 1, 1)
+        numbers[name] = inputs[name].astype(np.float64) * of_heads
+    kept = tuple(x for x in p.operands if x.name not in SCALES)
+    return {**inputs, **numbers}, replace(p, operands=kept)
+
+
 def _without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     """The same problem with the keys and values of each batch element in one place."""
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
@@ -396,6 +411,8 @@ def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    if p.modifiers.is_e4m3:
+        inputs, p = _without_scales(inputs, p)
     if p.pages:
         inputs, p = _without_pages(inputs, p)
     if p.is_ragged:

@@ -23,6 +23,7 @@ from cupyfa.modifiers import (
     MASK,
     OWN_ARRAYS,
     PAGE_TABLE,
+    SCALES,
     SEED,
     SEEDS,
     STARTS,
@@ -182,7 +183,9 @@ class Problem:
         _same("d, the last axis of q and k,", shapes, d, k_d)
         _same("the number of key heads", shapes, kv_heads, v_heads)
         _same("N, the number of keys,", shapes, N, v_N)
-        dtype, chosen = _common_dtype(q=q, k=k, v=v), AttentionOptions.of(options, keywords)
+        is_e4m3 = any(x.name in SCALES for x in operands)
+        of_dtype = {"q": q} if is_e4m3 else {"q": q, "k": k, "v": v}
+        dtype, chosen = _common_dtype(**of_dtype), AttentionOptions.of(options, keywords)
         pages = len(k) if table else 0
         N *= table.shape[1] if table else 1
         sizes = batch, heads, kv_heads, M, N, d, dv
@@ -254,7 +257,8 @@ class Problem:
         if name in OPTIONS and name != SEED:  # which dropout needs
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        own = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *(SEEDS if options.dropout else ()))
+        known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES)
+        own = (*known, *(SEEDS if options.dropout else ()))
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         return replace(self, options=options, operands=kept)

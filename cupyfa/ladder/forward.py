@@ -6,7 +6,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.errors import described
+from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
     HALF,
@@ -227,6 +227,21 @@ SPLIT_KV_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
+# Keys and values in e4m3: a warp converts as it multiplies, so that more of them share a
+# multiprocessor.
+SPLIT_E4M3_TILES = TileChoice.of(
+    "Br Bc Wr stages blocks_per_sm",
+    [(*tile, 2, 2) for tile in HALVES],
+    up_to={128: [(64, 64, 16, 2, 2)], 256: [(64, 32, 16, 2, 2)]},
+    few_rows={
+        Br: {
+            64: [(Br, 64, 16, 4, 4)],
+            128: [(Br, 64, 16, 3, 4), (Br, 32, 16, 3, 4)],
+            256: [(Br, 32, 16, 3, 3), (Br, 16, 16, 3, 3)],
+        }
+        for Br in (16, 32, 64)
+    },
+)
 MERGE_WARPS = 4
 MOST_COUNTERS = 1 << 14  # the zeros that calls in a stream share
 MOST_SPLITS = 4096
@@ -378,6 +393,14 @@ MMA_PIPELINED = rung(
 )
 
 
+def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
+    """As for mma_pipelined; with keys and values in e4m3 of whole 32 columns."""
+    if not p.modifiers.is_e4m3:
+        return mma_pipelined_shared(p, c)
+    depth, width = round_up(p.d, 32), round_up(p.dv, 32)
+    return 2 * c.Br * max(depth, width) + c.stages * c.Bc * (depth + width)
+
+
 def merges(p: Problem, c: SimpleNamespace, splits: int) -> bool:
     """Whether the last block of a row tile merges the parts of all, and no launch has to.
 
@@ -389,7 +412,7 @@ def merges(p: Problem, c: SimpleNamespace, splits: int) -> bool:
     warps = c.Br // c.Wr
     of_row = 4 * (splits * round_up(p.dv, 16) + round_up(splits + 2, 4))  # bytes
     rows = cdiv(min(c.Br, p.M * pack_gqa(p, c)), warps)
-    return rows * of_row <= mma_pipelined_shared(p, c) // warps // 16 * 16
+    return rows * of_row <= split_kv_shared(p, c) // warps // 16 * 16
 
 
 def split_kv(splits: Formula) -> Kernel:
@@ -415,6 +438,7 @@ def split_kv(splits: Formula) -> Kernel:
             "args": "Q K V O lse parts.data weights.data arrived.data num_splits merges sizes heads group "
             "scale mods",
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
+            "shared": split_kv_shared,
             "numbers": {"num_splits": splits, "merges": lambda p, c: int(is_merged(p, c))},
             "walks": {},
         },
@@ -896,8 +920,8 @@ def _with_lengths(kernel: Kernel) -> Kernel:
 KERNELS = tuple(map(_with_lengths, _RUNGS))
 
 
-def in_splits(kernel: Kernel | str, splits: int) -> Kernel:
-    """The record of mma_split_kv that always makes so many splits.
+def in_splits(kernel: Kernel | str, splits: int, *, is_e4m3: bool = False) -> Kernel:
+    """The record of mma_split_kv that always makes so many splits; for keys in e4m3, too.
 
     kernel: its name, or "auto". Raises ValueError for another one, or for a wrong number.
     """
@@ -905,9 +929,29 @@ def in_splits(kernel: Kernel | str, splits: int) -> Kernel:
         raise ValueError(
             f"splits is for mma_split_kv, and kernel is {described(kernel)}; leave one of them out"
         )
-    return _in_splits(whole("splits", splits, 1, MOST_SPLITS))
+    return _split_kv(whole("splits", splits, 1, MOST_SPLITS), is_e4m3)
+
+
+def of_e4m3(kernel: Kernel | str) -> Kernel:
+    """The record of mma_split_kv for keys and values in e4m3; Unsupported for another kernel."""
+    if kernel not in ("auto", "mma_split_kv"):
+        raise Unsupported(
+            f"kernel is {described(kernel)}, and only mma_split_kv takes a cache of e4m3; leave it "
+            "out"
+        )
+    return _split_kv(None, True)
 
 
 @lru_cache(maxsize=64)
-def _in_splits(splits: int) -> Kernel:
-    return _with_lengths(rounded_first(split_kv(lambda p, c: splits)))
+def _split_kv(splits: int | None, is_e4m3: bool) -> Kernel:
+    made = MMA_SPLIT_KV if splits is None else split_kv(lambda p, c: splits)
+    if not is_e4m3:
+        return _with_lengths(rounded_first(made))
+    return replace(
+        _with_lengths(made),
+        name="mma_split_kv_e4m3",  # what was tuned for operands does not hold for it
+        tiles=SPLIT_E4M3_TILES,
+        features=(*made.features, "lengths", "paged", "e4m3"),
+        arch="89",
+        dtype_arch={},
+    )

@@ -39,6 +39,7 @@ FEATURES = (
     "ragged",
     "lengths",
     "paged",
+    "e4m3",
     "gqa",
     "strides",
     "lse",
@@ -199,7 +200,8 @@ class Kernel(_Record):
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
         "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
-        elements in padded arrays), "paged" (keys and values in pages), and the options that modify
+        elements in padded arrays), "paged" (keys and values in pages), "e4m3"
+        (keys and values of 8 bits, with scales), and the options that modify
         scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
         "operand", "byte", "int" or "zeros"; those that the launches of a problem name are

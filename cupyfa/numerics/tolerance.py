@@ -102,6 +102,7 @@ Array = NDArray[Any]
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
+_LARGEST_E4M3 = 448.0
 _SMALL = 0.01  # a relative error of weights that is one of rounding
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
@@ -316,6 +317,21 @@ def expected_rotation(
         bound[..., at] = 1.01 * kernel.eps * size + 3 * kernel.tiny
     add_rounding_of_results(turned, bound, kernel, dtype)
     return Expected(turned, bound)
+
+
+def expected_e4m3(rows: Expected, scale: Array) -> Expected:
+    """Rows divided by a scale and rounded to float8_e4m3, to 448 at most.
+
+    The quotient is rounded, and so is its rounding to three bits of mantissa, or to a multiple of
+    2**-9; the error of a row before moves both.
+    """
+    kernel = Arithmetic("float32")
+    factor = np.asarray(scale, np.float64)
+    value = rows.value / factor
+    error = rows.bound / np.abs(factor) + kernel.eps * np.abs(value) + kernel.tiny
+    size = np.clip(np.abs(value) + error, 2.0**-6, _LARGEST_E4M3)
+    half = 2.0 ** (np.floor(np.log2(size)) - 4)
+    return Expected(np.clip(value, -_LARGEST_E4M3, _LARGEST_E4M3), half + error)
 
 
 class Arithmetic:

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES
+from cupyfa import modifiers
+from cupyfa.dtypes import DTYPES, E4M3
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
@@ -23,13 +24,15 @@ from cupyfa.runtime.select import adopt
 from cupyfa.runtime.workspace import of_graphs
 
 LAYOUTS = ("nhd", "hnd")
+SCALES = modifiers.SCALES
+E4M3_SINCE = 89
 PAGE_SIZES = (16, 32, 64, 128, 256)
 THREADS = 128  # of a block, of which each warp writes a row
 _MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
-    "number_stride most page_count capacity shift tokens heads kv_heads batches",
+    "k_scale v_scale number_stride most page_count capacity shift tokens heads kv_heads batches",
     grid=lambda p, c: c.count,
     threads=lambda p, c: THREADS,
     file="forward/append_keys.cu",
@@ -48,6 +51,10 @@ class KVCache:
     pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
         pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
         sequence needs are not looked at.
+    k_scale, v_scale: of k and v of float8_e4m3: what their numbers are multiplied by, as float32
+        [kv_heads], [batch, kv_heads] or, with pages, [pages, kv_heads]; None is 1. d and dv are
+        then even. New keys and values are divided by them and rounded to the nearest number of
+        e4m3, to 448 or -448 beyond these.
 
     All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
     when ``decode`` runs counts, of lengths and page tables too. ``decode`` writes into k and v if
@@ -60,7 +67,14 @@ class KVCache:
     """
 
     def __init__(
-        self, k: Any, v: Any, lengths: Any, pages: Any = None, layout: str = "nhd"
+        self,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        pages: Any = None,
+        layout: str = "nhd",
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
@@ -80,10 +94,22 @@ class KVCache:
                 f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
                 "sequences; give a number for each"
             )
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        given = {name: x if x is None else _seen(name, x) for name, x in scales.items()}
+        self.k_scale, self.v_scale = given.values()
+        self._scales = tuple(self._seen_scale(*x) for x in given.items())
 
     @classmethod
     def from_csr(
-        cls, k: Any, v: Any, indptr: Any, indices: Any, last_page_len: Any, layout: str = "nhd"
+        cls,
+        k: Any,
+        v: Any,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        layout: str = "nhd",
+        k_scale: Any = None,
+        v_scale: Any = None,
     ) -> KVCache:
         """A cache in pages whose table is given as FlashInfer has it.
 
@@ -120,7 +146,7 @@ class KVCache:
         size = _seen("k", k).shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
         lengths = (counts - 1) * size + last
         lengths *= counts > 0
-        return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout)
+        return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout, k_scale, v_scale)
 
     @property
     def batch(self) -> int:
@@ -138,6 +164,11 @@ class KVCache:
         rows = self._rows(self.k).shape[2]
         return rows if self.pages is None else rows * self.pages.shape[1]
 
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are float8_e4m3."""
+        return bool(self.k.dtype == E4M3)
+
     def __repr__(self) -> str:
         pages = "" if self.pages is None else f" in pages of {self.page_size}"
         return (
@@ -148,6 +179,34 @@ class KVCache:
     def _rows(self, array: Any) -> Any:
         """Keys or values as [batch or pages, kv_heads, rows, columns]."""
         return array.swapaxes(1, 2) if self.layout == "nhd" else array
+
+    def _seen_scale(self, name: str, scale: Any) -> Any:
+        """A scale as kernels take it: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads]."""
+        if scale is None:
+            return None
+        heads, shape = self._rows(self.k).shape[1], tuple(scale.shape)
+        count = 0 if self.pages is None else len(self.k)
+        wanted = f"[kv_heads], here ({heads},), or [batch, kv_heads], {(self.batch, heads)}"
+        if count:
+            wanted += f", or [pages, kv_heads], {(count, heads)}"
+        if not self.is_e4m3:
+            raise ValueError(
+                f"{name} is given, and k is {self.k.dtype}; scales are for {E4M3}: leave it out"
+            )
+        if shape not in ((heads,), (self.batch, heads)) and (not count or shape != (count, heads)):
+            raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+        if str(scale.dtype) != "float32":
+            raise TypeError(f"{name} is {scale.dtype}; it must be float32: convert it")
+        if not columns_contiguous(scale):
+            raise ValueError(f"{name} has strides {scale.strides}; its last axis must be contiguous")
+        if len(shape) == 1:
+            return scale[None]
+        if count and count == self.batch:
+            raise ValueError(
+                f"{name} has shape {shape}, and there are as many pages as sequences; give k and v "
+                "a page more, so that the shape says whether scales are those of pages"
+            )
+        return scale[:, None] if count and count == shape[0] else scale
 
     def _check_pages(self) -> None:
         count, columns = len(self.k), self.pages.shape[1]  # type: ignore[union-attr]
@@ -189,7 +248,7 @@ class Step:
     """Queries and a cache in a backend's memory, with new tokens that may have to be written.
 
     q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
-    columns]. lengths: those with the new keys. is_moved: whether the caller's arrays are NumPy's,
+    columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved: whether the caller's arrays are NumPy's,
     and these are copies.
     """
 
@@ -199,6 +258,7 @@ class Step:
     v: Any
     lengths: Any
     pages: Any
+    scales: tuple[Any, Any]
     is_moved: bool
     _new: _New | None = None
 
@@ -242,6 +302,9 @@ def step(
     if on_host or look:
         _check_contents(where, given, cache)
     lengths = given["lengths"]
+    if cache.is_e4m3:
+        _check_arch(where)
+        given = {name: _one(where, given["q"]) for name in SCALES} | given
     if is_moved := not where.owns(lengths):
         given = {name: where.upload(x) for name, x in given.items()}
     tokens = given["q"].shape[2]
@@ -267,6 +330,7 @@ def step(
         v=given["cache.v"],
         lengths=made.get("used", given["lengths"]),
         pages=given.get("pages"),
+        scales=(given.get("k_scale"), given.get("v_scale")),
         is_moved=is_moved,
         _new=new_tokens,
     )
@@ -282,6 +346,7 @@ def _named(
     named["lengths"] = cache.lengths
     if cache.pages is not None:
         named["pages"] = cache.pages
+    named |= {name: x for name, x in zip(SCALES, cache._scales) if x is not None}
     if new is not None:
         named |= zip("kv", new)
     if rotary is not None:
@@ -300,9 +365,15 @@ def _check_keys(k: Any, v: Any, layout: str) -> None:
         axes = "rows, kv_heads" if layout == "nhd" else "kv_heads, rows"
         raise ValueError(f"{shapes}; both must be [batch or pages, {axes}, columns]")
     for name, x in (("k", k), ("v", v)):
-        if str(x.dtype) not in DTYPES or x.dtype != k.dtype:
+        if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
             raise TypeError(
-                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}"
+                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}, "
+                f"{E4M3}"
+            )
+        if x.dtype == E4M3 and (x.shape[3] % 2 or any(n % 2 for n in x.strides[:3])):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; rows of {E4M3} must "
+                "have an even number of bytes and begin at even ones: add a column of zeros"
             )
         if not columns_contiguous(x):
             raise ValueError(
@@ -338,14 +409,17 @@ def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
             f"q has shape {shape}; it must be [batch, heads, new tokens, d], here "
             f"({cache.batch}, heads, new tokens, {keys.shape[3]})"
         )
-    if q.dtype != keys.dtype:
+    if cache.is_e4m3:
+        if str(q.dtype) not in ("float16", "bfloat16"):
+            raise TypeError(f"q is {q.dtype}; with a cache of {E4M3} it is float16 or bfloat16")
+    elif q.dtype != keys.dtype:
         raise TypeError(f"q is {q.dtype} and the cache {keys.dtype}; convert one of them")
     for name, like in (("k", keys), ("v", values)):
         wanted = cache.batch, keys.shape[1], shape[2], like.shape[3]
-        if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, like.dtype):
+        if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, q.dtype):
             x = given[name]
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {like.dtype} {wanted}: [batch, "
+                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}: [batch, "
                 "kv_heads, new tokens, columns], as q and the cache have them"
             )
     if "k" in given and shape[2] > cache.capacity:
@@ -440,6 +514,9 @@ class _New:
                 expected[name] = Expected(given.astype(np.float64), np.zeros(given.shape))
                 if name == "cache.k" and "turned" in self._arrays:
                     expected[name] = self._turned(given.swapaxes(1, 2), swapped=True)
+                if self._cache.is_e4m3:
+                    scale = self._scales_of_rows(f"{name[-1]}_scale")
+                    expected[name] = tolerance.expected_e4m3(expected[name], scale)
         if "turned" in self._arrays:
             found["turned"] = self._on_host("turned")
             expected["turned"] = self._turned(self._on_host("q"))
@@ -457,6 +534,14 @@ class _New:
         )
         return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
 
+    def _scales_of_rows(self, name: str) -> np.ndarray:
+        """The scales of the new rows, [batch, tokens, kv_heads, 1]."""
+        scale, (places, _) = self._on_host(name), self._places()
+        batch, kv_heads = len(places), self._arrays["cache.k"].shape[1]
+        if scale.ndim == 3:
+            return scale[places, 0, :, None]
+        return np.broadcast_to(scale, (batch, kv_heads))[:, None, :, None]
+
     def _on_host(self, name: str) -> np.ndarray:
         array = self._arrays[name]
         return array if isinstance(array, np.ndarray) else self._backend.download(array)
@@ -473,10 +558,12 @@ class _New:
     def _written(self) -> dict[str, np.ndarray]:
         """The rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
         there = tuple(map(self._backend.upload, self._places()))
-        return {
-            name: self._backend.download(self._arrays[name].swapaxes(1, 2)[there])
-            for name in ("cache.k", "cache.v")
-        }
+        found = {}
+        for name in ("cache.k", "cache.v"):
+            array = self._arrays[name].swapaxes(1, 2)
+            bits = array.view(np.uint8) if array.dtype == E4M3 else array  # which CuPy can index
+            found[name] = self._backend.download(bits[there]).view(array.dtype)
+        return found
 
     def _copy_back(self) -> None:
         """Copies the rows that were written into the caller's NumPy arrays."""
@@ -518,6 +605,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
         constants={
             **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
             **{"interleaved": interleaved, "page_size": cache.page_size or 0},
+            **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
             **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
             **{"ragged": False, "packed": False, "threads": THREADS},
         },
@@ -529,6 +617,13 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
     written = ("turned", "cache.k", "cache.v", "used") if appends else ("turned",)
     outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
     return Plan(_KERNEL, p, {}, (one,), {}, outputs)
+
+
+def _scales_by_page(arrays: Mapping[str, Any]) -> dict[str, bool]:
+    """Which scales are those of pages."""
+    return {
+        f"{name}_by_page": name in arrays and len(arrays[name].shape) == 3 for name in SCALES
+    }
 
 
 def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
@@ -548,6 +643,14 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
             if name in arrays
             else Argument(name, value=np.zeros((), TENSOR))
         )
+    for name in SCALES:
+        found = arrays.get(name)
+        if found is None:
+            made.append(Argument(name, value=np.zeros((), TENSOR)))
+            continue
+        axes = (0, len(found.shape) - 1)  # one element serves a whole axis
+        strides = (x if found.shape[x] > 1 else None for x in axes)
+        made.append(Argument(name, strides=(*strides, None)))
     none = np.uint64(0)
     made += [
         Argument("positions", value=np.int32(len(arrays["cos"]) if "cos" in arrays else 0)),
@@ -567,6 +670,31 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
         "batches": q.shape[0],
     }
     return [*made, *(Argument(name, value=np.int32(x)) for name, x in numbers.items())]
+
+
+_ONE = np.ones((1, 1), np.float32)  # the scale of all heads
+_ones: dict[Any, Any] = {}  # the same in the memory of devices
+
+
+def _one(backend: Backend, like: Any) -> Any:
+    """A scale of 1 for all heads, in the kind of memory of an array."""
+    if isinstance(like, np.ndarray):
+        return _ONE
+    with backend.working_on(like):
+        key = backend, backend.device
+        if key not in _ones:
+            _ones[key] = backend.upload(_ONE)
+        return _ones[key]
+
+
+def _check_arch(backend: Backend) -> None:
+    """Raises Unsupported for a device without instructions that convert e4m3."""
+    limits = backend.limits
+    if limits.arch is not None and int(limits.arch) < E4M3_SINCE:
+        raise Unsupported(
+            f"{limits.device} is sm_{limits.arch}, and a cache of {E4M3} needs sm_{E4M3_SINCE}; "
+            "keep float16 or bfloat16"
+        )
 
 
 def _seen(name: str, given: Any) -> Any:

@@ -14,9 +14,11 @@
 //   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
 //   written
 //   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
-//   the host sets: scalar, real, d, dv, threads, appends, rotates, interleaved, angles,
-//   angles_of_sums, page_size
-#include <attention/pages.cuh>
+//   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
+//   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
+//   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
+//   angles_of_sums, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
+#include <attention/stored.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -34,6 +36,21 @@ struct AngleOf<true> {
   using Type = real;
 };
 using Angle = AngleOf<angles_of_sums>::Type;
+
+// Writes a number as the cache stores it.
+__device__ __forceinline__ void store(scalar* to, scalar x, float) {
+  *to = x;
+}
+__device__ __forceinline__ void store(E4m3* to, scalar x, float scale) {
+  to->bits = static_cast<unsigned char>(pack_e4m3(float(x) / scale, 0, 0, 0));
+}
+
+// The scale of a row of a head.
+template <bool by_page>
+__device__ __forceinline__ float scale_of(Tensor<const float> scales, int batch, int page,
+                                          int head) {
+  return has_e4m3 ? *scales.row(by_page ? page : batch, head, 0) : 1.0f;
+}
 
 struct Rotation {
   Tensor<const Angle> cosines, sines;
@@ -54,10 +71,10 @@ struct Rotation {
 
 extern "C" __global__ __launch_bounds__(threads) void append_keys(
     Tensor<const scalar> Q, Tensor<scalar> turned_Q, Tensor<const scalar> new_K,
-    Tensor<const scalar> new_V, Tensor<scalar> K, Tensor<scalar> V, Tensor<const Angle> cosines,
+    Tensor<const scalar> new_V, Tensor<Stored> K, Tensor<Stored> V, Tensor<const Angle> cosines,
     Tensor<const Angle> sines, int positions, const int* lengths, int* used, const int* numbers,
-    long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
-    int heads, int kv_heads, int batches) {
+    Tensor<const float> k_scale, Tensor<const float> v_scale, long long number_stride, int most,
+    int page_count, int capacity, int shift, int tokens, int heads, int kv_heads, int batches) {
   const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
   const int token = int(index % tokens), unit = int(index / tokens % own_heads);
@@ -79,13 +96,15 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     }
     if (unit < kv_heads) {
       const scalar* from = new_K.row(batch, unit, token);
-      scalar* to = K.row(page, unit, row);
+      Stored* to = K.row(page, unit, row);
+      const float scale = scale_of<k_scale_by_page>(k_scale, batch, page, unit);
       for (int col = lane; col < d; col += warp_size)
-        to[col] = rotates ? rotation.turned(from, col, position) : from[col];
+        store(to + col, rotates ? rotation.turned(from, col, position) : from[col], scale);
     } else {
       const scalar* from = new_V.row(batch, unit - kv_heads, token);
-      scalar* to = V.row(page, unit - kv_heads, row);
-      for (int col = lane; col < dv; col += warp_size) to[col] = from[col];
+      Stored* to = V.row(page, unit - kv_heads, row);
+      const float scale = scale_of<v_scale_by_page>(v_scale, batch, page, unit - kv_heads);
+      for (int col = lane; col < dv; col += warp_size) store(to + col, from[col], scale);
     }
   } else {
     const int head = unit - (appends ? 2 * kv_heads : 0);

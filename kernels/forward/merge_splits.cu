@@ -8,6 +8,7 @@
 //   M] grid (M * heads * batch; 0 if there is nothing to merge)    block (threads): a warp takes
 //   every fourth split, a lane four columns of each 128 the host sets: scalar, operand, real, d,
 //   dv, threads, shared_bytes and options (score.cuh)
+#include <attention/stored.cuh>
 #include <forward/parts/merge_parts.cuh>
 #include <tile/shared.cuh>
 
@@ -24,7 +25,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const Part<dv>* parts, const Weight* weights, Tensor<scalar> O, Tensor<real> lse,
-    int num_splits, Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
+    int num_splits, Tensor<const operand> Q, Tensor<const Stored> K, Tensor<const Stored> V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
@@ -75,6 +76,6 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)
-    repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, extent, row, batch, head,
-                      head / group, Scorer<real>{scale, mods});
+    repair_row<d, dv>(Q, rows_of_keys(K, mods), rows_of_values(V, mods), O, lse, extent, row, batch,
+                      head, head / group, Scorer<real>{scale, mods});
 }

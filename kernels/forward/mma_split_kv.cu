@@ -20,8 +20,8 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/e4m3_products.cuh>
 #include <forward/parts/merge_tile.cuh>
-#include <forward/parts/mma_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -30,14 +30,15 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of V and O
+constexpr int whole = step * in_operand;
+constexpr int depth = cdiv(d, whole) * whole;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, whole) * whole;  // of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
   operand Q[Br][depth < width ? width : depth];  // at the end it holds O
-  operand K[stages][Bc][depth];
-  operand V[stages][Bc][width];
+  operand K[stages][Bc][depth / in_operand];
+  operand V[stages][Bc][width / in_operand];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
@@ -61,6 +62,7 @@ struct Task {
   Shared& shared;
   Scorer<real> scorer;
   KeyHead keys, values;
+  Scaling<Mods> scales;
   int own_row, lane;
   int end;  // of the split's keys
 };
@@ -68,8 +70,8 @@ struct Task {
 // Begins to copy a tile of K and V, if it belongs to the split.
 __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int buffer) {
   if (first_key < task.end) {
-    copy_rows<threads, d>(task.shared.K[buffer], task.keys, first_key);
-    copy_rows<threads, dv>(task.shared.V[buffer], task.values, first_key);
+    copy_rows<threads, d / in_operand>(task.shared.K[buffer], task.keys, first_key);
+    copy_rows<threads, dv / in_operand>(task.shared.V[buffer], task.values, first_key);
   }
   cp_async_commit_group();
 }
@@ -88,14 +90,16 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
   if (!seen) return;
   Fragments<Wr, Bc> S = {};
-  multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  multiply_stored_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane, task.scales,
+                         task.keys, first_key);
   task.scorer.apply(S, rows, first_key);
   rescale<masked>(S, O, rows, first_key, task.lane);
-  multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
+  multiply_stored_output(shared.V[buffer], S, O, rows, first_key, task.lane, task.scales,
+                         task.values);
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const Stored> K, Tensor<const Stored> V, Tensor<scalar> O,
     Tensor<real> lse, Part<dv>* parts, Weight* weights, unsigned* arrived, int num_splits,
     int merges, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -109,16 +113,18 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
-  KeyHead keys(K, mods, batch, kv_head, extent.N), values(V, mods, batch, kv_head, extent.N);
+  KeyHead keys(as_operands(K), mods, batch, kv_head, extent.N),
+      values(as_operands(V), mods, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
   const Split split(start, extent.kv_end(last_query), index / tiles, num_splits);
 
-  copy_rows<threads, d, pack_gqa>(shared.Q, queries, first_row);
+  copy_tile<threads, depth, d == depth, pack_gqa>(shared.Q, queries, first_row, 0, d);
   cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
-  const Task task = {shared, scorer, keys, values, own_row, lane, split.end};
+  const Task task = {shared,  scorer, keys,     values, {mods, batch, kv_head},
+                     own_row, lane,   split.end};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_keys(task, split.first_key + i * Bc, i);
   Fragments<Wr, width> sums = {};
@@ -137,6 +143,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
+  finish_stored(task.scales, sums, lane);
   if (num_splits > 1) {
     const PartRows<dv, pack_gqa> made = {
         parts, weights, num_splits, same.batch, same.head * pack_gqa, heads, sizes.M};
@@ -148,15 +155,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     merge_tile<threads>(room, made, row, min(Br, extent.M * pack_gqa - row), rows.extent, O, lse,
                         [&](int row) {
                           const int head = made.head(row);
-                          call_repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse,
-                                                 rows.extent.of_head(head), made.query(row),
+                          call_repair_row<d, dv>(Q, rows_of_keys(K, mods), rows_of_values(V, mods),
+                                                 O, lse, rows.extent.of_head(head), made.query(row),
                                                  made.batch, head, head / group, scorer);
                         });
     return;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv, true>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, rows, same.batch,
-                             same.head, same.head * pack_gqa / group, scorer);
+    repair_rows<d, dv, true>(Q, rows_of_keys(K, mods), rows_of_values(V, mods), O, lse, rows,
+                             same.batch, same.head, same.head * pack_gqa / group, scorer);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);

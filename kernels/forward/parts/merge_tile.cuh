@@ -38,7 +38,7 @@ __device__ void store_parts(const float (&O)[m][n][4], const Rows<m * step, pack
     if (lane % 4 == 0) to_rows.weights[place] = {rows.maximum[i / 2][i % 2], sum};
     float* to = to_rows.parts[place].O + 2 * (lane % 4);
 #pragma unroll
-    for (int j = 0; j < n; ++j) {
+    for (int j = 0; j < Part<dv>::width / 8; ++j) {
       *reinterpret_cast<float2*>(to + j * 8) = {O[i / 2][j][i % 2 * 2], O[i / 2][j][i % 2 * 2 + 1]};
     }
   }
