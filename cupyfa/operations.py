@@ -343,14 +343,17 @@ def _of_sequences(
 
 
 def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """The same problem with keys and values that are numbers without scales."""
-    numbers = {}
-    for name, scale in zip("KV", SCALES):
-        factor = np.asarray(inputs[f"mods.{scale}"], np.float64)
-        of_heads = factor.reshape(len(factor), factor.shape[-1], 1, 1)
-        numbers[name] = inputs[name].astype(np.float64) * of_heads
+    """The same problem with keys and values that are numbers in one place, without scales."""
+    scales = [np.asarray(inputs[f"mods.{x}"], np.float64) for x in SCALES]
+    made = {**inputs, **{name: inputs[name].astype(np.float64) for name in "KV"}}
+    for of_pages in (True, False):
+        for name, scale in zip("KV", scales):
+            if (scale.ndim == 3) == of_pages:
+                made[name] = made[name] * scale.reshape(len(scale), scale.shape[-1], 1, 1)
+        if of_pages and p.pages:
+            made, p = _without_pages(made, p)  # type: ignore[assignment]
     kept = tuple(x for x in p.operands if x.name not in SCALES)
-    return {**inputs, **numbers}, replace(p, operands=kept)
+    return made, replace(p, operands=kept)
 
 
 def _without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
@@ -413,7 +416,7 @@ def _expected_attention(
 ) -> ExpectedOfEach:
     if p.modifiers.is_e4m3:
         inputs, p = _without_scales(inputs, p)
-    if p.pages:
+    elif p.pages:
         inputs, p = _without_pages(inputs, p)
     if p.is_ragged:
         return _expected_of_sequences(inputs, p, roundings, excerpt)

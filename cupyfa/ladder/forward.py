@@ -435,8 +435,8 @@ def split_kv(splits: Formula) -> Kernel:
         "mma_split_kv",
         "split-KV: blocks share the keys of a row tile, the last one merges their results",
         launch={
-            "args": "Q K V O lse parts.data weights.data arrived.data num_splits merges sizes heads group "
-            "scale mods",
+            "args": "Q K V O lse parts.data weights.data arrived.data num_splits merges sizes "
+            "heads group scale mods",
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
             "shared": split_kv_shared,
             "numbers": {"num_splits": splits, "merges": lambda p, c: int(is_merged(p, c))},

@@ -32,7 +32,8 @@ _MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
-    "k_scale v_scale number_stride most page_count capacity shift tokens heads kv_heads batches",
+    "number_stride most page_count capacity shift tokens heads kv_heads batches "
+    "k_scale v_scale",
     grid=lambda p, c: c.count,
     threads=lambda p, c: THREADS,
     file="forward/append_keys.cu",
@@ -198,7 +199,9 @@ class KVCache:
         if str(scale.dtype) != "float32":
             raise TypeError(f"{name} is {scale.dtype}; it must be float32: convert it")
         if not columns_contiguous(scale):
-            raise ValueError(f"{name} has strides {scale.strides}; its last axis must be contiguous")
+            raise ValueError(
+                f"{name} has strides {scale.strides}; its last axis must be contiguous"
+            )
         if len(shape) == 1:
             return scale[None]
         if count and count == self.batch:
@@ -248,7 +251,8 @@ class Step:
     """Queries and a cache in a backend's memory, with new tokens that may have to be written.
 
     q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
-    columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved: whether the caller's arrays are NumPy's,
+    columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved:
+    whether the caller's arrays are NumPy's,
     and these are copies.
     """
 
@@ -621,9 +625,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
 
 def _scales_by_page(arrays: Mapping[str, Any]) -> dict[str, bool]:
     """Which scales are those of pages."""
-    return {
-        f"{name}_by_page": name in arrays and len(arrays[name].shape) == 3 for name in SCALES
-    }
+    return {f"{name}_by_page": name in arrays and len(arrays[name].shape) == 3 for name in SCALES}
 
 
 def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
@@ -643,14 +645,6 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
             if name in arrays
             else Argument(name, value=np.zeros((), TENSOR))
         )
-    for name in SCALES:
-        found = arrays.get(name)
-        if found is None:
-            made.append(Argument(name, value=np.zeros((), TENSOR)))
-            continue
-        axes = (0, len(found.shape) - 1)  # one element serves a whole axis
-        strides = (x if found.shape[x] > 1 else None for x in axes)
-        made.append(Argument(name, strides=(*strides, None)))
     none = np.uint64(0)
     made += [
         Argument("positions", value=np.int32(len(arrays["cos"]) if "cos" in arrays else 0)),
@@ -669,7 +663,17 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
         "kv_heads": kv_heads,
         "batches": q.shape[0],
     }
-    return [*made, *(Argument(name, value=np.int32(x)) for name, x in numbers.items())]
+    made += [Argument(name, value=np.int32(x)) for name, x in numbers.items()]
+    return [*made, *(_scale_argument(name, arrays.get(name)) for name in SCALES)]
+
+
+def _scale_argument(name: str, scale: Any) -> Argument:
+    """A scale as a Tensor [batch or pages, kv_heads]; one element serves a whole axis."""
+    if scale is None:
+        return Argument(name, value=np.zeros((), TENSOR))
+    axes = (0, len(scale.shape) - 1)
+    strides = (x if scale.shape[x] > 1 else None for x in axes)
+    return Argument(name, strides=(*strides, None))
 
 
 _ONE = np.ones((1, 1), np.float32)  # the scale of all heads

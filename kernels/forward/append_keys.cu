@@ -73,8 +73,9 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     Tensor<const scalar> Q, Tensor<scalar> turned_Q, Tensor<const scalar> new_K,
     Tensor<const scalar> new_V, Tensor<Stored> K, Tensor<Stored> V, Tensor<const Angle> cosines,
     Tensor<const Angle> sines, int positions, const int* lengths, int* used, const int* numbers,
-    Tensor<const float> k_scale, Tensor<const float> v_scale, long long number_stride, int most,
-    int page_count, int capacity, int shift, int tokens, int heads, int kv_heads, int batches) {
+    long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
+    int heads, int kv_heads, int batches, Tensor<const float> k_scale,
+    Tensor<const float> v_scale) {
   const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
   const int token = int(index % tokens), unit = int(index / tokens % own_heads);

@@ -23,9 +23,8 @@ from helpers.threads import in_threads
 import cupyfa
 from cupyfa import Problem, Simulator, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.ladder import LADDER
+from cupyfa.ladder import LADDER, forward as rungs
 from cupyfa.ladder.kernel import Matmul
-from cupyfa.ladder import forward as rungs
 from cupyfa.planner import select as planning, source as sources
 from cupyfa.runtime import prepared as binding, select, workspace
 from cupyfa.runtime.arguments import arguments
