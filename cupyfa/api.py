@@ -40,10 +40,11 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
-from cupyfa.runtime.select import adopt, backend_named, owner
+from cupyfa.runtime.select import adopt, backend_named, owner, writable_view
 
 if TYPE_CHECKING:
-    from cupyfa.runtime.decoding import KVCache
+    from cupyfa.runtime.decoding import KVCache, Step
+    from cupyfa.runtime.prefixes import Prefixes
 
     class _Modified(OptionKeywords, total=False):
         """All that changes what attention computes."""
@@ -575,6 +576,7 @@ def decode(
     v: Any = None,
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
+    prefix: Any = None,
     window: Window | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -606,6 +608,12 @@ def decode(
         of k before it is written, are rotated by their positions, in pairs (x, x + angles). Columns
         from 2 · angles on stay as they are.
     interleaved: whether the pairs of rotary are (2 x, 2 x + 1).
+    prefix: keys and values that stand before those of the cache and that all sequences share, a
+        tuple (k, v) of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are
+        read once for all sequences, by the kernel that "auto" stands for; kernel, tiles and splits
+        are for the sequences' own keys. With g sequences in place of one, each is shared by batch /
+        g consecutive sequences. A list has several of these, from the outermost to the innermost.
+        Positions, windows and texts are those of one cache with all of these keys.
     splits: into how many parts the keys of a row are divided, each of which is computed by a block
         of its own; by default it depends on the device and the batch. With a number, the bits of a
         sequence do not depend on the others.
@@ -640,8 +648,17 @@ def decode(
     asked = {"window": window, "scale": scale, "softcap": softcap}
     chosen = _options_of_decoding(options, {**asked, "score_mod": score_mod, "mask_mod": mask_mod})
     new = None if k is None else (k, v)
+    shared = None
+    if prefix is not None:
+        from cupyfa.runtime.prefixes import Prefixes
+
+        shared = Prefixes(backend, prefix, q, cache, look=bool(check))
+    before = None if shared is None or rotary is None else shared.keys
     step = decoding.step(
-        backend, q, cache, new, rotary, interleaved=bool(interleaved), look=bool(check)
+        *(backend, q, cache, new, rotary),
+        interleaved=bool(interleaved),
+        look=bool(check),
+        prefix_keys=before,
     )
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
@@ -649,13 +666,82 @@ def decode(
         kernel = in_splits(kernel, splits, is_e4m3=cache.is_e4m3)
     elif cache.is_e4m3:
         kernel = of_e4m3(kernel)
-    how = ("forward", kernel, step.backend, chosen, "bhsd", tiles, return_lse, _NO_OWN, *_NOT_GIVEN)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
     given |= dict(zip(modifiers.SCALES, step.scales))
+    write = (step.write_and_check if check else step.write) if step.writes else None
+    if shared is not None:
+        which = chosen, given, (kernel, tiles), 0 if new is None else step.q.shape[2]
+        return _decoded_in_parts(shared, step, which, write, return_lse, out, check)
+    how = _how_of_decoding(step.backend, chosen, kernel, tiles, return_lse)
     how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
-    before = (step.write_and_check if check else step.write) if step.writes else None
-    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, before)
+    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, write)
+
+
+def _how_of_decoding(
+    backend: Backend,
+    options: AttentionOptions,
+    kernel: str | Kernel = "auto",
+    tiles: Tiles | None = None,
+    return_lse: bool = True,
+) -> How:
+    return ("forward", kernel, backend, options, "bhsd", tiles, return_lse, _NO_OWN, *_NOT_GIVEN)
+
+
+def _decoded_in_parts(
+    shared: Prefixes,
+    step: Step,
+    which: tuple[AttentionOptions, dict[str, Any], tuple[str | Kernel, Tiles | None], int],
+    write: Callable[[], None] | None,
+    return_lse: bool,
+    out: Any,
+    check: bool,
+) -> Any:
+    """The attention to prefixes and to the sequences' own keys, merged in this order.
+
+    which: the options, what is read besides, the kernel and tiles for the own keys, and how many
+    new keys there are.
+    """
+    from cupyfa.runtime.arrays import target
+    from cupyfa.runtime.merging import merge
+
+    if out is not None and not step.is_moved:  # before anything is written
+        shape = *step.q.shape[:3], step.v.shape[3]
+        inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
+        mine = writable_view(step.backend, "out", out)
+        target(step.backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
+    options, given, (kernel, tiles), new = which
+    backend, captured, slopes = step.backend, given["captured"], given["alibi_slopes"]
+    if slopes is not None:
+        slopes = _seen(backend, "alibi_slopes", slopes)
+    calls = []
+    for x in shared.parts(step, options, captured, slopes, new):
+        how = _how_of_decoding(backend, x.options)
+        calls.append(_with_operands(how, (x.q, x.k, x.v), x.given))
+    own, captured = shared.own(options, captured)
+    how = _how_of_decoding(backend, own, kernel, tiles)
+    calls.append(_with_operands(how, (step.q, step.k, step.v), {**given, "captured": captured}))
+    results: list[Any] = []
+
+    def begin() -> None:
+        if write is not None:
+            write()
+            shared.take_queries()
+
+    def run(number: int) -> None:
+        """Plans a call, then all after it, and then launches it: what is refused is not begun."""
+        before = (lambda: run(number + 1)) if number + 1 < len(calls) else begin
+        results.append(_call(*calls[number], None, None, check, None, before))
+
+    run(0)
+    last, *prefixes = results
+    prefixes.reverse()
+    parts = [*(shared.of_sequences(i, x) for i, x in enumerate(prefixes)), last]
+    into = None if step.is_moved else out
+    made = merge(parts, out=into, backend=backend, check=check)
+    if step.is_moved:
+        made = _moved_to(out, _moved_back(backend, made, is_moved=True))
+    return made if return_lse else made[0]
 
 
 def _options_of_decoding(
@@ -736,14 +822,23 @@ def _call_moved(
     if not is_moved or out is None:
         return _moved_back(backend, _call(how, arrays, out, None, check, None, before), is_moved)
     result = _call(how, arrays, None, None, check, None, before)
-    made, *lse = result if isinstance(result, tuple) else (result,)
+    result = _moved_back(backend, result, is_moved)
+    made, *lse = _moved_to(out, result if isinstance(result, tuple) else (result,))
+    return (made, *lse) if lse else made
+
+
+def _moved_to(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Results of which the first one is copied into an array of the caller's, if there is one."""
+    made = results[0]
+    if out is None:
+        return results
     if tuple(out.shape) != tuple(made.shape) or str(out.dtype) != str(made.dtype):
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}, the result is {made.dtype} "
             f"{tuple(made.shape)}; give an array like that"
         )
-    out[...] = backend.download(made)
-    return (out, *map(backend.download, lse)) if lse else out
+    out[...] = made
+    return (out, *results[1:])
 
 
 def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:

@@ -5,6 +5,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.merged import merged
 
 import cupyfa
 from cupyfa.numerics import merging, reference, tolerance
@@ -81,21 +82,8 @@ def test_attention_of_all_keys_is_that_of_their_parts(backend, dtype):
 
     of = {"dtype": dtype, "scale": 24**-0.5}
     exact = [tolerance.expected_attention(q, k[..., x, :], v[..., x, :], **of) for x in slices]
-    outs, lses = ([x[None][name] for x in exact] for name in ("O", "lse"))
     right = tolerance.expected_attention(q, k, v, **of)[None]
-    # Outputs of parts move the result by their weights; lse of parts, each by at most b, move
-    # weights by a factor of exp(2 b), and the result by that of its distance from the parts.
-    b = np.max([x.bound for x in lses], axis=0)
-    growth = np.exp(2 * b)[..., None]
-    weights = [np.exp(x.value - right["lse"].value)[..., None] for x in lses]
-    of_outs = sum(w * x.bound for w, x in zip(weights, outs))
-    apart = sum(w * abs(x.value - right["O"].value) for w, x in zip(weights, outs))
-    own = merging.expected_merge(*map(np.stack, zip(*parts)), dtype=dtype)
-    bounds = {
-        "O": own["out"].bound + growth * of_outs + (growth - 1) * apart,
-        "lse": own["lse"].bound + b,
-    }
-    expected = {name: tolerance.Expected(right[name].value, x) for name, x in bounds.items()}
+    expected = merged([x[None] for x in exact], right, dtype)
     tolerance.require(tolerance.compare({"O": out, "lse": lse}, expected), "merge")
 
 

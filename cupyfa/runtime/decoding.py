@@ -33,7 +33,7 @@ APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
     "number_stride most page_count capacity shift tokens heads kv_heads batches "
-    "k_scale v_scale",
+    "prefix_keys.data k_scale v_scale",
     grid=lambda p, c: c.count,
     threads=lambda p, c: THREADS,
     file="forward/append_keys.cu",
@@ -291,13 +291,16 @@ def step(
     *,
     interleaved: bool,
     look: bool,
+    prefix_keys: Any = None,
 ) -> Step:
     """Queries and a cache in a backend's memory; nothing is launched yet.
 
     new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
-    memory, too.
+    memory, too. prefix_keys: [batch], how many keys stand before those of the cache.
     """
     given = _named(q, cache, new, rotary)
+    if prefix_keys is not None:
+        given["prefix_keys"] = prefix_keys
     where, arrays = adopt(backend, **given)
     given = dict(zip(given, arrays))
     require_one_device(where, given)
@@ -379,7 +382,7 @@ def _check_keys(k: Any, v: Any, layout: str) -> None:
                 f"{name} has shape {tuple(x.shape)} and strides {x.strides}; rows of {E4M3} must "
                 "have an even number of bytes and begin at even ones: add a column of zeros"
             )
-        if not columns_contiguous(x):
+        if 0 not in x.shape and not columns_contiguous(x):
             raise ValueError(
                 f"{name} has strides {x.strides}; the elements of its last axis must lie side by "
                 "side: give an array whose last axis is contiguous"
@@ -460,7 +463,8 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     lengths, new = seen("lengths"), given["q"].shape[2] if "k" in given else 0
     cache.check_numbers(lengths, seen("pages"), new)
     if "cos" in given and lengths.size:
-        positions, needed = len(given["cos"]), int(lengths.max()) + new
+        before = seen("prefix_keys") if "prefix_keys" in given else 0
+        positions, needed = len(given["cos"]), int((lengths + before).max()) + new
         if needed > positions:
             raise ValueError(
                 f"rotary has {positions} positions, and a sequence has {needed} keys; give a row "
@@ -532,6 +536,8 @@ class _New:
         cos, sin = self._on_host("cos"), self._on_host("sin")
         tokens = rows.shape[2]
         first = self._on_host("lengths") - (0 if "used" in self._arrays else tokens)
+        if "prefix_keys" in self._arrays:
+            first = first + self._on_host("prefix_keys")
         at = np.clip(first[:, None, None] + np.arange(tokens), 0, len(cos) - 1)
         made = tolerance.expected_rotation(
             rows, cos[at], sin[at], interleaved=self._interleaved, dtype=str(rows.dtype)
@@ -611,6 +617,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
             **{"interleaved": interleaved, "page_size": cache.page_size or 0},
             **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
             **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
+            **{"has_prefix": "prefix_keys" in arrays},
             **{"ragged": False, "packed": False, "threads": THREADS},
         },
         grid=(cdiv(rows, THREADS // 32), 1, 1),
@@ -664,6 +671,7 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
         "batches": q.shape[0],
     }
     made += [Argument(name, value=np.int32(x)) for name, x in numbers.items()]
+    made.append(Argument("prefix_keys", "data", None if "prefix_keys" in arrays else none))
     return [*made, *(_scale_argument(name, arrays.get(name)) for name in SCALES)]
 
 

@@ -3,13 +3,15 @@
 //
 // Token i of a batch element stands at position lengths[batch] + shift + i. Rotary embedding takes
 // columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x turns by
-// an angle of which row `position` of two tables has the cosine and the sine. Columns after these
-// pairs stay as they are. (Su et al., 2021, arXiv:2104.09864, equation 34)
+// an angle of which row `position` of two tables has the cosine and the sine. If the sequence has a
+// prefix in another cache, its keys count too. Columns after these pairs stay as they are. (Su et
+// al., 2021, arXiv:2104.09864, equation 34)
 //
 //   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
 //   new_K, new_V [batch, kv_heads, tokens, d | dv]: if `appends`
 //   K, V [batch, kv_heads, capacity, d | dv], or in pages [pages, kv_heads, page_size, d | dv]
 //   cosines, sines [positions, angles]: if `rotates`
+//   prefix_keys [batch]: the keys before those of the cache, if `has_prefix`
 //   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
 //   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
 //   written
@@ -17,7 +19,7 @@
 //   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
 //   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
-//   angles_of_sums, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
+//   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/stored.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -74,7 +76,7 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     Tensor<const scalar> new_V, Tensor<Stored> K, Tensor<Stored> V, Tensor<const Angle> cosines,
     Tensor<const Angle> sines, int positions, const int* lengths, int* used, const int* numbers,
     long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
-    int heads, int kv_heads, int batches, Tensor<const float> k_scale,
+    int heads, int kv_heads, int batches, const int* prefix_keys, Tensor<const float> k_scale,
     Tensor<const float> v_scale) {
   const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
   const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
@@ -85,6 +87,7 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
   const int before = max(0, min(lengths[batch], capacity));
   const int position = min(before + shift, capacity - token) + token;
   const Rotation rotation = {cosines, sines, positions};
+  const int angle = position + (has_prefix ? max(0, min(prefix_keys[batch], positions)) : 0);
 
   if (appends && unit < 2 * kv_heads) {
     if (unit == 0 && token == 0 && lane == 0) used[batch] = min(before, capacity - tokens) + tokens;
@@ -100,7 +103,7 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
       Stored* to = K.row(page, unit, row);
       const float scale = scale_of<k_scale_by_page>(k_scale, batch, page, unit);
       for (int col = lane; col < d; col += warp_size)
-        store(to + col, rotates ? rotation.turned(from, col, position) : from[col], scale);
+        store(to + col, rotates ? rotation.turned(from, col, angle) : from[col], scale);
     } else {
       const scalar* from = new_V.row(batch, unit - kv_heads, token);
       Stored* to = V.row(page, unit - kv_heads, row);
@@ -111,6 +114,6 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     const int head = unit - (appends ? 2 * kv_heads : 0);
     const scalar* from = Q.row(batch, head, token);
     scalar* to = turned_Q.row(batch, head, token);
-    for (int col = lane; col < d; col += warp_size) to[col] = rotation.turned(from, col, position);
+    for (int col = lane; col < d; col += warp_size) to[col] = rotation.turned(from, col, angle);
   }
 }

@@ -1,0 +1,329 @@
+"""Prefixes in decoding: keys that several sequences share, and that are read once for all of them.
+
+The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
+prefix. Its result is merged with that of each sequence's own keys. So positions have to be told:
+texts of a prefix's problem read them from an array, and those of the own keys go on from it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+from cupyfa.expressions import Expression
+from cupyfa.modifiers import PADDED, PAGE_TABLE
+from cupyfa.options import NO_WINDOW, AttentionOptions
+from cupyfa.runtime.arrays import address_of, require_one_device
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.decoding import KVCache, Step, _seen as seen
+from cupyfa.runtime.select import adopt
+from cupyfa.runtime.workspace import of_graphs
+
+# What texts read here: [batch] how many keys all prefixes of a sequence have; of one prefix, [its
+# sequences] how many keys stand before it, [its sequences, rows] the positions of its rows, and the
+# slopes of ALiBi.
+KEYS, FIRST = "prefix_keys", "prefix_first"
+POSITION, SLOPES = "prefix_position", "prefix_slopes"
+
+
+# What texts stand for, or prefixes do not need.
+_PLAIN: dict[str, Any] = {
+    **{"causal": None, "window": NO_WINDOW},
+    **{"score_mod": None, "mask_mod": None},
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A call of attention: queries as rows [sequences, heads, rows, d], and keys."""
+
+    q: Any
+    k: Any
+    v: Any
+    options: AttentionOptions
+    given: Mapping[str, Any]  # what texts and kernels read besides
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """Keys that consecutive sequences share. is_whole: whether all rows of the arrays are keys."""
+
+    name: str
+    cache: KVCache
+    is_whole: bool
+
+
+class Prefixes:
+    """The prefixes of a call from the outermost to the innermost, checked."""
+
+    def __init__(
+        self, backend: str | Backend, given: Any, q: Any, cache: KVCache, *, look: bool
+    ) -> None:
+        """look: whether to check lengths and pages that lie in GPU memory, too."""
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
+        self._cache, self._levels = cache, tuple(_levels(given))
+        self._copies: list[tuple[Any, Any]] = []
+        outer = 1
+        for x in self._levels:
+            _check(x, cache, outer)
+            outer = x.cache.batch
+        named = {"q": q, "lengths": cache.lengths}
+        for x in self._levels:
+            named |= {f"{x.name}.k": x.cache.k, f"{x.name}.v": x.cache.v}
+        self._backend, (self._q, *_) = adopt(backend, **named)
+        require_one_device(self._backend, named)
+        for x in self._levels:
+            self._check_contents(x, look)
+
+    @cached_property
+    def keys(self) -> Any:
+        """How many keys all prefixes of a sequence have: [batch] of int32, where lengths lie."""
+        return self._counted(self._levels)
+
+    def own(
+        self, options: AttentionOptions, captured: Mapping[str, Any] | None
+    ) -> tuple[AttentionOptions, dict[str, Any]]:
+        """The options of the call for the sequences' own keys, and what its texts read.
+
+        Windows and distances are the same from any first key on; texts may name positions.
+        """
+        names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
+        texts: dict[str, Any] = {
+            name: Expression.of(name, _renamed(text.text, names))
+            for name in ("score_mod", "mask_mod")
+            if (text := getattr(options, name)) is not None
+        }
+        read = self._read(texts.values(), {KEYS: lambda: self.keys}, captured)
+        return replace(options, **texts), read
+
+    def parts(
+        self,
+        step: Step,
+        options: AttentionOptions,
+        captured: Mapping[str, Any] | None,
+        slopes: Any,
+        new: int,
+    ) -> list[Part]:
+        """The calls for the prefixes. new: how many of the queries come with their keys."""
+        tokens, made = step.q.shape[2], []
+        for i, x in enumerate(self._levels):
+            texts = _texts(
+                options,
+                _places(tokens, self._together(x), is_first=i == 0),
+                axes_of_slopes=0 if slopes is None else len(slopes.shape),
+                hides_later=new < tokens > 1,
+            )
+            own: dict[str, Callable[[], Any]] = {
+                FIRST: partial(self._before, i),
+                POSITION: partial(self._positions, x, tokens, new),
+                SLOPES: lambda: slopes,
+            }
+            given: dict[str, Any] = {"captured": self._read(texts.values(), own, captured)}
+            if not x.is_whole:
+                given |= {PADDED[1]: x.cache.lengths, PAGE_TABLE: x.cache.pages}
+            q, k, v = self._rows_of(step.q, x), x.cache._rows(x.cache.k), x.cache._rows(x.cache.v)
+            if step.is_moved:
+                k, v = map(step.backend.upload, (k, v))
+            self._keep(q, k, v)
+            made.append(Part(q, k, v, replace(options, **{**_PLAIN, **texts}), given))
+        return made
+
+    def take_queries(self) -> None:
+        """Copies queries, where they had to be, once more: they may have been rotated since."""
+        with self._backend.working_on(self._q):
+            for rows, queries in self._copies:
+                rows[...] = queries
+
+    def of_sequences(self, part: int, result: tuple[Any, Any]) -> tuple[Any, Any]:
+        """out and lse of a prefix's call as [batch, heads, tokens, ..]."""
+        x = self._levels[part]
+        made = []
+        for array in result:
+            groups, heads, rows, *columns = array.shape
+            together = self._together(x)
+            tokens = rows // max(together, 1)
+            split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
+            made.append(split.reshape(groups * together, heads, tokens, *columns))
+        self._keep(*result, *made)
+        return made[0], made[1]
+
+    def _together(self, prefix: _Prefix) -> int:
+        """How many sequences share a prefix."""
+        return self._cache.batch // prefix.cache.batch
+
+    def _rows_of(self, q: Any, prefix: _Prefix) -> Any:
+        """Queries [batch, heads, tokens, d] as rows of those that share a prefix."""
+        _, heads, tokens, d = q.shape
+        groups, together = prefix.cache.batch, self._together(prefix)
+        split = q.reshape(groups, together, heads, tokens, d).swapaxes(1, 2)
+        rows = split.reshape(groups, heads, together * tokens, d)
+        if address_of(rows) != address_of(q):
+            self._copies.append((rows.reshape(split.shape), split))
+        return rows
+
+    def _counted(self, levels: Sequence[_Prefix]) -> Any:
+        """How many keys these prefixes of a sequence have together."""
+        with self._backend.working_on(self._q):
+            counted = np.zeros_like(self._cache.lengths)
+            for x in levels:
+                by_prefix = counted.reshape(x.cache.batch, self._together(x))
+                by_prefix += x.cache.lengths[:, None]
+        return counted
+
+    def _before(self, level: int) -> Any:
+        """How many keys stand before those of a prefix, [its sequences]."""
+        return self._counted(self._levels[:level])[:: max(self._together(self._levels[level]), 1)]
+
+    def _positions(self, prefix: _Prefix, tokens: int, new: int) -> Any:
+        """The positions of the rows of a prefix's call, [its sequences, rows]."""
+        with self._backend.working_on(self._q):
+            ends = self._cache.lengths + self.keys + new
+            back = tokens + 1 - np.ones_like(ends, shape=tokens).cumsum()
+            positions = (ends[:, None] - back).astype(np.int32)
+        return positions.reshape(prefix.cache.batch, self._together(prefix) * tokens)
+
+    def _read(
+        self,
+        texts: Iterable[Expression],
+        own: Mapping[str, Callable[[], Any]],
+        captured: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """What a caller captured, and of the arrays from here those that texts name."""
+        if captured is not None and not isinstance(captured, Mapping):
+            raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+        if taken := [x for x in (KEYS, FIRST, POSITION, SLOPES) if x in (captured or {})]:
+            raise ValueError(f"captured has {taken[0]!r}, which texts of prefixes use; rename it")
+        named = {name for text in texts for name in text.captured}
+        made = {name: array() for name, array in own.items() if name in named}
+        self._keep(*made.values())
+        return {**(captured or {}), **made}
+
+    def _check_contents(self, prefix: _Prefix, look: bool) -> None:
+        """Raises ValueError for lengths and pages of a prefix that are not there."""
+        cache = prefix.cache
+        on_host = isinstance(cache.lengths, np.ndarray)
+        if prefix.is_whole or not (look or on_host):
+            return
+        lengths, pages = (
+            x if on_host or x is None else self._backend.download(x)
+            for x in (cache.lengths, cache.pages)
+        )
+        try:
+            cache.check_numbers(lengths, pages, 0)  # type: ignore[arg-type]  # of lengths
+        except ValueError as error:
+            raise ValueError(f"{prefix.name}: {error}") from None
+
+    def _keep(self, *arrays: Any) -> None:
+        """Keeps arrays that a captured graph reads or writes whenever it is launched."""
+        if self._backend.stream and self._backend.is_capturing:
+            of_graphs.append(arrays)
+
+
+def _levels(given: Any) -> Iterator[_Prefix]:
+    """What a caller gives, as caches: one prefix, or a list of them."""
+    several = isinstance(given, list)
+    if several and not given:
+        raise ValueError("prefix is an empty list; give at least one prefix, or leave it out")
+    for i, x in enumerate(given if several else [given]):
+        name = f"prefix[{i}]" if several else "prefix"
+        if isinstance(x, KVCache):
+            yield _Prefix(name, x, is_whole=False)
+            continue
+        if not isinstance(x, tuple) or len(x) != 2:
+            raise TypeError(
+                f"{name} is {described(x)}; give a cupyfa.KVCache, a tuple (k, v) of arrays "
+                "[1, kv_heads, keys, columns], or a list of such prefixes"
+            )
+        k, v = seen(f"{name}[0]", x[0]), seen(f"{name}[1]", x[1])
+        if len(k.shape) != 4:
+            raise ValueError(
+                f"{name}[0] has shape {tuple(k.shape)}; it must be [1, kv_heads, keys, columns]"
+            )
+        lengths = np.full_like(k, k.shape[2], np.int32, shape=k.shape[0])
+        yield _Prefix(name, KVCache(k, v, lengths, layout="hnd"), is_whole=True)
+
+
+def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
+    """Raises ValueError and TypeError for a prefix that cannot stand before a cache's keys."""
+    name, its, batch = prefix.name, prefix.cache, cache.batch
+    if its.batch < 1 or batch % its.batch or its.batch % outer:
+        of_outer = f" and is a multiple of the {outer} of the prefix before it" * (outer > 1)
+        raise ValueError(
+            f"{name} has {its.batch} sequences, and the cache {batch}; each is shared by as many "
+            f"consecutive sequences: give a number that divides {batch}{of_outer}"
+        )
+    for what, one, other in (("k", its.k, cache.k), ("v", its.v, cache.v)):
+        one, other = its._rows(one), cache._rows(other)
+        found, wanted = (x.shape[1::2] for x in (one, other))
+        if found != wanted:
+            raise ValueError(
+                f"{name} has {what} of {found[0]} heads and {found[1]} columns, and the cache of "
+                f"{wanted[0]} and {wanted[1]}; both must have the same"
+            )
+        if one.dtype != other.dtype:
+            raise TypeError(f"{name} is {one.dtype} and the cache {other.dtype}; convert one")
+
+
+# Texts
+
+
+def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
+    """What names of places are in texts of a prefix, whose rows are the queries of sequences."""
+    return {
+        "batch": f"batch * {together} + query // {tokens}",
+        "query": f"query % {tokens}",
+        "queries": f"{tokens}",
+        "key": "key" if is_first else f"key + {FIRST}[batch]",
+        "position": f"{POSITION}[batch, query]",
+        "keys": f"{POSITION}[batch, query] + {tokens} - query % {tokens}",
+    }
+
+
+def _texts(
+    options: AttentionOptions,
+    places: Mapping[str, str],
+    *,
+    axes_of_slopes: int,
+    hides_later: bool,
+) -> dict[str, Expression]:
+    """The texts of a prefix's call, which stand for ALiBi, windows and masks, too.
+
+    hides_later: whether a query may stand before keys of the prefix: one of several, which may be
+    more than the sequence's own keys.
+    """
+    score = None if options.score_mod is None else options.score_mod.text
+    if axes_of_slopes:
+        slope = f"{SLOPES}[{'head' if axes_of_slopes == 1 else 'batch, head'}]"
+        alibi = f"score - {slope} * abs(position - key)"
+        score = alibi if score is None else _renamed(alibi, {"score": score})
+    masks = []
+    if options.left is not None:
+        masks.append(f"position - key <= {options.left}")
+    if hides_later:
+        masks.append("key <= position")
+    if options.mask_mod is not None:
+        masks.append(options.mask_mod.text)
+    mask = " and ".join(f"({x})" for x in masks) or None
+    return {
+        name: Expression.of(name, _renamed(text, places))
+        for name, text in (("score_mod", score), ("mask_mod", mask))
+        if text is not None
+    }
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text with other texts in place of names."""
+    trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
+
+    class Renaming(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return trees.get(node.id, node)
+
+    return ast.unparse(Renaming().visit(ast.parse(text, mode="eval")))
