@@ -8,17 +8,20 @@ value to gradients of the arguments. `cupyfa.attention_vjp` does the same.
     python examples/train_transformer.py                     # learns to sort, in the simulator
     python examples/train_transformer.py --task repeat       # documents, and a learned bias
     python examples/train_transformer.py --backend cuda --task text --plot loss.svg
+
+With --save the weights go to a file, from which examples/generate.py generates tokens.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -357,10 +360,14 @@ def train(
     rate: float = 3e-3,
     seed: int = 0,
     on_device: bool = False,
+    trained: Arrays | None = None,
     report: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
-    """The loss of each step. The learning rate rises linearly, then falls along a cosine."""
-    weights = parameters(model, seed=seed)
+    """The loss of each step. The learning rate rises linearly, then falls along a cosine.
+
+    In ``trained``, if given, are then the weights, as NumPy arrays.
+    """
+    weights: Arrays = parameters(model, seed=seed)
     if on_device:
         import cupy
 
@@ -374,16 +381,31 @@ def train(
         adam.step(weights, grads, rate * min((step + 1) / warmup, falling))
         losses.append(loss)
         report(step + 1, loss)
+    if trained is not None:
+        trained |= {name: x if xp is np else x.get() for name, x in weights.items()}
     return losses
 
 
-def characters() -> tuple[np.ndarray, int]:
-    """The text of the project's pages as integers, and the number of different characters."""
+def save(path: str, model: Model, weights: Arrays, **about: Any) -> None:
+    """Writes weights, the model's sizes and what else is to be known into an .npz file."""
+    np.savez(path, about=np.array(json.dumps({"model": asdict(model), **about})), **weights)
+
+
+def load(path: str, backend: str) -> tuple[Model, Arrays, dict[str, Any]]:
+    """A model for a backend, its weights and what else is known of it, from such a file."""
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = json.loads(str(arrays.pop("about")))
+    return Model(**{**about.pop("model"), "backend": backend}), arrays, about
+
+
+def characters() -> tuple[np.ndarray, str]:
+    """The text of the project's pages as integers, and the different characters, by number."""
     root = Path(__file__).resolve().parent.parent
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     kinds, numbers = np.unique(list(text), return_inverse=True)
-    return numbers, len(kinds)
+    return numbers, "".join(kinds)
 
 
 def draw(losses: list[float], levels: dict[str, float], path: str, title: str) -> None:
@@ -445,11 +467,14 @@ def main() -> None:
         sys.exit("--backend cuda: there is no GPU; omit the option, or run `cupyfa doctor`")
     if options.plot and not os.access(Path(options.plot).resolve().parent, os.W_OK):
         sys.exit(f"--plot {options.plot}: its folder cannot be written to; choose another")
+    if options.save and not os.access(Path(options.save).resolve().parent, os.W_OK):
+        sys.exit(f"--save {options.save}: its folder cannot be written to; choose another")
     size = SIZES[options.task, backend]
     size |= {name: value for name, value in vars(options).items() if value is not None}
     for many, few in (("width", "heads"), ("heads", "kv_heads")):
         if size[many] % size[few]:
             sys.exit(f"{many}={size[many]} is not a multiple of {few}={size[few]}; give a multiple")
+    alphabet = None
     if options.task == "sort":
         vocabulary, length = size["kinds"], 2 * size["length"] - 1
         batches = sorting(size["batch"], size["length"], vocabulary, size["seed"])
@@ -459,7 +484,8 @@ def main() -> None:
         batches = repeating(size["batch"], length, vocabulary, EVERY, size["seed"])
         blind = without_attention(*next(repeating(20_000, length, vocabulary, EVERY))[:2])
     else:
-        text, vocabulary = characters()
+        text, alphabet = characters()
+        vocabulary = len(alphabet)
         length, batches = size["length"], reading(text, size["batch"], size["length"], size["seed"])
         blind = without_attention(text[:-1, None], text[1:, None])
     model = Model(
@@ -484,6 +510,7 @@ def main() -> None:
                 f"step {step:5}  loss {loss:.3f}  {time.perf_counter() - start:.1f} s", flush=True
             )
 
+    trained: Arrays = {}
     losses = train(
         model,
         batches,
@@ -491,8 +518,11 @@ def main() -> None:
         rate=size["rate"],
         seed=size["seed"],
         on_device=backend == "cuda",
+        trained=trained,
         report=report,
     )
+    if options.save:
+        save(options.save, model, trained, task=options.task, alphabet=alphabet)
     if options.plot:
         where = "in the simulator" if backend == "simulator" else "on a GPU"
         title = f"loss of the task {options.task!r}, {where}: M = {length}, d = {model.d}"
@@ -525,6 +555,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE", type=picture,
                         help="draw the losses to an .svg or .png file")  # fmt: skip
+    parser.add_argument("--save", metavar="FILE.npz", type=weights_file,
+                        help="write the weights to a file, for generate.py")  # fmt: skip
     return parser.parse_args()
 
 
@@ -539,6 +571,12 @@ def picture(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a picture; use a name that ends with .svg or .png"
         )
+    return text
+
+
+def weights_file(text: str) -> str:
+    if not text.endswith(".npz"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no file of weights; use a name in .npz")
     return text
 
 

@@ -182,7 +182,8 @@ def test_sorting_examples(example):
 
 
 def test_text_is_read_from_random_positions(example):
-    text, kinds = example.characters()
+    text, alphabet = example.characters()
+    kinds = len(alphabet)
     tokens, targets = next(example.reading(text, 3, 20))
     assert (tokens[:, 1:] == targets[:, :-1]).all()
     assert tokens.min() >= 0 and tokens.max() < kinds

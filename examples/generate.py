@@ -1,0 +1,319 @@
+"""Generates tokens without torch: NumPy or CuPy arrays, attention by cupyfa.
+
+The weights are those of examples/train_transformer.py. Prompts of different lengths are prefilled
+as one ragged batch, by `cupyfa.attention_ragged`. New tokens come from `cupyfa.decode`, whose keys
+and values lie in pages. Requests are batched continuously: in each step, those that have all their
+tokens leave and give their pages back, and others come in. If pages run out, the request that came
+last has to wait, and is prefilled again with what it has.
+
+    python examples/train_transformer.py --task repeat --save weights.npz
+    python examples/generate.py weights.npz                 # in the simulator if there is no GPU
+
+Continuous batching: Yu et al., 2022 (Orca). Pages: Kwon et al., 2023, arXiv:2309.06180.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from train_transformer import (
+    EVERY,
+    Arrays,
+    Model,
+    characters,
+    count,
+    gelu_vjp,
+    has_gpu,
+    load,
+    module_of,
+    rms_norm_vjp,
+)
+
+import cupyfa
+
+Attend = Callable[[int, Any, Any, Any], Any]  # (block, q, k, v), each [rows, heads, d], to out
+
+
+def logits_of(model: Model, weights: Arrays, tokens: Any, places: Any, attend: Attend) -> Any:
+    """The logits of the next tokens, [rows, vocabulary], for tokens [rows] at these places."""
+    x = weights["tokens"][tokens]
+    if "positions" in weights:
+        x = x + weights["positions"][places]
+    for i in range(model.blocks):
+        y = rms_norm_vjp(x, weights[f"{i}.norm_attention"])[0] @ weights[f"{i}.qkv"]
+        y = y.reshape(len(x), -1, model.d).astype(model.attention, copy=False)
+        ends = model.heads, model.heads + model.kv_heads
+        o = attend(i, y[:, : ends[0]], y[:, ends[0] : ends[1]], y[:, ends[1] :])
+        x = x + o.reshape(len(x), -1).astype(x.dtype, copy=False) @ weights[f"{i}.out"]
+        y = rms_norm_vjp(x, weights[f"{i}.norm_mlp"])[0] @ weights[f"{i}.up"]
+        x = x + gelu_vjp(y)[0] @ weights[f"{i}.down"]
+    return rms_norm_vjp(x, weights["norm"])[0] @ weights["logits"]
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, which grows by `new` tokens. It is seen from a step on."""
+
+    tokens: list[int]
+    new: int
+    step: int = 0
+    end: int = field(init=False)  # how many tokens it has then
+
+    def __post_init__(self) -> None:
+        self.end = len(self.tokens) + self.new
+
+
+class Pages:
+    """Keys and values of all blocks of the model in pages, which slots of a batch take and return.
+
+    All blocks have the same page table. Slots without a request write too, each into a page of its
+    own. So every step has arrays of the same shapes, whoever is there.
+    """
+
+    def __init__(self, model: Model, slots: int, pages: int, size: int, xp: Any) -> None:
+        shape = slots + pages, size, model.kv_heads, model.d
+        self.k, self.v = (
+            [xp.zeros(shape, model.attention) for _ in range(model.blocks)] for _ in "kv"
+        )
+        self.size, self.xp = size, xp
+        self.free = list(range(slots, slots + pages))
+        self.table = np.repeat(np.arange(slots, dtype=np.int32)[:, None], pages, axis=1)
+        self.lengths = np.zeros(slots, np.int32)  # keys that are there
+
+    def make_room(self, slot: int, keys: int) -> bool:
+        """Whether a slot now has pages for so many keys; it takes all that it needs, or none."""
+        has, needs = (-(-n // self.size) for n in (int(self.lengths[slot]), keys))
+        if needs - has > len(self.free):
+            return False
+        self.table[slot, has:needs] = [self.free.pop() for _ in range(needs - has)]
+        return True
+
+    def release(self, slot: int) -> None:
+        """Gives the pages of a slot back."""
+        used = -(-int(self.lengths[slot]) // self.size)
+        self.free += self.table[slot, :used].tolist()
+        self.table[slot], self.lengths[slot] = slot, 0
+
+    def write(self, block: int, slots: np.ndarray, places: np.ndarray, k: Any, v: Any) -> None:
+        """Writes keys and values [rows, kv_heads, d] of slots at places."""
+        page = self.xp.asarray(self.table[slots, places // self.size])
+        row = self.xp.asarray(places % self.size)
+        self.k[block][page, row] = k
+        self.v[block][page, row] = v
+
+    def caches(self) -> list[cupyfa.KVCache]:
+        """The cache of each block, with a table and lengths that they share."""
+        lengths, table = self.xp.asarray(self.lengths), self.xp.asarray(self.table)
+        return [cupyfa.KVCache(k, v, lengths, table) for k, v in zip(self.k, self.v)]
+
+
+class Server:
+    """Generates the tokens of requests, each the most likely one, in steps."""
+
+    def __init__(
+        self, model: Model, weights: Arrays, slots: int, pages: int, size: int = 16
+    ) -> None:
+        self.model, self.weights, self.xp = model, weights, module_of(weights["norm"])
+        self.pages = Pages(model, slots, pages, size, self.xp)
+        self.waiting: deque[Request] = deque()
+        self.running: dict[int, Request] = {}  # by slot, in the order in which they came
+        self.steps = self.prefilled = self.decoded = self.sent_back = 0
+        self.seconds = {"prefill": 0.0, "decode": 0.0}
+        self.how: Arrays = {"backend": model.backend}
+        if model.distances:
+            self.how["score_mod"] = "score + bias_of[head, min(max(position - key, 0), last)]"
+
+    def submit(self, request: Request) -> None:
+        """Takes a request. Raises ValueError for one that there can never be room for."""
+        most = len(self.pages.table[0]) * self.pages.size
+        if not self.model.distances:
+            most = min(most, self.model.length)
+        if not request.tokens or request.end > most:
+            raise ValueError(
+                f"a request has a prompt of {len(request.tokens)} and {request.new} new tokens; "
+                f"give at least one, and at most {most} in all"
+            )
+        self.waiting.append(request)
+
+    def step(self) -> list[Request]:
+        """Each running request gets a token. Returns those that have all of theirs."""
+        finished = []
+        for work in (self.prefill, self.decode):
+            work()
+            for slot in [s for s, x in self.running.items() if len(x.tokens) == x.end]:
+                finished.append(self.running.pop(slot))
+                self.pages.release(slot)
+        self.steps += 1
+        return finished
+
+    def prefill(self) -> None:
+        """Lets in those who wait, as long as there are slots and pages: a ragged batch."""
+        came = []
+        while self.waiting and self.waiting[0].step <= self.steps:
+            free = [x for x in range(len(self.pages.lengths)) if x not in self.running]
+            if not free or not self.pages.make_room(free[0], len(self.waiting[0].tokens)):
+                break
+            self.running[free[0]] = self.waiting.popleft()
+            came.append(free[0])
+            self.pages.lengths[free[0]] = len(self.running[free[0]].tokens)
+        if not came:
+            return
+        start = time.perf_counter()
+        counts = [len(self.running[x].tokens) for x in came]
+        tokens = np.concatenate([self.running[x].tokens for x in came])
+        slots = np.repeat(came, counts)
+        places = np.concatenate([np.arange(n) for n in counts])
+        ends = np.cumsum([0, *counts]).astype(np.int32)
+        offsets = self.xp.asarray(ends)
+
+        def attend(block: int, q: Any, k: Any, v: Any) -> Any:
+            self.pages.write(block, slots, places, k, v)
+            how = self.options(block)
+            return cupyfa.attention_ragged(q, k, v, offsets, offsets, causal=True, **how)
+
+        self.take(came, tokens, places, attend, ends[1:] - 1)
+        self.prefilled += len(tokens)
+        self.seconds["prefill"] += time.perf_counter() - start
+
+    def decode(self) -> None:
+        """One token for each running request, and a key for the one that it got before."""
+        for slot in list(self.running):
+            while slot in self.running and not self.pages.make_room(
+                slot, int(self.pages.lengths[slot]) + 1
+            ):
+                self.send_back(next(reversed(self.running)))
+        if not self.running:
+            return
+        start = time.perf_counter()
+        pages, came = self.pages, list(self.running)
+        tokens = np.zeros(len(pages.lengths), int)
+        tokens[came] = [self.running[x].tokens[-1] for x in came]
+        caches = pages.caches()
+
+        def attend(block: int, q: Any, k: Any, v: Any) -> Any:
+            q, k, v = (x[:, :, None] for x in (q, k, v))  # [slots, heads, 1, d]
+            return cupyfa.decode(q, caches[block], k=k, v=v, **self.options(block))
+
+        self.take(came, tokens, pages.lengths, attend, np.array(came))
+        pages.lengths[came] += 1  # decode does not change them
+        self.decoded += len(came)
+        self.seconds["decode"] += time.perf_counter() - start
+
+    def send_back(self, slot: int) -> None:
+        """A request waits again, with the tokens that it has, and its pages are free."""
+        self.waiting.appendleft(self.running.pop(slot))
+        self.pages.release(slot)
+        self.sent_back += 1
+
+    def take(
+        self, slots: list[int], tokens: np.ndarray, places: np.ndarray, attend: Attend, rows: Any
+    ) -> None:
+        """Gives each slot the token that is most likely after its row."""
+        tokens, places, rows = (self.xp.asarray(x) for x in (tokens, places, rows))
+        logits = logits_of(self.model, self.weights, tokens, places, attend)
+        for slot, token in zip(slots, logits[rows].argmax(-1).tolist()):
+            self.running[slot].tokens.append(token)
+
+    def options(self, block: int) -> Arrays:
+        """What attention takes besides: the learned bias of distances, if the model has one."""
+        if not self.model.distances:
+            return self.how
+        bias = self.weights[f"{block}.bias"]
+        return {**self.how, "captured": {"bias_of": bias, "last": bias.shape[1] - 1}}
+
+    def run(self, report: Callable[[Request], None] = lambda request: None) -> None:
+        """Goes on until no request is left."""
+        while self.waiting or self.running:
+            for request in self.step():
+                report(request)
+
+
+def prompts(model: Model, task: str, many: int, longest: int, seed: int) -> list[list[int]]:
+    """Prompts of different lengths, as the model was trained with."""
+    random = np.random.default_rng(seed)
+    if task == "text":
+        text, _ = characters()
+        starts = random.integers(0, len(text) - longest, many)
+        return [text[a : a + n].tolist() for a, n in zip(starts, random.integers(1, longest, many))]
+    if task == "sort":  # of a fixed number of tokens
+        return random.integers(0, model.vocabulary, (many, (model.length + 1) // 2)).tolist()
+    made = []
+    for n in random.integers(EVERY, max(longest, EVERY) + 1, many):
+        made.append(np.resize(random.integers(0, model.vocabulary, EVERY), n).tolist())
+    return made
+
+
+def main() -> None:
+    options = arguments()
+    backend = options.backend
+    if backend == "auto":
+        backend = "cuda" if has_gpu() else "simulator"
+    elif backend == "cuda" and not has_gpu():
+        sys.exit("--backend cuda: there is no GPU; omit the option, or run `cupyfa doctor`")
+    try:
+        model, weights, about = load(options.weights, backend)
+    except (OSError, ValueError, KeyError) as error:
+        made = "make some with train_transformer.py --save"
+        sys.exit(f"{options.weights} has no weights ({error}); {made}")
+    if backend == "cuda":
+        import cupy
+
+        weights = {name: cupy.asarray(x) for name, x in weights.items()}
+    server = Server(model, weights, options.slots, options.pages, options.page)
+    random = np.random.default_rng(options.seed)
+    given = prompts(model, about["task"], options.requests, options.prompt, options.seed)
+    for i, prompt in enumerate(given):
+        new = int(random.integers(1, options.new + 1))
+        if not model.distances:
+            new = min(new, model.length - len(prompt))
+        try:
+            server.submit(Request(prompt, new, step=i // 2))  # two come in each step
+        except ValueError as error:
+            sys.exit(f"{error}: --pages, --prompt and --new say how many")
+    alphabet = about["alphabet"]
+
+    def shown(tokens: list[int]) -> str:
+        return "".join(alphabet[x] for x in tokens) if alphabet else " ".join(map(str, tokens))
+
+    def report(request: Request) -> None:
+        before = request.end - request.new
+        parts = shown(request.tokens[:before]), shown(request.tokens[before:])
+        print(f"step {server.steps:3}  {parts[0]} | {parts[1]}".replace("\n", "⏎"), flush=True)
+
+    print(f"{len(given)} requests, {options.slots} at a time, pages of {options.page}: {model}")
+    server.run(report)
+    rates = (
+        f"{name} {n} tokens, {n / max(server.seconds[name], 1e-9):,.0f} per second"
+        for name, n in (("prefill", server.prefilled), ("decode", server.decoded))
+    )
+    print("; ".join(rates) + f"; {server.steps} steps, {server.sent_back} times sent back")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Generate tokens with a transformer of train_transformer.py."
+    )
+    parser.add_argument("weights", metavar="FILE.npz", help="of train_transformer.py --save")
+    parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
+    for name, default, what in (
+        ("requests", 12, "how many there are; two come in each step"),
+        ("slots", 4, "sequences in a batch"),
+        ("pages", 16, "pages of the cache"),
+        ("page", 16, "keys in a page: 16, 32, 64, 128 or 256"),
+        ("prompt", 20, "tokens of the longest prompt"),
+        ("new", 24, "most new tokens of a request"),
+    ):
+        parser.add_argument(f"--{name}", type=count, default=default, help=f"{what}  [{default}]")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
