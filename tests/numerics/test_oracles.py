@@ -1,4 +1,4 @@
-"""Modified scores and their gradients against other libraries: onnx's reference evaluator, jax."""
+"""Modified scores, their gradients and decoding against onnx's reference evaluator and jax."""
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ Q, K, V = (rng.standard_normal((2, h, n, D)) for h, n in ((HEADS, M), (KV_HEADS,
 BIAS, MASK = rng.standard_normal((HEADS, M, N)), rng.random((2, 1, M, N)) < 0.8
 MASK[..., 0] = True
 SLOPES, SINK = 0.5 ** np.arange(HEADS), rng.standard_normal(HEADS)
+OPSET = 24  # of RotaryEmbedding-23, Attention-24 and TensorScatter-24
 ON = {"backend": "simulator", "kernel": "fa2"}
 
 
@@ -26,25 +27,86 @@ ON = {"backend": "simulator", "kernel": "fa2"}
     ids=["bias", "mask", "causal", "softcap and bias"],
 )
 def test_onnx(ours, theirs):
-    pytest.importorskip("onnx")
+    expected = of_onnx(
+        "Attention",
+        Q,
+        K,
+        V,
+        theirs.get("attn_mask"),
+        scale=D**-0.5,
+        **{name: x for name, x in theirs.items() if name != "attn_mask"},
+    )
+    np.testing.assert_allclose(cupyfa.attention(Q, K, V, **ours, **ON), expected, atol=1e-12)
+
+
+def of_onnx(operator, *inputs, **attributes):
+    """The result of one of onnx's operators for arrays of float64; None is an input left out."""
+    onnx = pytest.importorskip("onnx")
     from onnx import TensorProto, helper
     from onnx.reference import ReferenceEvaluator
 
-    mask = theirs.pop("attn_mask", None)
-    arrays = {"Q": Q, "K": K, "V": V} | ({} if mask is None else {"mask": mask})
-    node = helper.make_node("Attention", list(arrays), ["Y"], scale=D**-0.5, **theirs)
-    kinds = {"f": TensorProto.DOUBLE, "b": TensorProto.BOOL}
-    inputs = [
+    if (has := onnx.defs.onnx_opset_version()) < OPSET:
+        pytest.skip(f"onnx {onnx.__version__} has opset {has}, and {operator} is of opset {OPSET}")
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(inputs)]
+    arrays = {name: x for name, x in zip(names, inputs) if name}
+    node = helper.make_node(operator, names, ["Y"], **attributes)
+    kinds = {"f": TensorProto.DOUBLE, "b": TensorProto.BOOL, "i": TensorProto.INT64}
+    values = [
         helper.make_tensor_value_info(name, kinds[x.dtype.kind], x.shape)
         for name, x in arrays.items()
     ]
     output = helper.make_tensor_value_info("Y", TensorProto.DOUBLE, None)
     model = helper.make_model(
-        helper.make_graph([node], "attention", inputs, [output]),
-        opset_imports=[helper.make_opsetid("", 24)],
+        helper.make_graph([node], operator, values, [output]),
+        opset_imports=[helper.make_opsetid("", OPSET)],
     )
-    (expected,) = ReferenceEvaluator(model).run(None, arrays)
-    np.testing.assert_allclose(cupyfa.attention(Q, K, V, **ours, **ON), expected, atol=1e-12)
+    return ReferenceEvaluator(model).run(None, arrays)[0]
+
+
+BATCH, CAPACITY, TOKENS, ANGLES = 3, 24, 3, 5
+LENGTHS = np.array([0, 7, CAPACITY - TOKENS])
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.75}], ids=["plain", "softcap"])
+def test_decoding_of_onnx(options, interleaved):
+    """RotaryEmbedding of queries and keys, TensorScatter of keys and values, Attention to them."""
+    q = rng.standard_normal((BATCH, HEADS, TOKENS, D))
+    k, v = rng.standard_normal((2, BATCH, KV_HEADS, CAPACITY, D))
+    new_k, new_v = rng.standard_normal((2, BATCH, KV_HEADS, TOKENS, D))
+    angles = rng.uniform(-7, 7, (CAPACITY, ANGLES))
+    rotary = np.cos(angles), np.sin(angles)
+    places = LENGTHS[:, None] + np.arange(TOKENS)
+
+    def turned(x):
+        how = {"interleaved": int(interleaved), "rotary_embedding_dim": 2 * ANGLES}
+        return of_onnx("RotaryEmbedding", x, *rotary, places, **how)
+
+    keys, values = (
+        of_onnx("TensorScatter", old, new, LENGTHS, axis=2)
+        for old, new in ((k, turned(new_k)), (v, new_v))
+    )
+    seen = np.arange(CAPACITY) <= places[:, None, :, None]  # by hand: causal, bottom-right
+    how = {"scale": D**-0.5, **options}
+    expected = of_onnx("Attention", turned(q), keys, values, seen, **how)
+
+    cache = cupyfa.KVCache(k.copy(), v.copy(), LENGTHS.astype("i4"), layout="hnd")
+    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
+    out = cupyfa.decode(q, cache, **how, **options, **ON)
+    np.testing.assert_allclose(cache.k, keys, atol=1e-14)
+    np.testing.assert_array_equal(cache.v, values)
+    np.testing.assert_allclose(out, expected, atol=1e-12)
+
+
+def test_lengths_of_onnx():
+    """One new token of each sequence, whose keys are counted by nonpad_kv_seqlen."""
+    q = rng.standard_normal((BATCH, HEADS, 1, D))
+    k, v = rng.standard_normal((2, BATCH, KV_HEADS, CAPACITY, D))
+    used = LENGTHS + 1
+    given = None, None, None, used  # attn_mask, past_key, past_value
+    expected = of_onnx("Attention", q, k, v, *given, scale=D**-0.5)
+    cache = cupyfa.KVCache(k, v, used.astype("i4"), layout="hnd")
+    np.testing.assert_allclose(cupyfa.decode(q, cache, **ON), expected, atol=1e-12)
 
 
 @pytest.fixture
