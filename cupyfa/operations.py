@@ -180,6 +180,13 @@ def visible_scores(p: Problem) -> int:
     return visible if p.left is None else visible - _scores_left_of(p, p.window_offset)
 
 
+def _scores(p: Problem) -> int:
+    """The same of all batch elements together, of a cache with the keys that each has."""
+    if p.cached is None:
+        return p.batch * visible_scores(p)
+    return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)
+
+
 def _scores_left_of(p: Problem, diagonal: int) -> int:
     """How many pairs (i, j) have j < i + diagonal."""
     # Row i has clamp(i + diagonal, 0, N): none before `first`, all N from `full` on.
@@ -351,13 +358,13 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
             if (scale.ndim == 3) == of_pages:
                 made[name] = made[name] * scale.reshape(len(scale), scale.shape[-1], 1, 1)
         if of_pages and p.pages:
-            made, p = _without_pages(made, p)  # type: ignore[assignment]
+            made, p = without_pages(made, p)  # type: ignore[assignment]
     kept = tuple(x for x in p.operands if x.name not in SCALES)
     return made, replace(p, operands=kept)
 
 
-def _without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """The same problem with the keys and values of each batch element in one place."""
+def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
+    """The inputs and problem with the keys and values of each batch element in one place."""
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
 
     def rows(array: np.ndarray) -> np.ndarray:
@@ -417,7 +424,7 @@ def _expected_attention(
     if p.modifiers.is_e4m3:
         inputs, p = _without_scales(inputs, p)
     elif p.pages:
-        inputs, p = _without_pages(inputs, p)
+        inputs, p = without_pages(inputs, p)
     if p.is_ragged:
         return _expected_of_sequences(inputs, p, roundings, excerpt)
     arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)
@@ -517,7 +524,7 @@ OPERATIONS = {
             },
             outputs={"O": ("batch heads M dv", "scalar"), "lse": ("batch heads M", "real")},
             reference=_expected_attention,
-            flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (p.d + p.dv),
+            flops=lambda p: 2 * p.heads * _scores(p) * (p.d + p.dv),
         ),
         Operation(
             name="backward",

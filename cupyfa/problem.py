@@ -38,6 +38,8 @@ MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 
 MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
+# Of a batch element of a ragged batch: it is none.
+_ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Problem:
     maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those of the
     queries and keys of a ragged batch where they are known: what is compiled does not depend on
     them, but work and random inputs do. With ``pages`` k and v are as many pages, k [pages,
-    kv_heads, page_size, d], and an operand is the page table.
+    kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many keys of a
+    cache each batch element has, where that is known: it decides work and inputs alone, too.
     """
 
     batch: int
@@ -69,6 +72,7 @@ class Problem:
     block_mask: bool = False
     lengths: forms.Packed | None = None
     pages: int = 0
+    cached: forms.Lengths | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -158,6 +162,28 @@ class Problem:
         return p.in_blocks(block_mask)
 
     @classmethod
+    def of_cache(
+        cls, lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
+    ) -> Problem:
+        """The problem of decoding: M new tokens of sequences with so many keys, these included.
+
+        capacity: for how many keys of each there is room, at least for the longest. page: how many
+        keys a page has; None is a contiguous cache. The other arguments are those of ``of_sizes``.
+        """
+        cached = forms.Lengths(tuple(lengths))
+        capacity = max(capacity, *cached.rows)
+        most = 0 if page is None else max(-(-capacity // page), 1)
+        p = cls.of_sizes(
+            **{"M": 1, **sizes}, batch=len(cached.rows), N=most * page if page else capacity,
+            lengths_k=True,
+        ).with_options(causal="bottom-right")  # fmt: skip
+        if page is None:
+            return replace(p, cached=cached)
+        table = Operand(PAGE_TABLE, "int32", (p.batch, most))
+        pages = max(sum(-(-n // page) for n in cached.rows), 1)
+        return replace(p, cached=cached, pages=pages, operands=(*p.operands, table))
+
+    @classmethod
     def of(
         cls,
         q: Any,
@@ -202,6 +228,7 @@ class Problem:
             for name, dtype, shape, *more in others.get("operands", ())
         )
         others["lengths"] = forms.lengths_of(x) if (x := others.get("lengths")) else None
+        others["cached"] = forms.Lengths.of(x) if (x := others.get("cached")) else None
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
@@ -211,6 +238,7 @@ class Problem:
             (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
         )
         plain["lengths"] = self.lengths and forms.shown_lengths(self.lengths)
+        plain["cached"] = self.cached and str(self.cached)
         texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
@@ -224,7 +252,7 @@ class Problem:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
         sizes["batch"] = self.sequences or sizes["batch"]
-        lengths = self.lengths and forms.shown_lengths(self.lengths)
+        lengths = self.known_lengths and forms.shown_lengths(self.known_lengths)
         arrays = " ".join(self._arrays_shown) or None
         return {**sizes, "lengths": lengths, "dtype": self.dtype.name, **options, "arrays": arrays}
 
@@ -348,9 +376,16 @@ class Problem:
     @property
     def pairs(self) -> int:
         """How many pairs of a query and a key there are for a head, with those that masks hide."""
+        if self.cached is not None:
+            return self.M * self.cached.total
         if self.lengths is None:
             return self.batch * self.M * self.N
         return sum(x * y for x, y in forms.pairs_of(*self.lengths))
+
+    @property
+    def known_lengths(self) -> forms.Packed | None:
+        """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
+        return self.lengths if self.cached is None else (self.cached, self.cached)
 
     @property
     def _texts(self) -> list[Expression]:
@@ -393,7 +428,7 @@ class Problem:
     def sequence(self, M: int, N: int) -> Problem:
         """The problem of one batch element of these sizes, without texts and arrays."""
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
-        return replace(self, batch=1, M=M, N=N, options=plain, operands=(), lengths=None)
+        return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
     def _check_lengths(self, q: forms.Lengths, k: forms.Lengths) -> None:
         """Raises ValueError for lengths that are not those of the packed arrays."""
@@ -418,12 +453,16 @@ class Problem:
         p = self.without_maps()
         found = forms.shown(p.shown_operands, self.of_scores).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
+        if self.cached is not None:
+            shown.append(
+                f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
+            )
         return [*shown, *[forms.BLOCK_MASK] * self.block_mask]
 
     @property
     def shown_operands(self) -> tuple[Operand, ...]:
         """The operands, without offsets and lengths where these are known as numbers."""
-        named = LENGTHS if self.lengths else ()
+        named = (*LENGTHS, PAGE_TABLE) if self.known_lengths else ()
         return tuple(x for x in self.operands if x.name not in named)
 
     @property
@@ -563,7 +602,9 @@ class Problem:
         arrays = "".join(f" {x}" for x in self._arrays_shown)
         batch = self.batch if self.lengths is None else self.sequences
         lengths = (
-            f" lengths={forms.shown_lengths(self.lengths, short=True)}" if self.lengths else ""
+            f" lengths={forms.shown_lengths(self.known_lengths, short=True)}"
+            if self.known_lengths
+            else ""
         )
         return (
             f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"

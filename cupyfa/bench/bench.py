@@ -40,6 +40,8 @@ from cupyfa.verify.sampling import Judge
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 _WRONG = (WrongResult, SimulatorFault)
+# What early rungs lack, so that nobody compares with them.
+_OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 
 def bench(
@@ -280,6 +282,8 @@ class _Measuring:
         operation, problem = self.case.operation, self.case.problem
         chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
         joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
+        asked = _OF_SEQUENCES & {*problem.modifiers.features}
+        joining = [x for x in joining if asked <= {*x.features}]
         combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
         for kernel in chosen:
             own = [name for name in self.constants if name in kernel.choice.names]
@@ -395,8 +399,11 @@ class _Measuring:
         for name in self.against:
             try:
                 with self.backend.working_on(None):
-                    arrays = timing.placed(self.backend, self.inputs, self.memory)
-                    other = peers.peer(name, self.backend, case.problem, arrays, case.operation)
+                    problem, inputs, memory = case.problem, self.inputs, self.memory
+                    if problem.cached:
+                        (problem, inputs), memory = peers.without_cache(problem, inputs), {}
+                    arrays = timing.placed(self.backend, inputs, memory)
+                    other = peers.peer(name, self.backend, problem, arrays, case.operation)
             except _NOT_HERE as error:
                 self.note(str(error))
                 continue
@@ -477,7 +484,7 @@ def _call(row: Measurement) -> str:
 
 
 def _peak(backend: Backend, plan: Plan) -> float | None:
-    """The device's peak rate for the operation: products, for a softmax copies.
+    """The device's peak rate for the operation: products, for a softmax copies, for a cache reads.
 
     None in the simulator, where a share of such a rate would say nothing.
     """
@@ -485,6 +492,8 @@ def _peak(backend: Backend, plan: Plan) -> float | None:
         return None
     if plan.kernel.operation == "softmax":
         return peaks.copy_rate(backend)
+    if plan.problem.cached:
+        return peaks.read_rate(backend)
     return peaks.product_rate(backend, plan.rounding or plan.problem.dtype.name)
 
 

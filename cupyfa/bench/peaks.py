@@ -129,6 +129,15 @@ def copy_rate(backend: Backend) -> float | None:
     return _best(backend, "copy", _BYTES, call, lambda size: 2 * size / 1e6)
 
 
+def read_rate(backend: Backend) -> float | None:
+    """GB/s at which a sum reads a large array in the device's memory."""
+
+    def call(size: int) -> timing.Call:
+        return _random(backend, (size // 4,), np.dtype(np.float32), 1).sum
+
+    return _best(backend, "read", _BYTES, call, lambda size: size / 1e6)
+
+
 def _best(
     backend: Backend,
     what: str,

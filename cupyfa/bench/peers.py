@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,8 @@ import numpy as np
 
 from cupyfa.bench import torch_masks
 from cupyfa.errors import Unsupported
-from cupyfa.modifiers import DLSE, STARTS
+from cupyfa.modifiers import DLSE, MASK, PADDED, PAGE_TABLE, STARTS, Operand
+from cupyfa.operations import without_pages
 from cupyfa.options import DROPOUT, OPTIONS
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
@@ -91,6 +92,33 @@ def _foreign(name: str, p: Problem) -> list[str]:
     if any(x.before or x.after for x in p.lengths):
         others.append("rows of no sequence")
     return others
+
+
+def without_cache(
+    p: Problem, inputs: Mapping[str, np.ndarray]
+) -> tuple[Problem, dict[str, np.ndarray]]:
+    """The problem of a cache without pages and lengths, for libraries that have none, and inputs.
+
+    They have the longest sequence's keys. If lengths differ, a mask hides rows that are no keys.
+    """
+    assert p.cached is not None
+    lengths, most = np.array(p.cached.rows), max(p.cached.rows)
+    dense, p = without_pages(inputs, p) if p.pages else (inputs, p)
+    ours = [f"mods.{x}" for x in (PADDED[1], PAGE_TABLE)]
+    arrays = {name: x for name, x in dense.items() if name not in ours}
+    arrays |= {name: arrays[name][:, :, :most] for name in "KV"}
+    kept = tuple(x for x in p.operands if x.input not in ours)
+    p = replace(p, N=most, cached=None, operands=kept)
+    whole = (lengths == most).all()
+    if whole and p.M > 1:
+        return p, arrays
+    p = p.with_options(causal=None)  # which one query does not need
+    if whole:
+        return p, arrays
+    ends = lengths[:, None] - p.M + 1 + np.arange(p.M)
+    mask = np.arange(p.N) < ends[:, None, :, None]
+    operand = Operand(MASK, "bool", mask.shape)
+    return replace(p, operands=(*p.operands, operand)), {**arrays, operand.input: mask}
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ class Measurement:
         it was not timed.
     passed: False for a wrong result, None without a result.
     checked: the fraction of rows compared with the reference.
-    peak: the device's peak rate in TFLOP/s, for a softmax in GB/s.
+    peak: the device's peak rate in TFLOP/s, for a softmax and for decoding in GB/s.
     factors: speedups over others, medians of the ratios over the rounds.
     code: a digest of the compiled text and its launches; empty for a peer.
     """
@@ -61,14 +61,20 @@ class Measurement:
 
     @property
     def bandwidth(self) -> float | None:
-        """GB/s, every input read once and every output written once."""
-        moved = OPERATIONS[self.operation].bytes(self.problem)
+        """GB/s, every input read once and every output written once; of a cache the keys and values
+        that sequences have, read once.
+        """
+        p = self.problem
+        moved = OPERATIONS[self.operation].bytes(p)
+        if p.cached is not None:
+            moved = p.cached.total * p.kv_heads * (p.d + p.dv) * p.itemsize
         return moved / self.time / 1e6 if self.time else None
 
     @property
     def percent_of_peak(self) -> float | None:
         """The rate in percent of the device's peak."""
-        rate = self.bandwidth if self.operation == "softmax" else self.tflops
+        is_memory = self.operation == "softmax" or self.problem.cached is not None
+        rate = self.bandwidth if is_memory else self.tflops
         return 100 * rate / self.peak if rate and self.peak else None
 
     def row(self) -> dict[str, Any]:

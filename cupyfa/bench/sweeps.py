@@ -7,11 +7,13 @@ from typing import Any
 
 from cupyfa import forms
 from cupyfa.dtypes import DTYPES
+from cupyfa.errors import described
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
 from cupyfa.modifiers import OWN_ARRAYS
 from cupyfa.options import OPTIONS
 from cupyfa.problem import SIZES, Problem
+from cupyfa.runtime.decoding import PAGE_SIZES
 
 # Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
@@ -20,7 +22,9 @@ USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
 _FEW = {"batch": 1, "heads": 2, "M": 128}
 SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
 MOST = 10_000  # problems in one go
-AXES = (*SIZES, "dtype", *OPTIONS, *forms.NAMES)
+CACHES = "contiguous", "paged"
+_OF_CACHE = "cache", "page"
+AXES = (*SIZES, "dtype", *OPTIONS, *forms.NAMES, *_OF_CACHE)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _OF_SOFTMAX = ("M", "N", "dtype")
 
@@ -73,8 +77,12 @@ def problems(
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
     masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
-    and N; several are a list of them. A softmax has M rows of N. Defaults are
-    USUAL, with ``small`` those of the simulator.
+    and N; several are a list of them. A softmax has M rows of N.
+
+    With ``cache``, "contiguous" or "paged", it is decoding: M new tokens, by default one, of each
+    sequence, whose keys, these included, are ``lengths``, or N of each; N is then the room for
+    them. ``page`` is how many keys a page has, by default 16. Defaults are USUAL, with ``small``
+    those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
@@ -121,6 +129,11 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     sizes = {**usual, **given}
     if operation == "softmax":
         return Problem.of_row_sizes(*(sizes[name] for name in _OF_SOFTMAX))
+    cache, page = (sizes.pop(name, None) for name in _OF_CACHE)
+    if cache is not None:
+        return _of_cache(operation, sizes, given, cache, page)
+    if page is not None:
+        raise ValueError(f"page is {page}, and there is no cache; give cache='paged' too")
     if given.get(forms.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
             raise ValueError("lengths and tokens say the same; leave one of them out")
@@ -133,6 +146,34 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
     return Problem.of_sizes(**sizes)
+
+
+def _of_cache(
+    operation: str, sizes: Mapping[str, Any], given: Mapping[str, Any], cache: str, page: int | None
+) -> Problem:
+    """The problem of new tokens and a cache. Raises ValueError for what does not fit together."""
+    if cache not in CACHES:
+        raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
+    if operation != "forward":
+        raise ValueError(f"decoding has no {operation} kernels; leave cache out, or name others")
+    if cache == "contiguous" and page is not None:
+        raise ValueError(f"page is {page}, and the cache is contiguous; give cache='paged'")
+    page = (page or PAGE_SIZES[0]) if cache == "paged" else None
+    if page is not None and page not in PAGE_SIZES:
+        raise ValueError(f"page is {page}; use one of {', '.join(map(str, PAGE_SIZES))}")
+    own = {x: y for x, y in sizes.items() if x not in ("batch", "M", "N", forms.LENGTHS_OF)}
+    tokens = given.get("M", 1)
+    if (asked := given.get(forms.LENGTHS_OF)) is None:
+        room = given.get("N", sizes["M"])
+        lengths = [room] * sizes["batch"]
+    elif "batch" in given:
+        raise ValueError("lengths and batch say the same; leave one of them out")
+    else:
+        q, k = forms.lengths_of(asked)
+        if q != k or k.used or k.before or k.after:
+            raise ValueError(f"lengths of a cache are whole numbers, not {described(asked)}")
+        lengths, room = list(k.rows), given.get("N", 0)
+    return Problem.of_cache(lengths, capacity=room, page=page, M=tokens, **own)
 
 
 def _range(text: str) -> Iterator[int]:
@@ -157,8 +198,8 @@ def _truth(name: str, text: str) -> bool:
 
 
 def _value(name: str, text: str) -> Any:
-    if name == "dtype" or text.isdecimal():
-        return text if name == "dtype" else int(text)
+    if name in ("dtype", "cache") or text.isdecimal():
+        return text if name in ("dtype", "cache") else int(text)
     least = 0 if name in AXES else 1
     example = f"give for example {name}=64"
     raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")

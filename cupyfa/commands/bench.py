@@ -45,6 +45,12 @@ sweep_option = click.option(
 @options.problem_options()
 @click.option("--tokens", type=options.Integer(1), help="batch * M, instead of the batch.")
 @click.option("--width", type=options.Integer(1), help="heads * d, instead of the heads.")
+@click.option(
+    "--cache",
+    type=click.Choice(sweeps.CACHES),
+    help="Decoding: -M new tokens, 1 by default, and a cache of --lengths keys, or of -N for each.",
+)
+@click.option("--page", type=options.Integer(1), help="Keys in a page of a paged cache.  [16]")
 @options.input_options
 @options.tile_options
 @sweep_option
@@ -123,6 +129,8 @@ def bench(
             **{**how, **sizes},
         )
     show(rows)
+    if any(row.problem.cached for row in rows):
+        options.note("GB/s are keys and values, and % of peak is of the rate of a sum over memory")
     if any(row.problem.modifiers.mask for row in rows):
         options.note("TFLOP/s and % of peak count the pairs that mask and mask_mod hide, too")
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)

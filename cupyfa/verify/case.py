@@ -13,7 +13,18 @@ import numpy as np
 from cupyfa import forms
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.modifiers import ALIBI, BIAS, DLSE, LENGTHS, SEEDS, STARTS, USED, Operand
+from cupyfa.modifiers import (
+    ALIBI,
+    BIAS,
+    DLSE,
+    LENGTHS,
+    PADDED,
+    PAGE_TABLE,
+    SEEDS,
+    STARTS,
+    USED,
+    Operand,
+)
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.planner import select
@@ -155,6 +166,10 @@ class Case:
         if x.name in LENGTHS and p.lengths:
             of = p.lengths[x.name in (STARTS[1], USED[1])]
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
+        if x.name == PADDED[1] and p.cached:
+            return np.array(p.cached.rows, dtype)
+        if x.name == PAGE_TABLE and p.cached:
+            return self._table(rng, x.shape[1])
         if x.name in SEEDS:
             numbers = np.iinfo(dtype)
             return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
@@ -171,6 +186,15 @@ class Case:
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
+
+    def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
+        """A page table [batch, most] of a cache: its pages in any order, -1 where there is none."""
+        p = self.problem
+        assert p.cached is not None
+        needed = -(-np.array(p.cached.rows) // p.page_size)
+        table = np.full((p.batch, most), -1, np.int32)
+        table[np.arange(most) < needed[:, None]] = rng.permutation(p.pages)[: needed.sum()]
+        return table
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
         """A random array of a kernel's own; it does not depend on the others."""

@@ -344,6 +344,45 @@ def test_figures_of_a_row():
     assert Measurement.of_record(json.loads(json.dumps(row.record()))) == row
 
 
+CACHE = {"lengths": [40, 0, 7], "heads": 4, "kv_heads": 2, "d": 8, "budget": 0}
+
+
+@pytest.mark.parametrize("cache", [{"cache": "contiguous"}, {"cache": "paged", "page": 32}])
+@pytest.mark.parametrize("kernel, dtype", [("fa2", "float32"), ("mma_split_kv", "float16")])
+def test_decoding_is_measured_by_the_keys_that_there_are(kernel, dtype, cache):
+    rows = bench(kernel, backend="simulator", dtype=dtype, **CACHE, **cache)
+    own = next(x for x in rows if x.kernel == kernel)
+    assert own.passed and own.checked == 1
+    itemsize = 4 if dtype == "float32" else 2
+    assert own.bandwidth == pytest.approx(47 * 2 * 16 * itemsize / own.time / 1e6)
+    assert own.flops == 2 * 4 * 47 * 16
+    assert replace(own, peak=2 * own.bandwidth).percent_of_peak == pytest.approx(50)
+    assert Measurement.of_record(json.loads(json.dumps(own.record()))) == own
+
+
+def test_several_new_tokens_see_as_many_keys_less():
+    (own,) = bench("fa2", backend="simulator", cache="contiguous", M=3, alone=True, **CACHE)
+    assert own.passed and own.flops == 2 * 4 * 16 * ((38 + 39 + 40) + (5 + 6 + 7))
+
+
+@pytest.mark.parametrize("more", [{}, {"cache": "contiguous"}, {"cache": "paged"}])
+def test_rungs_without_sequences_are_not_compared_with(more):
+    rows = bench("fa2", backend="simulator", **CACHE, **more)
+    assert [x.kernel for x in rows] == ["fa2"]
+    sizes = {**CACHE, "lengths": None, "batch": 1, "M": 20}
+    assert bench("fa2", backend="simulator", **sizes)[0].kernel == "baseline"
+
+
+def test_bench_of_a_cache_on_the_command_line(tmp_path):
+    sizes = ("-H", 4, "-d", 8, "--lengths", "40,0,7", "--budget", 0, "--backend", "simulator")
+    file = tmp_path / "x.json"
+    out = cli("bench", "fa2", "--cache", "paged", "-p", "page=16,32", *sizes, "--save", file)
+    assert "cache in pages of 16" in out.stdout and "cache in pages of 32" in out.stdout
+    assert "GB/s are keys and values" in out.stderr
+    assert "not measured on a GPU" in cli("compare", file, file).stdout
+    assert "give cache='paged'" in refused("bench", "fa2", "--page", 16, *sizes, code=2)
+
+
 def test_registers_are_the_largest_of_all_launches():
     class Telling(Simulator):
         def resources(self, prepared):

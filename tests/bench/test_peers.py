@@ -15,7 +15,7 @@ from cupyfa.bench import peers, torch_masks
 from cupyfa.bench.timing import placed
 from cupyfa.modifiers import STARTS
 from cupyfa.numerics import tolerance
-from cupyfa.operations import OPERATIONS, exact_attention, modifications
+from cupyfa.operations import OPERATIONS, exact_attention, modifications, without_pages
 from cupyfa.verify.case import Case
 
 SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
@@ -313,6 +313,23 @@ def test_sequences_that_peers_cannot_have_are_refused(simulator, name, sizes, re
     p = Problem.of_sizes(**{"lengths": "5,4", "d": 8, **sizes})
     with pytest.raises(Unsupported, match=reason):
         peers.peer(name, simulator, p, Case("forward", p).inputs())
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("lengths", [(20, 20), (7, 20, 1)])
+@pytest.mark.parametrize("M", [1, 3])
+def test_peers_get_caches_as_dense_keys(page, lengths, M):
+    p = Problem.of_cache(lengths, page=page, M=M, heads=4, kv_heads=2, d=8)
+    inputs = Case("forward", p).inputs()
+    wanted = exact_attention(*(without_pages(inputs, p) if page else (inputs, p)))
+    dense, theirs = peers.without_cache(p, inputs)
+    names = [x.name for x in dense.operands]
+    is_whole = len({*lengths}) == 1
+    assert names == ([] if is_whole else ["mask"]) and (dense.N, dense.pages) == (20, 0)
+    assert theirs.keys() == {"Q", "K", "V", *(f"mods.{x}" for x in names)}
+    assert (dense.causal is None) == (M == 1 or not is_whole)
+    for one, other in zip(exact_attention(theirs, dense), wanted):
+        np.testing.assert_allclose(one, other)
 
 
 @pytest.mark.gpu

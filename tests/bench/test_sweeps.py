@@ -1,12 +1,14 @@
 """Sweeps: texts of values, and the problems of all combinations."""
 
 import ast
+import json
 
 import pytest
 from helpers.cli import table
 
 from cupyfa.bench import sweeps
 from cupyfa.bench.sweeps import parsed, problems
+from cupyfa.problem import Problem
 
 
 @pytest.mark.parametrize("text, name, values", table("bench/sweeps.txt"))
@@ -32,6 +34,36 @@ def test_missing_sizes_have_defaults():
     assert (p.batch, p.heads, p.kv_heads, p.M, p.N, p.d, p.dv) == (4, 16, 16, 100, 100, 64, 64)
     assert (p.dtype.name, p.causal, p.scale) == ("float32", None, 1 / 8)
     assert [p.N for p in problems("forward", {"M": [8, 16], "N": 5})] == [5, 5]
+
+
+def test_a_cache_has_lengths_or_as_many_keys_for_all():
+    sizes = {"cache": "paged", "heads": 4, "kv_heads": 2, "d": 8, "lengths": "40,0,7"}
+    (p,) = problems("forward", {**sizes, "page": 16})
+    assert (p.batch, p.M, p.N, p.page_size, p.pages, p.causal) == (3, 1, 48, 16, 4, "bottom-right")
+    assert p.row()["lengths"] == "40,0,7" and p.row()["arrays"] == "cache in pages of 16"
+    assert Problem.of_record(json.loads(json.dumps(p.record()))) == p
+    (p,) = problems("forward", {**sizes, "cache": "contiguous", "M": 2, "N": 64})
+    assert (p.batch, p.M, p.N, p.page_size) == (3, 2, 64, 0) and "contiguous cache" in str(p)
+    (p,) = problems("forward", {"cache": "contiguous", "batch": 2, "N": 30})
+    assert (p.batch, p.M, p.N, str(p.cached)) == (2, 1, 30, "30,30")
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ({"page": 16}, "page is 16, and there is no cache; give cache='paged' too"),
+        ({"cache": "contiguous", "page": 16}, "the cache is contiguous; give cache='paged'"),
+        ({"cache": "paged", "page": 24}, "page is 24; use one of 16, 32, 64, 128, 256"),
+        ({"cache": "ring"}, "cache is 'ring'; use one of contiguous, paged"),
+        ({"cache": "paged", "lengths": "5", "batch": 2}, "lengths and batch say the same"),
+        ({"cache": "paged", "lengths": "3/5"}, "are whole numbers, not '3/5'"),
+    ],
+)
+def test_caches_that_are_refused(sizes, words):
+    with pytest.raises(ValueError, match=words):
+        problems("forward", sizes)
+    with pytest.raises(ValueError, match="decoding has no backward kernels"):
+        problems("backward", {"cache": "contiguous"})
 
 
 def test_the_default_grid():
