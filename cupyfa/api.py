@@ -736,6 +736,7 @@ def _decoded_in_parts(
     run(0)
     last, *prefixes = results
     prefixes.reverse()
+    shared.keep(*last)
     parts = [*(shared.of_sequences(i, x) for i, x in enumerate(prefixes)), last]
     into = None if step.is_moved else out
     made = merge(parts, out=into, backend=backend, check=check)

@@ -185,6 +185,23 @@ def test_a_prefix_may_be_a_cache(backend, pages):
         case.decoded(backend, prefix)
 
 
+def test_a_prefix_may_lie_in_pages_of_the_same_arrays(backend):
+    """As where sequences begin with pages that another one has written."""
+    case = Case("float16")
+    ((k, v),) = case.shared
+    arrays, table = [], np.arange(2 * BATCH, dtype="i4").reshape(BATCH, 2)
+    for own, x in zip(case.given, (k, v)):
+        pages = np.zeros((2 * BATCH + 2, 16, KV_HEADS, x.shape[3]), x.dtype)
+        pages[: 2 * BATCH] = own.reshape(2 * BATCH, 16, KV_HEADS, -1)
+        pages[2 * BATCH :].reshape(32, KV_HEADS, -1)[: x.shape[2]] = x[0].swapaxes(0, 1)
+        arrays.append(pages)
+    prefix = cupyfa.KVCache(
+        *arrays, np.array([k.shape[2]], "i4"), 2 * BATCH + np.array([[0, 1]], "i4")
+    )
+    case.cache = cupyfa.KVCache(*arrays, case.lengths, table)
+    case.require(*case.decoded(backend, prefix))
+
+
 def test_prefixes_without_keys_and_many_of_them(backend):
     case = Case("float16", prefixes=((1, 0), (1, 3), (2, 0), (2, 5), (4, 1)))
     case.require(*case.decoded(backend))
@@ -224,7 +241,7 @@ WRONG = (
     (ValueError, "prefix is an empty list", lambda k, v: []),
     (TypeError, "prefix is of type ndarray; give a cupyfa.KVCache, a tuple", lambda k, v: k),
     (TypeError, r"prefix\[1\] is 3; give a cupyfa.KVCache", lambda k, v: [(k, v), 3]),
-    (ValueError, r"prefix\[0\] has shape", lambda k, v: (k[0], v)),
+    (ValueError, "^prefix: k has shape", lambda k, v: (k[0], v)),
     (ValueError, "both must be", lambda k, v: (k, v[:, :, :3])),
     (
         ValueError,

@@ -2,13 +2,16 @@
 
 The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
 prefix. Its result is merged with that of each sequence's own keys. So positions have to be told:
-texts of a prefix's problem read them from an array, and those of the own keys go on from it.
+texts of a prefix's problem compute them from arrays, and those of the own keys go on from it.
+
+Arrays that a captured graph writes are kept, also those of a moment. So each is written in place.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,27 +24,20 @@ from cupyfa.modifiers import PADDED, PAGE_TABLE
 from cupyfa.options import NO_WINDOW, AttentionOptions
 from cupyfa.runtime.arrays import address_of, require_one_device
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.decoding import KVCache, Step, _seen as seen
+from cupyfa.runtime.decoding import KVCache, Step, _check_keys as check_keys, _seen as seen
 from cupyfa.runtime.select import adopt
 from cupyfa.runtime.workspace import of_graphs
 
-# What texts read here: [batch] how many keys all prefixes of a sequence have; of one prefix, [its
-# sequences] how many keys stand before it, [its sequences, rows] the positions of its rows, and the
-# slopes of ALiBi.
-KEYS, FIRST = "prefix_keys", "prefix_first"
-POSITION, SLOPES = "prefix_position", "prefix_slopes"
-
-
-# What texts stand for, or prefixes do not need.
-_PLAIN: dict[str, Any] = {
-    **{"causal": None, "window": NO_WINDOW},
-    **{"score_mod": None, "mask_mod": None},
-}
+# What texts read here. Of each sequence: how many keys it has in all, how many in its prefixes, and
+# in those that stand before a prefix. And the slopes of ALiBi.
+ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
+# What texts stand for, or what a prefix does not need.
+_PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A call of attention: queries as rows [sequences, heads, rows, d], and keys."""
+    """A call of attention: queries as rows [groups, heads, rows, d], and keys."""
 
     q: Any
     k: Any
@@ -52,11 +48,19 @@ class Part:
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Keys that consecutive sequences share. is_whole: whether all rows of the arrays are keys."""
+    """Keys of each of some groups of sequences: k, v [groups or pages, kv_heads, rows, columns].
+
+    cache: where they lie; None if all rows of k and v are keys.
+    """
 
     name: str
-    cache: KVCache
-    is_whole: bool
+    k: Any
+    v: Any
+    cache: KVCache | None = None
+
+    @property
+    def groups(self) -> int:
+        return len(self.k) if self.cache is None else self.cache.batch
 
 
 class Prefixes:
@@ -70,13 +74,10 @@ class Prefixes:
             raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
         self._cache, self._levels = cache, tuple(_levels(given))
         self._copies: list[tuple[Any, Any]] = []
-        outer = 1
+        outer, named = 1, {"q": q, "lengths": cache.lengths}
         for x in self._levels:
             _check(x, cache, outer)
-            outer = x.cache.batch
-        named = {"q": q, "lengths": cache.lengths}
-        for x in self._levels:
-            named |= {f"{x.name}.k": x.cache.k, f"{x.name}.v": x.cache.v}
+            outer, named = x.groups, {**named, f"{x.name}.k": x.k, f"{x.name}.v": x.v}
         self._backend, (self._q, *_) = adopt(backend, **named)
         require_one_device(self._backend, named)
         for x in self._levels:
@@ -121,18 +122,16 @@ class Prefixes:
                 hides_later=new < tokens > 1,
             )
             own: dict[str, Callable[[], Any]] = {
-                FIRST: partial(self._before, i),
-                POSITION: partial(self._positions, x, tokens, new),
+                FIRST: partial(self._counted, self._levels[:i]),
+                ENDS: partial(self._counted, self._levels, own=True, more=new),
                 SLOPES: lambda: slopes,
             }
             given: dict[str, Any] = {"captured": self._read(texts.values(), own, captured)}
-            if not x.is_whole:
+            if x.cache is not None:
                 given |= {PADDED[1]: x.cache.lengths, PAGE_TABLE: x.cache.pages}
-            q, k, v = self._rows_of(step.q, x), x.cache._rows(x.cache.k), x.cache._rows(x.cache.v)
-            if step.is_moved:
-                k, v = map(step.backend.upload, (k, v))
-            self._keep(q, k, v)
-            made.append(Part(q, k, v, replace(options, **{**_PLAIN, **texts}), given))
+            k, v = map(step.backend.upload, (x.k, x.v)) if step.is_moved else (x.k, x.v)
+            changed = {**_PLAIN, **texts}
+            made.append(Part(self._rows_of(step.q, x), k, v, replace(options, **changed), given))
         return made
 
     def take_queries(self) -> None:
@@ -143,51 +142,47 @@ class Prefixes:
 
     def of_sequences(self, part: int, result: tuple[Any, Any]) -> tuple[Any, Any]:
         """out and lse of a prefix's call as [batch, heads, tokens, ..]."""
-        x = self._levels[part]
-        made = []
+        together, made = self._together(self._levels[part]), []
         for array in result:
             groups, heads, rows, *columns = array.shape
-            together = self._together(x)
             tokens = rows // max(together, 1)
             split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
             made.append(split.reshape(groups * together, heads, tokens, *columns))
-        self._keep(*result, *made)
+        self.keep(*result, *made)
         return made[0], made[1]
+
+    def keep(self, *arrays: Any) -> None:
+        """Keeps arrays that a captured graph reads or writes whenever it is launched."""
+        if self._backend.stream and self._backend.is_capturing:
+            of_graphs.append(arrays)
 
     def _together(self, prefix: _Prefix) -> int:
         """How many sequences share a prefix."""
-        return self._cache.batch // prefix.cache.batch
+        return self._cache.batch // prefix.groups
 
     def _rows_of(self, q: Any, prefix: _Prefix) -> Any:
         """Queries [batch, heads, tokens, d] as rows of those that share a prefix."""
         _, heads, tokens, d = q.shape
-        groups, together = prefix.cache.batch, self._together(prefix)
+        groups, together = prefix.groups, self._together(prefix)
         split = q.reshape(groups, together, heads, tokens, d).swapaxes(1, 2)
         rows = split.reshape(groups, heads, together * tokens, d)
         if address_of(rows) != address_of(q):
             self._copies.append((rows.reshape(split.shape), split))
+        self.keep(rows)
         return rows
 
-    def _counted(self, levels: Sequence[_Prefix]) -> Any:
-        """How many keys these prefixes of a sequence have together."""
+    def _counted(self, levels: Sequence[_Prefix], *, own: bool = False, more: int = 0) -> Any:
+        """How many keys each sequence has in these prefixes, in its own if asked, and more."""
         with self._backend.working_on(self._q):
             counted = np.zeros_like(self._cache.lengths)
             for x in levels:
-                by_prefix = counted.reshape(x.cache.batch, self._together(x))
-                by_prefix += x.cache.lengths[:, None]
+                by_prefix = counted.reshape(x.groups, self._together(x))
+                by_prefix += x.k.shape[2] if x.cache is None else x.cache.lengths[:, None]
+            if own:
+                counted += self._cache.lengths
+                counted += more
+        self.keep(counted)
         return counted
-
-    def _before(self, level: int) -> Any:
-        """How many keys stand before those of a prefix, [its sequences]."""
-        return self._counted(self._levels[:level])[:: max(self._together(self._levels[level]), 1)]
-
-    def _positions(self, prefix: _Prefix, tokens: int, new: int) -> Any:
-        """The positions of the rows of a prefix's call, [its sequences, rows]."""
-        with self._backend.working_on(self._q):
-            ends = self._cache.lengths + self.keys + new
-            back = tokens + 1 - np.ones_like(ends, shape=tokens).cumsum()
-            positions = (ends[:, None] - back).astype(np.int32)
-        return positions.reshape(prefix.cache.batch, self._together(prefix) * tokens)
 
     def _read(
         self,
@@ -198,77 +193,72 @@ class Prefixes:
         """What a caller captured, and of the arrays from here those that texts name."""
         if captured is not None and not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
-        if taken := [x for x in (KEYS, FIRST, POSITION, SLOPES) if x in (captured or {})]:
+        if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
             raise ValueError(f"captured has {taken[0]!r}, which texts of prefixes use; rename it")
         named = {name for text in texts for name in text.captured}
-        made = {name: array() for name, array in own.items() if name in named}
-        self._keep(*made.values())
-        return {**(captured or {}), **made}
+        return {**(captured or {}), **{x: array() for x, array in own.items() if x in named}}
 
     def _check_contents(self, prefix: _Prefix, look: bool) -> None:
         """Raises ValueError for lengths and pages of a prefix that are not there."""
         cache = prefix.cache
-        on_host = isinstance(cache.lengths, np.ndarray)
-        if prefix.is_whole or not (look or on_host):
+        if cache is None or not (look or isinstance(cache.lengths, np.ndarray)):
             return
         lengths, pages = (
-            x if on_host or x is None else self._backend.download(x)
+            x if x is None or isinstance(x, np.ndarray) else self._backend.download(x)
             for x in (cache.lengths, cache.pages)
         )
-        try:
-            cache.check_numbers(lengths, pages, 0)  # type: ignore[arg-type]  # of lengths
-        except ValueError as error:
-            raise ValueError(f"{prefix.name}: {error}") from None
+        with _named(prefix.name):
+            cache.check_numbers(lengths, pages, 0)  # type: ignore[arg-type]  # lengths are there
 
-    def _keep(self, *arrays: Any) -> None:
-        """Keeps arrays that a captured graph reads or writes whenever it is launched."""
-        if self._backend.stream and self._backend.is_capturing:
-            of_graphs.append(arrays)
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Says in errors of caches which prefix it is."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def _levels(given: Any) -> Iterator[_Prefix]:
-    """What a caller gives, as caches: one prefix, or a list of them."""
+    """What a caller gives: one prefix, or a list of them."""
     several = isinstance(given, list)
     if several and not given:
         raise ValueError("prefix is an empty list; give at least one prefix, or leave it out")
     for i, x in enumerate(given if several else [given]):
         name = f"prefix[{i}]" if several else "prefix"
         if isinstance(x, KVCache):
-            yield _Prefix(name, x, is_whole=False)
+            yield _Prefix(name, x._rows(x.k), x._rows(x.v), x)
             continue
         if not isinstance(x, tuple) or len(x) != 2:
             raise TypeError(
                 f"{name} is {described(x)}; give a cupyfa.KVCache, a tuple (k, v) of arrays "
                 "[1, kv_heads, keys, columns], or a list of such prefixes"
             )
-        k, v = seen(f"{name}[0]", x[0]), seen(f"{name}[1]", x[1])
-        if len(k.shape) != 4:
-            raise ValueError(
-                f"{name}[0] has shape {tuple(k.shape)}; it must be [1, kv_heads, keys, columns]"
-            )
-        lengths = np.full_like(k, k.shape[2], np.int32, shape=k.shape[0])
-        yield _Prefix(name, KVCache(k, v, lengths, layout="hnd"), is_whole=True)
+        k, v = (seen(f"{name}[{i}]", array) for i, array in enumerate(x))
+        with _named(name):
+            check_keys(k, v, "hnd")
+        yield _Prefix(name, k, v)
 
 
 def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
     """Raises ValueError and TypeError for a prefix that cannot stand before a cache's keys."""
-    name, its, batch = prefix.name, prefix.cache, cache.batch
-    if its.batch < 1 or batch % its.batch or its.batch % outer:
+    name, groups, batch = prefix.name, prefix.groups, cache.batch
+    if groups < 1 or batch % groups or groups % outer:
         of_outer = f" and is a multiple of the {outer} of the prefix before it" * (outer > 1)
         raise ValueError(
-            f"{name} has {its.batch} sequences, and the cache {batch}; each is shared by as many "
+            f"{name} has {groups} sequences, and the cache {batch}; each is shared by as many "
             f"consecutive sequences: give a number that divides {batch}{of_outer}"
         )
-    for what, one, other in (("k", its.k, cache.k), ("v", its.v, cache.v)):
-        one, other = its._rows(one), cache._rows(other)
-        found, wanted = (x.shape[1::2] for x in (one, other))
+    for what, mine, its in (("k", prefix.k, cache.k), ("v", prefix.v, cache.v)):
+        found, wanted = (x.shape[1::2] for x in (mine, cache._rows(its)))
         if found != wanted:
             raise ValueError(
                 f"{name} has {what} of {found[0]} heads and {found[1]} columns, and the cache of "
                 f"{wanted[0]} and {wanted[1]}; both must have the same"
             )
-        if one.dtype != other.dtype:
-            raise TypeError(f"{name} is {one.dtype} and the cache {other.dtype}; convert one")
+        if mine.dtype != its.dtype:
+            raise TypeError(f"{name} is {mine.dtype} and the cache {its.dtype}; convert one")
 
 
 # Texts
@@ -276,13 +266,14 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
     """What names of places are in texts of a prefix, whose rows are the queries of sequences."""
+    sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
-        "batch": f"batch * {together} + query // {tokens}",
-        "query": f"query % {tokens}",
+        "batch": sequence,
+        "query": token,
         "queries": f"{tokens}",
-        "key": "key" if is_first else f"key + {FIRST}[batch]",
-        "position": f"{POSITION}[batch, query]",
-        "keys": f"{POSITION}[batch, query] + {tokens} - query % {tokens}",
+        "key": "key" if is_first else f"key + {FIRST}[batch * {together}]",
+        "position": f"{ENDS}[{sequence}] - {tokens} + {token}",
+        "keys": f"{ENDS}[{sequence}]",
     }
 
 
