@@ -705,13 +705,13 @@ def _decoded_in_parts(
     from cupyfa.runtime.arrays import target
     from cupyfa.runtime.merging import merge
 
+    options, given, (kernel, tiles), new = which
+    backend, captured, slopes = step.backend, given["captured"], given["alibi_slopes"]
     if out is not None and not step.is_moved:  # before anything is written
         shape = *step.q.shape[:3], step.v.shape[3]
         inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
-        mine = writable_view(step.backend, "out", out)
-        target(step.backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
-    options, given, (kernel, tiles), new = which
-    backend, captured, slopes = step.backend, given["captured"], given["alibi_slopes"]
+        mine = writable_view(backend, "out", out)
+        target(backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
     if slopes is not None:
         slopes = _seen(backend, "alibi_slopes", slopes)
     calls = []
@@ -721,28 +721,33 @@ def _decoded_in_parts(
     own, captured = shared.own(options, captured)
     how = _how_of_decoding(backend, own, kernel, tiles)
     calls.append(_with_operands(how, (step.q, step.k, step.v), {**given, "captured": captured}))
-    results: list[Any] = []
 
     def begin() -> None:
         if write is not None:
             write()
             shared.take_queries()
 
-    def run(number: int) -> None:
-        """Plans a call, then all after it, and then launches it: what is refused is not begun."""
-        before = (lambda: run(number + 1)) if number + 1 < len(calls) else begin
-        results.append(_call(*calls[number], None, None, check, None, before))
-
-    run(0)
-    last, *prefixes = results
-    prefixes.reverse()
-    shared.keep(*last)
-    parts = [*(shared.of_sequences(i, x) for i, x in enumerate(prefixes)), last]
-    into = None if step.is_moved else out
-    made = merge(parts, out=into, backend=backend, check=check)
+    parts = shared.of_sequences(_called_together(calls, begin, check), tokens=step.q.shape[2])
+    made = merge(parts, out=None if step.is_moved else out, backend=backend, check=check)
     if step.is_moved:
         made = _moved_to(out, _moved_back(backend, made, is_moved=True))
     return made if return_lse else made[0]
+
+
+def _called_together(
+    calls: Sequence[tuple[How, Sequence[Any]]], begin: Callable[[], None], check: bool
+) -> list[Any]:
+    """The results of calls. ``begin`` is done when all are planned: what is refused is not begun."""
+    first, *others = calls
+    found: list[Any] = []
+
+    def before() -> None:
+        if others:
+            found.extend(_called_together(others, begin, check))
+        else:
+            begin()
+
+    return [_call(*first, None, None, check, None, before), *found]
 
 
 def _options_of_decoding(

@@ -207,6 +207,16 @@ def test_prefixes_without_keys_and_many_of_them(backend):
     case.require(*case.decoded(backend))
 
 
+@pytest.mark.parametrize("batch, tokens", [(0, 1), (2, 0)])
+def test_nothing_to_decode(backend, batch, tokens):
+    prefix = tuple(drawn(1, KV_HEADS, 5, x) for x in (D, DV))
+    cache = cupyfa.KVCache(*(drawn(batch, 8, KV_HEADS, x) for x in (D, DV)), np.ones(batch, "i4"))
+    q = drawn(batch, HEADS, tokens, D)
+    how = {"prefix": prefix, "return_lse": True, "score_mod": "score + position", "window": (3, 0)}
+    out, lse = cupyfa.decode(q, cache, backend=backend, **how)
+    assert out.shape == (batch, HEADS, tokens, DV) and lse.shape == (batch, HEADS, tokens)
+
+
 def test_numpy_arrays_are_copied_to_a_device():
     results = []
     for backend in (FarDevice(), "simulator"):

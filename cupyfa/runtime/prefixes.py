@@ -31,6 +31,7 @@ from cupyfa.runtime.workspace import of_graphs
 # What texts read here. Of each sequence: how many keys it has in all, how many in its prefixes, and
 # in those that stand before a prefix. And the slopes of ALiBi.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
+_OF_CACHE = "lengths", "pages"
 # What texts stand for, or what a prefix does not need.
 _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
@@ -62,6 +63,13 @@ class _Prefix:
     def groups(self) -> int:
         return len(self.k) if self.cache is None else self.cache.batch
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All of its arrays, by what errors call them."""
+        more = {} if self.cache is None else {x: getattr(self.cache, x) for x in _OF_CACHE}
+        own = {"k": self.k, "v": self.v, **more}
+        return {f"{self.name}.{name}": x for name, x in own.items() if x is not None}
+
 
 class Prefixes:
     """The prefixes of a call from the outermost to the innermost, checked."""
@@ -77,7 +85,7 @@ class Prefixes:
         outer, named = 1, {"q": q, "lengths": cache.lengths}
         for x in self._levels:
             _check(x, cache, outer)
-            outer, named = x.groups, {**named, f"{x.name}.k": x.k, f"{x.name}.v": x.v}
+            outer, named = x.groups, {**named, **x.arrays}
         self._backend, (self._q, *_) = adopt(backend, **named)
         require_one_device(self._backend, named)
         for x in self._levels:
@@ -117,7 +125,7 @@ class Prefixes:
         for i, x in enumerate(self._levels):
             texts = _texts(
                 options,
-                _places(tokens, self._together(x), is_first=i == 0),
+                _places(max(tokens, 1), self._together(x), is_first=i == 0),
                 axes_of_slopes=0 if slopes is None else len(slopes.shape),
                 hides_later=new < tokens > 1,
             )
@@ -140,18 +148,29 @@ class Prefixes:
             for rows, queries in self._copies:
                 rows[...] = queries
 
-    def of_sequences(self, part: int, result: tuple[Any, Any]) -> tuple[Any, Any]:
-        """out and lse of a prefix's call as [batch, heads, tokens, ..]."""
-        together, made = self._together(self._levels[part]), []
-        for array in result:
-            groups, heads, rows, *columns = array.shape
-            tokens = rows // max(together, 1)
-            split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
-            made.append(split.reshape(groups * together, heads, tokens, *columns))
-        self.keep(*result, *made)
-        return made[0], made[1]
+    def of_sequences(
+        self, results: Sequence[tuple[Any, Any]], tokens: int
+    ) -> list[tuple[Any, Any]]:
+        """out and lse of all calls, the prefixes' and then the own keys', as the sequences' own:
+        [batch, heads, tokens, ..].
+        """
+        *of_prefixes, last = results
+        self._keep(*last)
+        made = []
+        for x, result in zip(self._levels, of_prefixes):
+            out, lse = (self._split(x, array, tokens) for array in result)
+            self._keep(*result, out, lse)
+            made.append((out, lse))
+        return [*made, last]
 
-    def keep(self, *arrays: Any) -> None:
+    def _split(self, prefix: _Prefix, array: Any, tokens: int) -> Any:
+        """Rows of those that share a prefix, as those of each sequence."""
+        together = self._together(prefix)
+        groups, heads, _, *columns = array.shape
+        split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
+        return split.reshape(groups * together, heads, tokens, *columns)
+
+    def _keep(self, *arrays: Any) -> None:
         """Keeps arrays that a captured graph reads or writes whenever it is launched."""
         if self._backend.stream and self._backend.is_capturing:
             of_graphs.append(arrays)
@@ -168,7 +187,7 @@ class Prefixes:
         rows = split.reshape(groups, heads, together * tokens, d)
         if address_of(rows) != address_of(q):
             self._copies.append((rows.reshape(split.shape), split))
-        self.keep(rows)
+        self._keep(rows)
         return rows
 
     def _counted(self, levels: Sequence[_Prefix], *, own: bool = False, more: int = 0) -> Any:
@@ -181,7 +200,7 @@ class Prefixes:
             if own:
                 counted += self._cache.lengths
                 counted += more
-        self.keep(counted)
+        self._keep(counted)
         return counted
 
     def _read(
