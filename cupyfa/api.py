@@ -737,7 +737,7 @@ def _decoded_in_parts(
 def _called_together(
     calls: Sequence[tuple[How, Sequence[Any]]], begin: Callable[[], None], check: bool
 ) -> list[Any]:
-    """The results of calls. ``begin`` is done when all are planned: what is refused is not begun."""
+    """The results of calls, all planned before ``begin`` is done: what is refused is not begun."""
     first, *others = calls
     found: list[Any] = []
 
