@@ -484,14 +484,14 @@ def attention_ragged(
     where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
     written.
     """
-    where, arrays, given, is_moved = _sequences(
+    where, arrays, given = _sequences(
         {"q": q, "k": k, "v": v}, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
     )
     how, check = _how_of_sequences(
         ("forward", kernel, where), attention_ragged, return_lse, keywords, given
     )
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call_moved(where, how, arrays, out, check, is_moved)
+    return _call(how, arrays, out, None, check)
 
 
 def attention_ragged_backward(
@@ -521,17 +521,16 @@ def attention_ragged_backward(
     ``attention_ragged`` raises.
     """
     named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    where, arrays, given, is_moved = _sequences(
+    where, arrays, given = _sequences(
         named, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
     )
     how, check = _how_of_sequences(
         ("backward", kernel, where), attention_ragged_backward, deterministic, keywords, given
     )
     if dlse is not None:
-        dlse = _like_lse(dlse, lse)
-        how[1]["dlse"] = where.upload(dlse) if is_moved else dlse
+        how[1]["dlse"] = _like_lse(dlse, lse)
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _moved_back(where, _call(how, arrays, None, None, check), is_moved)
+    return _call(how, arrays, None, None, check)
 
 
 def attention_ragged_vjp(
@@ -767,10 +766,8 @@ def _options_of_decoding(
 
 def _sequences(
     named: Mapping[str, Any], lengths: Sequence[Any], keywords: Mapping[str, Any]
-) -> tuple[Backend, Sequence[Any], dict[str, Any], bool]:
-    """The backend of a ragged batch, its packed arrays there, its offsets, and whether the arrays
-    were NumPy's on the way to a GPU.
-    """
+) -> tuple[Backend, Sequence[Any], dict[str, Any]]:
+    """The backend of a ragged batch, its packed arrays, and its offsets where these are."""
     for name, x in named.items():
         if name != "lse" and len(getattr(x, "shape", (0, 0, 0))) != 3:
             raise ValueError(
@@ -780,14 +777,13 @@ def _sequences(
     by_name = dict(zip(named, arrays))
     names = (*modifiers.STARTS, *modifiers.USED)
     given = {name: _seen(backend, name, x) for name, x in zip(names, lengths)}
+    if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
+        given = {name: _where_q_is(backend, by_name["q"], x) for name, x in given.items()}
     if missing := [name for name in modifiers.STARTS if given[name] is None]:
         raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
     look = bool(keywords.get("check"))
     given = ragged.lengths(by_name["q"], by_name["k"], given, look=look, download=backend.download)
-    is_moved = not all(map(backend.owns, arrays))
-    if is_moved:
-        arrays = [backend.upload(x) for x in arrays]
-    return backend, arrays, given, is_moved
+    return backend, arrays, given
 
 
 def _how_of_sequences(

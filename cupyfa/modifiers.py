@@ -53,7 +53,8 @@ _SIZES_OF = {  # of the last axes of arrays
     **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
     **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
     DLSE: _SIZES[:3],
-    **dict.fromkeys(PADDED, _SIZES[:1]),
+    **dict.fromkeys((*PADDED, *USED), _SIZES[:1]),
+    **{name: (name,) for name in STARTS},
 }
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")

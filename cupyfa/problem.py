@@ -563,11 +563,18 @@ class Problem:
         """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
-        operands = tuple(x.part(sizes) for x in self.operands)
+        of_arrays = {**sizes, "batch": self.sequences or batch}
+        operands = tuple(x.part(of_arrays) for x in self.operands)
         part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
         if not (self.is_masked or self.modifiers.reads_position):
             return part
         return replace(part, shift=self._position + rows.start - keys.start - part._position)
+
+    def of_sequences(self, count: int, M: int, N: int) -> Problem:
+        """The problem of this many sequences of a packed batch, with fewer rows and keys."""
+        sizes = {"batch": count, "M": M, "N": N, **dict.fromkeys(STARTS, count + 1)}
+        operands = tuple(x.part(sizes) for x in self.operands)
+        return replace(self, M=M, N=N, operands=operands, lengths=None)
 
     @property
     def itemsize(self) -> int:

@@ -1,5 +1,7 @@
 """The host's side on a GPU: buffers, overlap, graphs, threads, foreign streams."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from helpers.threads import in_threads
@@ -38,6 +40,24 @@ def test_transfers_through_buffers_give_the_same_bits(kernel, layout):
         cupyfa.attention(q, k, v, **options), cupyfa.attention(*on_device(q, k, v), **options)
     ):
         np.testing.assert_array_equal(got, right.get())
+
+
+@pytest.mark.parametrize("kernel, back", [("fa2", "two_pass"), ("auto", "auto")])
+def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
+    transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
+    lengths = [700, 0, 33, 1200, 64, 1, 410]
+    offsets = np.cumsum([0, *lengths]).astype(np.int32)
+    q, k, v = arrays(offsets[-1], 8, 64)
+    options = {"kernel": kernel, "backward_kernel": back, "causal": True, "deterministic": True}
+    made = []
+    for given in ((q, k, v), on_device(q, k, v)):
+        out, pullback = cupyfa.attention_ragged_vjp(*given, offsets, offsets, **options)
+        made.append((out, *pullback(out)))
+    for got, right in zip(*made):
+        np.testing.assert_array_equal(got, right.get())
+    lists = [[x[a:b].swapaxes(0, 1) for a, b in pairwise(offsets)] for x in (q, k, v)]
+    outs = cupyfa.attention(*lists, kernel=kernel, causal=True)
+    np.testing.assert_array_equal(np.concatenate(outs, 1).swapaxes(0, 1), made[0][0])
 
 
 def of_shape(*shape, dtype=np.float16):

@@ -6,7 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -655,3 +655,102 @@ def test_ctrl_c_during_a_transfer_ends_the_call(far, monkeypatch, begun):
     with pytest.raises(KeyboardInterrupt):
         cupyfa.attention(q, k, v, backend=far, kernel="fa2")
     same(far, q, k, v)
+
+
+BOUNDS = {  # of five sequences, the second and fourth of which are empty on one side
+    "q": np.array([2, 30, 30, 65, 71, 90], np.int32),
+    "k": np.array([0, 21, 40, 66, 66, 93], np.int32),
+}
+OF_SEQUENCES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "lengths": {
+        "seqused_q": np.array([27, 0, 5, 6, 1], np.int32),
+        "seqused_k": np.array([3, 19, 26, 0, 27], np.int32),
+        "window": (9, 4),
+    },
+    "arrays": {
+        "alibi_slopes": np.linspace(0.1, 1, 20, dtype=np.float32).reshape(5, 4),
+        "sink": np.array([1, -1, 0.5, 2], np.float32),
+        "score_mod": "score + weight[query]",
+        "captured": {"weight": np.linspace(-1, 1, 40, dtype=np.float32)},
+    },
+}
+
+
+def of_sequences(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    sizes = (94, 4, 16), (93, 2, 16), (93, 2, 24)
+    q, k, v = (rng.standard_normal(x).astype(dtype) for x in sizes)
+    return q, k, v, BOUNDS["q"], BOUNDS["k"]
+
+
+def same_sequences(far, given, **options):
+    """Checks results and gradients of a ragged batch; returns the far device's."""
+
+    def made(backend):
+        how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass", **options}
+        (out, lse), pullback = cupyfa.attention_ragged_vjp(*given, return_lse=True, **how)
+        return out, lse, *pullback(np.cos(out), np.where(np.isfinite(lse), 0.5, 0).astype("f4"))
+
+    there, here = map(made, (far, "simulator"))
+    for got, right in zip(there, here):
+        assert type(got) is np.ndarray
+        np.testing.assert_array_equal(got, right)
+    return there
+
+
+@pytest.mark.parametrize("what", also_slowly(*OF_SEQUENCES))
+def test_sequences_go_through_the_pieces(far, counts, what):
+    """With the same bits as in one piece: first whole ones, then the heads of each."""
+    for piece_bytes in (70_000, 18_000):
+        transfer.configure(piece_bytes=piece_bytes)
+        same_sequences(far, of_sequences(), **OF_SEQUENCES[what])
+    assert counts() == [1, 2, 1, 3, 2, 10, 2, 10]
+
+
+def test_pieces_of_sequences_are_complete_and_small_enough():
+    plan = planned("fa2", lengths=[9, 0, 31, 4, 4, 4, 60, 0], heads=4, kv_heads=2, d=16)
+    starts = [np.array([0, 9, 9, 40, 44, 48, 52, 112, 112])] * 2
+    for wanted in (4_000, 12_000, 30_000):
+        made, seen = pieces.cut(plan, planner(plan), wanted, 10**9, starts), np.zeros((8, 2), int)
+        for piece in made:
+            seen[slice(piece.sequences.start, piece.sequences.stop), piece.kv_heads.start :] += 1
+            seen[slice(piece.sequences.start, piece.sequences.stop), piece.kv_heads.stop :] -= 1
+            assert (piece.rows.start, piece.rows.stop) == tuple(
+                starts[0][[piece.sequences.start, piece.sequences.stop]]
+            )
+            part = planner(plan)(piece.problem(plan.problem))
+            assert part.constants == plan.constants
+            assert wanted < 30_000 or pieces.needed(part) <= wanted * 9 / 8
+        assert (seen == 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kernel, back", [("wgmma_persistent", "wgmma_two_pass"), ("mma_async", "mma_two_pass")]
+)
+def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
+    how = {"kernel": kernel, "backward_kernel": back, "deterministic": True, "causal": True}
+    same_sequences(far, of_sequences(np.float16), **how)
+    assert max(counts()) > 2
+
+
+def test_sequences_with_lists_dropout_and_checks(far, counts):
+    """Dropout counts sequences, so it gets the whole batch."""
+    transfer.configure(piece_bytes=35_000)
+    q, k, v, *bounds = of_sequences()
+    lists = [
+        [x[a:b] for a, b in pairwise(y)]
+        for x, y in ((q, bounds[0]), (k, bounds[1]), (v, bounds[1]))
+    ]
+    how = {"kernel": "fa2", "layout": "bshd"}
+    for got, right in zip(
+        *(cupyfa.attention(*lists, backend=x, **how) for x in (far, "simulator"))
+    ):
+        np.testing.assert_array_equal(got, right)
+    out = np.empty((94, 4, 24), np.float32)
+    cupyfa.attention_ragged(q, k, v, *bounds, backend=far, kernel="fa2", check=True, out=out)
+    assert counts() == [1, 3]
+    same_sequences(far, of_sequences(), dropout=0.2, dropout_seed=3)
+    assert counts() == [1, 3, 1, 1]

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from cupyfa.modifiers import STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
 from cupyfa.runtime.transfer.host import Copies, Move, bring, host_of, send
 from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot
@@ -13,6 +15,7 @@ from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
 Merged = tuple[np.ndarray, np.ndarray]  # O and lse of some of the keys
+_STARTS = [f"mods.{name}" for name in STARTS]
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
 _SPARE = 0.9  # share of the free memory that a call may take
@@ -45,7 +48,8 @@ class Call:
             if size > chosen.piece_bytes
             else chosen.pieces * size
         )
-        self.cut = pieces.cut(min(chosen.piece_bytes, free // 2), free)
+        starts = [inputs[name] for name in _STARTS if name in inputs]
+        self.cut = pieces.cut(min(chosen.piece_bytes, free // 2), free, starts)
         self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
@@ -53,9 +57,10 @@ class Call:
         # Results of a part of the keys are merged on the host; their strides do not matter.
         strided: Mapping[str, np.ndarray] = inputs if self.cut.by_keys else self.bits
         strided = strided if "strides" in self.plan.kernel.features else {}
+        order = _packed_order if self.cut.of_sequences else _order
         self.layouts = self.cut.layouts(
             {
-                name: _order(None if name in self.plan.pointed else strided.get(name), len(axes))
+                name: order(None if name in self.plan.pointed else strided.get(name), len(axes))
                 for name, axes in self.axes.items()
             }
         )
@@ -124,13 +129,21 @@ class Call:
         """Device memory for parts of each array, sized for the first piece, the largest."""
         first, copies = self.cut.plans[0], self.cut.copies
         with self.work.context:
-            return {
+            made = {
                 name: [
                     self.backend.empty((first.stored_bytes(name),), _BYTE)
                     for _ in range(copies(name, self.count))
                 ]
                 for name in self.layouts[0].arrays
             }
+            if (
+                self.cut.of_sequences
+            ):  # NaN after the last rows of a piece would be seen beside them
+                for memory in chain.from_iterable(made.values()):
+                    memory[...] = 0
+        if self.cut.of_sequences:
+            self.up.wait(self.work.record())
+        return made
 
     def slot(self, i: int, memory: Mapping[str, list[Any]]) -> Slot:
         """Where the arrays of a piece lie.
@@ -156,7 +169,8 @@ class Call:
             elif name in self.bits:
                 part = piece.of(self.bits[name], self.axes[name], group)
             host = None if part is None else part.transpose(lying.order)
-            places[name] = Place(self.backend.address(slot[name]), host, lying.memory, pinned)
+            shape = lying.memory if host is None else _filled(lying.memory, host.shape)
+            places[name] = Place(self.backend.address(slot[name]), host, shape, pinned)
         return places
 
     def moved(
@@ -215,6 +229,17 @@ def _merged(a: Merged, b: Merged) -> Merged:
             np.where(np.isneginf(lse), 0, np.exp(x - lse))[..., None] for x in (a_lse, b_lse)
         )
         return a_o * a_share + b_o * b_share, lse
+
+
+def _filled(memory: tuple[int, ...], host: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of the first part of memory, which a smaller array of the host fills."""
+    axis = next((i for i, n in enumerate(memory[:-1]) if n > 1), len(memory) - 1)
+    return tuple(min(n, m) if i == axis else n for i, (n, m) in enumerate(zip(memory, host)))
+
+
+def _packed_order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:
+    """The axes of an array of sequences: rows are outermost, so that a few begin it."""
+    return tuple(range(axes)) if array is None or axes != 4 else (0, 2, 1, 3)
 
 
 def _order(array: np.ndarray | None, axes: int) -> tuple[int, ...]:

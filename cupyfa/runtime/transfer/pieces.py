@@ -7,16 +7,17 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
+from functools import cache, lru_cache
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyfa.errors import OutOfMemory
 from cupyfa.ladder.kernel import cdiv
+from cupyfa.modifiers import STARTS
 from cupyfa.planner.plan import Plan
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, round_up
 from cupyfa.runtime.arrays import contiguous_strides
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher, compiled
@@ -24,10 +25,12 @@ from cupyfa.runtime.workspace import allocated
 
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
+_MOST_PARTS = 64  # whose plans are kept for a plan
 _FEWER = "call it for fewer batch elements or heads"
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
 Planner = Callable[[Problem], Plan]  # plans a part of a problem, with the same constants
+Starts = Sequence[np.ndarray]  # where the sequences of packed rows and keys begin
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Piece:
     def problem(self, whole: Problem) -> Problem:
         return whole.part(len(self.batch), len(self.kv_heads), self.rows, self.keys)
 
+    @property
+    def ranges_of_numbers(self) -> dict[str, range]:
+        """Of the axes of lengths and of what else sequences have."""
+        return {}
+
     def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
         """This part of an array with these axes."""
         return array[self.index(axes, group)]
@@ -50,17 +58,52 @@ class Piece:
         """Where the part of an array with these axes lies in it."""
         heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
         ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
-        ranges |= {"M": self.rows, "N": self.keys}
+        ranges |= {"M": self.rows, "N": self.keys, **self.ranges_of_numbers}
         index = [ranges.get(axis) for axis in axes]
         return tuple(slice(None) if r is None else slice(r.start, r.stop) for r in index)
 
 
-def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
+@dataclass(frozen=True)
+class PieceOfSequences(Piece):
+    """Some sequences of a packed batch, with the rows and keys that they have.
+
+    most: how many sequences, rows and keys the pieces have at most. All have a problem of these
+    sizes, so that one plan serves them; the other sequences of a piece are empty.
+    """
+
+    sequences: range
+    most: tuple[int, int, int]
+
+    def problem(self, whole: Problem) -> Problem:
+        of_all = whole.of_sequences(*self.most)
+        return of_all.part(1, len(self.kv_heads), range(of_all.M), range(of_all.N))
+
+    def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
+        part = super().of(array, axes, group)
+        if axes[0] in STARTS:
+            first = self.rows if axes[0] == STARTS[0] else self.keys
+            return np.pad(part - part.dtype.type(first.start), self._others(), mode="edge")
+        return np.pad(part, self._others()) if list(axes) == ["sequences"] else part
+
+    def _others(self) -> tuple[int, int]:
+        return 0, self.most[0] - len(self.sequences)
+
+    @property
+    def ranges_of_numbers(self) -> dict[str, range]:
+        a, b = self.sequences.start, self.sequences.stop
+        return {"sequences": self.sequences, **dict.fromkeys(STARTS, range(a, b + 1))}
+
+
+def cut(
+    plan: Plan, plan_of: Planner, wanted: int, most: int, starts: Starts = ()
+) -> Sequence[Piece]:
     """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
-    Only batch and heads are cut for that, and rows where every array has them. Arrays that several
-    pieces share do not count. A piece that needs more than ``most`` bytes with them is cut along
-    rows and keys, if the outputs allow it. Pieces that share most follow each other.
+    Only batch and heads are cut for that, and rows where every array has them. Of a packed batch,
+    whose sequences begin at ``starts``, each piece has some sequences, or some heads of one that is
+    larger. Arrays that several pieces share do not count. A piece that needs more than ``most``
+    bytes with them is cut along rows and keys, if the outputs allow it. Pieces that share most
+    follow each other.
 
     A kernel with arrays or a reference of its own gets the whole problem. So do dropout and texts
     that name batch elements or heads, whose numbers a part does not know, and the gradients of what
@@ -70,11 +113,73 @@ def cut(plan: Plan, plan_of: Planner, wanted: int, most: int) -> list[Piece]:
     if not plan.kernel.is_plain or p.modifiers.counts_heads or p.modifiers.differentiated:
         cutting.check_whole()
         return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
+    can_be_cut = "strides" in plan.kernel.features and len(starts) and len(starts[0]) > 2
+    if can_be_cut and needed(plan) > wanted:
+        return _of_sequences(plan, plan_of, wanted, most, starts)
     sizes = zip((p.batch, p.kv_heads, p.M, p.N), cutting.sizes())
     batches, heads, *inner = (_ranges(*x) for x in sizes)
     if cutting.shared_by("batch") > cutting.shared_by("heads"):
         return [Piece(b, h, *rest) for h, b, *rest in product(heads, batches, *inner)]
     return [Piece(*ranges) for ranges in product(batches, heads, *inner)]
+
+
+def _of_sequences(
+    plan: Plan, plan_of: Planner, wanted: int, most: int, starts: Starts
+) -> list[PieceOfSequences]:
+    """Pieces of consecutive sequences, and of heads where a sequence has more than ``wanted``.
+
+    Rows of no sequence go with the sequence beside them. Numbers of rows are rounded up, so that
+    few plans serve calls of other lengths.
+    """
+    p, (of_row, of_key) = plan.problem, _costs(plan)
+    rows, keys = ([0, *x[1:-1].tolist(), total] for x, total in zip(starts, (p.M, p.N)))
+    bytes_to = [of_row * m + of_key * n for m, n in zip(rows, keys)]
+    groups = list(pairwise(_groups(bytes_to, wanted)))
+    are_small = max(bytes_to[b] - bytes_to[a] for a, b in groups) <= wanted
+    M, N = (_rounded(max(x[b] - x[a] for a, b in groups)) for x in (rows, keys))
+    most_of_each = max(b - a for a, b in groups), min(M, p.M), min(N, p.N)
+    part = plan_of(p.of_sequences(*most_of_each))
+    heads = [x.kv_heads for x in cut(part, plan_of, most if are_small else wanted, most)]
+    return [
+        PieceOfSequences(
+            *(range(1), h, range(rows[a], rows[b]), range(keys[a], keys[b])),
+            *(range(a, b), most_of_each),
+        )
+        for a, b in groups
+        for h in heads
+    ]
+
+
+def _costs(plan: Plan) -> list[float]:
+    """The bytes of all arrays of an operation for each packed row, and for each key."""
+    p, axes = plan.problem, plan.operation.axes_of(plan.problem)
+    return [
+        sum(
+            plan.stored_bytes(x)
+            for x, of in axes.items()
+            if x in plan.arrays and axis in of.split()
+        )
+        / max(total, 1)
+        for axis, total in (("M", p.M), ("N", p.N))
+    ]
+
+
+def _groups(bytes_to: Sequence[float], wanted: int) -> list[int]:
+    """Where groups of consecutive sequences begin, and the end.
+
+    bytes_to: those of all sequences before each one. A group has at least one sequence, and more
+    while their bytes are at most ``wanted``.
+    """
+    found = [0]
+    for i, end in enumerate(bytes_to[2:], 1):
+        if end - bytes_to[found[-1]] > wanted:
+            found.append(i)
+    return [*found, len(bytes_to) - 1]
+
+
+def _rounded(n: int) -> int:
+    """A number from n on with few digits in binary, at most an eighth above it."""
+    return round_up(n, 1 << max(n.bit_length() - 4, 0))
 
 
 class _Cutting:
@@ -181,8 +286,9 @@ class Cut:
         self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
         self._distinct = {id(plan): plan for plan in self.plans}
         self.bytes = needed(self.plans[0])  # of the first piece, which is the largest
-        self.by_keys = len({piece.keys for piece in pieces}) > 1
-        axes = whole.operation.axes_of(whole.problem)
+        self.of_sequences = isinstance(pieces[0], PieceOfSequences)
+        self.by_keys = not self.of_sequences and len({piece.keys for piece in pieces}) > 1
+        axes = _axes_of(whole)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
         self.numbers = self._numbered()
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
@@ -240,19 +346,28 @@ class Pieces:
     """The pieces of a plan's problem; remembered for the next call of any thread."""
 
     def __init__(self, plan: Plan, plan_of: Planner) -> None:
-        self.plan, self._plan_of = plan, cache(lambda p: plan if p == plan.problem else plan_of(p))
+        self.plan = plan
+        self._plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # on the device, of the problem in one piece
-        self._cut: tuple[int, Cut] | None = None  # with the bytes that were wanted
+        self._cut: tuple[Any, Cut] | None = None  # with the bytes that were wanted, and starts
 
-    def cut(self, wanted: int, most: int) -> Cut:
+    def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
         """``cut``, done again only for other numbers, or for a head that does not fit."""
-        found = self._cut
-        if found is None or found[0] != wanted:
-            found = self._cut = wanted, self._new(wanted, sys.maxsize)
-        return found[1] if found[1].bytes <= most else self._new(wanted, most)
+        found, key = self._cut, (wanted, *(x.tobytes() for x in starts))
+        if found is None or found[0] != key:
+            found = self._cut = key, self._new(wanted, sys.maxsize, starts)
+        return found[1] if found[1].bytes <= most else self._new(wanted, most, starts)
 
-    def _new(self, wanted: int, most: int) -> Cut:
-        return Cut(self.plan, cut(self.plan, self._plan_of, wanted, most), self._plan_of)
+    def _new(self, wanted: int, most: int, starts: Starts) -> Cut:
+        return Cut(self.plan, cut(self.plan, self._plan_of, wanted, most, starts), self._plan_of)
+
+
+def _axes_of(plan: Plan) -> dict[str, str]:
+    """The axes of inputs and outputs by name; a packed batch is one element with sequences."""
+    p, found = plan.problem, plan.operation.axes_of(plan.problem)
+    if p.modifiers.is_packed:
+        found |= {x.input: found[x.input].replace("batch", "sequences") for x in p.operands}
+    return found
 
 
 def _ranges(total: int, step: int) -> list[range]:
