@@ -61,6 +61,14 @@ if TYPE_CHECKING:
         lengths_q: Any
         lengths_k: Any
 
+    class _Compiled(_Padded, total=False):
+        """What prepared calls take: also where sequences of a ragged batch lie."""
+
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
+        seqused_q: Any
+        seqused_k: Any
+
     class _Common(_Padded, total=False):
         """What ``attention`` and ``attention_backward`` both take, without the kernel."""
 
@@ -278,23 +286,29 @@ def compile(
     own: Own | None = None,
     return_lse: bool = False,
     return_own: Sequence[str] = (),
-    **keywords: Unpack[_Padded],
+    **keywords: Unpack[_Compiled],
 ) -> Prepared:
     """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
     q, k and v are arrays with the forms of later calls, or the shapes of contiguous arrays of
     ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
     ``attention``; with shapes, ``own`` has no arrays, whose shapes follow. Arrays that change
-    scores are such arrays too, or with shapes the forms that ``plan`` takes.
+    scores are such arrays too, or with shapes the forms that ``plan`` takes. With cu_seqlens_q and
+    cu_seqlens_k, arrays of int32 or their shapes, it is the prepared form of ``attention_ragged``:
+    q, k and v are packed arrays, and seqused_q and seqused_k may be given.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
-    in the order alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, these sorted by
-    name. Numbers are those that it was made with. Lengths are int32, and not checked.
+    in the order alibi_slopes, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+    lengths_q, lengths_k, captured, these sorted by name. Numbers are those that it was made with.
+    Offsets and lengths are int32, and not checked.
     """
+    of_sequences, others = _without_sequences(compile, keywords)
+    layout = "bshd" if of_sequences else layout
     how = ("forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN)
-    given, asked = _without_arrays(keywords)
+    given, asked = _without_arrays(others)
+    given |= of_sequences
     how += _values(compile, asked)
     return _compiled(how, (q, k, v), dtype, given, own, return_own)
 
@@ -318,16 +332,20 @@ def compile_backward(
     return_own: Sequence[str] = (),
     dlse: Any = None,
     wrt: Sequence[str] = _QKV,
-    **keywords: Unpack[_Padded],
+    **keywords: Unpack[_Compiled],
 ) -> Prepared:
     """The prepared form of ``attention_backward``, as ``compile`` makes that of ``attention``.
 
     As shapes, lse is of float32, or float64 for float64, and dlse, if there is one, like lse. The
     other arguments are those of ``attention_backward``. The Prepared is called as
-    ``prepared(dout, q, k, v, out, lse, grads=None)``, with ``dlse=`` if it was made with one.
+    ``prepared(dout, q, k, v, out, lse, grads=None)``, with ``dlse=`` if it was made with one, and
+    with ``cu_seqlens_q=`` and the others likewise.
     """
+    of_sequences, others = _without_sequences(compile_backward, keywords)
+    layout = "bshd" if of_sequences else layout
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _own_of(wrt))
-    given, asked = _without_arrays(keywords)
+    given, asked = _without_arrays(others)
+    given |= of_sequences
     if dlse is not None:
         given["dlse"] = _like_lse(dlse, lse) if dtype is None else dlse
     how += _values(compile_backward, asked)
@@ -768,11 +786,7 @@ def _sequences(
     named: Mapping[str, Any], lengths: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[Backend, Sequence[Any], dict[str, Any]]:
     """The backend of a ragged batch, its packed arrays, and its offsets where these are."""
-    for name, x in named.items():
-        if name != "lse" and len(getattr(x, "shape", (0, 0, 0))) != 3:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; packed arrays are [rows, heads, columns]"
-            )
+    _check_packed(named)
     backend, arrays = adopt(keywords.get("backend", "auto"), **named)
     by_name = dict(zip(named, arrays))
     names = (*modifiers.STARTS, *modifiers.USED)
@@ -784,6 +798,38 @@ def _sequences(
     look = bool(keywords.get("check"))
     given = ragged.lengths(by_name["q"], by_name["k"], given, look=look, download=backend.download)
     return backend, arrays, given
+
+
+def _check_packed(named: Mapping[str, Any]) -> None:
+    """Raises ValueError for arrays, or their shapes, that are no packed ones."""
+    for name, x in named.items():
+        shape = getattr(x, "shape", x)
+        if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
+            raise ValueError(f"{name} has shape {shape}; packed arrays are [rows, heads, columns]")
+
+
+def _without_sequences(
+    function: Callable[..., Any], keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The offsets and lengths of packed sequences among the arguments of a call, and the others."""
+    names = (*modifiers.STARTS, *modifiers.USED)
+    given = {name: x for name, x in keywords.items() if name in names and x is not None}
+    if given and (missing := [name for name in modifiers.STARTS if name not in given]):
+        raise TypeError(
+            f"{function.__name__}() has {next(iter(given))} and no {missing[0]}; give both offsets"
+        )
+    others = {name: x for name, x in keywords.items() if name not in names}
+    if given:
+        _refuse_padded(function, others)
+    return given, others
+
+
+def _refuse_padded(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    for name, used in zip(modifiers.PADDED, modifiers.USED):
+        if keywords.get(name) is not None:
+            raise TypeError(
+                f"{function.__name__}() of packed sequences has no argument {name!r}; write {used}="
+            )
 
 
 def _how_of_sequences(
@@ -799,10 +845,8 @@ def _how_of_sequences(
     """
     own = ("options", "tiles", "backend", "check")
     others = {name: x for name, x in keywords.items() if name not in own}
+    _refuse_padded(function, others)
     read, asked = _without_arrays(others)
-    for name, used in zip(modifiers.PADDED, modifiers.USED):
-        if name in read:
-            raise TypeError(f"{function.__name__}() has no argument {name!r}; write {used}=")
     options, tiles = keywords.get("options"), keywords.get("tiles")
     how = (*which, options, "bshd", tiles, flag, _NO_OWN, *_values(function, asked))
     return (how, {**read, **given}), bool(keywords.get("check"))
@@ -1190,6 +1234,8 @@ def _compiled(
             f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
         )
     inputs = dict(zip(_ARRAYS[operation], given))
+    if modifiers.STARTS[0] in modified:
+        _check_packed(inputs)
     if modified and dtype is None:
         how, given = _with_operands(how, given, modified)
     if own is not None or return_own:
@@ -1346,12 +1392,17 @@ def _with_forms(
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
     blocks, given = _blocks(given)
-    sizes = batch, heads, M, sizes_of("k", inputs["k"], layout)[2]
+    packed = _shapes_of_sequences(given)
+    elements = packed[modifiers.STARTS[0]][0] - 1 if packed else batch
+    sizes = elements, heads, M, sizes_of("k", inputs["k"], layout)[2]
     unread = () if _has_dropout(how) else modifiers.SEEDS
     others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
+    others |= packed
     found = list(forms.operands(others, sizes, dtype))
+    shapes = {}
     if (dlse := given.get(modifiers.DLSE)) is not None:
         lse = inputs["lse"]
+        shapes[modifiers.DLSE] = lse.shape
         if _shape("the shape of dlse", dlse) != lse.shape:
             raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
         own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
@@ -1360,7 +1411,17 @@ def _with_forms(
     before, asked, _, _, wrt = how[_OWN_AT]
     numbers = tuple(x for x in found if not x.is_array)
     made = (*before, *(x.input for x in named)), asked, numbers, blocks, wrt
-    return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), [(x.shape, x.numpy) for x in named]
+    arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in named]
+    return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), arrays
+
+
+def _shapes_of_sequences(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the offsets and lengths of packed sequences, which may be given as arrays."""
+    return {
+        name: _shape(f"the shape of {name}", getattr(given[name], "shape", given[name]))
+        for name in (*modifiers.STARTS, *modifiers.USED)
+        if name in given
+    }
 
 
 def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:

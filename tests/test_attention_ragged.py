@@ -157,3 +157,55 @@ def test_wrong_lists_are_refused():
         cupyfa.attention([q[0], q[1][..., :4], q[2]], k, v, backend="simulator")
     with pytest.raises(TypeError):
         cupyfa.attention(*(x[0].tolist() for x in (q, k, v)), backend="simulator")
+
+
+USED = {"seqused_q": np.array([5, 0, 9], "i4"), "seqused_k": np.array([7, 2, 0], "i4")}
+
+
+@pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
+def test_prepared_calls_of_packed_arrays(backend, of_shapes):
+    """For other offsets than those they were made with, and gradients too."""
+    q, k, v, *offsets = (x.copy() for x in packed())
+    how = {"kernel": "fa2", "backend": backend, "causal": True}
+    sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
+    other = [np.array(x, "i4") for x in ([0, 3, 9, 17], [0, 1, 4, 10])]
+    out, lse = cupyfa.attention_ragged(q, k, v, *offsets, return_lse=True, sink=sink, **USED, **how)
+    forms = {"cu_seqlens_q": other[0], "cu_seqlens_k": other[1], "sink": sink, **USED}
+    of_lse, like, dtype = {"dlse": lse}, (q, k, v), {}
+    if of_shapes:
+        forms = {name: x.shape for name, x in forms.items()}
+        of_lse, like, dtype = {"dlse": lse.shape}, [x.shape for x in like], {"dtype": "float32"}
+    forward = cupyfa.compile(*like, return_lse=True, **forms, **how, **dtype)
+    made = forward(q, k, v, sink, *offsets, *USED.values())
+    assert [x.tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
+
+    how |= {"kernel": "two_pass", "deterministic": True}
+    results = (like[0], *like, like[0], lse.shape if of_shapes else lse)  # dv = d
+    backward = cupyfa.compile_backward(*results, **of_lse, **forms, **how, **dtype)
+    given = out, q, k, v, out, lse
+    dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
+    found = backward(*given, sink, dlse, *offsets, *USED.values())
+    wanted = cupyfa.attention_ragged_backward(*given, *offsets, sink=sink, dlse=dlse, **USED, **how)
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        ({"cu_seqlens_k": None}, TypeError, "has cu_seqlens_q and no cu_seqlens_k; give both"),
+        ({"lengths_k": np.ones(3, "i4")}, TypeError, "no argument 'lengths_k'; write seqused_k="),
+        ({"cu_seqlens_q": np.zeros(4, "i8")}, TypeError, "cu_seqlens_q is int64; it must be int32"),
+        (
+            {"seqused_q": np.zeros(4, "i4")},
+            ValueError,
+            r"seqused_q has shape \(4,\); .* here \(3,\)",
+        ),
+    ],
+)
+def test_what_prepared_calls_of_packed_arrays_refuse(change, error, message):
+    q, k, v, *offsets = packed()
+    given = {**dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)), **change}
+    with pytest.raises(error, match=message):
+        cupyfa.compile(q, k, v, **given, backend="simulator")
+    with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
+        cupyfa.compile(q[None], k, v, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)))
