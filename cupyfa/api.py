@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from itertools import chain
 from math import isfinite, prod
 from numbers import Real
 from operator import is_
@@ -250,6 +251,7 @@ def attention(
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
+    repeat: Repeatable | None = None
     if not (
         alibi_slopes is bias is mask is sink is captured is dropout_seed is dropout_offset is None
         and lengths_q is lengths_k is None
@@ -258,6 +260,12 @@ def attention(
         if not (alibi_slopes is bias is sink is captured is lengths_q is lengths_k is None) or any(
             map(is_array, seeds)
         ):
+            others = check, return_own, isinstance(mask, BlockMask), any(map(is_array, seeds))
+            if own is captured is None and not any(others):
+                read = alibi_slopes, bias, mask, sink, lengths_q, lengths_k
+                repeat = _repeatable("attention", how, read)
+                if (repeated := _again(repeat, (*arrays, *read), out)) is not None:
+                    return repeated
             given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
             given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
             given |= {"captured": captured, **_arrays_of(dict(zip(modifiers.SEEDS, seeds)))}
@@ -269,7 +277,7 @@ def attention(
             how, arrays = _with_operands(how, arrays, {"mask": mask})
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
-    return _call(how, arrays, out, None, check, progress)
+    return _call(how, arrays, out, None, check, progress, repeat=repeat)
 
 
 def compile(
@@ -502,14 +510,18 @@ def attention_ragged(
     where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
     written.
     """
-    where, arrays, given = _sequences(
-        {"q": q, "k": k, "v": v}, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    repeat, read = _repeatable_sequences(
+        attention_ragged, (kernel, return_lse), keywords, (None, *lengths)
     )
+    if (repeated := _again(repeat, (q, k, v, *read), out)) is not None:
+        return repeated
+    where, arrays, given = _sequences({"q": q, "k": k, "v": v}, lengths, keywords)
     how, check = _how_of_sequences(
         ("forward", kernel, where), attention_ragged, return_lse, keywords, given
     )
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, out, None, check)
+    return _call(how, arrays, out, None, check, repeat=repeat)
 
 
 def attention_ragged_backward(
@@ -538,17 +550,21 @@ def attention_ragged_backward(
     Returns dq, dk and dv, like q, k and v; of rows of no sequence they are 0. Raises what
     ``attention_ragged`` raises.
     """
-    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    where, arrays, given = _sequences(
-        named, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), keywords
+    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    repeat, read = _repeatable_sequences(
+        attention_ragged_backward, (kernel, deterministic), keywords, (dlse, *lengths)
     )
+    if (repeated := _again(repeat, (dout, q, k, v, out, lse, *read), None)) is not None:
+        return repeated
+    named = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    where, arrays, given = _sequences(named, lengths, keywords)
     how, check = _how_of_sequences(
         ("backward", kernel, where), attention_ragged_backward, deterministic, keywords, given
     )
     if dlse is not None:
         how[1]["dlse"] = _like_lse(dlse, lse)
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, None, None, check)
+    return _call(how, arrays, None, None, check, repeat=repeat)
 
 
 def attention_ragged_vjp(
@@ -656,6 +672,22 @@ def decode(
     """
     from cupyfa.runtime import decoding
 
+    # fmt: off
+    fixed = (
+        interleaved, window, scale, softcap, score_mod, mask_mod, options, splits, kernel, backend,
+        tiles, return_lse, captured, *unknown,
+    )
+    # fmt: on
+    last = None
+    if prefix is None and not check:
+        last = decoding.last_step(q, cache, (k, v), rotary, (interleaved, backend))
+    if last is not None:
+        read = alibi_slopes, sink, last.lengths, last.pages, *last.scales
+        repeat = _repeatable("decode", fixed, read)
+        every = last.q, last.k, last.v, *read
+        before = last.write if last.writes else None
+        if (repeated := _again(repeat, every, out, before)) is not None:
+            return repeated
     if unknown:
         raise unknown_argument(decode, unknown)
     if (k is None) != (v is None):
@@ -671,9 +703,9 @@ def decode(
 
         shared = Prefixes(backend, prefix, q, cache, look=bool(check))
     before = None if shared is None or rotary is None else shared.keys
-    step = decoding.step(
+    step = last or decoding.step(
         *(backend, q, cache, new, rotary),
-        interleaved=bool(interleaved),
+        interleaved=interleaved,
         look=bool(check),
         prefix_keys=before,
     )
@@ -692,7 +724,12 @@ def decode(
         return _decoded_in_parts(shared, step, which, write, return_lse, out, check)
     how = _how_of_decoding(step.backend, chosen, kernel, tiles, return_lse)
     how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
-    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, write)
+    read = alibi_slopes, sink, step.lengths, step.pages, *step.scales
+    repeat = _repeatable("decode", fixed, read)
+    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, write, repeat)
+
+
+_DECODING = AttentionOptions(causal="bottom-right")
 
 
 def _how_of_decoding(
@@ -771,6 +808,8 @@ def _options_of_decoding(
     options: AttentionOptions | None, asked: Mapping[str, Any]
 ) -> AttentionOptions:
     """The options of a call of ``decode``. Raises ValueError for those that it cannot have."""
+    if options is None and not any(x is not None for x in asked.values()):
+        return _DECODING
     chosen = AttentionOptions.of(options, asked)
     for what, given, remedy in (
         ("causal='top-left'", chosen.causal == "top-left", "new tokens are the last ones"),
@@ -859,14 +898,14 @@ def _call_moved(
     out: Any,
     check: bool,
     is_moved: bool,
-    before: Callable[[], None] | None = None,
+    before: Callable[[], None] | None,
+    repeat: Repeatable,
 ) -> Any:
-    """A call of the forward pass on arrays that may be copies of NumPy's.
-
-    before: what is done when all arguments were checked, ahead of the launches.
-    """
-    if not is_moved or out is None:
-        return _moved_back(backend, _call(how, arrays, out, None, check, None, before), is_moved)
+    """A call of the forward pass on arrays that may be copies of NumPy's; see ``_call``."""
+    if not is_moved:
+        return _call(how, arrays, out, None, check, None, before, repeat)
+    if out is None:
+        return _moved_back(backend, _call(how, arrays, None, None, check, None, before), is_moved)
     result = _call(how, arrays, None, None, check, None, before)
     result = _moved_back(backend, result, is_moved)
     made, *lse = _moved_to(out, result if isinstance(result, tuple) else (result,))
@@ -1112,6 +1151,9 @@ _ARRAYS_OF_CALLS = (
 )
 # What attention_vjp hands to both passes.
 _OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
+# A function, and the arguments of its call that are no arrays, or how many arrays it has of which
+# each may be left out.
+Repeatable = tuple[str, tuple[Any, ...]]
 _ARRAYS = {
     "forward": ("q", "k", "v"),
     "backward": ("dout", "q", "k", "v", "out", "lse"),
@@ -1127,10 +1169,15 @@ def _call(
     check: bool,
     progress: Progress | None = None,
     before: Callable[[], None] | None = None,
+    repeat: Repeatable | None = None,
 ) -> Any:
-    """A call of a function of the library; see ``_call_moved``."""
+    """A call of a function of the library.
+
+    before: what is done when all arguments were checked, ahead of the launches. repeat: what
+    ``_again`` knows the call by; without it calls with these arrays alone are known.
+    """
     last = recent.get(how[0])
-    if last is not None and not check and before is None:
+    if last is not None and not check and before is repeat is None:
         like, prepared = last  # compared by identity: True equals 1, which is refused
         if len(like) == len(how) and all(map(is_, like, how)):
             repeated = prepared.again(arrays, prepared.targets(out, grads), shapes=True)
@@ -1148,12 +1195,52 @@ def _call(
     if prepared is None:
         prepared = _planned(how, backend, arrays, forms)
         _remember(backend, key, prepared)
-    elif backend.stream is not None and {type(x) for x in how if x is not backend} <= _FIXED:
-        recent[operation] = how, prepared
+    elif backend.stream is not None and not check:
+        name, like = repeat or (operation, how)
+        if {type(x) for x in like if x is not backend} <= _FIXED:
+            recent[name] = like, prepared
     targets = prepared.targets(out, grads)
     if before is not None:
         before()
     return prepared.run(arrays, targets, check=check, progress=progress)
+
+
+def _repeatable(name: str, fixed: Sequence[Any], read: Iterable[Any]) -> Repeatable:
+    """What a call is known by: its arguments that are no arrays, and which of ``read`` it has."""
+    return name, (*fixed, *(x is None for x in read))
+
+
+def _repeatable_sequences(
+    function: Callable[..., Any],
+    fixed: Sequence[Any],
+    keywords: Mapping[str, Any],
+    others: Sequence[Any],
+) -> tuple[Repeatable, Sequence[Any]]:
+    """The same of a ragged batch, and the arrays that it reads, in the order of calls.
+
+    others: the gradient of lse, offsets and lengths.
+    """
+    read = keywords.get(modifiers.ALIBI), keywords.get(modifiers.SINK), *others
+    asked = [x for x in keywords.items() if x[0] not in (modifiers.ALIBI, modifiers.SINK)]
+    return _repeatable(function.__name__, (*fixed, *chain.from_iterable(asked)), read), read
+
+
+def _again(
+    repeat: Repeatable,
+    arrays: Iterable[Any],
+    out: Any,
+    before: Callable[[], None] | None = None,
+) -> Any:
+    """The call of a function on the very arrays of a call before; None if there was none.
+
+    arrays: all of them in the order of calls, each None if it is not given.
+    """
+    name, like = repeat
+    last = recent.get(name)
+    if last is None or len(last[0]) != len(like) or not all(map(is_, last[0], like)):
+        return None
+    prepared, given = last[1], [x for x in arrays if x is not None]
+    return prepared.again(given, prepared.targets(out, None), shapes=True, before=before)
 
 
 def _planned(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from operator import is_
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +23,15 @@ from cupyfa.runtime.arrays import columns_contiguous, is_masked, overlap, requir
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.select import adopt
-from cupyfa.runtime.workspace import of_graphs
+from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 
 LAYOUTS = ("nhd", "hnd")
 SCALES = modifiers.SCALES
 E4M3_SINCE = 89
 PAGE_SIZES = (16, 32, 64, 128, 256)
+_IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
 THREADS = 128  # of a block, of which each warp writes a row
+_MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps until its next step
 _MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
 APPEND = Launch(
     "append_keys",
@@ -82,6 +86,7 @@ class KVCache:
         self.layout = layout
         self.k, self.v = _seen("k", k), _seen("v", v)
         self.lengths = _seen("lengths", lengths)
+        self._last: _Last | None = None
         self.pages = None if pages is None else _seen("pages", pages)
         _check_keys(self.k, self.v, layout)
         _check_whole("lengths", self.lengths, 1)
@@ -246,14 +251,23 @@ class KVCache:
             )
 
 
+class _Last(NamedTuple):
+    """The last step of a cache, for a call on the very same arrays."""
+
+    arrays: list[Any]
+    shapes: list[Any]
+    how: tuple[Any, ...]  # how rotary pairs columns, and the backend as the caller names it
+    where: tuple[int, int | None]  # device and stream
+    step: Step
+
+
 @dataclass(frozen=True)
 class Step:
     """Queries and a cache in a backend's memory, with new tokens that may have to be written.
 
     q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
     columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved:
-    whether the caller's arrays are NumPy's,
-    and these are copies.
+    whether the caller's arrays are NumPy's, and these are copies.
     """
 
     backend: Backend
@@ -280,6 +294,34 @@ class Step:
         if self._new is not None:
             self._new.write()
             self._new.check()
+
+
+def last_step(
+    q: Any, cache: Any, new: tuple[Any, Any], rotary: Any, how: tuple[Any, Any]
+) -> Step | None:
+    """The last step of a cache, if that was on these very arrays in the current stream.
+
+    new: keys and values of the new tokens, or None for each. how: as ``_Last`` has it.
+    """
+    last = getattr(cache, "_last", None)
+    if last is None or not all(map(is_, how, last.how)):
+        return None
+    backend, given = last.step.backend, _identified(q, cache, new, rotary)
+    if not all(map(is_, given, last.arrays)) or _shapes_of(given) != last.shapes:
+        return None
+    if backend.current() != last.where or backend.is_capturing:  # a graph has arrays of its own
+        return None
+    return last.step
+
+
+def _identified(q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: Any) -> list[Any]:
+    """All arrays of a call, each None if it is not given."""
+    pair = rotary if isinstance(rotary, tuple | list) and len(rotary) == 2 else (rotary, None)
+    return [q, cache.lengths, cache.pages, *(new or (None, None)), *pair, cache.k, cache.v]
+
+
+def _shapes_of(arrays: Iterable[Any]) -> list[Any]:
+    return [None if x is None else x.shape for x in arrays]
 
 
 def step(
@@ -329,8 +371,10 @@ def step(
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
         if made and where.is_capturing:  # a graph writes there whenever it is launched
             of_graphs.append(made)
-        new_tokens = _New(where, given, made, cache, interleaved, is_moved) if made else None
-    return Step(
+        cache._last = None
+        alike = copy(cache)  # the step refers to this one, and the cache to the step
+        new_tokens = _New(where, given, made, alike, bool(interleaved), is_moved) if made else None
+    found = Step(
         backend=where,
         q=made.get("turned", given["q"]),
         k=given["cache.k"],
@@ -341,6 +385,22 @@ def step(
         is_moved=is_moved,
         _new=new_tokens,
     )
+    may_repeat = not on_host and where.stream not in (None, PER_THREAD)
+    if may_repeat and prefix_keys is None and not where.is_capturing:
+        arrays = _identified(q, cache, new, rotary)
+        if _may_keep(given, arrays):
+            how = interleaved, backend
+            cache._last = _Last(arrays, _shapes_of(arrays), how, where.current(), found)
+    return found
+
+
+def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
+    """Whether a cache may keep a step: the new tokens are few, and no array is a view.
+
+    A view would not follow another library's array that gets other memory.
+    """
+    are_seen = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
+    return are_seen and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
 
 
 def _named(

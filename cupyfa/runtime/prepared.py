@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -231,10 +231,18 @@ class Prepared:
         launch, memory = self._launcher.fixed(addresses, stream)
         return launch, (memory, space)
 
-    def again(self, arrays: Sequence[Any], targets: Sequence[Any], *, shapes: bool = False) -> Any:
+    def again(
+        self,
+        arrays: Sequence[Any],
+        targets: Sequence[Any],
+        *,
+        shapes: bool = False,
+        before: Callable[[], None] | None = None,
+    ) -> Any:
         """The call on the very arrays of a call before; None if there was none.
 
-        With ``shapes`` these are compared, too: a shape may have been changed in place.
+        With ``shapes`` these are compared, too: a shape may have been changed in place. ``before``
+        is called ahead of the launches.
         """
         known, backend = self._repeats.known, self._backend
         if not known:
@@ -248,6 +256,8 @@ class Prepared:
             given = arrays if launch is None else (*arrays, *targets)
             if list(map(shape_of, given)) != repeat.shapes:
                 return None
+        if before is not None:
+            before()
         if where[1] and backend.is_capturing:  # a graph has temporaries of its own
             return self.run(arrays, targets)
         if launch is None:

@@ -136,13 +136,10 @@ class Call:
                 ]
                 for name in self.layouts[0].arrays
             }
-            if (
-                self.cut.of_sequences
-            ):  # NaN after the last rows of a piece would be seen beside them
+            if self.cut.of_sequences:  # NaN after the last rows of a piece would slow it down
                 for memory in chain.from_iterable(made.values()):
                     memory[...] = 0
-        if self.cut.of_sequences:
-            self.up.wait(self.work.record())
+                self.up.wait(self.work.record())
         return made
 
     def slot(self, i: int, memory: Mapping[str, list[Any]]) -> Slot:
@@ -169,7 +166,9 @@ class Call:
             elif name in self.bits:
                 part = piece.of(self.bits[name], self.axes[name], group)
             host = None if part is None else part.transpose(lying.order)
-            shape = lying.memory if host is None else _filled(lying.memory, host.shape)
+            shape = lying.memory
+            if host is not None and self.cut.of_sequences:
+                shape = _filled(shape, host.shape)
             places[name] = Place(self.backend.address(slot[name]), host, shape, pinned)
         return places
 

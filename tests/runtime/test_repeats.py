@@ -1,0 +1,154 @@
+"""Calls of ragged batches and of decode on the very arrays of a call before."""
+
+import weakref
+
+import numpy as np
+import pytest
+from helpers.device_arrays import ArrayDevice, DeviceArray
+
+import cupyfa
+from cupyfa.runtime import select
+
+F = np.float32
+
+
+@pytest.fixture
+def device(monkeypatch):
+    made = ArrayDevice()
+    monkeypatch.setitem(select._owners, DeviceArray, made)
+    return made
+
+
+@pytest.fixture
+def slow_calls(monkeypatch):
+    """How many calls were not repeats."""
+    found, call = [], cupyfa.api._call
+    monkeypatch.setattr(cupyfa.api, "_call", lambda *a, **k: found.append(1) or call(*a, **k))
+    return found
+
+
+def drawn(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(F)
+
+
+def there(*arrays):
+    return [DeviceArray(x) for x in arrays]
+
+
+def same(got, wanted):
+    for mine, its in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(mine.host, its)
+
+
+ON = {"backend": "simulator", "return_lse": True}
+PACKED = drawn(17, 4, 16), drawn(17, 2, 16, seed=1), drawn(17, 2, 16, seed=2)
+OFFSETS = np.array([[0, 5, 5, 17], [0, 9, 16, 17]], np.int32)
+
+
+def test_packed_sequences_are_repeated(device, slow_calls):
+    q, k, v, offsets, sink = there(*PACKED, OFFSETS[0].copy(), drawn(3, 4))
+    how = {"kernel": "fa2", "causal": True, "return_lse": True, "sink": sink}
+    for turn in range(8):
+        offsets.host[:] = OFFSETS[turn % 2]
+        found = cupyfa.attention_ragged(q, k, v, offsets, offsets, **how)
+        wanted = cupyfa.attention_ragged(
+            *PACKED, offsets.host, offsets.host, **{**how, "sink": sink.host, **ON}
+        )
+        same(found, wanted)
+    assert len(slow_calls) - 8 <= 5  # those of the simulator, and until all memory is known
+    before = len(slow_calls)
+    cupyfa.attention_ragged(q, k, v, offsets, offsets, **{**how, "causal": False})
+    cupyfa.attention_ragged(
+        q, k, v, offsets, offsets, seqused_q=there(np.array([5, 0, 1], "i4"))[0], **how
+    )
+    assert len(slow_calls) == before + 2
+
+
+def test_gradients_of_packed_sequences_are_repeated(device, slow_calls):
+    q, k, v, offsets = there(*PACKED, OFFSETS[0])
+    out, lse = cupyfa.attention_ragged(q, k, v, offsets, offsets, kernel="fa2", return_lse=True)
+    given = [out, q, k, v, out, lse, offsets, offsets]
+    wanted = cupyfa.attention_ragged_backward(
+        *(x.host for x in given), kernel="two_pass", backend="simulator"
+    )
+    slow_calls.clear()
+    for _ in range(8):
+        same(cupyfa.attention_ragged_backward(*given, kernel="two_pass"), wanted)
+    assert len(slow_calls) <= 5
+
+
+def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
+    q, k, v, lengths, bias = there(
+        *(drawn(3, 2, 9, 16, seed=x) for x in range(3)), np.array([9, 0, 4], "i4"), drawn(9, 9)
+    )
+    for _ in range(8):
+        found = cupyfa.attention(q, k, v, kernel="fa2", lengths_k=lengths, bias=bias)
+    wanted = cupyfa.attention(
+        q.host,
+        k.host,
+        v.host,
+        kernel="fa2",
+        backend="simulator",
+        lengths_k=lengths.host,
+        bias=bias.host,
+    )
+    same([found], [wanted])
+    assert len(slow_calls) <= 6
+    cupyfa.attention(q, k, v, kernel="fa2", lengths_q=lengths, bias=bias)
+    assert len(slow_calls) <= 7
+
+
+CONTIGUOUS, PAGED = (3, 64, 2, 16), (12, 16, 2, 16)
+TABLE = np.arange(12, dtype=np.int32)[::-1].reshape(3, 4).copy()
+
+
+@pytest.mark.parametrize("is_paged", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("writes", [False, True], ids=["read", "append"])
+def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
+    """With lengths that change, and with new keys and values where they were."""
+    shape = PAGED if is_paged else CONTIGUOUS
+    host = [drawn(*shape, seed=3), drawn(*shape, seed=4), np.array([5, 0, 20], np.int32)]
+    host += [TABLE] * is_paged
+    q, new_k, new_v = drawn(3, 4, 2, 16), drawn(3, 2, 2, 16, seed=5), drawn(3, 2, 2, 16, seed=6)
+    angles = drawn(64, 8, seed=7), drawn(64, 8, seed=8)
+    far = there(*(x.copy() for x in host))
+    far_q, far_k, far_v, *far_angles = there(q, new_k, new_v, *angles)
+    here, cache = cupyfa.KVCache(*host), cupyfa.KVCache(*far)
+    how = {"kernel": "fa2", "return_lse": True}
+    ours, theirs = {}, {}
+    if writes:
+        ours = {"k": new_k, "v": new_v, "rotary": angles}
+        theirs = {"k": far_k, "v": far_v, "rotary": tuple(far_angles)}
+    for turn in range(8):
+        wanted = cupyfa.decode(q, here, **ours, **how, backend="simulator")
+        same(cupyfa.decode(far_q, cache, **theirs, **how), wanted)
+        same(far[:2], host[:2])
+        for lengths in (host[2], far[2].host):
+            lengths += 2
+        new_k += turn
+        new_v -= turn
+    assert len(slow_calls) - 8 <= 5
+
+    slow_calls.clear()
+    device.stream = 9  # where other temporaries are
+    same(
+        cupyfa.decode(far_q, cache, **theirs, **how),
+        cupyfa.decode(q, here, **ours, **how, backend="simulator"),
+    )
+    assert len(slow_calls) == 2
+
+
+def test_a_cache_and_what_it_kept_are_freed_at_once(device):
+    q, k, v, *cached = there(
+        drawn(3, 4, 1, 16),
+        drawn(3, 2, 1, 16),
+        drawn(3, 2, 1, 16),
+        drawn(*CONTIGUOUS),
+        drawn(*CONTIGUOUS),
+    )
+    cache = cupyfa.KVCache(*cached, *there(np.array([5, 0, 20], np.int32)))
+    for _ in range(4):
+        cupyfa.decode(q, cache, k=k, v=v, kernel="fa2")
+    kept = weakref.ref(cache), weakref.ref(cached[0]), weakref.ref(q)
+    del cache, cached, q, k, v
+    assert [x() for x in kept] == [None] * 3
