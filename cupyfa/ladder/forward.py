@@ -242,6 +242,11 @@ SPLIT_E4M3_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
+FA2_SPLIT_KV_TILES = TileChoice.of(
+    "Br Bc blocks_per_sm",
+    [(8, 32, 4), (8, 16, 2), (4, 8, 2), (2, 4, 1), (1, 1, 1)],
+    few_rows={Br: {256: [(Br, 32, 4)]} for Br in (1, 2, 4)},
+)
 MERGE_WARPS = 4
 MOST_COUNTERS = 1 << 14  # the zeros that calls in a stream share
 MOST_SPLITS = 4096
@@ -473,6 +478,55 @@ def split_kv(splits: Formula) -> Kernel:
 
 
 MMA_SPLIT_KV = split_kv(num_splits)
+
+
+def fa2_split_kv(splits: Formula) -> Kernel:
+    """The record of fa2_split_kv with a formula of the number of splits."""
+
+    def rows(p: Problem, c: SimpleNamespace) -> int:
+        """The rows of all splits together, if a launch has to merge them."""
+        number = splits(p, c)
+        return p.batch * p.heads * p.M * number if number > 1 else 0
+
+    return rung(
+        FA2_COALESCED,
+        "fa2_split_kv",
+        "split-KV for few queries: blocks share the keys, threads share a row",
+        launch={
+            "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
+            "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
+            "threads": lambda p, c: MERGE_WARPS * WARP,
+            "shared": lambda p, c: p.bytes(
+                reals=c.Br * (c.Bc + 3),
+                scalars=c.Br * p.d + c.Bc * (max(p.d, p.dv) | 1),
+                align=16,
+            ),
+            "constants": {"pack_gqa": pack_gqa},
+            "numbers": {"num_splits": splits},
+            "walks": {},
+        },
+        then=(
+            Launch(
+                "merge_rows",
+                args=f"{SPLITS} O lse num_splits sizes heads mods",
+                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
+                threads=lambda p, c: MERGE_WARPS * WARP,
+                numbers={"num_splits": splits},
+            ),
+        ),
+        scratch={
+            "O_splits": (lambda p, c: rows(p, c) * p.dv, "real"),
+            "max_splits": (rows, "real"),
+            "sum_splits": (rows, "real"),
+        },
+        tiles=FA2_SPLIT_KV_TILES,
+        candidates={"Br": (1, 2, 4, 8, 16), "Bc": (16, 32, 64), "blocks_per_sm": (2, 4, 6, 8)},
+        rules={},
+        made_for=few_rows_for_many_keys,
+    )
+
+
+FA2_SPLIT_KV = fa2_split_kv(num_splits)
 MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
@@ -886,7 +940,7 @@ WGMMA_FP8 = Kernel(
 REST = (clear_rest("O", "M", "heads", "dv"), clear_rest("lse", "M", "heads"))
 _PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES))
 _RUNGS = (
-    *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
+    *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
     *(_PIPELINED, _SPLIT_KV, _SLICES),
     *(
         MMA_TF32,
@@ -905,13 +959,14 @@ _OF_SEQUENCES = (
     *("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
     "wgmma_fp16x2",
 )
-_OF_PAGES = ("fa2", "fa2_coalesced", "mma_split_kv")
+_IN_SPLITS = ("fa2_split_kv", "mma_split_kv")
+_OF_PAGES = ("fa2", "fa2_coalesced", *_IN_SPLITS)
 
 
 def _with_lengths(kernel: Kernel) -> Kernel:
     """The record of a kernel that takes lengths of batch elements, and perhaps pages."""
     takes_packed = kernel.name in _OF_SEQUENCES
-    if not (takes_packed or kernel.name == "mma_split_kv"):
+    if not (takes_packed or kernel.name in _IN_SPLITS):
         return kernel
     made = of_lengths(kernel, *REST, takes_packed=takes_packed)
     return of_pages(made) if kernel.name in _OF_PAGES else made

@@ -1,0 +1,39 @@
+// merge_rows: rows of O from the results of several blocks, one for each split of the keys.
+//
+// A split's sums are relative to its own maximum. They are rescaled to the largest maximum of all
+// splits, added up, always in the same order, and divided once: the online softmax of splits
+// instead of tiles. A split without a visible key has sums 0 and the lowest maximum, and adds
+// nothing.
+//
+//   O_splits [batch, heads, M, num_splits, dv]
+//   max_splits, sum_splits [batch, heads, M, num_splits]
+//   O [batch, heads, M, dv]    lse [batch, heads, M]
+//   grid (M * heads * batch; 1 if there is one split)    block (threads), a thread has columns
+//   the host sets: scalar, real, dv, threads and options (score.cuh)
+#include <attention/online_softmax.cuh>
+#include <attention/score.cuh>
+#include <tile/tensor.cuh>
+
+extern "C" __global__ __launch_bounds__(threads) void merge_rows(
+    const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<scalar> O,
+    Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
+  if (num_splits == 1) return;  // its block has written the rows
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
+  const long long first = (long long)blockIdx.x * num_splits;
+
+  OnlineSoftmax softmax;
+  for (int i = 0; i < num_splits; ++i)
+    softmax.maximum = fmax(softmax.maximum, max_splits[first + i]);
+  for (int i = 0; i < num_splits; ++i)
+    softmax.sum += softmax.p(max_splits[first + i]) * sum_splits[first + i];
+  const real inverse = softmax.inverse_sum();
+  for (int col = threadIdx.x; col < dv; col += threads) {
+    real sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < num_splits; ++i)
+      sum += softmax.p(max_splits[first + i]) * O_splits[(first + i) * dv + col];
+    O.row(batch, head, row)[col] = scalar(sum * inverse);
+  }
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
+}
