@@ -19,7 +19,7 @@ from cupyfa.dtypes import dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
-from cupyfa.ladder.forward import in_splits, of_e4m3
+from cupyfa.ladder.forward import for_decoding
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
@@ -711,10 +711,8 @@ def decode(
     )
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
-    if splits != "auto":
-        kernel = in_splits(kernel, splits, is_e4m3=cache.is_e4m3)
-    elif cache.is_e4m3:
-        kernel = of_e4m3(kernel)
+    rows = step.q.shape[1] // max(step.k.shape[1], 1) * step.q.shape[2]
+    kernel = for_decoding(kernel, splits, str(step.q.dtype), rows, is_e4m3=cache.is_e4m3)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
     given |= dict(zip(modifiers.SCALES, step.scales))

@@ -8,11 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
+from helpers.problems import FORWARD
 
 import cupyfa
 from cupyfa import modifiers
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.errors import Unsupported
+from cupyfa.ladder.forward import for_decoding
 from cupyfa.numerics import tolerance
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
@@ -97,6 +99,8 @@ KERNELS = [
     ("mma_split_kv", "bfloat16", {**SMALL, "Bc": 16}),
     ("fa2", "float32", {"Br": 8, "Bc": 8}),
     ("fa2_coalesced", "float64", {"Br": 8, "Bc": 8}),
+    ("fa2_split_kv", "float32", {"Br": 4, "Bc": 16, "blocks_per_sm": 4}),
+    ("fa2_split_kv", "float64", {"Br": 8, "Bc": 8, "blocks_per_sm": 1}),
 ]
 
 
@@ -135,9 +139,15 @@ def test_pages_of_all_sizes(backend, size, d):
         require(out, lse, q, k, v, lengths)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_the_bits_of_a_sequence_do_not_depend_on_the_batch(backend, splits):
-    q, k, v = given("float16")
+@pytest.mark.parametrize(
+    "dtype, splits",
+    [
+        *(("float16", 1), ("float16", 3), ("float32", 1), ("float32", 3)),
+        pytest.param("float64", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_a_sequence_do_not_depend_on_the_batch(backend, dtype, splits):
+    q, k, v = given(dtype)
     for pages in (False, True):
         cache = cache_of(k, v, pages=pages)
         out, lse = decoded(backend, q, cache, splits=splits)
@@ -166,14 +176,17 @@ OPTIONS = (
     {"score_mod": "score + 0.1 * (key - position) + 0.01 * keys"},
     {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask_mod": "key % 3 != 1"},
 )
-QUICK = (("mma_split_kv", 1), ("mma_split_kv", 3), ("fa2", 0), ("fa2", 2))
+QUICK = (
+    *(("mma_split_kv", 1), ("mma_split_kv", 3), ("fa2", 0), ("fa2", 2)),
+    *(("fa2_split_kv", 1), ("fa2_split_kv", 2)),
+)
 
 
 @pytest.mark.parametrize(
     "kernel, number",
     [
         pytest.param(kernel, i, marks=[pytest.mark.slow] * ((kernel, i) not in QUICK))
-        for kernel in ("mma_split_kv", "fa2", "fa2_coalesced")
+        for kernel in ("mma_split_kv", "fa2_split_kv", "fa2", "fa2_coalesced")
         for i in range(len(OPTIONS))
     ],
 )
@@ -183,6 +196,19 @@ def test_options_of_attention(backend, kernel, number):
     cache = cache_of(k, v, pages=True)
     out, lse = decoded(backend, q, cache, kernel=kernel, check=True, **options)
     require(out, lse, q, k, v, LENGTHS, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_few_tokens_of_wide_dtypes_fill_a_device(dtype):
+    """One query and 8192 keys with 8 key heads; many queries are left to other kernels."""
+    limits = limits_of("90")
+    for lengths in ({}, {"lengths_k": True}):
+        p = Problem.of_sizes(M=1, N=8192, heads=32, kv_heads=8, d=128, dtype=dtype, **lengths)
+        plan = planning.plan(FORWARD[for_decoding("auto", "auto", dtype, p.group)], p, limits)
+        (blocks, *_), c = plan.launches[0].grid, plan.constants
+        assert blocks >= 0.9 * limits.multiprocessors * c["blocks_per_sm"]
+    assert for_decoding("auto", "auto", dtype, 100) == "auto"
+    assert for_decoding("fa2", "auto", dtype, 1) == "fa2"
 
 
 # New tokens
@@ -377,8 +403,8 @@ def test_wrong_calls_are_refused():
             {},
         ),
         (ValueError, "splits is 0", {"splits": 0}, {}),
-        (ValueError, "splits is for mma_split_kv", {"splits": 2, "kernel": "fa2"}, {}),
-        (Unsupported, "mma_split_kv cannot do", {"splits": 2}, {}),
+        (ValueError, "splits is for fa2_split_kv", {"splits": 2, "kernel": "fa2"}, {}),
+        (Unsupported, "mma_split_kv cannot do", {"splits": 2, "kernel": "mma_split_kv"}, {}),
         (TypeError, r"decode\(\) has no argument 'windw'; did you mean window", {"windw": 1}, {}),
     )
     for error, words, how, change in wrong:
@@ -406,7 +432,7 @@ def test_wrong_pages_are_refused():
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
-@pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2"])
+@pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2_split_kv", "fa2"])
 def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatch):
     """As on a device, where nobody looks at them: kernels run, and the simulator sees all."""
     monkeypatch.setattr("cupyfa.runtime.decoding._check_contents", lambda *_: None)

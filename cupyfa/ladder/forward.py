@@ -250,6 +250,7 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 MERGE_WARPS = 4
 MOST_COUNTERS = 1 << 14  # the zeros that calls in a stream share
 MOST_SPLITS = 4096
+FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer than multiplying
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
@@ -305,7 +306,7 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     """
     if p.pages:  # which other fast kernels do not read
         return True
-    few = p.M * p.group <= 64 or 4 * packed_tiles(p, c) <= c.multiprocessors
+    few = p.M * p.group <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
     return few and visible_keys(p, c) >= 1024
 
 
@@ -975,30 +976,38 @@ def _with_lengths(kernel: Kernel) -> Kernel:
 KERNELS = tuple(map(_with_lengths, _RUNGS))
 
 
-def in_splits(kernel: Kernel | str, splits: int, *, is_e4m3: bool = False) -> Kernel:
-    """The record of mma_split_kv that always makes so many splits; for keys in e4m3, too.
+def for_decoding(
+    kernel: Kernel | str, splits: int | str, dtype: str, rows: int, *, is_e4m3: bool = False
+) -> Kernel | str:
+    """The kernel of new tokens, of which ``rows`` rows of Q share a key head.
 
-    kernel: its name, or "auto". Raises ValueError for another one, or for a wrong number.
+    splits: into how many parts it always divides the keys, or "auto". is_e4m3: whether keys and
+    values are e4m3. Raises ValueError for a kernel that does not divide keys, or for a wrong
+    number; Unsupported for one that does not take e4m3.
     """
-    if kernel not in ("auto", "mma_split_kv"):
-        raise ValueError(
-            f"splits is for mma_split_kv, and kernel is {described(kernel)}; leave one of them out"
-        )
-    return _split_kv(whole("splits", splits, 1, MOST_SPLITS), is_e4m3)
-
-
-def of_e4m3(kernel: Kernel | str) -> Kernel:
-    """The record of mma_split_kv for keys and values in e4m3; Unsupported for another kernel."""
-    if kernel not in ("auto", "mma_split_kv"):
+    if is_e4m3 and kernel not in ("auto", "mma_split_kv"):
         raise Unsupported(
             f"kernel is {described(kernel)}, and only mma_split_kv takes a cache of e4m3; leave it "
             "out"
         )
-    return _split_kv(None, True)
+    usual = "mma_split_kv" if dtype in HALF else "fa2_split_kv"
+    if splits == "auto":
+        if is_e4m3:
+            return _in_splits("mma_split_kv", None, True)
+        return usual if kernel == "auto" and dtype not in HALF and rows <= FEW_ROWS else kernel
+    if kernel not in ("auto", *_IN_SPLITS):
+        raise ValueError(
+            f"splits is for {' and '.join(_IN_SPLITS)}, and kernel is {described(kernel)}; leave "
+            "one of them out"
+        )
+    chosen = usual if kernel == "auto" else str(kernel)
+    return _in_splits(chosen, whole("splits", splits, 1, MOST_SPLITS), is_e4m3)
 
 
 @lru_cache(maxsize=64)
-def _split_kv(splits: int | None, is_e4m3: bool) -> Kernel:
+def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
+    if name == "fa2_split_kv":
+        return _with_lengths(fa2_split_kv(lambda p, c: splits))
     made = MMA_SPLIT_KV if splits is None else split_kv(lambda p, c: splits)
     if not is_e4m3:
         return _with_lengths(rounded_first(made))
