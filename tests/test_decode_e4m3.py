@@ -14,7 +14,7 @@ from cupyfa import modifiers
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.dtypes import E4M3
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.forward import of_e4m3
+from cupyfa.ladder.forward import for_decoding
 from cupyfa.numerics import tolerance
 from cupyfa.planner import select as planning
 from cupyfa.problem import Problem
@@ -339,7 +339,7 @@ def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
     operands += [modifiers.of_value(*x) for x in zip(modifiers.SCALES, scales)]
     q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, E4M3)
     p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
-    yield from planning.plan(of_e4m3("auto"), p, limits_of(arch)).programs
+    yield from planning.plan(for_decoding("auto", "auto", dtype, 4, is_e4m3=True), p, limits_of(arch)).programs
     cache = cupyfa.KVCache(k, k, lengths, table if size else None, "hnd")
     new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
     arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}

@@ -524,6 +524,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
         candidates={"Br": (1, 2, 4, 8, 16), "Bc": (16, 32, 64), "blocks_per_sm": (2, 4, 6, 8)},
         rules={},
         made_for=few_rows_for_many_keys,
+        after=(),
     )
 
 

@@ -72,6 +72,7 @@ LONGER_STEPS = {
 FAMILIES = {
     "minimal": "the first in one kernel: S and P are never in global memory",
     "v3": "the first with WMMA; tiles along d change every loop",
+    "fa2_split_kv": "few queries: threads share a row, in another way for each product",
     "mma_split_q": "the first with mma.sync: S, P and O are fragments in registers",
     "mma_fp16x2": "the first with parts of operands: their products, softmax, and what they lack",
     "mma_f64": "the first with products of doubles: its fragments, swizzle and shared rows",
