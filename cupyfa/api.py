@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import dtype_named
+from cupyfa.dtypes import E4M3, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -711,8 +711,7 @@ def decode(
     )
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
-    rows = step.q.shape[1] // max(step.k.shape[1], 1) * step.q.shape[2]
-    kernel = for_decoding(kernel, splits, str(step.q.dtype), rows, is_e4m3=cache.is_e4m3)
+    kernel = _kernel_of_tokens(step.q, step.k, kernel, splits)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
     given |= dict(zip(modifiers.SCALES, step.scales))
@@ -728,6 +727,13 @@ def decode(
 
 
 _DECODING = AttentionOptions(causal="bottom-right")
+
+
+def _kernel_of_tokens(
+    q: Any, k: Any, kernel: str | Kernel = "auto", splits: int | str = "auto"
+) -> str | Kernel:
+    rows = q.shape[1] // max(k.shape[1], 1) * q.shape[2]
+    return for_decoding(kernel, splits, str(q.dtype), rows, is_e4m3=k.dtype == E4M3)
 
 
 def _how_of_decoding(
@@ -768,7 +774,7 @@ def _decoded_in_parts(
         slopes = _seen(backend, "alibi_slopes", slopes)
     calls = []
     for x in shared.parts(step, options, captured, slopes, new):
-        how = _how_of_decoding(backend, x.options)
+        how = _how_of_decoding(backend, x.options, _kernel_of_tokens(x.q, x.k))
         calls.append(_with_operands(how, (x.q, x.k, x.v), x.given))
     own, captured = shared.own(options, captured)
     how = _how_of_decoding(backend, own, kernel, tiles)

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
+from helpers.merged import merged
 
 import cupyfa
 from cupyfa import modifiers
@@ -339,7 +340,8 @@ def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
     operands += [modifiers.of_value(*x) for x in zip(modifiers.SCALES, scales)]
     q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, E4M3)
     p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
-    yield from planning.plan(for_decoding("auto", "auto", dtype, 4, is_e4m3=True), p, limits_of(arch)).programs
+    kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=True)
+    yield from planning.plan(kernel, p, limits_of(arch)).programs
     cache = cupyfa.KVCache(k, k, lengths, table if size else None, "hnd")
     new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
     arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}
@@ -421,3 +423,37 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
     q = rng.standard_normal((2, 8, 1, d)).astype(DTYPE[dtype])
     cache = cupyfa.KVCache(k, v, lengths, k_scale=scales[0], v_scale=scales[1])
     cupyfa.decode(q, cache, backend=cuda, check=True)
+
+
+@pytest.mark.parametrize("form", [None, "heads"])
+@pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
+def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
+    """What one cache with the keys of both gives."""
+    filled, n = Filled(forms=(form, form)), 20
+    q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
+    shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]
+    scales = [filled.cache.k_scale, filled.cache.v_scale] if in_cache else [None, None]
+    prefix = tuple(x.swapaxes(1, 2) for x in shared)
+    if in_cache:
+        prefix = cupyfa.KVCache(*shared, np.array([n], "i4"), None, "nhd", *scales)
+    out, lse = cupyfa.decode(
+        q, filled.cache, prefix=prefix, backend=backend, return_lse=True, check=True
+    )
+    factors = [np.ones(KV_HEADS, "f4") if x is None else x for x in scales]
+    before = [x.astype("f8") * f[:, None] for x, f in zip(shared, factors)]
+    own = filled.numbers()
+    for b, length in enumerate(LENGTHS):
+        sequence = [
+            np.concatenate([x, y[b : b + 1, :length]], 1).swapaxes(1, 2)
+            for x, y in zip(before, own)
+        ]
+        parts = [[x[:, :, :n] for x in sequence], [x[:, :, n:] for x in sequence]]
+        expected = [
+            tolerance.expected_attention(
+                q[b : b + 1].astype("f8"), *x, dtype="float16", scale=D**-0.5
+            )[None]
+            for x in (*parts, sequence)
+        ]
+        wanted = merged(expected[:2], expected[2], "float16")
+        found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
+        tolerance.require(tolerance.compare(found, wanted), f"sequence {b}")

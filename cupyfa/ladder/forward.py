@@ -479,6 +479,7 @@ def split_kv(splits: Formula) -> Kernel:
 
 
 MMA_SPLIT_KV = split_kv(num_splits)
+SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def fa2_split_kv(splits: Formula) -> Kernel:
@@ -1007,7 +1008,7 @@ def for_decoding(
 
 @lru_cache(maxsize=64)
 def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
-    if name == "fa2_split_kv":
+    if name == "fa2_split_kv" and splits is not None:
         return _with_lengths(fa2_split_kv(lambda p, c: splits))
     made = MMA_SPLIT_KV if splits is None else split_kv(lambda p, c: splits)
     if not is_e4m3:

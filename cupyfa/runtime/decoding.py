@@ -353,7 +353,7 @@ def step(
     lengths = given["lengths"]
     if cache.is_e4m3:
         _check_arch(where)
-        given = {name: _one(where, given["q"]) for name in SCALES} | given
+        given = scales_of(where, cache, cache.k, given["q"]) | given
     if is_moved := not where.owns(lengths):
         given = {name: where.upload(x) for name, x in given.items()}
     tokens = given["q"].shape[2]
@@ -733,6 +733,17 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
     made += [Argument(name, value=np.int32(x)) for name, x in numbers.items()]
     made.append(Argument("prefix_keys", "data", None if "prefix_keys" in arrays else none))
     return [*made, *(_scale_argument(name, arrays.get(name)) for name in SCALES)]
+
+
+def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
+    """The scales of keys and values in e4m3, 1 where none is given; nothing for others.
+
+    cache: where the keys k lie, if in one. like: an array in the memory where scales have to be.
+    """
+    if k.dtype != E4M3:
+        return {}
+    given = (None, None) if cache is None else cache._scales
+    return {name: _one(backend, like) if x is None else x for name, x in zip(SCALES, given)}
 
 
 def _scale_argument(name: str, scale: Any) -> Argument:

@@ -24,7 +24,13 @@ from cupyfa.modifiers import PADDED, PAGE_TABLE
 from cupyfa.options import NO_WINDOW, AttentionOptions
 from cupyfa.runtime.arrays import address_of, require_one_device
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.decoding import KVCache, Step, _check_keys as check_keys, _seen as seen
+from cupyfa.runtime.decoding import (
+    KVCache,
+    Step,
+    _check_keys as check_keys,
+    _seen as seen,
+    scales_of,
+)
 from cupyfa.runtime.select import adopt
 from cupyfa.runtime.workspace import of_graphs
 
@@ -137,6 +143,7 @@ class Prefixes:
             given: dict[str, Any] = {"captured": self._read(texts.values(), own, captured)}
             if x.cache is not None:
                 given |= {PADDED[1]: x.cache.lengths, PAGE_TABLE: x.cache.pages}
+            given |= scales_of(step.backend, x.cache, x.k, step.q)
             k, v = map(step.backend.upload, (x.k, x.v)) if step.is_moved else (x.k, x.v)
             changed = {**_PLAIN, **texts}
             made.append(Part(self._rows_of(step.q, x), k, v, replace(options, **changed), given))
