@@ -167,6 +167,7 @@ LOOPS = {
     "mma_async": "next = tile.after<Bc>(first_key);\n",
     "mma_pipelined": "first_key = task.after<Bc>(first_key)) {\n",
     "mma_tf32": "first_key = task.after<Bc>(first_key)) {\n",
+    "mma_fp16x2": "first_key = task.after<Bc>(first_key)) {\n",
     **dict.fromkeys(("wgmma", "wgmma_overlap", "wgmma_persistent"), "tile.advance()) {\n"),
 }
 TRAP = """
