@@ -30,7 +30,8 @@ static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgr
 static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// Whether warpgroups take turns, or begin products as soon as they can.
+// Whether warpgroups take turns: of 1 they do not, and begin products as soon as they can; of 2 a
+// turn ends with the first columns of O += P V, of 3 with the last.
 template <bool used>
 struct TurnsOf : PingPong<consumers> {};
 template <>
@@ -214,7 +215,7 @@ struct Consumer {
       multiply<operand>(high, P_high[k], V_high, k > 0);
     }
     wgmma_commit_group();
-    if (is_last) Turns::arrive(warpgroup);
+    if (turns == 3 ? is_last : part == 0) Turns::arrive(warpgroup);
     wgmma_wait_group<0>(high);
     read_after_here(low);
     if (is_last) release_values();
@@ -284,6 +285,30 @@ struct Consumer {
   }
 };
 
+// store_rows() for rows of which two neighbours are stored at once, where a row begins at a
+// multiple of their bytes.
+template <int cols>
+__device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
+                                                const OwnRows& rows, Tensor<scalar> out, int batch,
+                                                int head, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = rows.row(0, half);
+    if (row >= rows.extent.M) continue;
+    float* to = out.row(batch, head, row);
+    const bool in_pairs =
+        cols % 2 == 0 && reinterpret_cast<unsigned long long>(to) % sizeof(float2) == 0;
+#pragma unroll
+    for (int j = 0; j < width / 8; ++j) {
+      const int col = j * 8 + 2 * (lane % 4);
+      const float2 pair = {O[0][j][half * 2], O[0][j][half * 2 + 1]};
+      if (in_pairs && col < cols) *reinterpret_cast<float2*>(to + col) = pair;
+      if (!in_pairs && col < cols) to[col] = pair.x;
+      if (!in_pairs && col + 1 < cols) to[col + 1] = pair.y;
+    }
+  }
+}
+
 // The end of a row tile.
 struct Epilogue {
   const int* V_exponents;
@@ -300,7 +325,10 @@ struct Epilogue {
     finish_rows(sums, rows, lse, batch, head, lane);
     flag_rows<dv>(sums, rows, exponents, flags, batch, head, lane);
     scale_columns<dv>(sums, exponents, lane);
-    store_rows<dv>(sums, rows, O, batch, head, lane);
+    if constexpr (width > 192)  // no registers are left for two ways to store
+      store_rows<dv>(sums, rows, O, batch, head, lane);
+    else
+      store_row_pairs<dv>(sums, rows, O, batch, head, lane);
   }
 };
 

@@ -117,7 +117,7 @@ LONGER = {
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1077, HOPPER),
-    "forward/wgmma_fp16x2": (1380, HOPPER + "; a schedule; parts of operands"),
+    "forward/wgmma_fp16x2": (1408, HOPPER + "; a schedule; parts of operands"),
     "forward/wgmma_fp8": (1257, HOPPER + "; scales of tiles"),
     "forward/wgmma_overlap": (1143, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1317, HOPPER + "; a schedule"),
