@@ -76,6 +76,6 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)
-    repair_row<d, dv>(Q, rows_of_keys(K, mods), rows_of_values(V, mods), O, lse, extent, row, batch,
-                      head, head / group, Scorer<real>{scale, mods});
+    repair_row<d, dv>(Q, keys_of(K, mods), values_of(V, mods), O, lse, extent, row, batch, head,
+                      head / group, Scorer<real>{scale, mods});
 }

@@ -155,15 +155,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     merge_tile<threads>(room, made, row, min(Br, extent.M * pack_gqa - row), rows.extent, O, lse,
                         [&](int row) {
                           const int head = made.head(row);
-                          call_repair_row<d, dv>(Q, rows_of_keys(K, mods), rows_of_values(V, mods),
-                                                 O, lse, rows.extent.of_head(head), made.query(row),
+                          call_repair_row<d, dv>(Q, keys_of(K, mods), values_of(V, mods), O, lse,
+                                                 rows.extent.of_head(head), made.query(row),
                                                  made.batch, head, head / group, scorer);
                         });
     return;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv, true>(Q, rows_of_keys(K, mods), rows_of_values(V, mods), O, lse, rows,
-                             same.batch, same.head, same.head * pack_gqa / group, scorer);
+    repair_rows<d, dv, true>(Q, keys_of(K, mods), values_of(V, mods), O, lse, rows, same.batch,
+                             same.head, same.head * pack_gqa / group, scorer);
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);

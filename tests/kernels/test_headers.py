@@ -36,6 +36,7 @@ MAY_READ = {
     },
     "tensor.cuh": {"packed"},
     "pages.cuh": {"page_size"},
+    "stored.cuh": {"has_e4m3"},
     "row_sums.cuh": {"packed"},
     "sum_tile.cuh": {"ragged", "packed"},
     "score.cuh": {

@@ -157,6 +157,6 @@ __device__ __forceinline__ void finish_stored([[maybe_unused]] const Scales& sca
                                               [[maybe_unused]] int lane) {
   if constexpr (Scales::used) {
     constexpr bool by_page = decltype(scales.values)::by_page;
-    restore_columns(O, by_page ? 1.0f : scales.values.of(0), lane);
+    restore_columns(O, by_page ? 1.0f : scales.values.of_all(), lane);
   }
 }

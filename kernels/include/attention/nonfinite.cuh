@@ -50,8 +50,8 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
 // A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
 // unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
 // on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
-template <int d, int dv, class T, class Keys, class Values, class Scores>
-__device__ void repair_row(Tensor<const T> Q, Keys K, Values V, Tensor<scalar> O, Tensor<real> lse,
+template <int d, int dv, class T, class Keys, class Scores>
+__device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
                            const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
@@ -62,8 +62,7 @@ __device__ void repair_row(Tensor<const T> Q, Keys K, Values V, Tensor<scalar> O
     real maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       if (!extent.shown(query, key)) continue;
-      const auto k = K.row(batch, kv_head, key);
-      const auto v = V.row(batch, kv_head, key) + first_col;
+      const auto k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key) + first_col;
       real product = 0;
       for (int j = lane; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
       const real x = scorer.applied(warp_sum(product), extent, query, key), before = maximum;
@@ -96,9 +95,8 @@ __device__ __noinline__ void call_repair_row(Args... args) {
 }
 
 // The same for all rows of a warp.
-template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys,
-          class Values, class S>
-__device__ void repair_rows(Tensor<const T> Q, Keys K, Values V, Tensor<scalar> O, Tensor<real> lse,
+template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
+__device__ void repair_rows(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,
                             const S& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);

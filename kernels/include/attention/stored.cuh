@@ -32,23 +32,42 @@ __device__ __forceinline__ Tensor<const operand> as_operands(Tensor<const E4m3> 
           tensor.head_stride / 2, tensor.row_stride / 2};
 }
 
-// The scales of a key head.
-template <class Scales>
-struct HeadScales {
-  static constexpr bool by_page = sizeof(Scales::stride) == 3 * sizeof(long long);
-  Scales scales;
-  int batch, head;
+template <class Array>
+constexpr bool is_of_pages = sizeof(Array::stride) == 3 * sizeof(long long);
 
-  // Of a page, where there are scales of pages.
-  __device__ __forceinline__ float of(int page) const {
-    if constexpr (by_page) return scales.data[page * scales.stride[0] + head * scales.stride[2]];
-    return scales.data[batch * scales.stride[0] + head * scales.stride[1]];
+// Scales of all heads; one of the strides of batch elements and of pages is 0.
+struct Scales {
+  const float* data;
+  long long batch_stride, page_stride, head_stride;
+
+  template <class Array>
+  __device__ __forceinline__ explicit Scales(const Array& scales)
+      : data(scales.data),
+        batch_stride(is_of_pages<Array> ? 0 : scales.stride[0]),
+        page_stride(is_of_pages<Array> ? scales.stride[0] : 0),
+        head_stride(scales.stride[is_of_pages<Array> ? 2 : 1]) {}
+  __device__ __forceinline__ const float* of(int batch, int page, int head) const {
+    return data + batch * batch_stride + page * page_stride + head * head_stride;
   }
-  // Of a row of a head that may lie in pages.
+};
+
+// Those of one head.
+template <bool of_pages>
+struct HeadScales {
+  static constexpr bool by_page = of_pages;
+  const float* data;
+  long long page_stride;
+
+  __device__ __forceinline__ HeadScales(const Scales& scales, int batch, int head)
+      : data(scales.of(batch, 0, head)), page_stride(scales.page_stride) {}
+  // Of all rows, or of a row of a head in pages.
+  __device__ __forceinline__ float of_all() const { return *data; }
   template <class Keys>
   __device__ __forceinline__ float of_row(const Keys& keys, int row) const {
-    if constexpr (by_page) return of(keys.pages.page_of(min(row, keys.rows - 1)));
-    return of(0);
+    if constexpr (of_pages)
+      return data[keys.pages.page_of(min(row, keys.rows - 1)) * page_stride];
+    else
+      return of_all();
   }
 };
 
@@ -61,11 +80,11 @@ struct Scaling {
 template <class Arrays>
 struct Scaling<Arrays, true> {
   static constexpr bool used = true;
-  HeadScales<decltype(Arrays::k_scale_)> keys;
-  HeadScales<decltype(Arrays::v_scale_)> values;
+  HeadScales<is_of_pages<decltype(Arrays::k_scale_)>> keys;
+  HeadScales<is_of_pages<decltype(Arrays::v_scale_)>> values;
 
   __device__ __forceinline__ Scaling(const Arrays& mods, int batch, int head)
-      : keys{mods.k_scale_, batch, head}, values{mods.v_scale_, batch, head} {}
+      : keys(Scales(mods.k_scale_), batch, head), values(Scales(mods.v_scale_), batch, head) {}
 };
 
 // A row of e4m3 numbers, which are multiplied by a scale.
@@ -79,37 +98,31 @@ struct ScaledRow {
   __device__ __forceinline__ ScaledRow operator+(int cols) const { return {data + cols, scale}; }
 };
 
-// Rows of batch elements with their scales, with the interface of a Tensor.
-template <class Keys, class Scales>
+// Keys, or values, as rows of numbers, with the interface of a Tensor.
+template <class Keys>
 struct ScaledRows {
   Keys keys;
   Scales scales;
 
   __device__ __forceinline__ ScaledRow row(int batch, int head, int row) const {
-    const HeadScales<Scales> own = {scales, batch, head};
-    if constexpr (own.by_page)
-      return {keys.row(batch, head, row), own.of(keys.pages(batch).page_of(row))};
-    else
-      return {keys.row(batch, head, row), own.of(0)};
+    int page = 0;
+    if constexpr (paged) page = keys.pages(batch).page_of(row);
+    return {keys.row(batch, head, row), *scales.of(batch, page, head)};
   }
 };
-
-// Keys, or values, as rows of numbers.
-template <class Arrays>
-__device__ __forceinline__ auto rows_of_keys(Tensor<const operand> keys, const Arrays& mods) {
-  return rows_of(keys, mods);
+template <class T, class Arrays>
+__device__ __forceinline__ auto keys_of(Tensor<const T> tensor, const Arrays& mods) {
+  const auto rows = rows_of(tensor, mods);
+  if constexpr (has_e4m3)
+    return ScaledRows<decltype(rows_of(tensor, mods))>{rows, Scales(mods.k_scale_)};
+  else
+    return rows;
 }
-template <class Arrays>
-__device__ __forceinline__ auto rows_of_values(Tensor<const operand> values, const Arrays& mods) {
-  return rows_of(values, mods);
-}
-template <class Arrays>
-__device__ __forceinline__ auto rows_of_keys(Tensor<const E4m3> keys, const Arrays& mods) {
-  const auto rows = rows_of(keys, mods);
-  return ScaledRows<decltype(rows_of(keys, mods)), decltype(mods.k_scale_)>{rows, mods.k_scale_};
-}
-template <class Arrays>
-__device__ __forceinline__ auto rows_of_values(Tensor<const E4m3> values, const Arrays& mods) {
-  const auto rows = rows_of(values, mods);
-  return ScaledRows<decltype(rows_of(values, mods)), decltype(mods.v_scale_)>{rows, mods.v_scale_};
+template <class T, class Arrays>
+__device__ __forceinline__ auto values_of(Tensor<const T> tensor, const Arrays& mods) {
+  const auto rows = rows_of(tensor, mods);
+  if constexpr (has_e4m3)
+    return ScaledRows<decltype(rows_of(tensor, mods))>{rows, Scales(mods.v_scale_)};
+  else
+    return rows;
 }
