@@ -40,9 +40,10 @@ from cupyfa.options import OptionKeywords
 
 CAPTURED, WRT, BLOCK_MASK = "captured", "wrt", "block_mask"
 LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
+PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
 QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
 # Arguments that give forms, or say what is done with the arrays.
-NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF)
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF, PAGE_SIZE)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -79,6 +80,7 @@ class Keywords(OptionKeywords, total=False):
     block_mask: bool | None
     dlse: bool | None
     lengths: Any
+    page_size: int | None
 
 
 def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:

@@ -22,6 +22,7 @@ from cupyfa.modifiers import (
     MAPS,
     MASK,
     OWN_ARRAYS,
+    PADDED,
     PAGE_TABLE,
     SCALES,
     SEED,
@@ -127,6 +128,7 @@ class Problem:
         block_mask: bool | None = None,
         dlse: bool | None = None,
         lengths: Any = None,
+        page_size: int | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
@@ -137,7 +139,8 @@ class Problem:
         alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, wrt, dlse: forms of arrays,
         those whose gradients a backward kernel gives, and whether it takes a gradient of lse, as
         ``forms.operands`` has them; dropout_seed and dropout_offset may be arrays, or forms such as
-        "u64[1]". With block_mask, mask and mask_mod are a block mask.
+        "u64[1]". With block_mask, mask and mask_mod are a block mask. With page_size, keys lie in
+        pages of so many: see ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
         packed = None if lengths is None else forms.lengths_of(lengths)
@@ -159,7 +162,7 @@ class Problem:
         batch = 1 if packed else batch
         sizes = batch, heads, kv_heads, M, N, d, dv
         p = cls(*sizes, known, chosen, operands=arrays, lengths=packed)
-        return p.in_blocks(block_mask)
+        return p.in_blocks(block_mask).in_pages(page_size)
 
     @classmethod
     def of_cache(
@@ -262,9 +265,13 @@ class Problem:
     def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
         """The problem with other options; with texts or forms of arrays in place of all its own.
 
-        With lengths among the arrays, it is a ragged batch of such sequences.
+        With lengths among the arrays, it is a ragged batch of such sequences; with a page_size, its
+        keys lie in pages.
         """
         arrays = dict(arrays)
+        size = arrays.pop(forms.PAGE_SIZE, None) or self.page_size
+        if size:
+            return self.in_pages(None).modified(options, arrays).in_pages(size)
         packed = arrays.pop(forms.LENGTHS_OF, None)
         seeds = forms.seeds_in_memory(options)
         options = {**options, **dict.fromkeys(seeds, 0)}
@@ -321,6 +328,8 @@ class Problem:
 
         Of a ragged batch the first sequences and rows are kept, as many as these sizes are.
         """
+        if size := self.page_size:
+            return self.in_pages(None).resized(**sizes).in_pages(size)
         if self.lengths is not None:
             batch = sizes.pop("batch", None)
             q, k = (x.first(batch) for x in self.lengths)
@@ -337,6 +346,9 @@ class Problem:
 
         A form with a number, f32[4], keeps it: where a text indexes it with key, N is at most 4.
         """
+        if size := arrays.get(forms.PAGE_SIZE) or self.page_size:
+            others = {name: x for name, x in arrays.items() if name != forms.PAGE_SIZE}
+            return self.in_pages(None).with_arrays(others).in_pages(size)
         sizes, p = ("batch", "heads", "M", "N"), self
         while True:
             of_self = {**arrays, **_forms_of(p.lengths)}
@@ -372,6 +384,27 @@ class Problem:
         others = [x for x in self.operands if x.name not in LENGTHS]
         made = forms.resized(others, self._texts, self.of_scores, (1, self.heads, self.M, self.N))
         return replace(self, operands=made, lengths=None)
+
+    def in_pages(self, size: int | None) -> Problem:
+        """The problem whose batch elements have as many keys as their lengths say, in pages of
+        ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
+        """
+        if size is None:
+            kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
+            return replace(self, operands=kept, pages=0) if self.pages else self
+        if whole("page_size", size, 16, 256) & (size - 1):
+            raise ValueError(f"page_size is {size}; use one of 16, 32, 64, 128, 256")
+        if self.sequences is not None:
+            raise ValueError(
+                "page_size is for batch elements, and lengths for packed sequences; "
+                "leave one of them out"
+            )
+        most = max(-(-self.N // size), 1)
+        lengths = Operand(PADDED[1], "int32", (self.batch,))
+        table = Operand(PAGE_TABLE, "int32", (self.batch, most))
+        dense = self.in_pages(None).resized(N=most * size)
+        operands = (*dense.operands, lengths, table)
+        return replace(dense, operands=operands, pages=self.batch * most + 1)
 
     @property
     def pairs(self) -> int:
@@ -454,15 +487,17 @@ class Problem:
         found = forms.shown(p.shown_operands, self.of_scores).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
         if self.cached is not None:
-            shown.append(
-                f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
-            )
-        return [*shown, *[forms.BLOCK_MASK] * self.block_mask]
+            pages = f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
+        else:
+            pages = f"{forms.PAGE_SIZE}={self.page_size}" if self.pages else ""
+        return [*shown, *[pages] * bool(pages), *[forms.BLOCK_MASK] * self.block_mask]
 
     @property
     def shown_operands(self) -> tuple[Operand, ...]:
-        """The operands, without offsets and lengths where these are known as numbers."""
-        named = (*LENGTHS, PAGE_TABLE) if self.known_lengths else ()
+        """The operands, without offsets and lengths where these are known as numbers, and without
+        what pages have.
+        """
+        named = (*LENGTHS, PAGE_TABLE) if self.known_lengths or self.pages else ()
         return tuple(x for x in self.operands if x.name not in named)
 
     @property
@@ -479,6 +514,7 @@ class Problem:
             *self.options.command_line(self._in_memory),
             *forms.command_line(self.without_maps().shown_operands, self.of_scores),
             *["--block-mask"] * self.block_mask,
+            *[f"--page-size={self.page_size}"] * bool(self.pages),
         ]
 
     @classmethod

@@ -229,9 +229,15 @@ def array_options(command: Command) -> Command:
         default=None,
         help="Backward kernels: a gradient of lse, which is one more input.",
     )
+    pages = click.option(
+        _long(forms.PAGE_SIZE),
+        type=int,
+        help="Batch elements have lengths of their own, and their keys lie in pages of this many: "
+        "16, 32, 64, 128 or 256.",
+    )
     return _with(
         _combined(command, tuple(_LENGTHS), forms.LENGTHS_OF, _lengths),
-        *(*made, captured, blocks, wrt, dlse),
+        *(*made, captured, blocks, wrt, dlse, pages),
         *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
     )
 

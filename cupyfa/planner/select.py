@@ -371,6 +371,8 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"its dtypes are {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
+    if problem.pages and own not in kernel.dtypes:  # a launch before would round them
+        return f"it does not round {own} in pages"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
     if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):

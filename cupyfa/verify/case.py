@@ -102,6 +102,8 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
+        if p.pages:
+            self._put_in_pages(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
         read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
@@ -128,6 +130,36 @@ class Case:
             if self.values in poison:
                 start = of.offsets[chosen]
                 array[:, :, start : start + of.counts[chosen]] = poison[self.values]
+
+    def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
+        """Writes lengths and a page table, and NaN to keys that no batch element has.
+
+        Lengths are 0, 1, near whole pages, and the most; pages come in any order, some elements
+        share their first one, and numbers after the last page of an element are wrong ones. With
+        such values one element has NaN or infinity in all keys that no other one has.
+        """
+        p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
+        size, most = p.page_size, p.N // p.page_size
+        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N) if x <= p.N]
+        lengths = np.resize(rng.permutation(edges), p.batch)
+        table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
+        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if p.batch > 1 else ():
+            table[i, 0] = table[i - 1, 0]
+        users = np.zeros((p.batch, p.pages, size), bool)  # which elements have which rows
+        for b, length in enumerate(lengths):
+            keys = np.arange(length)
+            users[b, table[b, keys // size], keys % size] = True
+        chosen = int(rng.integers(max(p.batch, 1)))
+        poison = {"nan": math.nan, "inf": math.inf}.get(self.values)
+        for name in "KV":
+            array = arrays[name].swapaxes(1, 2)  # [pages, page_size, kv_heads, columns]
+            array[~users.any(axis=0)] = math.nan
+            if poison is not None and p.batch:
+                array[users[chosen] & (users.sum(axis=0) == 1)] = poison
+        wrong = rng.choice([-1, p.pages, 2**31 - 1, -(2**31)], table.shape)
+        needed = np.arange(most) < -(-lengths[:, None] // size)
+        arrays[f"mods.{PADDED[1]}"] = lengths.astype(np.int32)
+        arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
 
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
@@ -344,7 +376,9 @@ def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
     like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}
     *_, last = like_first.values()
     alike = {
-        name: x.swapaxes(1, 2) for name, x in like_first.items() if x.shape[2:] == last.shape[2:]
+        name: x.swapaxes(1, 2)
+        for name, x in like_first.items()
+        if (len(x), *x.shape[2:]) == (len(last), *last.shape[2:])
     }
     joined = np.concatenate(list(alike.values()), axis=2).swapaxes(1, 2)
     ends = np.cumsum([x.shape[2] for x in alike.values()])

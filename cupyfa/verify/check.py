@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
-from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, WRT, Keywords, seeds_in_memory
+from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
@@ -384,7 +384,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
-        own = {LENGTHS_OF: "ragged", WRT: WRT, DLSE: DLSE}
+        own = {LENGTHS_OF: "ragged", PAGE_SIZE: "paged", WRT: WRT, DLSE: DLSE}
         return own.get(name, "places") in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)

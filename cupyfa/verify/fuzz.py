@@ -174,7 +174,8 @@ class Fuzz:
         if self._lengths:
             return True
         of_turn = turns.i >= 8 and turns.i % 8 < _RAGGED_OF_8
-        given = {*(self.arrays or {})} & {BIAS, MASK, forms.BLOCK_MASK, forms.WRT}
+        refused = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT, forms.PAGE_SIZE}
+        given = refused & {*(self.arrays or {})}
         return of_turn and not given and self._operation != "softmax" and self._has("ragged")
 
     def _has_texts(self, turns: "_Turns") -> bool:

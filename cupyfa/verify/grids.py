@@ -26,8 +26,8 @@ from cupyfa.verify.fuzz import MODIFIED, OF_SEQUENCES, other_options
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
-    "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, every layout, every "
-    "kind of values",
+    "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, keys in pages, every "
+    "layout, every kind of values",
     "fa2": "the sizes of FlashAttention 2's tests, then the edges",
     "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
 }
@@ -64,6 +64,8 @@ def cases(
     others only where there are none.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
+    if operation == "backward":
+        chosen = (x for x in chosen if forms.PAGE_SIZE not in x)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
         given = options or {}, arrays or {}
@@ -78,8 +80,11 @@ def cases(
 def _takes(p: Problem, arrays: Choice) -> bool:
     """Whether a problem may have these arrays: a ragged batch has none of pairs, nor their wrt."""
     is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
-    of_pairs = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT} & {*arrays, *(x.name for x in p.operands)}
-    return not (is_ragged and of_pairs)
+    is_paged = p.pages or forms.PAGE_SIZE in arrays
+    named = {*arrays, *(x.name for x in p.operands)}
+    if is_paged and (is_ragged or named & {forms.BLOCK_MASK, forms.WRT}):
+        return False
+    return not (is_ragged and named & {BIAS, MASK, forms.BLOCK_MASK, forms.WRT})
 
 
 # FlashAttention's tests
@@ -270,6 +275,15 @@ _SEQUENCES = (
 )
 
 
+# Few queries and keys in pages; the lengths of batch elements are those of Case.
+_PAGED: Axes = {
+    "batch": (1, 2, 5, 7),
+    "lengths": ((1, 1), (1, 70), (2, 300), (17, 65), (40, 257), (3, 16)),
+    "d": (1, 17, 64, 65, 128, 129, (65, 129), (40, 17)),
+    "page_size": (16, 32, 64, 128, 256),
+}
+
+
 def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     special = (*product(_EMPTY, _EVERY_MASK), *product(_MANY, _MASKS))
     for i, (sizes, causal) in enumerate(special):
@@ -288,6 +302,7 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     del sequences["batch"], sequences["lengths"]
     for i, chosen in enumerate(_paired(sequences, _OF_ODD // 4)):
         yield {**chosen, **OF_SEQUENCES[i % len(OF_SEQUENCES)]}
+    yield from _paired({**odd, **others, **_PAGED}, _OF_ODD // 16)
 
 
 # Softmax over rows

@@ -36,6 +36,8 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 def _smaller(p: Problem) -> Iterator[Problem]:
     yield from _of_fewer_rows(p) if p.lengths else ()
+    if p.pages:
+        yield from (p.in_pages(None), p.in_pages(16))
     yield from (p.resized(batch=batch) for batch in _sizes(p.batch))
     for kv_heads in _sizes(p.kv_heads):
         yield p.resized(heads=kv_heads * p.group, kv_heads=kv_heads)
