@@ -46,6 +46,17 @@ def test_lists_give_lists(backend, layout):
     assert all(x.tobytes() == y.tobytes() for x, y in zip(into, outs, strict=True))
 
 
+def test_threads_copy_large_lists(monkeypatch):
+    how = {"kernel": "fa2", "backend": "simulator"}
+    wanted = cupyfa.attention(*drawn(), **how)
+    monkeypatch.setattr("cupyfa.runtime.ragged._LARGE", 100)
+    monkeypatch.setattr("cupyfa.runtime.ragged._AT_ONCE", 300)  # a row and a half
+    into = [np.full_like(x, 7) for x in wanted]
+    cupyfa.attention(*drawn(), out=into, **how)
+    for got, right in zip(into, wanted, strict=True):
+        np.testing.assert_array_equal(got, right)
+
+
 def test_gradients_of_lists_are_lists(backend):
     lists = drawn()
     how = {"backend": backend, "options": cupyfa.AttentionOptions(causal=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,8 +11,11 @@ import numpy as np
 
 from cupyfa.errors import described
 from cupyfa.modifiers import PADDED, STARTS, USED
+from cupyfa.runtime.transfer.host import configure
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
+_LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
+_AT_ONCE = 1 << 20  # bytes that a thread copies at a time
 
 
 def lengths(
@@ -143,9 +147,29 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
     if not hasattr(first, "__array_function__"):
         raise TypeError(f"{name} is a list of {type(first).__name__}; give NumPy or CuPy arrays")
     made = np.empty_like(first, order="C", shape=(int(offsets[-1]), heads, columns))
-    for x, (start, end) in zip(arrays, pairwise(offsets.tolist())):
-        made[start:end] = x if layout == "bshd" else x.swapaxes(0, 1)
+    rows = arrays if layout == "bshd" else [x.swapaxes(0, 1) for x in arrays]
+    _copy_all((made[a:b], x) for x, (a, b) in zip(rows, pairwise(offsets.tolist())))
     return made, offsets
+
+
+def _copy_all(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Copies to the first array of each pair from the second; NumPy's large ones in threads."""
+    found = list(pairs)
+    is_large = sum(x.nbytes for x, _ in found) > _LARGE and isinstance(found[0][0], np.ndarray)
+    if not is_large:
+        for to, source in found:
+            to[...] = source
+        return
+    from concurrent.futures import ThreadPoolExecutor
+
+    some = (
+        (to[i : i + step], source[i : i + step])
+        for to, source in found
+        if (step := max(len(to) * _AT_ONCE // max(to.nbytes, 1), 1))
+        for i in range(0, len(to), step)
+    )
+    with ThreadPoolExecutor(configure().threads) as threads:
+        deque(threads.map(np.copyto, *zip(*some)), maxlen=0)
 
 
 def _others(array: Any, axis: int) -> tuple[int, ...]:
@@ -169,8 +193,7 @@ def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> l
                 f"out[{i}] is {x.dtype} {tuple(x.shape)}, the result is {y.dtype} "
                 f"{tuple(y.shape)}; give an array like that"
             )
-    for x, y in zip(out, found):
-        x[...] = y
+    _copy_all(zip(out, found))
     return list(out)
 
 

@@ -60,6 +60,29 @@ def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
     np.testing.assert_array_equal(np.concatenate(outs, 1).swapaxes(0, 1), made[0][0])
 
 
+def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
+    """On the very arrays of a call before, whose lengths may have changed."""
+    import cupy
+
+    slow, call = [], cupyfa.api._call
+    monkeypatch.setattr(cupyfa.api, "_call", lambda *a, **k: slow.append(1) or call(*a, **k))
+    q, k, v, offsets = on_device(*arrays(60, 4, 64), np.array([0, 20, 60], np.int32))
+    cache = cupyfa.KVCache(*cupy.zeros((2, 2, 30, 4, 64), np.float16), cupy.zeros(2, np.int32))
+    new = [x[:2].reshape(2, 4, 1, 64) for x in (q, k, v)]
+    for turn in range(8):
+        offsets[1] = 10 + turn
+        lengths = [0, 10 + turn, 60]
+        out = cupyfa.attention_ragged(q, k, v, offsets, offsets, causal=True)
+        decoded = cupyfa.decode(new[0], cache, k=new[1], v=new[2])
+        cache.lengths += 1
+        for a, b in pairwise(lengths):
+            parts = (x[a:b].swapaxes(0, 1) for x in (q, k, v))
+            alone = cupyfa.attention(*parts, causal=True).swapaxes(0, 1)
+            np.testing.assert_allclose(out[a:b].get(), alone.get(), atol=4e-3)
+        np.testing.assert_allclose(decoded.get()[:, :, 0], new[2].get()[:, :, 0], atol=4e-3)
+    assert len(slow) <= 8 * 2 + 2 * 5  # dense ones, and the others until their memory is known
+
+
 def of_shape(*shape, dtype=np.float16):
     return np.random.default_rng(1).standard_normal(shape, np.float32).astype(dtype)
 
