@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP, tiles_of
 from cupyfa.ladder.kernel import Launch
-from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem import Problem
 
 OPERANDS = "Q_high Q_low K_high K_low V_high V_low"
@@ -12,7 +11,6 @@ PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
 _THREADS = 256
 _ROWS = 128  # of a block that splits; a table of maxima is read for each
 _MENDED = 32  # rows of a block that mends
-_MOST_SLABS = 32
 
 
 def _elements(p: Problem) -> int:
@@ -21,8 +19,8 @@ def _elements(p: Problem) -> int:
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Into how many slabs the keys of a head are cut, of at least 64 where there is only one."""
-    return min(max(cdiv(p.N, 64), 1), _MOST_SLABS)
+    """Into how many slabs the keys of a head are cut. It is compiled in, so it takes few values."""
+    return 32 if p.N > 512 else 4
 
 
 def _query_blocks(p: Problem, c: SimpleNamespace) -> int:

@@ -147,7 +147,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;
   const int* exponents = V_exponents + (same.batch * key_heads + own_head) * dv;
-  rows.raise_maxima(weight_exponent);
+  rows.move_maxima(weight_exponent);
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
   flag_rows<dv>(sums, rows, exponents, flags, same.batch, same.head, lane);
   scale_columns<dv>(sums, exponents, lane);

@@ -321,7 +321,7 @@ struct Epilogue {
                                              const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, batch = task.batch, head = task.head;
     const int* exponents = V_exponents + ((long long)batch * kv_heads + head / group) * dv;
-    rows.raise_maxima(weight_exponent);
+    rows.move_maxima(weight_exponent);
     finish_rows(sums, rows, lse, batch, head, lane);
     flag_rows<dv>(sums, rows, exponents, flags, batch, head, lane);
     scale_columns<dv>(sums, exponents, lane);

@@ -16,9 +16,9 @@ struct PartRows : Rows<Wr, pack_gqa> {
   __device__ __forceinline__ PartRows(int first, const Extent& extent, real scale2,
                                       bool takes_sink = true)
       : Rows<Wr, pack_gqa>(first, extent, scale2, takes_sink) {
-    raise_maxima(-weight_exponent);
+    move_maxima(-weight_exponent);
   }
-  __device__ __forceinline__ void raise_maxima(real by) {
+  __device__ __forceinline__ void move_maxima(real by) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) this->maximum[i / 2][i % 2] += by;
   }
