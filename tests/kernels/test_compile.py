@@ -127,7 +127,8 @@ def without_spills():
     for name, (d, mask) in product(HOPPER, (*product((64, 128, 256), masks), *odd)):
         turn = (d, mask) in ((64, "causal"), (128, "full"), (256, "window"))
         for heads in (1, 64):
-            sizes = {"M": 2048, "heads": heads, "dtype": "bfloat16" if turn else "float16"}
+            dtype = "float32" if name == "wgmma_fp16x2" else "bfloat16" if turn else "float16"
+            sizes = {"M": 2048, "heads": heads, "dtype": dtype}
             yield name, "90", d, mask, sizes
     # Launches for d above 128, and for sequences that no block finishes alone.
     yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64}
