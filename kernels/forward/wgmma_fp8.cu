@@ -169,8 +169,8 @@ struct Consumer {
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.pairs.own().load(rows, next);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
-                     ? move_maxima<true, tolerated>(S, rows, first_key, lane, factor)
-                     : move_maxima<false, tolerated>(S, rows, first_key, lane, factor);
+                     ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
+                     : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
     rows.scale(factor);
     Rows<step> higher = rows;
     for (float& maximum : higher.maximum[0]) maximum -= offset;

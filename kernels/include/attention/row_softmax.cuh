@@ -38,7 +38,7 @@ __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
 // `slack` stays: P is then at most 2^slack. Maxima that are `whole` are rounded up, so that factors
 // are powers of two and round nothing.
 template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
-__device__ __forceinline__ bool move_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
+__device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2]) {
   real maximum[m][2];
   find_maxima<masked>(S, rows, first_key, lane, maximum);
@@ -68,7 +68,7 @@ template <bool masked, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
   real factor[m][2];
-  if (!move_maxima<masked>(S, rows, first_key, lane, factor)) return;
+  if (!raise_maxima<masked>(S, rows, first_key, lane, factor)) return;
   rows.scale(factor);
   scale_rows(O, factor);
 }
