@@ -141,7 +141,8 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [index, first_head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   const int head = first_head * pack_gqa, number = index / tiles;
-  const Rows rows = {extent_of(sizes, mods, batch, head), index % tiles * Br, head};
+  // The longest rows of a causal mask first.
+  const Rows rows = {extent_of(sizes, mods, batch, head), (tiles - 1 - index % tiles) * Br, head};
   if (!rows.extent.has_tile_of_rows(rows.query(0))) return;
   const Split split(rows, number, num_splits);
   const Scorer<real> scorer = {scale, mods};
