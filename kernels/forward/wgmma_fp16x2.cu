@@ -40,7 +40,7 @@ struct TurnsOf<false> {
   static __device__ __forceinline__ void arrive(int) {}
 };
 
-using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
+using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
 using Turns = TurnsOf<(turns > 1)>;
 // Each box has rows of high parts, then as many of low ones.

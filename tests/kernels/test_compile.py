@@ -82,6 +82,9 @@ SPILLED = {
     ("mma_fp16x2", "90", 64, "causal"): 4,
     ("mma_fp16x2", "90", 128, "window"): 4,
     ("mma_fp16x2", "90", 256, "causal"): 8,
+    ("wgmma_fp16x2", "90", 40, "full"): 4,  # in mend_parts
+    ("wgmma_fp16x2", "90", 64, "full"): 4,
+    ("wgmma_fp16x2", "90", 192, "window"): 8,  # where O is stored
     ("mma_f64_columns", "90", 256, "causal"): 44,
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
