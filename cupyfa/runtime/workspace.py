@@ -102,7 +102,7 @@ class Workspace:
         """New arrays for all temporaries; with ``keep`` they serve the first stream."""
         arrays = {name: allocated(self._backend, self._plan, name) for name in self._names}
         if self._keep and arrays:
-            self._spares.append(self._space(arrays))
+            self._spares.append(self._for_any_stream(arrays))
         return arrays
 
     def at(self, stream: Any) -> Space:
@@ -117,7 +117,7 @@ class Workspace:
         if not self._keep:
             return self._shared(key)
         if not self._spares:
-            self._spares.append(self._space())
+            self._spares.append(self._for_any_stream())
         found = self.by_stream.get(key)
         if found is None:
             if len(self.by_stream) >= MOST:
@@ -162,6 +162,13 @@ class Workspace:
         space = (memory, zeros), tuple({**others, **more}[name] for name in self._names)
         self._recent = memory, stream, space
         return space
+
+    def _for_any_stream(self, arrays: dict[str, Any] | None = None) -> Space:
+        """Memory for a graph, whose zeros are there whatever stream it runs in."""
+        made = self._space(arrays)
+        for name in self._zeroed:
+            self._backend.download(made[0][name])
+        return made
 
     def _shared_zeros(self, stream: Any) -> Any:
         """Memory of zeros that all calls in a stream share; None without such temporaries."""
