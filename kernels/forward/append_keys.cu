@@ -39,12 +39,16 @@ struct AngleOf<true> {
 };
 using Angle = AngleOf<angles_of_sums>::Type;
 
-// Writes a number as the cache stores it.
-__device__ __forceinline__ void store(scalar* to, scalar x, float) {
-  *to = x;
-}
-__device__ __forceinline__ void store(E4m3* to, scalar x, float scale) {
-  to->bits = static_cast<unsigned char>(pack_e4m3(float(x) / scale, 0, 0, 0));
+// Writes the numbers of a row as the cache stores them.
+template <int cols, class T, class Number>
+__device__ __forceinline__ void store_row(T* to, int lane, [[maybe_unused]] float scale,
+                                          Number number) {
+  for (int col = lane; col < cols; col += warp_size) {
+    if constexpr (sizeof(T) == 1)
+      to[col] = {static_cast<unsigned char>(pack_e4m3(float(number(col)) / scale, 0, 0, 0))};
+    else
+      to[col] = number(col);
+  }
 }
 
 // The scale of a row of a head.
@@ -102,13 +106,14 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
       const scalar* from = new_K.row(batch, unit, token);
       Stored* to = K.row(page, unit, row);
       const float scale = scale_of<k_scale_by_page>(k_scale, batch, page, unit);
-      for (int col = lane; col < d; col += warp_size)
-        store(to + col, rotates ? rotation.turned(from, col, angle) : from[col], scale);
+      store_row<d>(to, lane, scale, [&](int col) {
+        return rotates ? rotation.turned(from, col, angle) : from[col];
+      });
     } else {
       const scalar* from = new_V.row(batch, unit - kv_heads, token);
       Stored* to = V.row(page, unit - kv_heads, row);
       const float scale = scale_of<v_scale_by_page>(v_scale, batch, page, unit - kv_heads);
-      for (int col = lane; col < dv; col += warp_size) store(to + col, from[col], scale);
+      store_row<dv>(to, lane, scale, [&](int col) { return from[col]; });
     }
   } else {
     const int head = unit - (appends ? 2 * kv_heads : 0);
