@@ -302,12 +302,14 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
 
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
-    quarter of the device; in both cases only with at least 1024 keys. Or whether they lie in pages.
+    quarter of the device; in both cases only with at least 1024 keys, or 512 for rows that fill a
+    quarter of another kernel's tile. Or whether they lie in pages.
     """
     if p.pages:  # which other fast kernels do not read
         return True
-    few = p.M * p.group <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
-    return few and visible_keys(p, c) >= 1024
+    rows = p.M * p.group
+    few = rows <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
+    return few and visible_keys(p, c) >= (512 if 4 * rows <= FEW_ROWS else 1024)
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
