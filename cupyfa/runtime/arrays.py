@@ -191,7 +191,7 @@ def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:
 
 
 def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
-    """A copy. If it ``repeats``, an axis along which all elements are the same one stays so."""
+    """A copy, of an array of pairs if it ``repeats``: an axis of one element repeated stays so."""
     axes = zip(array.shape, array.strides)
     repeated = [repeats and n > 1 and stride == 0 for n, stride in axes]
     once = array[tuple(slice(1) if x else slice(None) for x in repeated)]
@@ -200,6 +200,8 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
     memory = np.empty_like(once, order="C", shape=(*once.shape[:-1], width))
     copy = memory[..., : array.shape[-1]]
     copy[...] = once
+    if repeats and width > array.shape[-1]:  # copies of 16 bytes read past the ends of rows
+        memory[..., array.shape[-1] :] = 0
     return np.broadcast_to(copy, array.shape) if any(repeated) else copy
 
 
