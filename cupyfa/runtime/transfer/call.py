@@ -17,7 +17,7 @@ _BYTE = np.dtype(np.uint8)
 Merged = tuple[np.ndarray, np.ndarray]  # O and lse of some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
-_CHUNK_COST = 1 << 17  # bytes that a thread copies in the time that Python takes for a chunk
+_CHUNK_COST = 1 << 20  # bytes that a thread copies while a chunk waits for Python's lock
 _SPARE = 0.9  # share of the free memory that a call may take
 
 
@@ -67,8 +67,9 @@ class Call:
         self.count = self.cut.count(chosen.pieces, free)
         moved = sum(x.nbytes for x in there.values())
         self.threaded = moved > _INLINE
-        # The bus waits for the first chunk, and threads for Python's lock at every chunk: the
-        # minimum of grain + moved / grain * _CHUNK_COST.
+        # The bus waits for the first chunk, and threads, also those of calls on other devices, for
+        # Python's lock at every chunk, which hands it over several times: the minimum of grain +
+        # moved / grain * _CHUNK_COST.
         self.grain = min(chosen.chunk_bytes, math.isqrt(moved * _CHUNK_COST))
         self.started: list[Copies] = []
         self.merged: Merged | None = None

@@ -36,8 +36,8 @@ class Transfer:
     piece_bytes: size of all arrays of a piece that others do not share, as far as it can be chosen.
     pieces: pieces on the device at a time.
     device_bytes: device memory that a call may take; None is most of what is free.
-    pinned_results: bytes of results that may lie in page-locked memory at a time, where the
-        device writes them directly; used for results of a size that was asked for before.
+    pinned_results: bytes of a device's results that may lie in page-locked memory at a time, where
+        the device writes them directly; used for results of a size that was asked for before.
     """
 
     threads: int = min(12, len(os.sched_getaffinity(0)))
@@ -110,8 +110,9 @@ def release() -> None:
 class _Result:
     """Page-locked memory of a result; NumPy keeps it as the array's base."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: int | None) -> None:
         self.bytes = 1 << (size - 1).bit_length()  # CuPy's pool takes a power of two
+        self.device = device
 
     def allocated(self, backend: Backend, size: int) -> np.ndarray:
         self._memory = backend.pinned(size)
@@ -128,7 +129,8 @@ def new_result(backend: Backend, shape: Sequence[int], dtype: np.dtype) -> np.nd
     if size < _POOLED:
         return np.empty(shape, dtype)
     with _lock:  # counted before it is allocated: other threads may ask meanwhile
-        result, taken = _Result(size), sum(x.bytes for x in _results)
+        result = _Result(size, backend.device)
+        taken = sum(x.bytes for x in _results if x.device == result.device)
         admitted = size in _sizes and taken + result.bytes <= _settings.pinned_results
         _sizes.add(size)
         if admitted:
