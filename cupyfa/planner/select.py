@@ -23,7 +23,9 @@ from cupyfa.planner.plan import Limits, Plan, Tuned
 from cupyfa.problem import Problem
 
 _ALIKE = 0.98  # two measurements of one kernel may differ by as much
-_MOST_SCRATCH = 1 << 30  # bytes of scores, of a baseline that "auto" takes
+# Of a baseline that "auto" takes: bytes of its scratch; and scores, of which fewer take less time
+# than its launches.
+_MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23
 
 
 def select(
@@ -220,7 +222,8 @@ def _pays(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """
     if not any(isinstance(x, Matmul) for x in kernel.launches):
         return can(kernel, problem, limits)
-    if problem.is_masked or problem.has_mask:
+    scores = problem.batch * problem.heads * problem.M * problem.N
+    if problem.is_masked or problem.has_mask or scores < _LEAST_SCORES:
         return False
     try:
         return plan(kernel, problem, limits).scratch_bytes <= _MOST_SCRATCH

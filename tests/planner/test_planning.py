@@ -171,6 +171,8 @@ def test_auto_takes_the_kernel_that_was_measured_fastest(fastest):
         ({"d": 128}, "mma_f64_columns"),
         ({"causal": True}, "mma_f64_columns"),
         ({"mask": "bhmn"}, "mma_f64_columns"),
+        ({"M": 512, "N": 512}, "mma_f64_columns"),
+        ({"dtype": "float32"}, "baseline_backward"),
     ],
 )
 def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidden(changes, fastest):
