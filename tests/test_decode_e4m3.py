@@ -115,11 +115,16 @@ def decoded(backend, q, filled, **how):
 
 FORMS = [
     (False, "nhd", ("heads", "batch"), "float16"),
-    (False, "hnd", ("batch", None), "bfloat16"),
-    (True, "nhd", ("pages", "pages"), "bfloat16"),
-    (True, "hnd", ("heads", "pages"), "float16"),
-    (True, "nhd", ("pages", "batch"), "float16"),
-    (True, "hnd", (None, "heads"), "bfloat16"),
+    (True, "hnd", ("pages", "pages"), "bfloat16"),
+    *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in (
+            (False, "hnd", ("batch", None), "bfloat16"),
+            (True, "hnd", ("heads", "pages"), "float16"),
+            (True, "nhd", ("pages", "batch"), "float16"),
+            (True, "nhd", (None, "heads"), "bfloat16"),
+        )
+    ),
 ]
 
 
@@ -355,8 +360,8 @@ def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
     "arch, dtype, form",
     [
         ("90", "bfloat16", {"size": 0, "by_page": False}),
-        ("90", "bfloat16", {"size": 16, "by_page": True}),
-        ("89", "float16", {"size": 16, "by_page": True}),
+        pytest.param("90", "bfloat16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
+        pytest.param("89", "float16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
         pytest.param("89", "bfloat16", {"size": 0, "by_page": False}, marks=pytest.mark.slow),
         pytest.param("100", "bfloat16", {"size": 64, "by_page": True}, marks=pytest.mark.slow),
         pytest.param("120", "float16", {"size": 64, "by_page": False}, marks=pytest.mark.slow),
