@@ -275,13 +275,15 @@ _SEQUENCES = (
 )
 
 
-# Few queries and keys in pages; the lengths of batch elements are those of Case.
-_PAGED: Axes = {
-    "batch": (1, 2, 5, 7),
-    "lengths": ((1, 1), (1, 70), (2, 300), (17, 65), (40, 257), (3, 16)),
-    "d": (1, 17, 64, 65, 128, 129, (65, 129), (40, 17)),
-    "page_size": (16, 32, 64, 128, 256),
-}
+# Queries, keys and keys of a page, and the batch; the lengths of its elements are those of Case.
+_PAGED: tuple[Choice, ...] = tuple(
+    {"lengths": (M, N), "page_size": size, "batch": batch, "d": d}
+    for M, N, size, batch, d in (
+        *((1, 1, 16, 1, 64), (1, 70, 16, 7, 128), (2, 300, 16, 5, 65), (17, 65, 16, 2, (65, 129))),
+        *((1, 70, 32, 5, 17), (40, 257, 32, 2, 64), (3, 16, 32, 7, 1), (1, 300, 64, 5, 128)),
+        *((17, 65, 64, 7, 129), (1, 257, 128, 5, 64), (2, 300, 256, 5, (40, 17)), (0, 9, 16, 2, 8)),
+    )
+)
 
 
 def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
@@ -302,7 +304,8 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     del sequences["batch"], sequences["lengths"]
     for i, chosen in enumerate(_paired(sequences, _OF_ODD // 4)):
         yield {**chosen, **OF_SEQUENCES[i % len(OF_SEQUENCES)]}
-    yield from _paired({**odd, **others, **_PAGED}, _OF_ODD // 16)
+    for chosen, paged in zip(_paired({**odd, **others}, len(_PAGED)), _PAGED):
+        yield {**chosen, **paged}
 
 
 # Softmax over rows
