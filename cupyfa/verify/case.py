@@ -102,7 +102,7 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
-        if p.pages:
+        if p.pages and p.cached is None:  # else its numbers of keys and pages are known
             self._put_in_pages(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
