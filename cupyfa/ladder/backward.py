@@ -1,5 +1,6 @@
 """The backward ladder: the gradients of Q, K and V, by what the forward pass left."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +21,16 @@ from cupyfa.ladder.common import (
 )
 from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
+from cupyfa.ladder.parts import (
+    GRADIENT,
+    GRADIENT_SCRATCH,
+    MEND_GRADIENTS,
+    OPERANDS,
+    SPLIT_FOR_GRADIENTS,
+    UNITS,
+    pays_for_splitting,
+    row_slabs,
+)
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
@@ -367,6 +378,20 @@ MMA_F64_COLUMNS = rung(
     tflops={"float64": {64: 38.2, 128: 38.8, 256: 33.0}},
     after=(),
 )
+MMA_TWO_PASS_ROWS = Launch(
+    "mma_two_pass_rows",
+    args=f"{INPUTS} dQ sizes heads group scale mods",
+    grid=lambda p, c: tiles_of(p, p.M, c.Qr) * p.heads * p.batch,
+    threads=lambda p, c: WARP * c.Qr // c.Qw,
+    shared=mma_rows_shared,
+    constants={
+        "Br": lambda p, c: c.Qr,
+        "Bc": lambda p, c: c.Qc,
+        "Wr": lambda p, c: c.Qw,
+        "stages": lambda p, c: c.Qs,
+    },
+    walks={KEY_TILES: lambda p, c: (c.Qr, c.Qc)},
+)
 MMA_TWO_PASS = rung(
     MMA_COLUMNS,
     "mma_two_pass",
@@ -374,20 +399,7 @@ MMA_TWO_PASS = rung(
     launches=(
         mma_delta(lambda p, c: 0),
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
-        Launch(
-            "mma_two_pass_rows",
-            args=f"{INPUTS} dQ sizes heads group scale mods",
-            grid=lambda p, c: tiles_of(p, p.M, c.Qr) * p.heads * p.batch,
-            threads=lambda p, c: WARP * c.Qr // c.Qw,
-            shared=mma_rows_shared,
-            constants={
-                "Br": lambda p, c: c.Qr,
-                "Bc": lambda p, c: c.Qc,
-                "Wr": lambda p, c: c.Qw,
-                "stages": lambda p, c: c.Qs,
-            },
-            walks={KEY_TILES: lambda p, c: (c.Qr, c.Qc)},
-        ),
+        MMA_TWO_PASS_ROWS,
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages Qr Qc Qw Qs",  # the launch on rows has tiles of Qr by Qc
@@ -417,6 +429,103 @@ MMA_TWO_PASS = rung(
     scratch={**DELTA_SCRATCH, "dQ_sum": (lambda p, c: 0, "real")},
     tflops={"float16": {64: 196, 128: 205}, "bfloat16": {192: 148, 256: 169}},
     unordered=(),
+)
+
+
+def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of K, V and `stages` of Q and dO, stats of two tiles of rows, largest weights."""
+    widths = round_up(p.d, 16) + round_up(p.dv, 16)
+    return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
+
+
+def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of Q, dO and `Qs` of K and V, and stats of rows."""
+    widths = round_up(p.d, 16) + round_up(p.dv, 16)
+    return 4 * (c.Qr + c.Qs * c.Qc) * widths + 16 * c.Qr
+
+
+def fp16x2_columns(of_K: bool, of_V: bool, when: Callable[[Problem], bool]) -> Launch:
+    """The launch for dK and dV, or for one of them, whose sums then take all registers."""
+    return replace(
+        columns_launch(
+            "mma_fp16x2_two_pass_columns",
+            "",
+            lambda p, c: WARP * c.warps,
+            fp16x2_columns_shared,
+        ),
+        args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
+        f"{UNITS} dK dV dK_flags dV_flags sizes kv_heads group scale mods",
+        constants={
+            "row_slabs": row_slabs,
+            "of_K": lambda p, c: of_K,
+            "of_V": lambda p, c: of_V,
+        },
+        when=when,
+    )
+
+
+def has_wide_sums(p: Problem) -> bool:
+    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
+    return round_up(p.d, 16) + round_up(p.dv, 16) > 256
+
+
+MMA_FP16X2_TWO_PASS = rung(
+    MMA_TWO_PASS,
+    "mma_fp16x2_two_pass",
+    "float32 at its own accuracy: two passes on operands as two parts in float16",
+    launches=(
+        *SPLIT_FOR_GRADIENTS,
+        fp16x2_columns(True, True, lambda p: not has_wide_sums(p)),
+        fp16x2_columns(True, False, has_wide_sums),
+        fp16x2_columns(False, True, has_wide_sums),
+        replace(
+            MMA_TWO_PASS_ROWS,
+            entry="mma_fp16x2_two_pass_rows",
+            args=f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ "
+            "sizes heads group scale mods",
+            shared=fp16x2_rows_shared,
+        ),
+        MEND_GRADIENTS,
+    ),
+    tiles=TileChoice.of(
+        "Br Bc warps stages Qr Qc Qw Qs",
+        [
+            (32, 64, 8, 1, 64, 32, 16, 1),
+            (16, 64, 4, 1, 64, 16, 16, 1),
+            (16, 32, 2, 1, 32, 16, 16, 1),
+            (16, 16, 1, 1, 16, 16, 16, 1),
+        ],
+        up_to={
+            64: [(32, 128, 8, 2, 128, 32, 16, 2)],
+            128: [(32, 128, 8, 1, 128, 32, 16, 1)],
+            256: [(32, 64, 8, 1, 64, 32, 16, 1)],
+        },
+    ),
+    candidates={
+        "Br": (16, 32, 64),
+        "Bc": (32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2),
+        **{"Qr": (64, 128), "Qc": (16, 32, 64), "Qw": (16, 32), "Qs": (1, 2)},
+    },
+    rules={
+        "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
+        "warps share out the keys by 16, and those of the same keys the rows by 16": lambda c: (
+            16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
+        ),
+        "stages is 1 or 2": lambda c: c.stages in (1, 2),
+        "Qw and Qc are multiples of 16": lambda c: c.Qw % 16 == c.Qc % 16 == 0,
+        "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
+        "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
+    },
+    dtypes=("float32",),
+    dtype_arch={},
+    arch="80",
+    parts="float16",
+    scratch=GRADIENT_SCRATCH,
+    tflops={"float32": {64: 65, 128: 68, 256: 62}},
+    made_for=pays_for_splitting,
+    after=(),
 )
 MMA_SLICES_BACKWARD = rung(
     MMA_COLUMNS,
@@ -594,7 +703,21 @@ WGMMA_COLUMNS = Kernel(
     unordered=("dQ",),
     after=("mma_columns",),
 )
-WGMMA_TWO_PASS = rung(
+WGMMA_TWO_PASS_ROWS = Launch(
+    "mma_two_pass_rows",
+    args=f"{INPUTS} dQ sizes heads group scale mods",
+    grid=lambda p, c: tiles_of(p, p.M, c.Qr) * p.heads * p.batch,
+    threads=lambda p, c: WARP * c.Qr // c.Qw,
+    shared=mma_rows_shared,
+    constants={
+        "Br": lambda p, c: c.Qr,
+        "Bc": lambda p, c: c.Qc,
+        "Wr": lambda p, c: c.Qw,
+        "stages": lambda p, c: c.Qs,
+    },
+    walks={KEY_TILES: lambda p, c: (c.Qr, c.Qc)},
+)
+MMA_TWO_PASS = rung(
     WGMMA_COLUMNS,
     "wgmma_two_pass",
     "Hopper, two passes: dQ in registers too, no atomics, 7 products instead of 5",
@@ -649,7 +772,7 @@ WGMMA_TWO_PASS = rung(
 
 _RUNGS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
-    *(MMA_F64_COLUMNS, WGMMA_COLUMNS, WGMMA_TWO_PASS),
+    *(MMA_FP16X2_TWO_PASS, MMA_F64_COLUMNS, WGMMA_COLUMNS, WGMMA_TWO_PASS),
 )
 _REST = (
     clear_rest("dQ", "M", "heads", "d"),
@@ -658,7 +781,7 @@ _REST = (
 )
 _OF_LENGTHS = (
     *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
-    *("wgmma_columns", "wgmma_two_pass"),
+    *("mma_fp16x2_two_pass", "wgmma_columns", "wgmma_two_pass"),
 )
 KERNELS = tuple(
     of_lengths(x, *_REST) if x.name in _OF_LENGTHS else x for x in map(with_gradients, _RUNGS)

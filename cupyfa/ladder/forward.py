@@ -22,7 +22,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import MEND, OPERANDS, PARTS, SCRATCH, SPLIT
+from cupyfa.ladder.parts import MEND, OPERANDS, PARTS, SCRATCH, SPLIT, pays_for_splitting
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -561,13 +561,6 @@ def mma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
     """Two parts of 16 bits of Q and of `stages` tiles of K and V."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 4 * (c.Br * depth + c.stages * c.Bc * (depth + width))
-
-
-def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether a key head has so many rows that its launches before and after cost less than its
-    products save.
-    """
-    return p.M * p.group > 256
 
 
 def mma_fp16x2(before: Kernel) -> Kernel:

@@ -1,5 +1,6 @@
-"""The launches around a kernel whose operands are parts in float16: two before it, one after."""
+"""The launches around kernels whose operands are parts in float16: before them and after."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP, tiles_of
@@ -8,9 +9,20 @@ from cupyfa.problem import Problem
 
 OPERANDS = "Q_high Q_low K_high K_low V_high V_low"
 PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
+GRADIENT = "dO_high dO_low"
+UNITS = "scale2 dO_units flags"
 _THREADS = 256
 _ROWS = 128  # of a block that splits; a table of maxima is read for each
 _MENDED = 32  # rows of a block that mends
+_MENDED_GRADIENTS = 64  # the same of gradients, and keys
+_MENDING = 512  # threads that share out the keys of a row, or the rows of a key
+
+
+def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether a key head has so many rows that its launches before and after cost less than its
+    products save.
+    """
+    return p.M * p.group > 256
 
 
 def _elements(p: Problem) -> int:
@@ -23,12 +35,25 @@ def _slabs(p: Problem, c: SimpleNamespace) -> int:
     return 32 if p.N > 512 else 4
 
 
+def row_slabs(p: Problem, c: SimpleNamespace) -> int:
+    """The same of the rows of a head."""
+    return 32 if p.M > 512 else 4
+
+
 def _query_blocks(p: Problem, c: SimpleNamespace) -> int:
     return tiles_of(p, p.M, _ROWS) * p.heads * p.batch
 
 
 def _key_blocks(p: Problem, c: SimpleNamespace) -> int:
     return max(tiles_of(p, p.N, _ROWS), 1) * p.kv_heads * p.batch
+
+
+def _mended_rows(p: Problem, c: SimpleNamespace) -> int:
+    return tiles_of(p, p.M, _MENDED_GRADIENTS) * p.heads * p.batch
+
+
+def _mended_keys(p: Problem, c: SimpleNamespace) -> int:
+    return max(tiles_of(p, p.N, _MENDED_GRADIENTS), 1) * p.kv_heads * p.batch
 
 
 SPLIT = (
@@ -38,7 +63,8 @@ SPLIT = (
         grid=lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * _THREADS,
-        constants={"slabs": _slabs},
+        constants={"of_rows": lambda p, c: False, "slabs": _slabs},
+        file="forward/part_maxima.cu",
     ),
     Launch(
         "split_operands",
@@ -47,6 +73,26 @@ SPLIT = (
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * (p.d + p.dv),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
+        numbers={"query_blocks": _query_blocks},
+        file="forward/split_operands.cu",
+    ),
+)
+SPLIT_FOR_GRADIENTS = (
+    *SPLIT,
+    replace(
+        SPLIT[0],
+        args="Q dO row_maxima.data sizes heads mods",
+        grid=lambda p, c: row_slabs(p, c) * p.heads * _elements(p),
+        constants={"of_rows": lambda p, c: True, "slabs": row_slabs},
+    ),
+    Launch(
+        "split_gradient",
+        args=f"Q O dO maxima.data {GRADIENT} K_exponents.data scale2 dO_units delta flags "
+        "sizes query_blocks heads kv_heads group scale mods",
+        grid=lambda p, c: _query_blocks(p, c) + p.kv_heads * _elements(p),
+        threads=lambda p, c: _THREADS,
+        shared=lambda p, c: 4 * (p.d + p.dv),
+        constants=SPLIT[1].constants,
         numbers={"query_blocks": _query_blocks},
     ),
 )
@@ -57,6 +103,16 @@ MEND = Launch(
     threads=lambda p, c: _THREADS,
     shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _MENDED,
     constants={"rows_of_block": lambda p, c: _MENDED},
+)
+MEND_GRADIENTS = Launch(
+    "mend_gradients",
+    args="Q K V dO lse delta flags dK_flags dV_flags dQ dK dV sizes query_blocks heads kv_heads "
+    "group scale mods",
+    grid=lambda p, c: _mended_rows(p, c) + _mended_keys(p, c),
+    threads=lambda p, c: _MENDING,
+    shared=lambda p, c: 4 * (_MENDING // WARP) * max(p.d, p.dv) + 2 * _MENDED_GRADIENTS,
+    constants={"rows_of_block": lambda p, c: _MENDED_GRADIENTS},
+    numbers={"query_blocks": _mended_rows},
 )
 SCRATCH = {
     "maxima": (lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p) * (p.d + p.dv + 1), "real"),
@@ -69,4 +125,18 @@ SCRATCH = {
     "V_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.dv, "int"),
     "scale2": ("batch heads M", "real"),
     "flags": ("batch heads M", "byte"),
+}
+GRADIENT_SCRATCH = {
+    **SCRATCH,
+    "row_maxima": (
+        lambda p, c: row_slabs(p, c) * p.heads * _elements(p) * (p.d + p.dv + 1),
+        "real",
+    ),
+    "dO_high": ("batch heads M dv16", "operand"),
+    "dO_low": ("batch heads M dv16", "operand"),
+    "K_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.d, "int"),
+    "dO_units": ("batch heads M", "real"),
+    "delta": ("batch heads M", "real"),
+    "dK_flags": ("batch kv_heads N", "byte"),
+    "dV_flags": ("batch kv_heads N", "byte"),
 }

@@ -16,6 +16,7 @@
 #include <attention/store_rows.cuh>
 #include <forward/parts/part_output.cuh>
 #include <forward/parts/part_products.cuh>
+#include <forward/parts/parts_head.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -36,24 +37,6 @@ struct Shared {  // high parts, then low ones
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
-
-// A head of both parts, whose rows follow each other.
-template <int columns>
-struct PartsHead {
-  Head high, low;
-
-  __device__ __forceinline__ PartsHead(Tensor<const operand> high, Tensor<const operand> low,
-                                       int batch, int head, int rows)
-      : high(high, batch, head, rows), low(low, batch, head, rows) {
-    this->high.aligned = this->low.aligned = true;
-    this->high.stride = this->low.stride = columns;
-  }
-  template <int heads = 1, int height>
-  __device__ __forceinline__ void copy(operand (&tile)[2][height][columns], int first_row) const {
-    copy_rows<threads, columns, heads>(tile[0], high, first_row);
-    copy_rows<threads, columns, heads>(tile[1], low, first_row);
-  }
-};
 
 // What a warp needs for each tile of keys.
 struct Task : TileMap<has_key_tiles> {
@@ -76,10 +59,10 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   // Whether the warp's last row, and so any of its rows, sees a key of the tile.
   const int last_row = rows.row(Wr / step - 1, 1) | 7;
   const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
-  if (stages == 1) task.values.copy(shared.V[0], first_key);
+  if (stages == 1) task.values.copy<threads>(shared.V[0], first_key);
   if (stages == 2 && more) {
-    task.keys.copy(shared.K[1 - buffer], first_key + task.stride<Bc>(first_key));
-    task.values.copy(shared.V[1 - buffer], first_key + task.stride<Bc>(first_key));
+    task.keys.copy<threads>(shared.K[1 - buffer], first_key + task.stride<Bc>(first_key));
+    task.values.copy<threads>(shared.V[1 - buffer], first_key + task.stride<Bc>(first_key));
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
@@ -87,7 +70,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
-    if (more) task.keys.copy(shared.K[0], first_key + task.stride<Bc>(first_key));
+    if (more) task.keys.copy<threads>(shared.K[0], first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
   if (seen) {
@@ -124,9 +107,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   const int start =
       map.from<Bc>(extent.kv_begin(first_query) / Bc * Bc);  // the first tile that is seen
 
-  queries.copy<pack_gqa>(shared.Q, first_row);
-  keys.copy(shared.K[0], start);
-  if (stages == 2) values.copy(shared.V[0], start);
+  queries.copy<threads, pack_gqa>(shared.Q, first_row);
+  keys.copy<threads>(shared.K[0], start);
+  if (stages == 2) values.copy<threads>(shared.V[0], start);
   cp_async_commit_group();
   Fragments<Wr, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());

@@ -1,12 +1,13 @@
-// part_maxima: the largest finite magnitude in each column of K and V.
+// part_maxima: the largest finite magnitude in each column of K and V, or of Q and dO.
 //
-// The keys of a head are shared out among `slabs` blocks, each of which writes a line of a table;
-// who reads it takes the maximum of all lines. So nothing has to be cleared, and no atomics are
-// needed. The last element of a line says whether the slab has NaN or infinity.
+// The keys, or rows, of a head are shared out among `slabs` blocks, each of which writes a line of
+// a table; who reads it takes the maximum of all lines. So nothing has to be cleared, and no
+// atomics are needed. The last element of a line says whether the slab has NaN or infinity.
 //
-//   K, V [batch, kv_heads, N, d | dv]    maxima [batch, kv_heads, slabs, d + dv + 1]
-//   grid (slabs * kv_heads * batch)    block (threads)
-//   the host sets: scalar, real, slabs, d, dv, threads, shared_bytes and options (extent.cuh)
+//   X, Y [batch, heads, rows, d | dv]    maxima [batch, heads, slabs, d + dv + 1]
+//   grid (slabs * heads * batch)    block (threads)
+//   the host sets: scalar, real, of_rows (whether it is Q and dO), slabs, d, dv, threads,
+//   shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
@@ -46,17 +47,18 @@ __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int fi
   return !finite;
 }
 
-extern "C" __global__ __launch_bounds__(threads) void part_maxima(Tensor<const scalar> K,
-                                                                  Tensor<const scalar> V,
+extern "C" __global__ __launch_bounds__(threads) void part_maxima(Tensor<const scalar> X,
+                                                                  Tensor<const scalar> Y,
                                                                   float* maxima, Sizes sizes,
-                                                                  int kv_heads, Mods mods) {
+                                                                  int heads, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const auto [slab, head, batch] = place(blockIdx.x, slabs, kv_heads);
-  const int N = extent_of(sizes, mods, batch).N, size = cdiv(N, slabs);
-  const int first = min(slab * size, N), end = min(first + size, N);
+  const auto [slab, head, batch] = place(blockIdx.x, slabs, heads);
+  const Extent extent = extent_of(sizes, mods, batch);
+  const int rows = of_rows ? extent.M : extent.N, size = cdiv(rows, slabs);
+  const int first = min(slab * size, rows), end = min(first + size, rows);
   float* line = maxima + (long long)blockIdx.x * (d + dv + 1);
-  bool special = write_maxima<d>(K, batch, head, first, end, shared, line);
-  special |= write_maxima<dv>(V, batch, head, first, end, shared, line + d);
+  bool special = write_maxima<d>(X, batch, head, first, end, shared, line);
+  special |= write_maxima<dv>(Y, batch, head, first, end, shared, line + d);
   special = __syncthreads_or(special);
   if (threadIdx.x == 0) line[d + dv] = special ? 1.0f : 0.0f;
 }

@@ -26,11 +26,10 @@
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
 #include <attention/score.cuh>
-#include <forward/parts/half_parts.cuh>
+#include <forward/parts/split_rows.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
-#include <tile/warp.cuh>
 
 struct Shared {
   int exponents[d + dv];  // of the columns of K, then of V
@@ -38,25 +37,6 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two parts are packed into a word");
 constexpr float largest_score = 0x1p22f;  // of a row's largest numbers alone
-
-// Reads the exponents of a key head. Returns whether it has NaN or infinity.
-__device__ bool read_exponents(const float* maxima, Shared& shared) {
-  constexpr int line = d + dv + 1;
-  for (int col = threadIdx.x; col < d + dv; col += threads) {
-    float largest = 0;
-#pragma unroll 8
-    for (int slab = 0; slab < slabs; ++slab) largest = fmax(largest, maxima[slab * line + col]);
-    shared.exponents[col] = exponent_of(largest);
-  }
-  bool special = false;
-  for (int slab = threadIdx.x; slab < slabs; slab += threads)
-    special |= maxima[slab * line + d + dv] != 0;
-  return __syncthreads_or(special);
-}
-
-__device__ __forceinline__ bool is_finite(float x) {
-  return fabs(x) < infinity;
-}
 
 // Splits rows of K or V.
 template <int cols>
@@ -77,44 +57,6 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
     *reinterpret_cast<unsigned*>(low.row(batch, head, row) + col) = low_pair;
   });
 }
-
-// A row of Q, of which a lane has every 32nd pair.
-struct Row {
-  static constexpr int pairs = cdiv(d, step) * step / 2, count = cdiv(pairs, warp_size);
-  float x[count][2];
-  int exponent = -254;  // of the largest number, after K's columns; this one of zeros
-  bool finite = true;
-
-  __device__ __forceinline__ Row(const scalar* from, const int* exponents, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2 * count; ++i) {
-      const int col = 2 * (lane + i / 2 * warp_size) + i % 2;
-      const float number = col < d ? from[col] : 0.0f;
-      finite &= is_finite(number);
-      x[i / 2][i % 2] = is_finite(number) ? number : 0.0f;
-      if (col < d) exponent = max(exponent, exponent_of(x[i / 2][i % 2]) + exponents[col]);
-    }
-    exponent = int(warp_max(float(exponent)));
-    finite = __all_sync(full_warp, finite);
-  }
-
-  __device__ __forceinline__ void split(operand* high, operand* low, const int* exponents,
-                                        float sign, int lane) const {
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      const int col = 2 * (lane + i * warp_size);
-      const auto at = [&](int j) {
-        if (col + j >= d) return 0.0f;
-        return sign * times_two_to(x[i][j], part_exponent + exponents[col + j] - exponent);
-      };
-      unsigned high_pair, low_pair;
-      split_pair<operand>(at(0), at(1), high_pair, low_pair);
-      if (col >= 2 * pairs) break;
-      *reinterpret_cast<unsigned*>(high + col) = high_pair;
-      *reinterpret_cast<unsigned*>(low + col) = low_pair;
-    }
-  }
-};
 
 // What turns products of a row's parts into scores: above 0, for 0 times a hidden score, -infinity,
 // would be NaN.
@@ -138,13 +80,13 @@ extern "C" __global__ __launch_bounds__(threads) void split_operands(
     const int M = extent_of(sizes, mods, batch).M, first = tile * rows_of_block;
     if (first < 0 || first >= M) return;
     const long long kv_head = (long long)batch * kv_heads + head / group;
-    const bool special = read_exponents(maxima + kv_head * table, shared);
+    const bool special = read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
     const float sign = has_score_text ? 1.0f : float((scale > 0) - (scale < 0));
     for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
          row += threads / warp_size) {
-      const Row q(Q.row(batch, head, row), shared.exponents, lane);
-      q.split(Q_high.row(batch, head, row), Q_low.row(batch, head, row), shared.exponents, sign,
-              lane);
+      const SplitRow<d> q(Q.row(batch, head, row), shared.exponents, lane);
+      q.split<operand>(Q_high.row(batch, head, row), Q_low.row(batch, head, row), shared.exponents,
+                       sign, lane);
       if (lane > 0) continue;
       *scale2.row(batch, head, row) = unit_of(q.exponent, scale);
       const bool too_large = !(times_two_to(fabs(scale), q.exponent) <= largest_score);
@@ -156,7 +98,7 @@ extern "C" __global__ __launch_bounds__(threads) void split_operands(
     const int N = extent_of(sizes, mods, batch).N, first = tile * rows_of_block;
     if (first < 0 || (first >= N && first > 0)) return;
     const long long kv_head = (long long)batch * kv_heads + head;
-    read_exponents(maxima + kv_head * table, shared);
+    read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
     if (tile == 0)
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];

@@ -1,4 +1,4 @@
-"""mma_fp16x2 in NumPy: parts, powers of two, flags, and the sums of tensor cores, which cut off."""
+"""Kernels of parts in NumPy: powers of two, flags, and the sums of tensor cores, which cut off."""
 
 from dataclasses import dataclass
 
@@ -135,3 +135,79 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
         flags = of.flags | small | ~(np.abs(maximum[:, 0] + 15) < 2.0**24) & (total[:, 0] > 0)
         lse = (maximum[:, 0] + 15) * np.log(2) + np.log(total[:, 0].astype(np.float64))
     return times_two_to(out, of.V_exponents - 14), f(lse), flags
+
+
+@dataclass
+class Gradient:
+    """What split_gradient makes of one head."""
+
+    dO: Parts
+    exponents: np.ndarray
+    delta: np.ndarray
+    flags: np.ndarray
+
+
+def split_gradient(do, out, of):
+    """dO of one head against V, whose Operands are given; out is O."""
+    powers = exponents(np.abs(do)) + of.V_exponents
+    rows = powers.max(1)
+    dO = Parts.of(times_two_to(do, 14 + of.V_exponents - rows[:, None]))
+    delta, size = ((do * out).sum(1), np.abs(do * out).sum(1))
+    with np.errstate(under="ignore"):
+        small = (rows < -60) | (rows > 55) | (size < np.ldexp(2.0**-22, rows))
+    return Gradient(dO, rows, delta, of.flags | (small & (do != 0).any(1)))
+
+
+def sum_tiles(weights, B, has_numbers, tile, one_power=False):
+    """weights [m, n] times B [n, k], tile by tile, and which rows parts did not hold.
+
+    has_numbers [k] says in which columns a sum of 0 is wrong; one_power: whether all rows of a tile
+    have the same power of two, as they have not in the kernels.
+    """
+    sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
+    for first in range(0, weights.shape[1], tile):
+        own = weights[:, first : first + tile]
+        largest = np.abs(own).max(1)
+        if one_power:
+            largest[:] = largest.max()
+        power = np.maximum(exponents(largest), -112)[:, None]
+        rows = slice(first, first + tile)
+        product = multiply_parts(
+            Parts.of(times_two_to(own, 14 - power)), Parts(B.high[rows], B.low[rows])
+        )
+        sums = np.float32(np.ldexp(product.astype(np.float64), power - 14) + sums)
+        top = np.maximum(top, largest)
+    least = np.where(top == 0, 0, np.maximum(top, 2.0**-112) * 2.0**-10)[:, None]
+    small = (np.abs(sums) < least) & ((sums != 0) | has_numbers)
+    return sums, small.any(1)
+
+
+@np.errstate(over="ignore", under="ignore", invalid="ignore")
+def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0, one_power=False):
+    """dQ, dK and dV of one head, and the flags of the rows of each."""
+    rng, f = np.random.default_rng(seed), np.float32
+    of = split(q, k, v, scale)
+    grad = split_gradient(do, out, of)
+
+    def transposed(parts):
+        return Parts(parts.high.T, parts.low.T)
+
+    S = multiply_parts(of.Q, transposed(of.K)).astype(np.float64)
+    lse2 = f(lse * f(np.log2(np.e)))[:, None]
+    P = np.exp2(f(S * of.scale2[:, None] - lse2).astype(np.float64))
+    P = f(P * (1 + rng.uniform(-1, 1, P.shape) * 2.0**-23))
+    dP = multiply_parts(grad.dO, transposed(of.V)).astype(np.float64)
+    # dS is 2**60 times larger than it counts.
+    dP = np.ldexp(dP, grad.exponents[:, None] + 32)
+    dS = f(P * f(dP - np.ldexp(grad.delta.astype(np.float64), 60)[:, None]))
+    of_dV = f(P * np.ldexp(1.0, grad.exponents + 32)[:, None])
+    of_dK = f(dS * of.scale2[:, None])
+    k_powers, how = exponents(np.abs(k).max(0)), (tile, one_power)
+    dQ, dQ_flags = sum_tiles(dS, of.K, (k != 0).any(0), *how)
+    dK, dK_flags = sum_tiles(of_dK.T, of.Q, (q != 0).any(0), *how)
+    dV, dV_flags = sum_tiles(of_dV.T, grad.dO, (do != 0).any(0), *how)
+    return (
+        (times_two_to(dQ, k_powers - 74) * f(scale), dQ_flags | grad.flags),
+        (times_two_to(dK, -46 - k_powers) * f(np.log(2)), dK_flags | grad.flags.any()),
+        (times_two_to(dV, -46 - of.V_exponents), dV_flags | grad.flags.any()),
+    )

@@ -30,6 +30,7 @@ MMA_TILE = {
     "mma_columns": _COLUMNS,
     "mma_f64_columns": _COLUMNS,
     "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_fp16x2_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
     "mma_slices_backward": {
         **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
         **{"stages": 2, "room": 3},
@@ -76,6 +77,8 @@ MMA_TILES = {
     "mma_columns": [(32, 64, 4, 2), (64, 32, 8, 1), (128, 16, 1, 2)],
     "mma_f64_columns": [(32, 64, 4, 2), (16, 32, 4, 1), (16, 16, 4, 1)],  # 1, 2 and 4 warps share
     "mma_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
+    # 1 and 4 warps share keys
+    "mma_fp16x2_two_pass": [(32, 64, 4, 2, 32, 32, 32, 1), (64, 32, 8, 1, 48, 16, 16, 2)],
     "mma_slices_backward": [(64, 64, 16, 64, 32, 3, 1)],
 }
 

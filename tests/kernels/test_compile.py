@@ -125,7 +125,8 @@ def without_spills():
     ):
         for name in ("mma_f64", "mma_f64_columns"):
             yield name, arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float64"}
-        yield "mma_fp16x2", arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
+        for name in ("mma_fp16x2", "mma_fp16x2_two_pass"):
+            yield name, arch, d, mask, {"M": 3840, "heads": 16, "dtype": "float32"}
     odd = ((40, "full"), (96, "causal"), (192, "window"))
     for name, (d, mask) in product(HOPPER, (*product((64, 128, 256), masks), *odd)):
         turn = (d, mask) in ((64, "causal"), (128, "full"), (256, "window"))

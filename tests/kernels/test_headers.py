@@ -53,6 +53,8 @@ MAY_READ = {
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
     "part_softmax.cuh": {"has_score_text"},
+    "half_gradients.cuh": {"has_score_text", "has_dropout"},
+    "walk_down.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

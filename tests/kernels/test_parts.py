@@ -6,6 +6,7 @@ from helpers import parts
 from helpers.problems import FORWARD, inputs_of
 
 from cupyfa import Problem
+from cupyfa.ladder import LADDER
 from cupyfa.numerics import tolerance
 from cupyfa.planner import select as planning
 from cupyfa.runtime.launcher import replay
@@ -23,6 +24,20 @@ def run(backend, kernel="mma_fp16x2", values=None, **sizes):
     given = inputs_of(plan)
     change = values or (lambda **given: given)
     given |= {name: F(x) for name, x in change(**{x: given[x] for x in "QKV"}).items()}
+    return replayed(backend, plan, given)
+
+
+def run_gradients(backend, change=lambda given: None, **sizes):
+    """The same of mma_fp16x2_two_pass."""
+    problem = Problem.of_sizes(**sizes, dtype="float32")
+    kernel = LADDER["backward"]["mma_fp16x2_two_pass"]
+    plan = planning.plan(kernel, problem, backend.limits)
+    given = inputs_of(plan)
+    change(given)
+    return replayed(backend, plan, given)
+
+
+def replayed(backend, plan, given):
     arrays = {name: backend.upload(x) for name, x in given.items()}
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         arrays[name] = backend.empty(shape, dtype)
@@ -146,6 +161,82 @@ def test_rows_without_flags_do_not_depend_on_their_neighbours(backend, kernel):
     assert 0 < rows.sum() < rows.size
     for name in ("O", "lse"):
         np.testing.assert_array_equal(mixed[name][rows], alone[name][rows])
+
+
+@pytest.mark.parametrize("size", [1, 1e-12, 1e12])
+def test_parts_of_dO_are_those_of_numpy(backend, size):
+    def change(given):
+        given["dO"] *= F(size)
+        given["dO"][..., 4, :], given["dO"][..., 3] = 0, 0
+
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "M": 19, "N": 150, "d": 21, "dv": 37}
+    plan, arrays = run_gradients(backend, change, **sizes, scale=0.3)
+    for head in range(4):
+        q, k, v = arrays["Q"][0, head], arrays["K"][0, head // 2], arrays["V"][0, head // 2]
+        do, out = arrays["dO"][0, head], arrays["O"][0, head]
+        own = parts.split_gradient(do, out, parts.split(q, k, v, 0.3))
+        for part in ("high", "low"):
+            got = arrays[f"dO_{part}"][0, head]
+            np.testing.assert_array_equal(got[:, :37], getattr(own.dO, part))
+            assert (got[:, 37:] == 0).all() and got.shape[1] % 16 == 0
+        units = np.ldexp(1.0, np.clip(own.exponents + 32, -126, 127))
+        np.testing.assert_array_equal(arrays["dO_units"][0, head], units)
+        exponents = arrays["K_exponents"].reshape(2, 21)[head // 2]
+        np.testing.assert_array_equal(exponents, parts.exponents(np.abs(k).max(0)))
+        np.testing.assert_allclose(arrays["delta"][0, head], own.delta, rtol=1e-4, atol=1e-6 * size)
+    assert not any(arrays[name].any() for name in ("flags", "dK_flags", "dV_flags"))
+    require_right(plan, arrays)
+
+
+def put(name, place, number):
+    """A change of inputs."""
+
+    def change(given):
+        given[name][place] = number
+
+    return change
+
+
+LAST = (0, 0, -1, 3)  # of the keys, which causal masks hide from all queries but the last
+SHARED = {**CAUSAL, "heads": 2, "kv_heads": 1}
+CHANGES = {
+    "nothing": (lambda given: None, LARGE, (0, 0, 0)),
+    "causal": (lambda given: None, SHARED, (0, 0, 0)),
+    "columns of zeros": (
+        lambda given: [put(x, (..., 3), 0)(given) for x in ("Q", "K", "V", "dO")],
+        SHARED,
+        (0, 0, 0),
+    ),
+    "rows of zeros": (
+        lambda given: [put(x, (0, 0, slice(3, 9)), 0)(given) for x in ("Q", "dO")],
+        SHARED,
+        (0, 0, 0),
+    ),
+    "NaN in a row of dO": (put("dO", (0, 1, 5, 3), np.nan), SHARED, (1, 6, 6)),
+    "NaN in a row of Q": (put("Q", (0, 1, 5, 3), np.nan), SHARED, (1, 6, 6)),
+    "NaN in a key": (put("K", LAST, np.nan), SHARED, (140, 70, 70)),
+    "infinity in a value": (put("V", LAST, -np.inf), SHARED, (140, 70, 70)),
+    "tiny dO": (lambda given: given["dO"].__imul__(F(1e-25)), SHARED, (140, 70, 70)),
+    "no scale": (lambda given: None, {**SHARED, "scale": 0.0}, (0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
+def test_flags_of_gradients(backend, change, sizes, flagged):
+    """How many rows of dQ, keys of dK and keys of dV have flags; all results are right."""
+    plan, arrays = run_gradients(backend, change, **sizes)
+    found = tuple((arrays[x] == 1).sum() for x in ("flags", "dK_flags", "dV_flags"))
+    assert found == flagged
+    require_right(plan, arrays)
+
+
+def test_keys_without_flags_do_not_depend_on_others(backend):
+    _, alone = run_gradients(backend, **SHARED)
+    _, mixed = run_gradients(backend, put("dO", (0, 1, 5, 3), np.nan), **SHARED)
+    for name, flags in (("dQ", "flags"), ("dK", "dK_flags"), ("dV", "dV_flags")):
+        held = mixed[flags] == 0
+        assert 0 < held.sum() < held.size
+        np.testing.assert_array_equal(mixed[name][held], alone[name][held])
 
 
 @pytest.mark.gpu

@@ -86,6 +86,7 @@ FAMILIES = {
     "wgmma_fp16x2": "parts of operands with wgmma: sums of their own, and none across tiles",
     "wgmma_slices": "any head dimension with wgmma: slices of d and of keys change every loop",
     "columns": "the first of gradients in one kernel: P is recomputed from lse",
+    "mma_fp16x2_two_pass": "the first gradients of parts: their scales, and what they lack",
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
     "mma_slices_backward": "gradients of any head dimension, in three launches through memory",
 }

@@ -1,6 +1,6 @@
 """Products of parts in float16 keep float32's accuracy, or a flag says that they do not.
 
-The kernel is emulated in NumPy, with tensor cores that cut sums off; the simulator's are exact.
+The kernels are emulated in NumPy, with tensor cores that cut sums off; the simulator's are exact.
 """
 
 import numpy as np
@@ -157,3 +157,49 @@ def test_the_model_of_tensor_cores():
 
     assert [added(2.0**-24, 15), added(2.0**-25, 15), added(2.0**-26, 15)] == [7, 3, 0]
     assert [added(2.0**-25, 16), added(1.9 * 2.0**-26, 16), added(-(2.0**-26), 1)] == [4, 0, 0]
+
+
+def drawn_gradients(make, M=64, N=96, d=64):
+    """Inputs of gradients, and O and lse of them, of one head."""
+    q, k, v = drawn(make, M=M, N=N, d=d)
+    do = normal(np.random.default_rng(1), M, d)
+    inputs = (x[None, None] for x in (q, k, v))
+    found = tolerance.expected_attention(*inputs, dtype="float32", scale=d**-0.5)[None]
+    return q, k, v, F(found["O"].value[0, 0]), F(found["lse"].value[0, 0]), do
+
+
+def shares_of_gradients(inputs, found, scale=0.125):
+    """The largest error of each row, as a share of its bound, and its flag: of dQ, dK and dV."""
+    given = (x[None, None] for x in inputs)
+    expected = tolerance.expected_gradients(*given, dtype="float32", scale=scale)[None]
+    for name, (got, flags) in zip(("dQ", "dK", "dV"), found):
+        want, bound = expected[name].value[0, 0], expected[name].bound[0, 0]
+        with np.errstate(invalid="ignore"):
+            share = np.where(got == want, 0, np.abs(got - want) / bound).max(1)
+        yield np.where(np.isnan(share), np.inf, share), flags
+
+
+# Keys that are all equal have dQ = 0; columns of V of all sizes are too much for rows of dO.
+FLAGGED = {
+    "equal": [True, False, False],
+    "columns of V": [True, True, True],
+    "elements of V": [True, True, True],
+}
+
+
+@pytest.mark.parametrize("kind", [*HELD, *NOT_HELD])
+def test_gradients_are_right_or_have_flags(kind):
+    inputs = drawn_gradients({**HELD, **NOT_HELD}[kind])
+    flagged = [
+        (share[~flags].max(initial=0), flags.any())
+        for share, flags in shares_of_gradients(inputs, parts.gradients(*inputs, 0.125))
+    ]
+    assert max(share for share, _ in flagged) <= 0.5
+    assert [found for _, found in flagged] == FLAGGED.get(kind, [False, False, False])
+
+
+def test_each_key_needs_a_power_of_two():
+    """One for all keys of a tile leaves no bits for those whose weights are far below others."""
+    inputs = drawn_gradients(HELD["large"])
+    found = parts.gradients(*inputs, 0.125, one_power=True)
+    assert max(share.max() for share, _ in shares_of_gradients(inputs, found)) > 10

@@ -4,7 +4,7 @@
 // x y = (xh + xl / 2^11) (yh + yl / 2^11), without xl yl, which is below what a float keeps. The
 // two products with a low part have sums of their own: they are 2^11 times larger than they count.
 
-#include <forward/parts/part_softmax.cuh>
+#include <forward/parts/half_parts.cuh>
 #include <ptx/mma.cuh>
 #include <tile/chunk_addresses.cuh>
 
@@ -29,12 +29,12 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
   multiply(C, low, B_high);
 }
 
-// S = Q K^T for the warp's rows and the tile's keys, both as parts.
+// S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts.
 template <int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
-                                                int first_row, int lane) {
-  const int own_row = first_row + lane % 16, own_key = lane / 16 * 8 + lane % 8;
+                                                int first_row, int lane, int first_key = 0) {
+  const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
 #pragma unroll 1
@@ -60,13 +60,14 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, 16 columns at a time. Their sums begin at zero: tensor cores cut off what does
-// not fit next to the sum so far, registers round.
+// O += weight * P V, with V from first_row on, 16 columns at a time. Their sums begin at zero:
+// tensor cores cut off what does not fit next to the sum so far, registers round.
 template <int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],
                                                 float (&O)[m][width / 8][4],
-                                                const float (&weight)[m][2], int lane) {
+                                                const float (&weight)[m][2], int lane,
+                                                int first_row = 0) {
   unsigned high[n / 2][m][4], low[n / 2][m][4];
 #pragma unroll
   for (int i = 0; i < n / 2 * m * 4; ++i) {
@@ -74,7 +75,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     const float (&p)[4] = P[row][2 * k + i % 4 / 2];
     split_pair<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1], high[k][row][i % 4], low[k][row][i % 4]);
   }
-  const ChunkAddresses values(V[0], lane % 16, lane / 16);
+  const ChunkAddresses values(V[0], first_row + lane % 16, lane / 16);
 #pragma unroll
   for (int j = 0; j < width / step; ++j) {
     float sums[m][2][4] = {}, C[m][2][4] = {};

@@ -1,0 +1,271 @@
+// mma_fp16x2_two_pass_columns: `mma_two_pass_columns` for float32 at its own accuracy. Operands are
+// parts in float16, as in `mma_fp16x2`, and each product is three products of parts.
+//
+// A warp owns 16 keys. Its products are transposed, S^T = K Q^T: so P^T and dS^T are operands of
+// dV += P^T dO and dK += dS^T Q right where they are computed. The rows of Q and dO have powers of
+// two, by which P and dS are multiplied; then each key gets one for each tile. Sums of a tile begin
+// at zero and are added up in registers, which round. A key that parts cannot hold gets a flag, and
+// `mend_gradients` computes it again.
+//
+// Where 16 keys have several warps, each takes some rows of every tile, and their sums are added at
+// the end. Where dK and dV do not fit into registers together, there is a launch for each.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
+//   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
+//   dK_flags, dV_flags [batch, kv_heads, N]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
+//   the host sets: scalar, operand, real, Br, Bc, warps, stages, row_slabs (those of row_maxima),
+//   of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and options
+//   (score.cuh)
+#include <backward/parts/half_gradients.cuh>
+#include <backward/parts/walk_down.cuh>
+#include <forward/parts/parts_head.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/shared.cuh>
+#include <tile/warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int sharing = warps * step / Bc;    // warps of the same keys
+constexpr int own_rows = Br / sharing;        // of a tile
+
+struct Shared {  // high parts, then low ones
+  operand K[2][Bc][depth];
+  operand V[2][Bc][width];
+  operand Q[stages][2][Br][depth];
+  operand dO[stages][2][Br][width];
+  PartStats stats[2][Br];
+  float largest[2][sharing][Bc];  // weights of dK and dV
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
+static_assert(Br % (sharing * step) == 0, "warps share out whole products");
+
+using Loads = PartLoads<threads, Br>;
+using Weights = float[1][own_rows / 8][4];
+template <int columns>
+using Sums = float[1][columns / 8][4];
+
+// The arrays of rows, and the tiles of them that the block goes through.
+struct Walk : WalkDown<Br, Bc> {
+  Tensor<const operand> Q_high, Q_low, dO_high, dO_low;
+  PartStatsInMemory stats;
+  int M;
+
+  // The addresses of heads are computed here again: registers do not keep them.
+  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
+    const int batch = opaque(stats.batch), own_head = opaque(head);
+    PartsHead<depth>(Q_high, Q_low, batch, own_head, M).copy<threads>(shared.Q[stage], first_row);
+    PartsHead<width>(dO_high, dO_low, batch, own_head, M)
+        .copy<threads>(shared.dO[stage], first_row);
+  }
+  __device__ __forceinline__ void load_stats(Loads& loads) const {
+    loads.load(stats, opaque(head), first_row, M);
+  }
+};
+
+// The first key and row of each tile that a warp owns.
+struct Own {
+  int key, row, lane;
+
+  __device__ __forceinline__ Own() {
+    const int warp = threadIdx.x / warp_size;
+    key = warp / sharing * step;
+    row = warp % sharing * own_rows;
+    lane = threadIdx.x % warp_size;
+  }
+  __device__ __forceinline__ OwnScores<true> scores() const {
+    return {row + 2 * (lane % 4), key + lane / 4};
+  }
+};
+
+// S^T, or dP^T.
+template <int columns>
+__device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
+                                              operand (&rows)[2][Br][columns], Weights& products,
+                                              const Own& own) {
+  multiply_scores(keys, rows, products, own.key, own.lane, own.row);
+}
+
+// sums += A^T B of a tile, of weights of a key for each of the warp's rows.
+template <int columns>
+__device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weights,
+                                            Largest<1>& largest, operand (&B)[2][Br][columns]) {
+  const Own own;
+  float factor[1][2];
+  largest.raise(weights, factor);
+  multiply_output(B, weights, sums, factor, own.lane, own.row);
+}
+
+// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
+// begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
+template <bool masked>
+__device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
+                                          Sums<depth>& dK, Sums<width>& dV,
+                                          Largest<1> (&largest)[2], int turn,
+                                          const Scorer<float>& scorer) {
+  const int stage = stages == 2 ? turn : 0;
+  walk.advance();
+  const bool more = walk.left > 0;
+  Loads next;
+  if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
+  cp_async_commit_group();
+
+  const PartStats(&stats)[Br] = shared.stats[turn];
+  Weights P = {}, PS;
+  {
+    const Own own;
+    multiply_keys(shared.K, shared.Q[stage], P, own);
+    compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
+  }
+  if constexpr (of_V) {
+    multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
+    if (!of_K && more) walk.load_stats(next);  // while the last products go on
+    add_product(dV, P, largest[1], shared.dO[stage]);
+  }
+  if constexpr (of_K) {
+    const Own own;
+    Weights dS = {};
+    multiply_keys(shared.V, shared.dO[stage], dS, own);
+    compute_dS(dS, PS, stats, own.scores(), pair.extent.kept_factor());
+    multiply_units<&PartStats::unit>(dS, stats, own.scores());
+    if (more) walk.load_stats(next);
+    add_product(dK, dS, largest[0], shared.Q[stage]);
+  }
+  if (more) next.store(shared.stats[1 - turn]);
+  if (stages == 1) {
+    __syncthreads();  // before the next tile overwrites Q and dO
+    if (more) walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+  }
+}
+
+// Adds up the sums and maxima of warps that share keys, in one order: those of the first one are
+// whole then. The tile of keys, which is no longer read, has those of the others.
+template <int columns>
+__device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
+                                          float (&maxima)[sharing][Bc], Sums<columns>& sums,
+                                          Largest<1>& largest) {
+  if constexpr (sharing == 1) return;
+  const Own own;
+  constexpr int count = columns / 2;
+  const int turn = own.row / own_rows, group = own.key / step;
+  float* place = reinterpret_cast<float*>(tile[0][0]) + group * count * warp_size + own.lane;
+#pragma unroll 1
+  for (int other = 1; other < sharing; ++other) {
+    __syncthreads();  // the place is free
+    if (turn == other) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) place[i * warp_size] = sums[0][i / 4][i % 4];
+      if (own.lane % 4 < 2)
+        maxima[other][own.key + own.lane / 4 + own.lane % 4 * 8] =
+            largest.weight[0][own.lane % 4 == 1];
+    }
+    __syncthreads();  // the other warp's sums are there
+    if (turn > 0) continue;
+#pragma unroll
+    for (int i = 0; i < count; ++i) sums[0][i / 4][i % 4] += place[i * warp_size];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      largest.weight[0][half] =
+          fmax(largest.weight[0][half], maxima[other][own.key + own.lane / 4 + half * 8]);
+  }
+}
+
+// Where a block's gradients go.
+struct Results {
+  const float* maxima;  // of the rows of the key head's first head
+  int batch, kv_head, group, first_key, N;
+
+  // Whether some row of the heads has a number in this column of Q, or after them of dO.
+  __device__ bool has_numbers(int col) const {
+    for (int i = 0; i < group * row_slabs; ++i)
+      if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;
+    return false;
+  }
+  // Stores the warp's keys of dK, or of dV, and their flags.
+  template <bool is_V, int n>
+  __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
+                                        Tensor<scalar> gradient, Tensor<unsigned char> flags,
+                                        const int* exponents, float factor, bool is_zero) const {
+    const Own own;
+    const int lane = own.lane;
+    if (own.row > 0) return;
+    constexpr int cols = is_V ? dv : d;
+    const int first = first_key + own.key;
+    const auto numbers = [&](int col) { return has_numbers(is_V ? d + col : col); };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float least = is_zero ? 0 : largest.least_sum(0, half);
+      const bool wrong = is_wrong<cols>(sums, 0, half, least, lane, numbers);
+      const int key = first + half * 8 + lane / 4;
+      if (lane % 4 == 0 && key < N) *flags.row(batch, kv_head, key) = wrong;
+    }
+    store_scaled<cols>(sums, factor, gradient, batch, kv_head, first, N, lane,
+                       [&](int col) { return -key_exponent - exponents[col]; });
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_columns(
+    Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
+    Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
+    Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
+    const int* V_exponents, const float* row_maxima, Tensor<const real> lse,
+    Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
+    Tensor<const unsigned char> flags, Tensor<scalar> dK, Tensor<scalar> dV,
+    Tensor<unsigned char> dK_flags, Tensor<unsigned char> dV_flags, Sizes sizes, int kv_heads,
+    int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
+  const int first_key = tile * Bc;
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  if (!extent.has_tile_of_keys(first_key)) return;
+  const Scorer<float> scorer = {scale, mods};
+  Walk walk = {WalkDown<Br, Bc>(extent, first_key, kv_head, group), Q_high,  Q_low, dO_high, dO_low,
+               {lse, delta, scale2, dO_units, flags, batch},        extent.M};
+  Sums<depth> sums_K = {};
+  Sums<width> sums_V = {};
+  Largest<1> largest[2];
+  if (walk.left > 0) {
+    Loads first;
+    walk.load_stats(first);
+    PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
+    if (of_K)
+      PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
+    walk.begin_copies(shared, 0);
+    cp_async_commit_group();
+    first.store(shared.stats[0]);
+    cp_async_wait_group<0>();
+    __syncthreads();  // the tiles are there
+  }
+  for (int turn = 0; walk.left > 0; turn = 1 - turn) {
+    const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
+    if (pair.is_whole() && pair.reaches_all())
+      step_down<false>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
+    else
+      step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
+    cp_async_wait_group<0>();
+    __syncthreads();  // the next tile is there, and this one is no longer read
+  }
+  const long long own_head = (long long)batch * kv_heads + kv_head;
+  const Results results = {row_maxima + own_head * group * row_slabs * (d + dv + 1),
+                           batch,
+                           kv_head,
+                           group,
+                           first_key,
+                           extent.N};
+  if constexpr (of_K) {
+    // Without a text the scale, in powers of two, is in the units of rows.
+    const float factor = has_score_text ? scale : float(ln2);
+    join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
+    results.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents + own_head * d, factor,
+                         scale == 0);
+  }
+  if constexpr (of_V) {
+    join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
+    results.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents + own_head * dv,
+                        extent.kept_factor(), false);
+  }
+}

@@ -1,0 +1,139 @@
+// mma_fp16x2_two_pass_rows: dQ of `mma_fp16x2_two_pass`, by a block for each tile of Q, which walks
+// along the tiles of K and V.
+//
+// It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P: each row of dS gets a power of
+// two for each tile. A row that parts cannot hold gets a flag, and `mend_gradients` computes it
+// again.
+//
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
+//   lse, delta [batch, heads, M]
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
+//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
+//   options (score.cuh)
+#include <backward/parts/half_gradients.cuh>
+#include <forward/parts/parts_head.cuh>
+#include <ptx/cp_async.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/shared.cuh>
+#include <tile/warp.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+
+struct Shared {  // high parts, then low ones
+  operand Q[2][Br][depth];
+  operand dO[2][Br][width];
+  operand K[stages][2][Bc][depth];
+  operand V[stages][2][Bc][width];
+  PartStats stats[Br];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+
+using Weights = float[Wr / step][Bc / 8][4];
+using Queries = float[Wr / step][depth / 8][4];
+
+// The keys and values of a head. The addresses of heads are computed here again: registers do not
+// keep them.
+struct Keys {
+  Tensor<const operand> K_high, K_low, V_high, V_low;
+  int batch, head, N;
+
+  __device__ __forceinline__ void begin_copies(Shared& shared, int first_key, int stage) const {
+    const int own_batch = opaque(batch), own_head = opaque(head);
+    PartsHead<depth>(K_high, K_low, own_batch, own_head, N)
+        .copy<threads>(shared.K[stage], first_key);
+    PartsHead<width>(V_high, V_low, own_batch, own_head, N)
+        .copy<threads>(shared.V[stage], first_key);
+  }
+};
+
+// One tile of keys: P, dS and dQ += dS K. K and V are there when it begins, and the next are when
+// it ends. Unless it is `masked` every row sees every key.
+template <bool masked>
+__device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
+                                           const TilePair<Br, Bc>& pair, const RowTile& rows,
+                                           int buffer, Queries& dQ, Largest<Wr / step>& largest,
+                                           const Scorer<float>& scorer, int own_row, int lane) {
+  const int next = rows.after<Bc>(pair.first_key);
+  const bool more = next < rows.kv_end;
+  if (stages == 2 && more) keys.begin_copies(shared, next, 1 - buffer);
+  cp_async_commit_group();
+  const OwnScores<false> own = {own_row + lane / 4, 2 * (lane % 4)};
+  Weights P = {}, PS, dS = {};
+  multiply_scores(shared.Q, shared.K[buffer], P, own_row, lane);
+  compute_P<masked>(P, PS, shared.stats, own, pair, scorer);
+  multiply_scores(shared.dO, shared.V[buffer], dS, own_row, lane);
+  compute_dS(dS, PS, shared.stats, own, pair.extent.kept_factor());
+  float factor[Wr / step][2];
+  largest.raise(dS, factor);
+  multiply_output(shared.K[buffer], dS, dQ, factor, lane);
+  if (stages == 1) {
+    __syncthreads();  // before the next tile overwrites K and V
+    if (more) keys.begin_copies(shared, next, 0);
+    cp_async_commit_group();
+  }
+  cp_async_wait_group<0>();
+  __syncthreads();  // the next K and V are there, and these are no longer read
+}
+
+extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_rows(
+    Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
+    Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
+    Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<const real> scale2,
+    Tensor<const real> dO_units, Tensor<unsigned char> flags, Tensor<scalar> dQ, Sizes sizes,
+    int heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M, Br) - 1 - tile) * Br;
+  if (!extent.has_tile_of_rows(first_row)) return;
+  const Scorer<float> scorer = {scale, mods};
+  const RowTile rows = row_tile<Br, Bc>(extent, first_row, head, batch);
+  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const int kv_head = head / group;
+  const Keys keys = {K_high, K_low, V_high, V_low, batch, kv_head, extent.N};
+
+  PartLoads<threads, Br> loads;
+  loads.load({lse,
+              delta,
+              scale2,
+              dO_units,
+              {flags.data, flags.batch_stride, flags.head_stride, flags.row_stride},
+              batch},
+             head, first_row, extent.M);
+  PartsHead<depth>(Q_high, Q_low, batch, head, extent.M).copy<threads>(shared.Q, first_row);
+  PartsHead<width>(dO_high, dO_low, batch, head, extent.M).copy<threads>(shared.dO, first_row);
+  keys.begin_copies(shared, rows.kv_begin, 0);
+  cp_async_commit_group();
+  loads.store(shared.stats);
+  cp_async_wait_group<0>();
+  __syncthreads();  // the tiles are there
+  Queries sums = {};
+  Largest<Wr / step> largest;
+  int buffer = 0;
+  for (int first_key = rows.kv_begin; first_key < rows.kv_end;
+       first_key = rows.after<Bc>(first_key)) {
+    const TilePair<Br, Bc> pair = {extent, first_row, first_key};
+    if (pair.is_whole() && pair.reaches_all())
+      step_along<false>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
+    else
+      step_along<true>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
+    buffer = stages - 1 - buffer;
+  }
+  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const float least = largest.least_sum(i / 2, i % 2);
+    const bool wrong = is_wrong<d>(sums, i / 2, i % 2, least, lane,
+                                   [&](int col) { return exponents[col] > -127; });
+    const int row = first_row + own_row + i * 8 + lane / 4;
+    if (lane % 4 == 0 && wrong && row < extent.M) *flags.row(batch, head, row) = 1;
+  }
+  store_scaled<d>(sums, scale, dQ, batch, head, first_row + own_row, extent.M, lane,
+                  [&](int col) { return exponents[col] - row_exponent; });
+}
