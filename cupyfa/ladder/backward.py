@@ -305,7 +305,7 @@ MMA_COLUMNS = Kernel(
     largest_d=256,
     tflops={"float16": {64: 261, 128: 276, 256: 230}, "bfloat16": {64: 261, 128: 276, 256: 230}},
     unordered=("dQ",),
-    after=("columns",),
+    after=(),
 )
 
 
@@ -701,23 +701,9 @@ WGMMA_COLUMNS = Kernel(
         "bfloat16": {64: 457, 128: 515, 192: 360, 256: 383},
     },
     unordered=("dQ",),
-    after=("mma_columns",),
+    after=(),
 )
-WGMMA_TWO_PASS_ROWS = Launch(
-    "mma_two_pass_rows",
-    args=f"{INPUTS} dQ sizes heads group scale mods",
-    grid=lambda p, c: tiles_of(p, p.M, c.Qr) * p.heads * p.batch,
-    threads=lambda p, c: WARP * c.Qr // c.Qw,
-    shared=mma_rows_shared,
-    constants={
-        "Br": lambda p, c: c.Qr,
-        "Bc": lambda p, c: c.Qc,
-        "Wr": lambda p, c: c.Qw,
-        "stages": lambda p, c: c.Qs,
-    },
-    walks={KEY_TILES: lambda p, c: (c.Qr, c.Qc)},
-)
-MMA_TWO_PASS = rung(
+WGMMA_TWO_PASS = rung(
     WGMMA_COLUMNS,
     "wgmma_two_pass",
     "Hopper, two passes: dQ in registers too, no atomics, 7 products instead of 5",

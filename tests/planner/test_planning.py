@@ -172,7 +172,7 @@ def test_auto_takes_the_kernel_that_was_measured_fastest(fastest):
         ({"causal": True}, "mma_f64_columns"),
         ({"mask": "bhmn"}, "mma_f64_columns"),
         ({"M": 512, "N": 512}, "mma_f64_columns"),
-        ({"dtype": "float32"}, "baseline_backward"),
+        ({"dtype": "float32", "d": 512}, "baseline_backward"),
     ],
 )
 def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidden(changes, fastest):
