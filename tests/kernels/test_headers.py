@@ -52,6 +52,7 @@ MAY_READ = {
     "merge_parts.cuh": {"has_sink"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
+    "part_output.cuh": {"has_mask_text"},
     "part_softmax.cuh": {"has_score_text"},
     "half_gradients.cuh": {"has_score_text", "has_dropout"},
     "walk_down.cuh": {"has_row_tiles"},

@@ -12,9 +12,11 @@ __device__ __forceinline__ bool is_beyond_parts(real maximum) {
 
 // What an element of O must reach, divided by its row's sum: below it what the low parts of weights
 // and of values lack may be more than the rounding of a float. In units of V's parts, less than
-// 2^15; see split_operands.cu.
-__device__ __forceinline__ float least_output(float sum, int keys) {
-  return 0x1p-23f * 0x1p15f * rsqrtf(sum * float(max(keys, 1)));
+// 2^15; see split_operands.cu. Of the keys in reach a text may hide all but as many as the weights,
+// which are at most 1, need for their sum.
+__device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
+  const float keys = has_mask_text ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
+  return 0x1p-23f * 0x1p15f * rsqrtf(sum * fmax(keys, 1.0f));
 }
 
 // Of O / sum of a warp's rows: sets the flags of rows that parts did not hold. `exponents` are
@@ -30,7 +32,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     sum += __shfl_xor_sync(full_warp, sum, 1);
     sum += __shfl_xor_sync(full_warp, sum, 2);
     const int row = rows.row(i / 2, i % 2), query = row / pack_gqa;
-    const float least = least_output(sum, rows.extent.kv_end(query) - rows.extent.kv_begin(query));
+    const float least = least_output(sum, rows.extent, query);
     bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
