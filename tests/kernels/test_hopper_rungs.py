@@ -197,6 +197,17 @@ def test_warpgroups_skip_masked_tiles_without_deadlock(backend, kernel, mask, si
     checked(backend, plan)
 
 
+def test_turns_do_not_change_bits(backend):
+    results = []
+    for turns in (1, 2, 3):
+        tiles = {"Br": 128, "Bc": 32, "stages": 1, "Q_stages": 1, "turns": turns}
+        sizes = {"M": 150, "N": 200, "dv": 136, "causal": "top-left"}
+        plan = planned(FORWARD["wgmma_fp16x2"], backend, **sizes, multiprocessors=1, tiles=tiles)
+        results.append(checked(backend, plan))
+    for result in results[1:]:
+        assert all((result[key] == results[0][key]).all() for key in result)
+
+
 @EACH_PERSISTENT
 def test_there_are_no_more_blocks_than_multiprocessors(kernel):
     for M, heads, blocks in ((64, 2, 2), (192, 132, 132), (193, 100, 132), (100_000, 16, 132)):
