@@ -30,6 +30,7 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int sharing = warps * step / Bc;    // warps of the same keys
 constexpr int own_rows = Br / sharing;        // of a tile
+constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];
@@ -86,7 +87,7 @@ template <int columns>
 __device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
                                               operand (&rows)[2][Br][columns], Weights& products,
                                               const Own& own) {
-  multiply_scores(keys, rows, products, own.key, own.lane, own.row);
+  multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
 }
 
 // sums += A^T B of a tile, of weights of a key for each of the warp's rows.

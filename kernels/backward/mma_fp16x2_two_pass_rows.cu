@@ -20,6 +20,7 @@
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
@@ -63,9 +64,9 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   cp_async_commit_group();
   const OwnScores<false> own = {own_row + lane / 4, 2 * (lane % 4)};
   Weights P = {}, PS, dS = {};
-  multiply_scores(shared.Q, shared.K[buffer], P, own_row, lane);
+  multiply_scores<at_once>(shared.Q, shared.K[buffer], P, own_row, lane);
   compute_P<masked>(P, PS, shared.stats, own, pair, scorer);
-  multiply_scores(shared.dO, shared.V[buffer], dS, own_row, lane);
+  multiply_scores<at_once>(shared.dO, shared.V[buffer], dS, own_row, lane);
   compute_dS(dS, PS, shared.stats, own, pair.extent.kept_factor());
   float factor[Wr / step][2];
   largest.raise(dS, factor);

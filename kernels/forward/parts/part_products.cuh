@@ -29,15 +29,16 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
   multiply(C, low, B_high);
 }
 
-// S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts.
-template <int Br, int Bc, int depth, int m, int n>
+// S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
+// at_once steps of the sum unrolled.
+template <int at_once = 1, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
-#pragma unroll 1
+#pragma unroll at_once
   for (int k = 0; k < depth / step; ++k) {
     unsigned high[m][4], low[m][4];
 #pragma unroll
