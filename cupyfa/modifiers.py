@@ -234,7 +234,9 @@ class Modifiers:
 
     @property
     def held(self) -> Operand | None:
-        """The array of which kernels may copy all pairs of a tile to shared memory."""
+        """The array of which kernels may copy all pairs of a tile to shared memory, if any."""
+        if not (self.score or self.mask):  # there are no pairs
+            return None
         return next((x for x in self.operands if x.in_pairs), None)
 
     @property

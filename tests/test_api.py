@@ -106,6 +106,16 @@ def test_no_keys_make_empty_rows(backend, kernel):
     assert (lse == NEG).all()
 
 
+def test_no_rows_with_a_mask_in_memory(backend):
+    """Kernels that copy an array of pairs have none to copy."""
+    q, k, v = (x.astype("f2") for x in arrays(1, 2, 0, 8, N=5))
+    for kernel in ("wgmma_persistent", "mma_pipelined"):
+        if backend.name == "simulator" or backend.limits.arch.startswith("90"):
+            how = {"kernel": kernel, "backend": backend}
+            o = cupyfa.attention(q, k, v, mask=np.ones((1, 1, 1, 5), bool), **how)
+            assert o.shape == (1, 2, 0, 8)
+
+
 def test_no_columns_make_equal_scores(backend):
     q, k, v = arrays(1, 2, 5, 0, N=7, dv=3)
     o, lse = cupyfa.attention(q, k, v, backend=backend, return_lse=True, check=True)
