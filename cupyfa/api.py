@@ -709,6 +709,8 @@ def decode(
         look=bool(check),
         prefix_keys=before,
     )
+    if out is not None and step.is_moved:  # before anything is written
+        _check_out(out, (*step.q.shape[:3], step.v.shape[3]), step.q.dtype)
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
     kernel = _kernel_of_tokens(step.q, step.k, kernel, splits)
@@ -921,13 +923,17 @@ def _moved_to(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
     made = results[0]
     if out is None:
         return results
-    if tuple(out.shape) != tuple(made.shape) or str(out.dtype) != str(made.dtype):
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}, the result is {made.dtype} "
-            f"{tuple(made.shape)}; give an array like that"
-        )
+    _check_out(out, made.shape, made.dtype)
     out[...] = made
     return (out, *results[1:])
+
+
+def _check_out(out: Any, shape: Sequence[int], dtype: Any) -> None:
+    if tuple(out.shape) != tuple(shape) or str(out.dtype) != str(dtype):
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
+            "give an array like that"
+        )
 
 
 def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:

@@ -404,7 +404,7 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupyfa.decode(queries, cache, **how)
         cache.lengths += 0
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        stream.begin_capture()
         _, lse = cupyfa.decode(queries, cache, **how)
         cache.lengths += 1
         graph = stream.end_capture()

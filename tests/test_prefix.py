@@ -307,7 +307,7 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
     q = cupy.asarray(case.q)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupyfa.decode(q, cache, **how)  # compiles, and takes memory
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        stream.begin_capture()
         out, lse = cupyfa.decode(q, cache, **how)
         graph = stream.end_capture()
         noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]  # in memory that is free

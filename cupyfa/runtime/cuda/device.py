@@ -15,7 +15,7 @@ from cupy.cuda import nvrtc
 from cupy.cuda.stream import get_current_stream
 from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import DTYPES, E4M3
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
@@ -227,9 +227,13 @@ class Cuda(Backend):
         return None if any(x is None for x in seen) else seen
 
     def upload(self, array: np.ndarray) -> Any:
+        if array.dtype == E4M3:  # which CuPy does not know
+            return cupy.asarray(array.view(np.uint8)).view(E4M3)
         return cupy.asarray(array)
 
     def download(self, array: Any) -> np.ndarray:
+        if array.dtype == E4M3:
+            return cupy.asnumpy(array.view(np.uint8)).view(E4M3)
         return cupy.asnumpy(array)
 
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
