@@ -253,3 +253,25 @@ def test_long_sums_on_tensor_cores(cuda, kernel, d):
     assert not arrays["flags"].any()
     assert {x.name: x.ratio for x in verdicts}["O"] <= 0.2
     tolerance.require(verdicts, str(plan.problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N", [(128, 32768), (32768, 128)])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_long_sums_of_gradients_on_tensor_cores(cuda, d, M, N):
+    """Sums of numbers above 0, which tensor cores would cut off, and the same bits in both runs."""
+    rng = np.random.default_rng(0)
+    uniform = lambda **given: {name: rng.random(x.shape) for name, x in given.items()}  # noqa: E731
+    _, forward = run(cuda, values=uniform, heads=1, M=M, N=N, d=d)
+
+    def change(given):
+        given.update({name: forward[name] for name in ("Q", "K", "V", "O", "lse")})
+        given["dO"] = np.random.default_rng(1).random(given["dO"].shape, F)
+
+    plan, arrays = run_gradients(cuda, change, heads=1, M=M, N=N, d=d)
+    require_right(plan, arrays)
+    for name in ("flags", "dK_flags", "dV_flags"):
+        assert arrays[name].mean() < 0.001, "few rows, by chance"
+    _, again = run_gradients(cuda, change, heads=1, M=M, N=N, d=d)
+    for name in plan.outputs:
+        np.testing.assert_array_equal(arrays[name], again[name])

@@ -178,7 +178,8 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
   for (int j = 0; j < 2 * n; ++j) {
     const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
     const float sum = sums[i][j / 2][half * 2 + j % 2];
-    if (col < cols && !(fabs(sum) >= least)) wrong |= sum != 0 || has_numbers(col);
+    const bool held = fabs(sum) >= least && fabs(sum) < infinity;
+    if (col < cols && !held) wrong |= sum != 0 || has_numbers(col);
   }
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 1) != 0;
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 2) != 0;
