@@ -105,8 +105,6 @@ LONGER = {
     ),
     "backward/mma_fp16x2_two_pass_rows": (904, COPIES + "; products of parts, sums of gradients"),
     "backward/mma_slices_backward_scores": (930, GRADIENTS),
-    "backward/mma_fp16x2_two_pass_columns": (1080, GRADIENTS + "; products of parts"),
-    "backward/mma_fp16x2_two_pass_rows": (904, GRADIENTS + "; products of parts"),
     "backward/mma_two_pass_columns": (1011, GRADIENTS),
     "backward/mma_two_pass_rows": (930, GRADIENTS),
     "backward/wgmma_bias_gradient": (1216, f"{HOPPER}; copies of the bias, the repair of sums"),

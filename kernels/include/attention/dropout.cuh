@@ -191,8 +191,8 @@ __device__ __forceinline__ real marked(real PS, bool kept) {
 __device__ __forceinline__ bool is_kept(real PS) {
   return unit_slope ? !(PS < 0) : __builtin_bit_cast(Word, PS) & 1;
 }
-// PS without its mark. The last bit may stay where what is computed of it becomes 16 bits. Otherwise
-// it would make gradients of pairs that are hidden differ from 0.
+// PS without its mark. The last bit may stay where what is computed of it becomes 16 bits.
+// Otherwise it would make gradients of pairs that are hidden differ from 0.
 __device__ __forceinline__ real unmarked(real PS) {
   if constexpr (unit_slope) return fabs(PS);
   if constexpr (sizeof(scalar) == 2) return PS;
