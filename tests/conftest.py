@@ -4,6 +4,7 @@ import fcntl
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,19 @@ os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, each with its own BLAS: one thread is enough for each.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def devices_in_turn(process, count):
+    """All devices as CUDA_VISIBLE_DEVICES has them, beginning with another one in each process."""
+    first = int(process.removeprefix("gw")) % count
+    return ",".join(map(str, (*range(first, count), *range(first))))
+
+
+# Processes of pytest-xdist share the devices out, for most tests use the first one. That
+# has to be said before anything asks CUDA, and not by the process that starts them.
+devices = len([*Path("/proc/driver/nvidia/gpus").glob("*")])
+if devices > 1 and (process := os.environ.get("PYTEST_XDIST_WORKER")):
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", devices_in_turn(process, devices))
 
 # Folders and files of the tests that take the longest on a GPU.
 _LONG = {
