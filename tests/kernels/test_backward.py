@@ -323,7 +323,8 @@ def test_deterministic_kernels():
             *(dout, q, k, v, out, lse), kernel="columns", deterministic=True, backend="simulator"
         )
     of_array = Problem.of_sizes(M=8, N=8, d=8, bias="1hmn")
-    with pytest.raises(cupyfa.Unsupported, match="; deterministic kernels: two_pass$"):
+    able = "two_pass, mma_fp16x2_two_pass"
+    with pytest.raises(cupyfa.Unsupported, match=f"; deterministic kernels: {able}$"):
         planning.select("columns", "backward", of_array, limits_of("90"), deterministic=True)
 
 

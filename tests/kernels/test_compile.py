@@ -88,11 +88,11 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in mend_parts
     ("wgmma_fp16x2", "90", 64, "full"): 4,
     ("wgmma_fp16x2", "90", 192, "window"): 8,  # where O is stored
-    # Addresses of copies, read once for each tile.
+    # Mostly addresses of copies, read once for each tile.
     ("mma_fp16x2_two_pass", "80", 128, "window"): 48,
-    ("mma_fp16x2_two_pass", "80", 256, "causal"): 168,
+    ("mma_fp16x2_two_pass", "80", 256, "causal"): 140,
     ("mma_fp16x2_two_pass", "90", 64, "causal"): 20,
-    ("mma_fp16x2_two_pass", "90", 128, "window"): 52,
+    ("mma_fp16x2_two_pass", "90", 128, "window"): 80,
     ("mma_fp16x2_two_pass", "90", 256, "causal"): 72,
     ("mma_f64_columns", "90", 256, "causal"): 44,
     ("mma_tf32", "90", 256, "full"): 16,

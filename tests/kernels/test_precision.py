@@ -107,9 +107,10 @@ def test_auto_chooses_by_precision(precision, d, limits, chosen):
         ({"M": 257}, H100, "wgmma_fp16x2"),
         ({"M": 256}, H100, "fa2_coalesced"),
         ({"M": 65, "heads": 8, "kv_heads": 2}, H100, "wgmma_fp16x2"),
-        ({"M": 4096, "d": 257}, H100, "fa2_coalesced"),
+        ({"M": 4096, "d": 257}, H100, "baseline"),
+        ({"M": 300, "d": 257}, H100, "fa2_coalesced"),
         ({"M": 257}, A100, "mma_fp16x2"),
-        ({"M": 4096}, TURING, "fa2_coalesced"),
+        ({"M": 300}, TURING, "fa2_coalesced"),
     ],
 )
 def test_auto_splits_operands_for_many_queries_of_a_key_head(sizes, limits, name):
