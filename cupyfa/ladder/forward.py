@@ -253,7 +253,6 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
     few_rows={Br: {256: [(Br, 32, 4)]} for Br in (1, 2, 4)},
 )
 MERGE_WARPS = 4
-MOST_COUNTERS = 1 << 14  # the zeros that calls in a stream share
 MOST_SPLITS = 4096
 FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer than multiplying
 
@@ -404,6 +403,7 @@ MMA_PIPELINED = rung(
     candidates={**MMA_ASYNC.candidates, "stages": (1, 2)},
     tflops={"float16": {64: 301, 128: 355, 256: 315}, "bfloat16": {64: 304, 128: 352, 256: 316}},
 )
+SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -414,62 +414,39 @@ def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * c.Br * max(depth, width) + c.stages * c.Bc * (depth + width)
 
 
-def merges(p: Problem, c: SimpleNamespace, splits: int) -> bool:
-    """Whether the last block of a row tile merges the parts of all, and no launch has to.
-
-    It does if its shared memory has room for them; with more of them, blocks for all rows are
-    faster.
-    """
-    if splits <= 1 or packed_tiles(p, c) > MOST_COUNTERS:
-        return False
-    warps = c.Br // c.Wr
-    of_row = 4 * (splits * round_up(p.dv, 16) + round_up(splits + 2, 4))  # bytes
-    rows = cdiv(min(c.Br, p.M * pack_gqa(p, c)), warps)
-    return rows * of_row <= split_kv_shared(p, c) // warps // 16 * 16
-
-
 def split_kv(splits: Formula) -> Kernel:
     """The record of mma_split_kv with a formula of the number of splits."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
-        """The rows of all splits together, if they have to be merged."""
+        """The rows of all splits together, if a launch has to merge them."""
         number = splits(p, c)
         return p.batch * p.heads * p.M * number if number > 1 else 0
-
-    def is_merged(p: Problem, c: SimpleNamespace) -> bool:
-        return merges(p, c, splits(p, c))
-
-    def rows_to_merge(p: Problem, c: SimpleNamespace) -> int:
-        """Those that a second launch merges."""
-        return p.M * p.heads * p.batch if splits(p, c) > 1 and not is_merged(p, c) else 0
 
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
-        "split-KV: blocks share the keys of a row tile, the last one merges their results",
+        "split-KV: blocks share the keys of a row tile, a second launch merges their results",
         launch={
-            "args": "Q K V O lse parts.data weights.data arrived.data num_splits merges sizes "
-            "heads group scale mods",
+            "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
             "shared": split_kv_shared,
-            "numbers": {"num_splits": splits, "merges": lambda p, c: int(is_merged(p, c))},
+            "numbers": {"num_splits": splits},
             "walks": {},
         },
         then=(
             Launch(
                 "merge_splits",
-                args="parts.data weights.data O lse num_splits Q K V sizes heads group scale mods",
-                grid=rows_to_merge,
+                args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
+                grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
                 threads=lambda p, c: MERGE_WARPS * WARP,
                 shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
                 numbers={"num_splits": splits},
-                may_be_empty=True,
             ),
         ),
         scratch={
-            "parts": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
-            "weights": (lambda p, c: rows(p, c) * 2, "real"),
-            "arrived": (lambda p, c: packed_tiles(p, c) * is_merged(p, c), "zeros"),
+            "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
+            "max_splits": (rows, "real"),
+            "sum_splits": (rows, "real"),
         },
         tiles=SPLIT_KV_TILES,
         candidates={
@@ -486,7 +463,6 @@ def split_kv(splits: Formula) -> Kernel:
 
 
 MMA_SPLIT_KV = split_kv(num_splits)
-SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def fa2_split_kv(splits: Formula) -> Kernel:

@@ -30,7 +30,7 @@ Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # rows an
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
-KINDS = ("real", "scalar", "operand", "byte", "int", "zeros")  # of scratch
+KINDS = ("real", "scalar", "operand", "byte", "int")  # of scratch
 FEATURES = (
     *OPTION_FEATURES,
     "sink",
@@ -126,7 +126,6 @@ class Launch(_Record):
         array whose rows do not (an odd d, a negative or broadcast axis, an odd offset) is copied to
         memory where they do; an output is copied back.
     numbers: more int32 arguments, as ``{"name": lambda p, c: …}``.
-    may_be_empty: whether its grid may be 0 for some constants, where it is not launched.
     in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
     walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
         lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
@@ -148,7 +147,6 @@ class Launch(_Record):
     when: Callable[[Problem], bool] = lambda p: True
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
-    may_be_empty: bool = False
     in_rounds: bool = False
     walks: Mapping[str, Walk] = field(default_factory=dict)
 
@@ -204,10 +202,9 @@ class Kernel(_Record):
         (keys and values of 8 bits, with scales), and the options that modify
         scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
-        "operand", "byte", "int" or "zeros"; those that the launches of a problem name are
-        allocated. "zeros" are int32 numbers, all 0, which the last launch that uses them has to
-        leave so. ``d8`` and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and
-        ``dv16`` to one of 16, ``N32`` is N to one of 32.
+        "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
+        and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,
+        ``N32`` is N to one of 32.
         A formula of the number of elements may take the place of axes; it has
         ``c.multiprocessors``.
     rounds: how often the launches that are ``in_rounds`` are repeated, one after another, so that

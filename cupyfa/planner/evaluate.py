@@ -102,7 +102,6 @@ class _Planner:
             "operand": self.operand.numpy,
             "byte": np.dtype(np.uint8),
             "int": np.dtype(np.int32),
-            "zeros": np.dtype(np.int32),
         }
         # An operation's lse is left out if the kernel does not compute it.
         has_lse = "lse" in kernel.features
@@ -346,7 +345,7 @@ class _Planner:
     ) -> None:
         numbers = (*grid, threads, shared_bytes)
         whole = all(isinstance(number, int | np.integer) and number >= 0 for number in numbers)
-        empty = launch.may_be_empty or 0 in self.problem.shape("batch heads M")
+        empty = 0 in self.problem.shape("batch heads M")
         if not whole or threads < 1 or not 1 <= len(grid) <= 3 or (0 in grid and not empty):
             raise ValueError(
                 f"{self.kernel.name}: the record's formulas for {launch.entry} give grid={grid}, "

@@ -122,16 +122,6 @@ class Plan:
             first.setdefault(id(x.launch), x)
         return tuple(first.values())
 
-    @property
-    def started(self) -> tuple[PlannedLaunch | Matmul, ...]:
-        """The steps that a call starts: launches without blocks are left out."""
-        return tuple(x for x in self.steps if isinstance(x, Matmul) or all(x.grid))
-
-    @cached_property
-    def zeroed(self) -> set[str]:
-        """The scratch that is 0 before a call, and again after it."""
-        return {name for name in self.scratch if self.kernel.scratch[name][1] == "zeros"}
-
     def rounds_of(self, program: PlannedLaunch) -> int:
         return sum(x.launch is program.launch for x in self.launches)
 

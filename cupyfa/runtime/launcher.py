@@ -127,16 +127,18 @@ class Launcher:
                 backend,
                 _launch(backend, step, kernels[id(step.launch)], arrays, place, written),
             )
-            for step in plan.started  # CUDA refuses an empty grid
+            for step in plan.steps
+            if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
         ]
 
     def with_numbers(self, plan: Plan) -> Launcher:
         """The same launches with the numbers of another plan; see planner.evaluate."""
         other = copy(self)
         other._mine = threading.local()
+        steps = (x for x in plan.steps if isinstance(x, Matmul) or all(x.grid))
         other._steps = [
             make if isinstance(step, Matmul) else _with_values(make, step)
-            for step, make in zip(plan.started, self._steps)
+            for step, make in zip(steps, self._steps)
         ]
         return other
 

@@ -1,16 +1,13 @@
 // mma_split_kv: `mma_pipelined`, with the keys of a row tile split among several blocks.
 //
 // Few queries make few row tiles: most multiprocessors would be idle while a few blocks read all
-// keys. Here each of `num_splits` blocks takes a split of the keys and leaves its part of each row
-// in global memory. The last one that does so for a tile of rows merges the parts (`merges`), or a
-// launch of merge_splits merges all; both do it in the same order. K and V go through a ring of
-// `stages` tiles, so that enough loads are in flight to keep memory busy. A single split writes O
-// and lse itself.
+// keys. Here each of `num_splits` blocks takes a split of the keys, and merge_splits adds up their
+// results. K and V go through a ring of `stages` tiles, so that enough loads are in flight to keep
+// memory busy. A single split writes O and lse itself.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   parts, weights [batch, heads, M, num_splits], if there are several
-//   arrived [batch, heads / pack_gqa, row tiles], if it merges: how many splits of a tile are
-//   there; 0 before the launch and after it
+//   O_splits [batch, heads, M, num_splits, stored_width]
+//   max_splits, sum_splits [batch, heads, M, num_splits]
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
@@ -21,7 +18,6 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/e4m3_products.cuh>
-#include <forward/parts/merge_tile.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -31,8 +27,9 @@
 #include <tile/warp.cuh>
 
 constexpr int whole = step * in_operand;
-constexpr int depth = cdiv(d, whole) * whole;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, whole) * whole;  // of V and O
+constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, whole) * whole;       // of V and O
+constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
@@ -98,10 +95,37 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                          task.values);
 }
 
+// Writes what merge_splits needs of the warp's rows: the maxima, the sums of P relative to them,
+// and O before the division.
+__device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
+                            float* max_splits, float* sum_splits, int split, int num_splits,
+                            int batch, int head, int heads, int all_rows, int lane) {
+  const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows of each head
+#pragma unroll
+  for (int i = 0; i < 2 * (Wr / step); ++i) {
+    const int row = rows.row(i / 2, i % 2);
+    float sum = rows.sum[i / 2][i % 2];
+    sum += __shfl_xor_sync(full_warp, sum, 1);
+    sum += __shfl_xor_sync(full_warp, sum, 2);
+    if (row >= M * pack_gqa) continue;
+    const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * stored;
+    const long long place = (first + row / pack_gqa) * num_splits + split;
+    if (lane % 4 == 0) {
+      max_splits[place] = rows.maximum[i / 2][i % 2];
+      sum_splits[place] = sum;
+    }
+    float* to = O_splits + place * stored_width + 2 * (lane % 4);
+#pragma unroll
+    for (int n = 0; n < stored_width / 8; ++n) {
+      *reinterpret_cast<float2*>(to + n * 8) = {O[i / 2][n][i % 2 * 2], O[i / 2][n][i % 2 * 2 + 1]};
+    }
+  }
+}
+
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
-    Tensor<const operand> Q, Tensor<const Stored> K, Tensor<const Stored> V, Tensor<scalar> O,
-    Tensor<real> lse, Part<dv>* parts, Weight* weights, unsigned* arrived, int num_splits,
-    int merges, Sizes sizes, int heads, int group, real scale, Mods mods) {
+    Tensor<const operand> Q, StoredKeys K, StoredValues V, Tensor<scalar> O, Tensor<real> lse,
+    float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
+    int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
@@ -113,8 +137,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
   const Head queries(Q, batch, head * pack_gqa, extent.M * pack_gqa);
-  KeyHead keys(as_operands(K), mods, batch, kv_head, extent.N),
-      values(as_operands(V), mods, batch, kv_head, extent.N);
+  KeyHead keys(K, mods, batch, kv_head, extent.N), values(V, mods, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const int start = extent.kv_begin(first_query) / Bc * Bc;  // the first tile that is seen
@@ -145,24 +168,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;
   finish_stored(task.scales, sums, lane);
   if (num_splits > 1) {
-    const PartRows<dv, pack_gqa> made = {
-        parts, weights, num_splits, same.batch, same.head * pack_gqa, heads, sizes.M};
-    store_parts(sums, rows, made, same.tile / same_tiles, lane);
-    const int tile = (same.batch * (heads / pack_gqa) + same.head) * same_tiles + row / Br;
-    if (!merges || !arrives_last(arrived + tile, num_splits)) return;
-    const Room<dv, shared_bytes / (threads / warp_size)> room = {
-        reinterpret_cast<float*>(&shared) + own_row / Wr * room.size, num_splits};
-    merge_tile<threads>(room, made, row, min(Br, extent.M * pack_gqa - row), rows.extent, O, lse,
-                        [&](int row) {
-                          const int head = made.head(row);
-                          call_repair_row<d, dv>(Q, keys_of(K, mods), values_of(V, mods), O, lse,
-                                                 rows.extent.of_head(head), made.query(row),
-                                                 made.batch, head, head / group, scorer);
-                        });
+    store_split(sums, rows, O_splits, max_splits, sum_splits, same.tile / same_tiles, num_splits,
+                same.batch, same.head, heads, sizes.M, lane);
     return;
   }
   if (needs_repair(sums, rows)) {
-    repair_rows<d, dv, true>(Q, keys_of(K, mods), values_of(V, mods), O, lse, rows, same.batch,
+    repair_rows<d, dv, true>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, rows, same.batch,
                              same.head, same.head * pack_gqa / group, scorer);
     return;
   }

@@ -10,7 +10,6 @@ from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 from cupyfa import WrongResult
 from cupyfa.errors import SimulatorFault
-from cupyfa.ladder import forward as rungs
 from cupyfa.planner import source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
@@ -114,8 +113,7 @@ def test_a_removed_statement_for_blocks_without_keys_is_found(tmp_path, kernel, 
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
-def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(rungs, "merges", lambda *_: False)
+def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
     file = sources.KERNELS / "forward/merge_splits.cu"
     (barrier,) = BARRIER.finditer(file.read_text())
     split = FORWARD["mma_split_kv"]

@@ -49,7 +49,6 @@ MAY_READ = {
     },
     "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink"},
-    "merge_parts.cuh": {"has_sink"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
     "part_output.cuh": {"has_mask_text"},

@@ -47,9 +47,9 @@ LONGER_STEPS = {
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
     ("forward/mma_pipelined", "forward/mma_split_kv"): (
-        103,
-        692,
-        "splits of the keys, which the last block merges; keys in pages, and in e4m3 with scales",
+        114,
+        424,
+        "splits of the keys and what they leave; keys in pages, and in e4m3 with scales",
     ),
     ("forward/mma_pipelined", "forward/mma_tf32"): (
         115,
@@ -119,11 +119,7 @@ LONGER = {
     "forward/mma_fp16x2": (1035, COPIES + "; products of parts"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (978, SLICES),
-    "forward/merge_splits": (626, "the repair of rows, of keys in e4m3 too"),
-    "forward/mma_split_kv": (
-        1652,
-        COPIES + ", in pages too; products of e4m3; results of splits, which the last block merges",
-    ),
+    "forward/mma_split_kv": (1430, COPIES + ", in pages too; products of e4m3; results of splits"),
     "forward/mma_split_q": (681, REPAIR),
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),

@@ -10,27 +10,34 @@
 #include <attention/pages.cuh>
 #include <ptx/unpack_e4m3.cuh>
 
+// Arrays of e4m3, also as operands. Keys and values differ in their scales, which `rows_of` takes.
+struct E4m3Tensor : Tensor<const E4m3> {
+  __device__ __forceinline__ operator Tensor<const operand>() const {
+    return {reinterpret_cast<const operand*>(data), batch_stride / 2, head_stride / 2,
+            row_stride / 2};
+  }
+};
+struct E4m3Keys : E4m3Tensor {};
+struct E4m3Values : E4m3Tensor {};
+
 template <bool e4m3>
 struct StoredAs {
   using Type = operand;
+  using Keys = Tensor<const operand>;
+  using Values = Tensor<const operand>;
   static constexpr int in_operand = 1;
 };
 template <>
 struct StoredAs<true> {
   using Type = E4m3;
+  using Keys = E4m3Keys;
+  using Values = E4m3Values;
   static constexpr int in_operand = 2;
 };
 using Stored = StoredAs<has_e4m3>::Type;
+using StoredKeys = StoredAs<has_e4m3>::Keys;
+using StoredValues = StoredAs<has_e4m3>::Values;
 constexpr int in_operand = StoredAs<has_e4m3>::in_operand;  // stored numbers
-
-// The same memory as operands.
-__device__ __forceinline__ Tensor<const operand> as_operands(Tensor<const operand> tensor) {
-  return tensor;
-}
-__device__ __forceinline__ Tensor<const operand> as_operands(Tensor<const E4m3> tensor) {
-  return {reinterpret_cast<const operand*>(tensor.data), tensor.batch_stride / 2,
-          tensor.head_stride / 2, tensor.row_stride / 2};
-}
 
 template <class Array>
 constexpr bool is_of_pages = sizeof(Array::stride) == 3 * sizeof(long long);
@@ -110,19 +117,17 @@ struct ScaledRows {
     return {keys.row(batch, head, row), *scales.of(batch, page, head)};
   }
 };
-template <class T, class Arrays>
-__device__ __forceinline__ auto keys_of(Tensor<const T> tensor, const Arrays& mods) {
+template <class Arrays, class Array>
+__device__ __forceinline__ auto scaled_rows(Tensor<const E4m3> tensor, const Arrays& mods,
+                                            const Array& scales) {
   const auto rows = rows_of(tensor, mods);
-  if constexpr (has_e4m3)
-    return ScaledRows<decltype(rows_of(tensor, mods))>{rows, Scales(mods.k_scale_)};
-  else
-    return rows;
+  return ScaledRows<decltype(rows_of(tensor, mods))>{rows, Scales(scales)};
 }
-template <class T, class Arrays>
-__device__ __forceinline__ auto values_of(Tensor<const T> tensor, const Arrays& mods) {
-  const auto rows = rows_of(tensor, mods);
-  if constexpr (has_e4m3)
-    return ScaledRows<decltype(rows_of(tensor, mods))>{rows, Scales(mods.v_scale_)};
-  else
-    return rows;
+template <class Arrays>
+__device__ __forceinline__ auto rows_of(E4m3Keys tensor, const Arrays& mods) {
+  return scaled_rows(tensor, mods, mods.k_scale_);
+}
+template <class Arrays>
+__device__ __forceinline__ auto rows_of(E4m3Values tensor, const Arrays& mods) {
+  return scaled_rows(tensor, mods, mods.v_scale_);
 }
