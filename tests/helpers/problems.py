@@ -42,7 +42,7 @@ def in_turn(kernels, sizes):
 # Kernels that hand scores to the same headers as another one of their family.
 LIKE_OTHERS = {
     *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
-    *("rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
+    *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
 }
 
 
