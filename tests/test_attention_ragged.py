@@ -221,3 +221,31 @@ def test_what_prepared_calls_of_packed_arrays_refuse(change, error, message):
         cupyfa.compile(q, k, v, **given, backend="simulator")
     with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
         cupyfa.compile(q[None], k, v, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"cu_seqlens_q": [0, 5, 9, 100]}, "cu_seqlens_q goes from 0 to 100, and q has 17 rows"),
+        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"cu_seqlens_k\[2\] is 5, below 9 before it"),
+        ({"seqused_q": [5, 1, 1]}, r"seqused_q\[0\] is 5, and sequence 0 has 3 rows"),
+    ],
+)
+def test_prepared_calls_look_at_numpy_offsets(change, message):
+    q, k, v, *_ = packed()
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q")
+    right = dict(zip(names, ([0, 3, 9, 17], [0, 1, 4, 10], [3, 1, 1])))
+    right = {name: np.array(x, "i4") for name, x in right.items()}
+    prepared = cupyfa.compile(q, k, v, **right, backend="simulator", kernel="fa2")
+    prepared(q, k, v, **right)
+    wrong = {name: np.array(x, "i4") for name, x in change.items()}
+    with pytest.raises(ValueError, match=message):
+        prepared(q, k, v, **{**right, **wrong})
+
+
+def test_prepared_calls_look_at_numpy_lengths():
+    q, n = np.zeros((2, 1, 5, 8), F), np.array([5, 2], "i4")
+    prepared = cupyfa.compile(q, q, q, lengths_k=n, backend="simulator", kernel="fa2")
+    prepared(q, q, q, lengths_k=n)
+    with pytest.raises(ValueError, match=r"lengths_k\[1\] is 6, and batch element 1 has 5 rows"):
+        prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

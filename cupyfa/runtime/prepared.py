@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.modifiers import MAPS, Operand, gradient_of, name_of
+from cupyfa.modifiers import LENGTHS, MAPS, PADDED, STARTS, Operand, gradient_of, name_of
 from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
-from cupyfa.runtime import guard, transfer
+from cupyfa.runtime import guard, ragged, transfer
 from cupyfa.runtime.arrays import (
     address_of,
     extent,
@@ -115,6 +115,12 @@ class Prepared:
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
         self._forms = tuple(form(backend, x) for x in inputs.values())
+        # Lengths and offsets of sequences on the host, where calls look at them.
+        self._lengths_seen = tuple(
+            name_of(name)
+            for name, x in inputs.items()
+            if name_of(name) in LENGTHS and isinstance(x, np.ndarray)
+        )
         self._results = tuple(results)
         self._given = sum(x.given is not None for x in results)
         self._is_forward = operation.name != "backward"
@@ -165,8 +171,9 @@ class Prepared:
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
         """What the function returns for these arrays.
 
-        Raises ValueError for arrays unlike those that it was made for, and what the function
-        raises for ``out``, ``grads`` and failures of the device.
+        Raises ValueError for arrays unlike those that it was made for and for NumPy lengths and
+        offsets that are not in the arrays, and what the function raises for ``out``, ``grads`` and
+        failures of the device.
         """
         if named or len(arrays) != len(self._names):
             arrays, out = self._by_name(arrays, out, named)
@@ -180,6 +187,8 @@ class Prepared:
             same = False
         if not same:
             arrays = tuple(self._adopted(arrays))
+        if self._lengths_seen:
+            self._check_lengths(arrays)
         return self.run(arrays, targets)
 
     def run(
@@ -328,6 +337,17 @@ class Prepared:
                 + (f"; numbers were compiled in: leave out {_listed(numbers)}" if numbers else "")
             )
         return (*arrays, *(named[name] for name in left)), out
+
+    def _check_lengths(self, arrays: Sequence[Any]) -> None:
+        """Raises ValueError for NumPy lengths and offsets that are not in the arrays."""
+        by_name, p = dict(zip(map(name_of, self._names), arrays)), self.plan.problem
+        seen = {name: by_name[name] for name in self._lengths_seen}
+        how: Any = {"look": False, "download": None}
+        if STARTS[0] in seen:
+            ragged.lengths(by_name["q"], by_name["k"], seen, **how)
+        else:
+            padded = {name: x for name, x in seen.items() if name in PADDED}
+            ragged.padded_lengths(padded, p.batch, (p.M, p.N), **how)
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""
