@@ -39,6 +39,7 @@ MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 
 MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
+PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
 # Of a batch element of a ragged batch: it is none.
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
@@ -173,6 +174,8 @@ class Problem:
         capacity: for how many keys of each there is room, at least for the longest. page: how many
         keys a page has; None is a contiguous cache. The other arguments are those of ``of_sizes``.
         """
+        if page is not None:
+            check_page_size("page", page)
         cached = forms.Lengths(tuple(lengths))
         capacity = max(capacity, *cached.rows)
         most = 0 if page is None else max(-(-capacity // page), 1)
@@ -392,8 +395,7 @@ class Problem:
         if size is None:
             kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
             return replace(self, operands=kept, pages=0) if self.pages else self
-        if whole("page_size", size, 16, 256) & (size - 1):
-            raise ValueError(f"page_size is {size}; use one of 16, 32, 64, 128, 256")
+        check_page_size(forms.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
                 "page_size is for batch elements, and lengths for packed sequences; "
@@ -679,6 +681,13 @@ def _forms_of(packed: forms.Packed | None) -> dict[str, tuple[int]]:
     count = len(packed[0].rows)
     used = {name: (count,) for name, x in zip(USED, packed) if x.used is not None}
     return dict.fromkeys(STARTS, (count + 1,)) | used
+
+
+def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:
+    """Raises an error unless so many keys are a page."""
+    if not isinstance(size, int | np.integer) or size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise error(f"{name} is {described(size)}; use one of {sizes}")
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -10,10 +10,9 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
-from cupyfa.modifiers import OWN_ARRAYS
-from cupyfa.options import OPTIONS
-from cupyfa.problem import SIZES, Problem
-from cupyfa.runtime.decoding import PAGE_SIZES
+from cupyfa.modifiers import BIAS, MASK, OWN_ARRAYS
+from cupyfa.options import OPTIONS, PLAIN
+from cupyfa.problem import PAGE_SIZES, SIZES, Problem
 
 # Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
@@ -158,9 +157,13 @@ def _of_cache(
         raise ValueError(f"decoding has no {operation} kernels; leave cache out, or name others")
     if cache == "contiguous" and page is not None:
         raise ValueError(f"page is {page}, and the cache is contiguous; give cache='paged'")
-    page = (page or PAGE_SIZES[0]) if cache == "paged" else None
-    if page is not None and page not in PAGE_SIZES:
-        raise ValueError(f"page is {page}; use one of {', '.join(map(str, PAGE_SIZES))}")
+    if (size := sizes.get(forms.PAGE_SIZE)) is not None:
+        raise ValueError(
+            f"{forms.PAGE_SIZE} is {size}, and cache is {cache!r}; the pages of a cache are page="
+        )
+    _refuse_in_decoding(sizes)
+    if cache == "paged" and page is None:
+        page = PAGE_SIZES[0]
     own = {x: y for x, y in sizes.items() if x not in ("batch", "M", "N", forms.LENGTHS_OF)}
     tokens = given.get("M", 1)
     if (asked := given.get(forms.LENGTHS_OF)) is None:
@@ -171,9 +174,34 @@ def _of_cache(
     else:
         q, k = forms.lengths_of(asked)
         if q != k or k.used or k.before or k.after:
-            raise ValueError(f"lengths of a cache are whole numbers, not {described(asked)}")
+            raise ValueError(
+                f"lengths are {described(asked)}; the lengths of a cache are whole numbers, one "
+                "for each sequence, as 20,5"
+            )
         lengths, room = list(k.rows), given.get("N", 0)
+    if few := [n for n in lengths if 0 < n < tokens]:  # one of length 0 has no new tokens either
+        raise ValueError(
+            f"M is {tokens}, and a sequence has {few[0]} keys, the new ones included; give at most "
+            "that many"
+        )
     return Problem.of_cache(lengths, capacity=room, page=page, M=tokens, **own)
+
+
+def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
+    """Raises ValueError for what ``decode`` does not take."""
+    options = sizes.get("options") or PLAIN
+    asked = {name: sizes.get(name) for name in (BIAS, MASK, forms.BLOCK_MASK)}
+    for name in ("causal", "precision", "dropout"):
+        value = sizes.get(name)
+        asked[name] = getattr(options, name) if value is None else OPTIONS[name].read(value)
+    if (causal := asked.pop("causal")) == "top-left":
+        raise ValueError(
+            f"causal is {causal!r}, and new tokens are the last ones of a cache; leave causal out"
+        )
+    for name, value in asked.items():
+        is_off = value is None or value is False or (name == "dropout" and not value)
+        if not is_off:
+            raise ValueError(f"decoding has no {name}; leave it out, or leave cache out")
 
 
 def _range(text: str) -> Iterator[int]:

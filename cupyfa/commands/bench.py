@@ -50,7 +50,11 @@ sweep_option = click.option(
     type=click.Choice(sweeps.CACHES),
     help="Decoding: -M new tokens, 1 by default, and a cache of --lengths keys, or of -N for each.",
 )
-@click.option("--page", type=options.Integer(1), help="Keys in a page of a paged cache.  [16]")
+@click.option(
+    "--page",
+    type=options.Integer(1),
+    help="Keys in a page of a paged cache, in place of --page-size.  [16]",
+)
 @options.input_options
 @options.tile_options
 @sweep_option

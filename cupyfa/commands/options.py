@@ -318,7 +318,7 @@ def former(error: click.ClickException, context: click.Context) -> str:
     return _FORMER.get((context.info_name or "", getattr(error, "option_name", "")), "")
 
 
-_ARGUMENTS = "|".join((*OPTIONS, *forms.NAMES, "backward"))
+_ARGUMENTS = "|".join((*OPTIONS, *forms.NAMES, "backward", "page"))
 _REMEDY = re.compile(rf"\b({_ARGUMENTS})=(?:True\b)?(?=[ ,;]|$)", re.MULTILINE)
 _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 

@@ -224,6 +224,9 @@ def tasks_of(
     AttentionOptions.of(
         None, given | dict.fromkeys(seeds_in_memory(given), 0)
     )  # refuses wrong names and values before anything runs
+    rows: dict[str, Any] = {} if LENGTHS_OF in arrays else {"M": 1}
+    of_rows = {name: arrays[name] for name in (LENGTHS_OF, PAGE_SIZE) if name in arrays}
+    Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong ones, and both
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     how: Any = {

@@ -8,6 +8,7 @@ from helpers.cli import table
 
 from cupyfa.bench import sweeps
 from cupyfa.bench.sweeps import parsed, problems
+from cupyfa.options import AttentionOptions
 from cupyfa.problem import Problem
 
 
@@ -48,6 +49,12 @@ def test_a_cache_has_lengths_or_as_many_keys_for_all():
     assert (p.batch, p.M, p.N, str(p.cached)) == (2, 1, 30, "30,30")
 
 
+def test_a_cache_takes_options_that_change_nothing_in_decoding():
+    plain = {"cache": "contiguous", "heads": 2, "d": 8, "lengths": "40,0,7", "M": 7}
+    others = {"causal": True, "dropout": 0.0, "bias": None, "block_mask": False}
+    assert problems("forward", {**plain, **others}) == problems("forward", plain)
+
+
 @pytest.mark.parametrize(
     "sizes, words",
     [
@@ -56,7 +63,39 @@ def test_a_cache_has_lengths_or_as_many_keys_for_all():
         ({"cache": "paged", "page": 24}, "page is 24; use one of 16, 32, 64, 128, 256"),
         ({"cache": "ring"}, "cache is 'ring'; use one of contiguous, paged"),
         ({"cache": "paged", "lengths": "5", "batch": 2}, "lengths and batch say the same"),
-        ({"cache": "paged", "lengths": "3/5"}, "are whole numbers, not '3/5'"),
+        (
+            {"cache": "paged", "lengths": "3/5"},
+            "lengths are '3/5'; the lengths of a cache are whole numbers, one for each sequence, "
+            "as 20,5",
+        ),
+        (
+            {"cache": "paged", "page_size": 32},
+            "page_size is 32, and cache is 'paged'; the pages of a cache are page=$",
+        ),
+        (
+            {"cache": "contiguous", "causal": "top-left"},
+            "causal is 'top-left', and new tokens are the last ones of a cache; leave causal out",
+        ),
+        (
+            {"cache": "contiguous", "options": AttentionOptions(causal="top-left")},
+            "causal is 'top-left', and new tokens",
+        ),
+        *(
+            ({"cache": "contiguous", **asked}, f"decoding has no {name}; leave it out, or leave c")
+            for name, asked in (
+                ("bias", {"bias": "1hmn"}),
+                ("mask", {"mask": "11mn"}),
+                ("mask", {"mask": "11mn", "block_mask": True}),
+                ("block_mask", {"mask_mod": "key > 3", "block_mask": True}),
+                ("dropout", {"dropout": 0.1, "dropout_seed": 1}),
+                ("precision", {"precision": "tf32"}),
+            )
+        ),
+        (
+            {"cache": "paged", "lengths": "40,0,5", "M": 30},
+            "M is 30, and a sequence has 5 keys, the new ones included; give at most that many",
+        ),
+        ({"cache": "contiguous", "N": 20, "M": 30}, "M is 30, and a sequence has 20 keys"),
     ],
 )
 def test_caches_that_are_refused(sizes, words):

@@ -38,7 +38,7 @@ def test_a_problem_in_pages_is_the_one_of_its_record_and_of_its_options():
     "change, message",
     [
         ({"page_size": 48}, "page_size is 48; use one of 16, 32, 64, 128, 256"),
-        ({"page_size": 8}, "page_size is 8; give a whole number from 16 to 256"),
+        ({"page_size": 8}, "page_size is 8; use one of 16, 32, 64, 128, 256"),
         ({"lengths": "3,4", **dict.fromkeys(("batch", "M", "N"))}, "lengths for packed sequences"),
     ],
     ids=str,
