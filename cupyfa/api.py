@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import chain
 from math import isfinite, prod
@@ -24,6 +24,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
+    DROPOUT,
     OPTIONS,
     PLAIN,
     AttentionOptions,
@@ -682,11 +683,8 @@ def decode(
     if prefix is None and not check:
         last = decoding.last_step(q, cache, (k, v), rotary, (interleaved, backend))
     if last is not None:
-        read = alibi_slopes, sink, last.lengths, last.pages, *last.scales
-        repeat = _repeatable("decode", fixed, read)
-        every = last.q, last.k, last.v, *read
-        before = last.write if last.writes else None
-        if (repeated := _again(repeat, every, out, before)) is not None:
+        repeated = _repeated_decode(last, fixed, (alibi_slopes, sink), out)
+        if repeated is not None:
             return repeated
     if unknown:
         raise unknown_argument(decode, unknown)
@@ -696,18 +694,12 @@ def decode(
         raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
     asked = {"window": window, "scale": scale, "softcap": softcap}
     chosen = _options_of_decoding(options, {**asked, "score_mod": score_mod, "mask_mod": mask_mod})
-    new = None if k is None else (k, v)
-    shared = None
-    if prefix is not None:
-        from cupyfa.runtime.prefixes import Prefixes
-
-        shared = Prefixes(backend, prefix, q, cache, look=bool(check))
-    before = None if shared is None or rotary is None else shared.keys
+    shared = None if prefix is None else _prefixes(backend, prefix, q, cache, check)
     step = last or decoding.step(
-        *(backend, q, cache, new, rotary),
+        *(backend, q, cache, None if k is None else (k, v), rotary),
         interleaved=interleaved,
         look=bool(check),
-        prefix_keys=before,
+        prefix_keys=None if shared is None or rotary is None else shared.keys,
     )
     if out is not None and step.is_moved:  # before anything is written
         _check_out(out, (*step.q.shape[:3], step.v.shape[3]), step.q.dtype)
@@ -717,15 +709,67 @@ def decode(
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
     given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
     given |= dict(zip(modifiers.SCALES, step.scales))
-    write = (step.write_and_check if check else step.write) if step.writes else None
+    call = _Decoding(step, chosen, given, kernel, tiles, return_lse, out, check)
     if shared is not None:
-        which = chosen, given, (kernel, tiles), 0 if new is None else step.q.shape[2]
-        return _decoded_in_parts(shared, step, which, write, return_lse, out, check)
-    how = _how_of_decoding(step.backend, chosen, kernel, tiles, return_lse)
-    how, arrays = _with_operands(how, (step.q, step.k, step.v), given)
-    read = alibi_slopes, sink, step.lengths, step.pages, *step.scales
+        return _decoded_in_parts(shared, call, new=0 if k is None else step.q.shape[2])
+    return _decoded(call, _repeatable("decode", fixed, _read_by(step, (alibi_slopes, sink))))
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """A call of ``decode`` whose new tokens are not written yet.
+
+    given: arrays and numbers that are read besides. kernel, tiles: for the sequences' own keys.
+    """
+
+    step: Step
+    options: AttentionOptions
+    given: Mapping[str, Any]
+    kernel: str | Kernel
+    tiles: Tiles | None
+    return_lse: bool
+    out: Any
+    check: bool
+
+    @property
+    def write(self) -> Callable[[], None] | None:
+        """Writes and turns the new tokens; None if there is nothing to do."""
+        if not self.step.writes:
+            return None
+        return self.step.write_and_check if self.check else self.step.write
+
+
+def _read_by(step: Step, own: tuple[Any, Any]) -> tuple[Any, ...]:
+    """All that is read besides q, k and v in the order of calls. own: slopes and sinks."""
+    return *own, step.lengths, step.pages, *step.scales
+
+
+def _repeated_decode(last: Step, fixed: Sequence[Any], own: tuple[Any, Any], out: Any) -> Any:
+    """The call of ``decode`` with the very arrays of the step before; None if there was none.
+
+    fixed: the arguments that are no arrays. own: slopes and sinks.
+    """
+    read = _read_by(last, own)
+    before = last.write if last.writes else None
     repeat = _repeatable("decode", fixed, read)
-    return _call_moved(step.backend, how, arrays, out, check, step.is_moved, write, repeat)
+    return _again(repeat, (last.q, last.k, last.v, *read), out, before)
+
+
+def _prefixes(
+    backend: BackendName | Backend, prefix: Any, q: Any, cache: KVCache, check: bool
+) -> Prefixes:
+    from cupyfa.runtime.prefixes import Prefixes
+
+    return Prefixes(backend, prefix, q, cache, look=bool(check))
+
+
+def _decoded(call: _Decoding, repeat: Repeatable) -> Any:
+    """The attention to the sequences' own keys, which are all."""
+    step = call.step
+    how = _how_of_decoding(step.backend, call.options, call.kernel, call.tiles, call.return_lse)
+    how, arrays = _with_operands(how, (step.q, step.k, step.v), call.given)
+    moved = step.is_moved
+    return _call_moved(step.backend, how, arrays, call.out, call.check, moved, call.write, repeat)
 
 
 _DECODING = AttentionOptions(causal="bottom-right")
@@ -748,50 +792,55 @@ def _how_of_decoding(
     return ("forward", kernel, backend, options, "bhsd", tiles, return_lse, _NO_OWN, *_NOT_GIVEN)
 
 
-def _decoded_in_parts(
-    shared: Prefixes,
-    step: Step,
-    which: tuple[AttentionOptions, dict[str, Any], tuple[str | Kernel, Tiles | None], int],
-    write: Callable[[], None] | None,
-    return_lse: bool,
-    out: Any,
-    check: bool,
-) -> Any:
+def _decoded_in_parts(shared: Prefixes, call: _Decoding, *, new: int) -> Any:
     """The attention to prefixes and to the sequences' own keys, merged in this order.
 
-    which: the options, what is read besides, the kernel and tiles for the own keys, and how many
-    new keys there are.
+    new: how many of the tokens come with their keys.
     """
-    from cupyfa.runtime.arrays import target
     from cupyfa.runtime.merging import merge
 
-    options, given, (kernel, tiles), new = which
-    backend, captured, slopes = step.backend, given["captured"], given["alibi_slopes"]
-    if out is not None and not step.is_moved:  # before anything is written
-        shape = *step.q.shape[:3], step.v.shape[3]
-        inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
-        mine = writable_view(backend, "out", out)
-        target(backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
-    if slopes is not None:
-        slopes = _seen(backend, "alibi_slopes", slopes)
-    calls = []
-    for x in shared.parts(step, options, captured, slopes, new):
-        how = _how_of_decoding(backend, x.options, _kernel_of_tokens(x.q, x.k))
-        calls.append(_with_operands(how, (x.q, x.k, x.v), x.given))
-    own, captured = shared.own(options, captured)
-    how = _how_of_decoding(backend, own, kernel, tiles)
-    calls.append(_with_operands(how, (step.q, step.k, step.v), {**given, "captured": captured}))
+    step, write = call.step, call.write
+    out = None if step.is_moved else call.out
+    if out is not None:  # before anything is written
+        _check_target(out, step)
+    calls = _calls_of_parts(shared, call, new)
 
     def begin() -> None:
         if write is not None:
             write()
             shared.take_queries()
 
-    parts = shared.of_sequences(_called_together(calls, begin, check), tokens=step.q.shape[2])
-    made = merge(parts, out=None if step.is_moved else out, backend=backend, check=check)
+    parts = shared.of_sequences(_called_together(calls, begin, call.check), step.q.shape[2])
+    made = merge(parts, out=out, backend=step.backend, check=call.check)
     if step.is_moved:
-        made = _moved_to(out, _moved_back(backend, made, is_moved=True))
-    return made if return_lse else made[0]
+        made = _moved_to(call.out, _moved_back(step.backend, made, is_moved=True))
+    return made if call.return_lse else made[0]
+
+
+def _check_target(out: Any, step: Step) -> None:
+    """Raises for a caller's array that cannot take the result."""
+    from cupyfa.runtime.arrays import target
+
+    shape = *step.q.shape[:3], step.v.shape[3]
+    inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
+    mine = writable_view(step.backend, "out", out)
+    target(step.backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
+
+
+def _calls_of_parts(shared: Prefixes, call: _Decoding, new: int) -> list[tuple[How, Sequence[Any]]]:
+    """A call for each prefix, and the one for the sequences' own keys."""
+    step, given, backend = call.step, call.given, call.step.backend
+    captured, slopes = given["captured"], given["alibi_slopes"]
+    if slopes is not None:
+        slopes = _seen(backend, "alibi_slopes", slopes)
+    calls = []
+    for x in shared.parts(step, call.options, captured, slopes, new):
+        how = _how_of_decoding(backend, x.options, _kernel_of_tokens(x.q, x.k))
+        calls.append(_with_operands(how, (x.q, x.k, x.v), x.given))
+    own, captured = shared.own(call.options, captured)
+    how = _how_of_decoding(backend, own, call.kernel, call.tiles)
+    last = _with_operands(how, (step.q, step.k, step.v), {**given, "captured": captured})
+    return [*calls, last]
 
 
 def _called_together(
@@ -817,13 +866,14 @@ def _options_of_decoding(
     if options is None and not any(x is not None for x in asked.values()):
         return _DECODING
     chosen = AttentionOptions.of(options, asked)
-    for what, given, remedy in (
-        ("causal='top-left'", chosen.causal == "top-left", "new tokens are the last ones"),
+    for name, is_asked, why in (
+        ("causal", chosen.causal == "top-left", "new tokens are the last ones"),
         ("dropout", chosen.dropout, "there are no gradients"),
-        ("a precision", chosen.precision, "products are in the dtype of the cache"),
+        ("precision", chosen.precision, "products are in the dtype of the cache"),
     ):
-        if given:
-            raise ValueError(f"decode has no {what}: {remedy}; leave it out of options")
+        if is_asked:
+            what = f"{name}={getattr(chosen, name)!r}"
+            raise ValueError(f"decode has no {what}: {why}; leave it out of options")
     return replace(chosen, causal="bottom-right")
 
 
@@ -1783,6 +1833,14 @@ _ELSEWHERE = {
     **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
     **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
 }
+# Arguments of attention that decode does not have.
+_NOT_IN_DECODING = {
+    **dict.fromkeys((*DROPOUT, "precision"), "decoding has no {}: leave it out"),
+    **dict.fromkeys(
+        (modifiers.BIAS, modifiers.MASK),
+        "write score_mod= or mask_mod=, which may read a captured array",
+    ),
+}
 
 
 def unknown_argument(
@@ -1802,6 +1860,8 @@ def unknown_argument(
         remedy = tiles
     elif function is softmax and name in (*OPTIONS, *_MORE):
         remedy = f"a softmax has no {name}: leave it out"
+    elif function is decode and name in _NOT_IN_DECODING:
+        remedy = _NOT_IN_DECODING[name].format(name)
     elif name in _ELSEWHERE:
         remedy = _ELSEWHERE[name]
     elif name in OPTIONS and "options" in names:

@@ -393,14 +393,42 @@ def test_wrong_calls_are_refused():
         (TypeError, "give both or none", {"k": new["k"]}, {}),
         (TypeError, "give rotary=", {"interleaved": True}, {}),
         (ValueError, "1 to 12 angles", {"rotary": [np.ones((N, 13), "f4")] * 2}, {}),
-        (TypeError, "rotary is of float16", {"rotary": [np.ones((N, 2), "f2")] * 2}, {}),
+        (
+            TypeError,
+            "rotary is of float16 and float16; both must be float32; convert them",
+            {"rotary": [np.ones((N, 2), "f2")] * 2},
+            {},
+        ),
         (ValueError, "rotary has 9 positions", {"rotary": [np.ones((9, 2), "f4")] * 2}, {}),
         (ValueError, "k is float32", {**new, "k": new["k"][:, :1]}, {}),
         (
             ValueError,
-            "has no dropout",
+            "decode has no dropout=0.1: there are no gradients; leave it out of options",
             {"options": cupyfa.AttentionOptions(dropout=0.1, dropout_seed=1)},
             {},
+        ),
+        (
+            ValueError,
+            "decode has no precision='tf32': products are in the dtype of the cache",
+            {"options": cupyfa.AttentionOptions(precision="tf32")},
+            {},
+        ),
+        (
+            ValueError,
+            "decode has no causal='top-left': new tokens are the last ones",
+            {"options": cupyfa.AttentionOptions(causal="top-left")},
+            {},
+        ),
+        *(
+            (TypeError, f"{name!r}; decoding has no {name}: leave it out", {name: value}, {})
+            for name, value in (
+                *(("precision", "tf32"), ("dropout", 0.1)),
+                *(("dropout_seed", 1), ("dropout_offset", 1)),
+            )
+        ),
+        *(
+            (TypeError, f"{name!r}; write score_mod= or mask_mod=, which may", {name: q}, {})
+            for name in ("bias", "mask")
         ),
         (ValueError, "splits is 0", {"splits": 0}, {}),
         (ValueError, "splits is for fa2_split_kv", {"splits": 2, "kernel": "fa2"}, {}),
@@ -422,6 +450,35 @@ def test_wrong_calls_are_refused():
     )
     k.flags.writeable = False
     refused(ValueError, "read-only", q, cupyfa.KVCache(k, v, NEW_LENGTHS), **new)
+
+
+def test_new_keys_need_arrays_of_their_own():
+    """Both halves of one array are such, whatever its axes: FlashInfer has pages of both."""
+    q = drawn((2, 2, 1, 8))
+    new = drawn((2, 1, 1, 8))
+    lengths, table = np.array([3, 0], "i4"), np.array([[1], [0]], "i4")
+    whole = np.zeros((2, 2, 2, 16, 8), "f4")
+
+    def decode(halves, **new):
+        cache = cupyfa.KVCache(*halves, lengths, table, layout="hnd")
+        return cupyfa.decode(q, cache, backend="simulator", kernel="fa2", **new)
+
+    for halves in (
+        (whole[0, :, :1], whole[1, :, :1]),
+        (whole[:, 0, :1], whole[:, 1, :1]),
+        (whole[:, 0, :1], whole[:, 0, 1:]),
+        (whole[0, :, :1, :, :], whole[0, :, 1:, :, :]),
+        (whole.reshape(2, 1, 16, -1)[..., :8], whole.reshape(2, 1, 16, -1)[..., 8:16]),
+    ):
+        whole[...] = 0
+        decode(halves, k=new, v=-new)
+        for half, written in zip(halves, (new, -new)):
+            np.testing.assert_array_equal(half[table[:, 0], 0, lengths], written[:, 0, 0])
+    rows = np.zeros((4, 1, 16, 8), "f4")
+    for same in ((rows[:2], rows[:2]), (rows[:2], rows[1:3]), (rows[:2], rows[1::-1])):
+        with pytest.raises(ValueError, match="cache.k and cache.v share memory.*give two arrays"):
+            decode(same, k=new, v=new)
+        decode(same)
 
 
 def test_wrong_pages_are_refused():
@@ -573,7 +630,7 @@ def test_wrong_caches_are_refused(change, error, words):
 @pytest.mark.parametrize("size", [8, 24, 512])
 def test_other_sizes_of_pages_are_unsupported(size):
     k = np.zeros((2, size, 1, 8), "f4")
-    with pytest.raises(Unsupported, match="16, 32, 64, 128, 256"):
+    with pytest.raises(Unsupported, match=f"page_size is {size}; use one of 16, 32, 64, 128, 256"):
         cupyfa.KVCache(k, k, np.zeros(1, "i4"), np.zeros((1, 2), "i4"))
 
 

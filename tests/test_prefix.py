@@ -254,6 +254,13 @@ WRONG = (
     (ValueError, "^prefix: k has shape", lambda k, v: (k[0], v)),
     (ValueError, "both must be", lambda k, v: (k, v[:, :, :3])),
     (
+        TypeError,
+        r"prefix is a tuple of prefixes; several prefixes are a list: \[\(k, v\), ...\]",
+        lambda k, v: ((k, v), (k, v)),
+    ),
+    (TypeError, "prefix.v is 5; give a NumPy or CuPy array", lambda k, v: (k, 5)),
+    (TypeError, r"prefix\[0\].k is None; give", lambda k, v: [(None, v)]),
+    (
         ValueError,
         "prefix has 3 sequences, and the cache 4; .* a number that divides 4$",
         lambda k, v: (k.repeat(3, 0), v.repeat(3, 0)),

@@ -44,6 +44,29 @@ def overlap(a: Any, b: Any) -> bool:
     return start_a + low_a < start_b + high_b and start_b + low_b < start_a + high_a
 
 
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays may share memory.
+
+    Unlike ``overlap`` it knows that array[:, 0] and array[:, 1] do not.
+    """
+    if not overlap(a, b):
+        return False
+    axes = [[(n, abs(s)) for n, s in zip(x.shape, x.strides) if n > 1] for x in (a, b)]
+    strides = sorted({s for x in axes for _, s in x})
+    start, other = (address_of(x) + extent(x)[0] for x in (a, b))
+    for i, period in enumerate(strides):
+        if not period or any(s % period for s in strides[i:]):
+            continue
+        size, its = (
+            x.dtype.itemsize + sum((n - 1) * s for n, s in inner if s < period)
+            for x, inner in zip((a, b), axes)
+        )
+        after = (other - start) % period
+        if size <= after and after + its <= period:  # so in each period
+            return False
+    return True
+
+
 def is_masked(array: Any) -> bool:
     """Whether it is a MaskedArray; numpy.ma takes long to import, so that is left to the caller."""
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())

@@ -18,8 +18,14 @@ from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
-from cupyfa.problem import Problem
-from cupyfa.runtime.arrays import columns_contiguous, is_masked, overlap, require_one_device
+from cupyfa.problem import Problem, check_page_size
+from cupyfa.runtime.arrays import (
+    columns_contiguous,
+    is_masked,
+    overlap,
+    require_one_device,
+    share_memory,
+)
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.select import adopt
@@ -28,7 +34,6 @@ from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 LAYOUTS = ("nhd", "hnd")
 SCALES = modifiers.SCALES
 E4M3_SINCE = 89
-PAGE_SIZES = (16, 32, 64, 128, 256)
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
 THREADS = 128  # of a block, of which each warp writes a row
 _MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps until its next step
@@ -63,7 +68,7 @@ class KVCache:
 
     All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
     when ``decode`` runs counts, of lengths and page tables too. ``decode`` writes into k and v if
-    it is given new keys, and never changes lengths.
+    it is given new keys, so these must not share memory then, and never changes lengths.
 
     Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
     of pages.
@@ -84,11 +89,11 @@ class KVCache:
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
         self.layout = layout
-        self.k, self.v = _seen("k", k), _seen("v", v)
-        self.lengths = _seen("lengths", lengths)
+        self.k, self.v = seen("k", k), seen("v", v)
+        self.lengths = seen("lengths", lengths)
         self._last: _Last | None = None
-        self.pages = None if pages is None else _seen("pages", pages)
-        _check_keys(self.k, self.v, layout)
+        self.pages = None if pages is None else seen("pages", pages)
+        check_keys(self.k, self.v, layout)
         _check_whole("lengths", self.lengths, 1)
         if self.pages is not None:
             _check_whole("pages", self.pages, 2)
@@ -101,7 +106,7 @@ class KVCache:
                 "sequences; give a number for each"
             )
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        given = {name: x if x is None else _seen(name, x) for name, x in scales.items()}
+        given = {name: x if x is None else seen(name, x) for name, x in scales.items()}
         self.k_scale, self.v_scale = given.values()
         self._scales = tuple(self._seen_scale(*x) for x in given.items())
 
@@ -128,7 +133,7 @@ class KVCache:
         table has a column for each of ``indices``.
         """
         starts, listed, last = (
-            _seen(name, x)
+            seen(name, x)
             for name, x in (
                 *(("indptr", indptr), ("indices", indices)),
                 ("last_page_len", last_page_len),
@@ -149,7 +154,7 @@ class KVCache:
         steps = np.ones_like(listed, shape=(max(most, 1),)).cumsum() - 1
         places = np.clip(starts[:-1, None] + steps[None], 0, max(len(listed) - 1, 0))
         table = listed[places] if len(listed) else 0 * places
-        size = _seen("k", k).shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
+        size = seen("k", k).shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
         lengths = (counts - 1) * size + last
         lengths *= counts > 0
         return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout, k_scale, v_scale)
@@ -162,12 +167,12 @@ class KVCache:
     @property
     def page_size(self) -> int | None:
         """How many keys a page has; None if it has no pages."""
-        return None if self.pages is None else self._rows(self.k).shape[2]
+        return None if self.pages is None else self.rows_of(self.k).shape[2]
 
     @property
     def capacity(self) -> int:
         """How many keys a sequence may have."""
-        rows = self._rows(self.k).shape[2]
+        rows = self.rows_of(self.k).shape[2]
         return rows if self.pages is None else rows * self.pages.shape[1]
 
     @property
@@ -182,7 +187,7 @@ class KVCache:
             f"{self.k.dtype} {self.layout} {tuple(self.k.shape)}>"
         )
 
-    def _rows(self, array: Any) -> Any:
+    def rows_of(self, array: Any) -> Any:
         """Keys or values as [batch or pages, kv_heads, rows, columns]."""
         return array.swapaxes(1, 2) if self.layout == "nhd" else array
 
@@ -190,7 +195,7 @@ class KVCache:
         """A scale as kernels take it: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads]."""
         if scale is None:
             return None
-        heads, shape = self._rows(self.k).shape[1], tuple(scale.shape)
+        heads, shape = self.rows_of(self.k).shape[1], tuple(scale.shape)
         count = 0 if self.pages is None else len(self.k)
         wanted = f"[kv_heads], here ({heads},), or [batch, kv_heads], {(self.batch, heads)}"
         if count:
@@ -218,11 +223,7 @@ class KVCache:
 
     def _check_pages(self) -> None:
         count, columns = len(self.k), self.pages.shape[1]  # type: ignore[union-attr]
-        if self.page_size not in PAGE_SIZES:
-            raise Unsupported(
-                f"pages have {self.page_size} keys; their sizes may be "
-                f"{', '.join(map(str, PAGE_SIZES))}"
-            )
+        check_page_size("page_size", self.page_size, Unsupported)
         if not (count and columns):
             raise ValueError(
                 f"k has {count} pages and the page table {columns} columns; give at least one"
@@ -347,6 +348,11 @@ def step(
     given = dict(zip(given, arrays))
     require_one_device(where, given)
     _check_shapes(given, cache)
+    if new is not None and share_memory(given["cache.k"], given["cache.v"]):
+        raise ValueError(
+            "cache.k and cache.v share memory, and new keys and values are written to both; give "
+            "two arrays"
+        )
     on_host = isinstance(given["lengths"], np.ndarray)
     if on_host or look:
         _check_contents(where, given, cache)
@@ -409,7 +415,7 @@ def _named(
     """All arrays that are given, by name; those of the cache as [.., kv_heads, rows, columns]."""
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
-    named = {"q": q, "cache.k": cache._rows(cache.k), "cache.v": cache._rows(cache.v)}
+    named = {"q": q, "cache.k": cache.rows_of(cache.k), "cache.v": cache.rows_of(cache.v)}
     named["lengths"] = cache.lengths
     if cache.pages is not None:
         named["pages"] = cache.pages
@@ -426,7 +432,8 @@ def _named(
     return named
 
 
-def _check_keys(k: Any, v: Any, layout: str) -> None:
+def check_keys(k: Any, v: Any, layout: str) -> None:
+    """Raises ValueError and TypeError for keys and values that do not fit together."""
     shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
         axes = "rows, kv_heads" if layout == "nhd" else "kv_heads, rows"
@@ -507,23 +514,24 @@ def _check_angles(cos: Any, sin: Any, q: Any) -> None:
             f"with 1 to {d // 2} angles: one for each pair of the {d} columns of q, or fewer"
         )
     if cos.dtype not in dtypes or sin.dtype != cos.dtype:
+        either = " or ".join(dict.fromkeys(map(str, dtypes)))
         raise TypeError(
-            f"rotary is of {cos.dtype} and {sin.dtype}; both must be {dtypes[0]} or {dtypes[1]}"
+            f"rotary is of {cos.dtype} and {sin.dtype}; both must be {either}; convert them"
         )
 
 
 def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) -> None:
     """Raises ValueError for lengths, pages and memory that cannot be right."""
 
-    def seen(name: str) -> Any:
+    def downloaded(name: str) -> Any:
         array = given.get(name)
         is_there = array is not None and not isinstance(array, np.ndarray)
         return backend.download(array) if is_there else array
 
-    lengths, new = seen("lengths"), given["q"].shape[2] if "k" in given else 0
-    cache.check_numbers(lengths, seen("pages"), new)
+    lengths, new = downloaded("lengths"), given["q"].shape[2] if "k" in given else 0
+    cache.check_numbers(lengths, downloaded("pages"), new)
     if "cos" in given and lengths.size:
-        before = seen("prefix_keys") if "prefix_keys" in given else 0
+        before = downloaded("prefix_keys") if "prefix_keys" in given else 0
         positions, needed = len(given["cos"]), int((lengths + before).max()) + new
         if needed > positions:
             raise ValueError(
@@ -639,7 +647,7 @@ class _New:
         """Copies the rows that were written into the caller's NumPy arrays."""
         cache, places = self._cache, self._places()
         for array, written in zip((cache.k, cache.v), self._written().values()):
-            cache._rows(array).swapaxes(1, 2)[places] = written
+            cache.rows_of(array).swapaxes(1, 2)[places] = written
 
 
 _launchers: dict[Any, Launcher] = {}
@@ -780,7 +788,7 @@ def _check_arch(backend: Backend) -> None:
         )
 
 
-def _seen(name: str, given: Any) -> Any:
+def seen(name: str, given: Any) -> Any:
     """NumPy's and CuPy's arrays as they are, other libraries' as these, without a copy."""
     if (isinstance(given, np.ndarray) and not is_masked(given)) or hasattr(given, "get"):
         return given

@@ -27,9 +27,9 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.decoding import (
     KVCache,
     Step,
-    _check_keys as check_keys,
-    _seen as seen,
+    check_keys,
     scales_of,
+    seen,
 )
 from cupyfa.runtime.select import adopt
 from cupyfa.runtime.workspace import of_graphs
@@ -254,14 +254,18 @@ def _levels(given: Any) -> Iterator[_Prefix]:
     for i, x in enumerate(given if several else [given]):
         name = f"prefix[{i}]" if several else "prefix"
         if isinstance(x, KVCache):
-            yield _Prefix(name, x._rows(x.k), x._rows(x.v), x)
+            yield _Prefix(name, x.rows_of(x.k), x.rows_of(x.v), x)
             continue
+        if isinstance(x, tuple) and x and isinstance(x[0], tuple | KVCache):
+            raise TypeError(
+                f"{name} is a tuple of prefixes; several prefixes are a list: [(k, v), ...]"
+            )
         if not isinstance(x, tuple) or len(x) != 2:
             raise TypeError(
                 f"{name} is {described(x)}; give a cupyfa.KVCache, a tuple (k, v) of arrays "
                 "[1, kv_heads, keys, columns], or a list of such prefixes"
             )
-        k, v = (seen(f"{name}[{i}]", array) for i, array in enumerate(x))
+        k, v = (seen(f"{name}.{half}", array) for half, array in zip("kv", x))
         with _named(name):
             check_keys(k, v, "hnd")
         yield _Prefix(name, k, v)
@@ -277,7 +281,7 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
             f"consecutive sequences: give a number that divides {batch}{of_outer}"
         )
     for what, mine, its in (("k", prefix.k, cache.k), ("v", prefix.v, cache.v)):
-        found, wanted = (x.shape[1::2] for x in (mine, cache._rows(its)))
+        found, wanted = (x.shape[1::2] for x in (mine, cache.rows_of(its)))
         if found != wanted:
             raise ValueError(
                 f"{name} has {what} of {found[0]} heads and {found[1]} columns, and the cache of "
