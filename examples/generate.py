@@ -2,9 +2,9 @@
 
 The weights are those of examples/train_transformer.py. Prompts of different lengths are prefilled
 as one ragged batch, by `cupyfa.attention_ragged`. New tokens come from `cupyfa.decode`, whose keys
-and values lie in pages. Requests are batched continuously: in each step, those that have all their
-tokens leave and give their pages back, and others come in. If pages run out, the request that came
-last has to wait, and is prefilled again with what it has.
+and values lie in pages. Requests join and leave between steps (continuous batching): a finished
+request frees its pages, and a waiting one is prefilled. If pages run out, the most recent request
+is preempted, and later prefilled again with its tokens.
 
     python examples/train_transformer.py --task repeat --save weights.npz
     python examples/generate.py weights.npz                 # in the simulator if there is no GPU
@@ -71,10 +71,10 @@ class Request:
 
 
 class Pages:
-    """Keys and values of all blocks of the model in pages, which slots of a batch take and return.
+    """Keys and values of all blocks of the model in pages, which slots of a batch take and free.
 
     All blocks have the same page table. Slots without a request write too, each into a page of its
-    own. So every step has arrays of the same shapes, whoever is there.
+    own. So every step has arrays of the same shapes.
     """
 
     def __init__(self, model: Model, slots: int, pages: int, size: int, xp: Any) -> None:
@@ -85,7 +85,7 @@ class Pages:
         self.size, self.xp = size, xp
         self.free = list(range(slots, slots + pages))
         self.table = np.repeat(np.arange(slots, dtype=np.int32)[:, None], pages, axis=1)
-        self.lengths = np.zeros(slots, np.int32)  # keys that are there
+        self.lengths = np.zeros(slots, np.int32)  # keys of each slot
 
     def make_room(self, slot: int, keys: int) -> bool:
         """Whether a slot now has pages for so many keys; it takes all that it needs, or none."""
@@ -96,7 +96,7 @@ class Pages:
         return True
 
     def release(self, slot: int) -> None:
-        """Gives the pages of a slot back."""
+        """Frees the pages of a slot."""
         used = -(-int(self.lengths[slot]) // self.size)
         self.free += self.table[slot, :used].tolist()
         self.table[slot], self.lengths[slot] = slot, 0
@@ -123,15 +123,15 @@ class Server:
         self.model, self.weights, self.xp = model, weights, module_of(weights["norm"])
         self.pages = Pages(model, slots, pages, size, self.xp)
         self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by slot, in the order in which they came
-        self.steps = self.prefilled = self.decoded = self.sent_back = 0
+        self.running: dict[int, Request] = {}  # by slot, in the order in which they joined
+        self.steps = self.prefilled = self.decoded = self.preempted = 0
         self.seconds = {"prefill": 0.0, "decode": 0.0}
         self.how: Arrays = {"backend": model.backend}
         if model.distances:
             self.how["score_mod"] = "score + bias_of[head, min(max(position - key, 0), last)]"
 
     def submit(self, request: Request) -> None:
-        """Takes a request. Raises ValueError for one that there can never be room for."""
+        """Takes a request. Raises ValueError for one that can never have enough pages."""
         most = len(self.pages.table[0]) * self.pages.size
         if not self.model.distances:
             most = min(most, self.model.length)
@@ -143,7 +143,7 @@ class Server:
         self.waiting.append(request)
 
     def step(self) -> list[Request]:
-        """Each running request gets a token. Returns those that have all of theirs."""
+        """Each running request gets a token. Returns those that are finished."""
         finished = []
         for work in (self.prefill, self.decode):
             work()
@@ -154,21 +154,21 @@ class Server:
         return finished
 
     def prefill(self) -> None:
-        """Lets in those who wait, as long as there are slots and pages: a ragged batch."""
-        came = []
+        """Admits waiting requests while slots and pages last; prefills them as a ragged batch."""
+        joined = []
         while self.waiting and self.waiting[0].step <= self.steps:
             free = [x for x in range(len(self.pages.lengths)) if x not in self.running]
             if not free or not self.pages.make_room(free[0], len(self.waiting[0].tokens)):
                 break
             self.running[free[0]] = self.waiting.popleft()
-            came.append(free[0])
+            joined.append(free[0])
             self.pages.lengths[free[0]] = len(self.running[free[0]].tokens)
-        if not came:
+        if not joined:
             return
         start = time.perf_counter()
-        counts = [len(self.running[x].tokens) for x in came]
-        tokens = np.concatenate([self.running[x].tokens for x in came])
-        slots = np.repeat(came, counts)
+        counts = [len(self.running[x].tokens) for x in joined]
+        tokens = np.concatenate([self.running[x].tokens for x in joined])
+        slots = np.repeat(joined, counts)
         places = np.concatenate([np.arange(n) for n in counts])
         ends = np.cumsum([0, *counts]).astype(np.int32)
         offsets = self.xp.asarray(ends)
@@ -178,39 +178,39 @@ class Server:
             how = self.options(block)
             return cupyfa.attention_ragged(q, k, v, offsets, offsets, causal=True, **how)
 
-        self.take(came, tokens, places, attend, ends[1:] - 1)
+        self.take(joined, tokens, places, attend, ends[1:] - 1)
         self.prefilled += len(tokens)
         self.seconds["prefill"] += time.perf_counter() - start
 
     def decode(self) -> None:
-        """One token for each running request, and a key for the one that it got before."""
+        """One new token for each running request; writes keys and values of the one before."""
         for slot in list(self.running):
             while slot in self.running and not self.pages.make_room(
                 slot, int(self.pages.lengths[slot]) + 1
             ):
-                self.send_back(next(reversed(self.running)))
+                self.preempt(next(reversed(self.running)))
         if not self.running:
             return
         start = time.perf_counter()
-        pages, came = self.pages, list(self.running)
+        pages, slots = self.pages, list(self.running)
         tokens = np.zeros(len(pages.lengths), int)
-        tokens[came] = [self.running[x].tokens[-1] for x in came]
+        tokens[slots] = [self.running[x].tokens[-1] for x in slots]
         caches = pages.caches()
 
         def attend(block: int, q: Any, k: Any, v: Any) -> Any:
             q, k, v = (x[:, :, None] for x in (q, k, v))  # [slots, heads, 1, d]
             return cupyfa.decode(q, caches[block], k=k, v=v, **self.options(block))
 
-        self.take(came, tokens, pages.lengths, attend, np.array(came))
-        pages.lengths[came] += 1  # decode does not change them
-        self.decoded += len(came)
+        self.take(slots, tokens, pages.lengths, attend, np.array(slots))
+        pages.lengths[slots] += 1  # decode does not change them
+        self.decoded += len(slots)
         self.seconds["decode"] += time.perf_counter() - start
 
-    def send_back(self, slot: int) -> None:
+    def preempt(self, slot: int) -> None:
         """A request waits again, with the tokens that it has, and its pages are free."""
         self.waiting.appendleft(self.running.pop(slot))
         self.pages.release(slot)
-        self.sent_back += 1
+        self.preempted += 1
 
     def take(
         self, slots: list[int], tokens: np.ndarray, places: np.ndarray, attend: Attend, rows: Any
@@ -229,7 +229,7 @@ class Server:
         return {**self.how, "captured": {"bias_of": bias, "last": bias.shape[1] - 1}}
 
     def run(self, report: Callable[[Request], None] = lambda request: None) -> None:
-        """Goes on until no request is left."""
+        """Steps until no request is left."""
         while self.waiting or self.running:
             for request in self.step():
                 report(request)
@@ -260,8 +260,8 @@ def main() -> None:
     try:
         model, weights, about = load(options.weights, backend)
     except (OSError, ValueError, KeyError) as error:
-        made = "make some with train_transformer.py --save"
-        sys.exit(f"{options.weights} has no weights ({error}); {made}")
+        remedy = "write them with train_transformer.py --save"
+        sys.exit(f"cannot read weights from {options.weights}: {error}; {remedy}")
     if backend == "cuda":
         import cupy
 
@@ -293,22 +293,23 @@ def main() -> None:
         f"{name} {n} tokens, {n / max(server.seconds[name], 1e-9):,.0f} per second"
         for name, n in (("prefill", server.prefilled), ("decode", server.decoded))
     )
-    print("; ".join(rates) + f"; {server.steps} steps, {server.sent_back} times sent back")
+    print("; ".join(rates) + f"; {server.steps} steps, {server.preempted} preemptions")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Generate tokens with a transformer of train_transformer.py."
     )
-    parser.add_argument("weights", metavar="FILE.npz", help="of train_transformer.py --save")
+    saved = "weights written by train_transformer.py --save"
+    parser.add_argument("weights", metavar="FILE.npz", help=saved)
     parser.add_argument("--backend", choices=("auto", "cuda", "simulator"), default="auto")
     for name, default, what in (
-        ("requests", 12, "how many there are; two come in each step"),
+        ("requests", 12, "number of requests; two come in each step"),
         ("slots", 4, "sequences in a batch"),
         ("pages", 16, "pages of the cache"),
         ("page", 16, "keys in a page: 16, 32, 64, 128 or 256"),
         ("prompt", 20, "tokens of the longest prompt"),
-        ("new", 24, "most new tokens of a request"),
+        ("new", 24, "largest number of new tokens of a request"),
     ):
         parser.add_argument(f"--{name}", type=count, default=default, help=f"{what}  [{default}]")
     parser.add_argument("--seed", type=int, default=0)

@@ -40,7 +40,7 @@ from cupyfa.verify.sampling import Judge
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 _WRONG = (WrongResult, SimulatorFault)
-# What early rungs lack, so that nobody compares with them.
+# Features without which a rung is left out of comparisons.
 _OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 

@@ -24,8 +24,8 @@ from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
 from cupyfa.ladder.parts import (
     GRADIENT,
     GRADIENT_SCRATCH,
-    MEND_GRADIENTS,
     OPERANDS,
+    REPAIR_PART_GRADIENTS,
     SPLIT_FOR_GRADIENTS,
     UNITS,
     pays_for_splitting,
@@ -321,7 +321,7 @@ def shares_out_scores(c: SimpleNamespace) -> bool:
 
 
 def mma_f64_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same tiles in 64 bits, what sharing warps trade, and lse and delta of two tiles."""
+    """The same tiles in 64 bits, what sharing warps exchange, and lse and delta of two tiles."""
     widths, sharing = round_up(p.d, 16) + round_up(p.dv, 16), mma_f64_sharing(c)
     scores = (2 + sharing - 1) * c.Br * c.Bc
     return 8 * ((c.Bc + c.stages * c.Br) * widths + scores + 4 * c.Br)
@@ -489,7 +489,7 @@ MMA_FP16X2_TWO_PASS = rung(
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
             fp16x2_rows_shared,
         ),
-        MEND_GRADIENTS,
+        REPAIR_PART_GRADIENTS,
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages Qr Qc Qw Qs",
@@ -515,7 +515,7 @@ MMA_FP16X2_TWO_PASS = rung(
     },
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps share out the keys by 16, and those of the same keys the rows by 16": lambda c: (
+        "warps divide the keys by 16, and those of the same keys the rows by 16": lambda c: (
             16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
         ),
         "stages is 1 or 2": lambda c: c.stages in (1, 2),

@@ -22,7 +22,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import MEND, OPERANDS, PARTS, SCRATCH, SPLIT, pays_for_splitting
+from cupyfa.ladder.parts import OPERANDS, PARTS, REPAIR_PARTS, SCRATCH, SPLIT, pays_for_splitting
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -540,7 +540,7 @@ def mma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def mma_fp16x2(before: Kernel) -> Kernel:
-    """The record of mma_fp16x2, between the launches that split operands and mend rows."""
+    """The record of mma_fp16x2, between the launches that split operands and repair rows."""
     made = rung(
         before,
         "mma_fp16x2",
@@ -549,7 +549,7 @@ def mma_fp16x2(before: Kernel) -> Kernel:
             "args": f"{PARTS} O lse sizes heads group scale mods",
             "shared": mma_fp16x2_shared,
         },
-        then=(MEND,),
+        then=(REPAIR_PARTS,),
         tiles=TileChoice.of(
             "Br Bc Wr stages",
             [(64, 32, 16, 1), (64, 16, 16, 1), (32, 32, 16, 1), (32, 16, 16, 1), (16, 16, 16, 1)],
@@ -581,11 +581,11 @@ def mma_f64_warps(p: Problem) -> int:
 
 
 def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of Q, K and V in 64 bits, and sums of scores that warps trade."""
+    """Tiles of Q, K and V in 64 bits, and sums of scores that warps exchange."""
     warps, depth = mma_f64_warps(p), round_up(p.d, 16)
     width = round_up(p.dv, 16 * warps)
-    traded = 2 * c.Br * c.Bc if warps > 1 else 0
-    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + traded)
+    exchanged = 2 * c.Br * c.Bc if warps > 1 else 0
+    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + exchanged)
 
 
 MMA_F64 = rung(
@@ -762,7 +762,7 @@ def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_fp16x2(before: Kernel) -> Kernel:
-    """The record of wgmma_fp16x2, between the launches that split operands and mend rows."""
+    """The record of wgmma_fp16x2, between the launches that split operands and repair rows."""
     maps = " ".join(f"{name}.map" for name in OPERANDS.split())
     made = rung(
         before,
@@ -776,7 +776,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
             },
             "shared": wgmma_fp16x2_shared,
         },
-        then=(MEND,),
+        then=(REPAIR_PARTS,),
         tiles=TileChoice.of(
             "Br Bc stages Q_stages turns",
             [(Br, Bc, 1, 1, 2) for Br in (128, 64) for Bc in (32, 16)],

@@ -13,9 +13,9 @@ GRADIENT = "dO_high dO_low"
 UNITS = "scale2 dO_units flags"
 _THREADS = 256
 _ROWS = 128  # of a block that splits; a table of maxima is read for each
-_MENDED = 32  # rows of a block that mends
-_MENDED_GRADIENTS = 64  # the same of gradients, and keys
-_MENDING = 512  # threads that share out the keys of a row, or the rows of a key
+_REPAIRED = 32  # rows of a block that repairs them
+_REPAIRED_GRADIENTS = 64  # the same of gradients, and keys
+_REPAIRING = 512  # threads among which the keys of a row, or the rows of a key, are divided
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
@@ -48,12 +48,12 @@ def _key_blocks(p: Problem, c: SimpleNamespace) -> int:
     return max(tiles_of(p, p.N, _ROWS), 1) * p.kv_heads * p.batch
 
 
-def _mended_rows(p: Problem, c: SimpleNamespace) -> int:
-    return tiles_of(p, p.M, _MENDED_GRADIENTS) * p.heads * p.batch
+def _repaired_rows(p: Problem, c: SimpleNamespace) -> int:
+    return tiles_of(p, p.M, _REPAIRED_GRADIENTS) * p.heads * p.batch
 
 
-def _mended_keys(p: Problem, c: SimpleNamespace) -> int:
-    return max(tiles_of(p, p.N, _MENDED_GRADIENTS), 1) * p.kv_heads * p.batch
+def _repaired_keys(p: Problem, c: SimpleNamespace) -> int:
+    return max(tiles_of(p, p.N, _REPAIRED_GRADIENTS), 1) * p.kv_heads * p.batch
 
 
 SPLIT = (
@@ -96,23 +96,23 @@ SPLIT_FOR_GRADIENTS = (
         numbers={"query_blocks": _query_blocks},
     ),
 )
-MEND = Launch(
-    "mend_parts",
+REPAIR_PARTS = Launch(
+    "repair_parts",
     args="Q K V flags O lse sizes heads group scale mods",
-    grid=lambda p, c: tiles_of(p, p.M, _MENDED) * p.heads * p.batch,
+    grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
     threads=lambda p, c: _THREADS,
-    shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _MENDED,
-    constants={"rows_of_block": lambda p, c: _MENDED},
+    shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
+    constants={"rows_of_block": lambda p, c: _REPAIRED},
 )
-MEND_GRADIENTS = Launch(
-    "mend_gradients",
+REPAIR_PART_GRADIENTS = Launch(
+    "repair_part_gradients",
     args="Q K V dO lse delta flags dK_flags dV_flags dQ dK dV sizes query_blocks heads kv_heads "
     "group scale mods",
-    grid=lambda p, c: _mended_rows(p, c) + _mended_keys(p, c),
-    threads=lambda p, c: _MENDING,
-    shared=lambda p, c: 4 * (_MENDING // WARP) * max(p.d, p.dv) + 2 * _MENDED_GRADIENTS,
-    constants={"rows_of_block": lambda p, c: _MENDED_GRADIENTS},
-    numbers={"query_blocks": _mended_rows},
+    grid=lambda p, c: _repaired_rows(p, c) + _repaired_keys(p, c),
+    threads=lambda p, c: _REPAIRING,
+    shared=lambda p, c: 4 * (_REPAIRING // WARP) * max(p.d, p.dv) + 2 * _REPAIRED_GRADIENTS,
+    constants={"rows_of_block": lambda p, c: _REPAIRED_GRADIENTS},
+    numbers={"query_blocks": _repaired_rows},
 )
 SCRATCH = {
     "maxima": (lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p) * (p.d + p.dv + 1), "real"),

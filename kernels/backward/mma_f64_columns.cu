@@ -36,7 +36,7 @@ struct Scores : WarpPart<Br, Bc, warps / sharing> {
 
 // What the other warps have of S and dP, in the order of their registers.
 template <int others>
-struct Trade {
+struct Exchange {
   operand parts[others][Scores::fours * 4][warps / sharing * warp_size];
 
   __device__ __forceinline__ void give(const Scores::Sums& part, int role) {
@@ -56,12 +56,12 @@ struct Trade {
   }
 };
 template <>
-struct Trade<0> {
+struct Exchange<0> {
   __device__ __forceinline__ void give(const Scores::Sums&, int) {}
   __device__ __forceinline__ void add(Scores::Sums&, int) const {}
 };
 
-struct Shared : Trade<sharing - 1> {
+struct Shared : Exchange<sharing - 1> {
   operand K[Bc][depth];
   operand V[Bc][width];
   operand Q[stages][Br][depth];

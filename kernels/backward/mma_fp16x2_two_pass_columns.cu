@@ -1,11 +1,9 @@
 // mma_fp16x2_two_pass_columns: `mma_two_pass_columns` for float32 at its own accuracy. Operands are
-// parts in float16, as in `mma_fp16x2`, and each product is three products of parts.
+// two parts in float16 (half_parts.cuh).
 //
 // A warp owns 16 keys. Its products are transposed, S^T = K Q^T: so P^T and dS^T are operands of
 // dV += P^T dO and dK += dS^T Q right where they are computed. The rows of Q and dO have powers of
-// two, by which P and dS are multiplied; then each key gets one for each tile. Sums of a tile begin
-// at zero and are added up in registers, which round. A key that parts cannot hold gets a flag, and
-// `mend_gradients` computes it again.
+// two, by which P and dS are multiplied; then each key gets one for each tile.
 //
 // Where 16 keys have several warps, each takes some rows of every tile, and their sums are added at
 // the end. Where dK and dV do not fit into registers together, there is a launch for each.

@@ -1,9 +1,6 @@
 // mma_fp16x2_two_pass_rows: dQ of `mma_fp16x2_two_pass`, by a block for each tile of Q, which walks
-// along the tiles of K and V.
-//
-// It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P: each row of dS gets a power of
-// two for each tile. A row that parts cannot hold gets a flag, and `mend_gradients` computes it
-// again.
+// along the tiles of K and V. It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P:
+// each row of dS gets a power of two for each tile.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu

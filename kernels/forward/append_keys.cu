@@ -10,14 +10,14 @@
 //   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
 //   new_K, new_V [batch, kv_heads, tokens, d | dv]: if `appends`
 //   K, V [batch, kv_heads, capacity, d | dv], or in pages [pages, kv_heads, page_size, d | dv]
+//   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
+//   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
 //   cosines, sines [positions, angles]: if `rotates`
 //   prefix_keys [batch]: the keys before those of the cache, if `has_prefix`
 //   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
 //   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
 //   written
 //   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
-//   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
-//   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/stored.cuh>

@@ -33,7 +33,7 @@ using OwnRows = Rows<step, pack_gqa>;
 
 // The sums of the warps that share rows, in the order of their registers.
 template <int warps>
-struct Trade {
+struct Exchange {
   operand sums[warps][Br / step][Bc / 8][4][warp_size];
 
   // Gives the sums of a warp to the other one; a barrier has to follow.
@@ -49,12 +49,12 @@ struct Trade {
   }
 };
 template <>
-struct Trade<1> {
+struct Exchange<1> {
   __device__ __forceinline__ void give(const Fragments<step, Bc>&, int, int) {}
   __device__ __forceinline__ void add_other(Fragments<step, Bc>&, int, int) const {}
 };
 
-struct Shared : Trade<sharing> {
+struct Shared : Exchange<sharing> {
   double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];

@@ -1,10 +1,6 @@
 // mma_fp16x2: `mma_pipelined` for float32 at its own accuracy. Each operand is the sum of two parts
-// in float16, and each product three products of parts.
-//
-// An earlier launch, split_operands, splits Q, K and V; P is split in registers. Sums of O of a
-// tile begin at zero and are added to those of other tiles in registers: tensor cores do not round
-// their sums, they cut them off. A row that parts cannot hold gets a flag, and `mend_parts`
-// computes it again.
+// in float16 (half_parts.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
+// registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu

@@ -1,7 +1,7 @@
 // part_maxima: the largest finite magnitude in each column of K and V, or of Q and dO.
 //
-// The keys, or rows, of a head are shared out among `slabs` blocks, each of which writes a line of
-// a table; who reads it takes the maximum of all lines. So nothing has to be cleared, and no
+// The keys, or rows, of a head are divided among `slabs` blocks, each of which writes a line of a
+// table; readers take the maximum of all lines. So nothing has to be cleared, and no
 // atomics are needed. The last element of a line says whether the slab has NaN or infinity.
 //
 //   X, Y [batch, heads, rows, d | dv]    maxima [batch, heads, slabs, d + dv + 1]

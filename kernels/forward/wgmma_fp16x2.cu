@@ -1,11 +1,7 @@
 // wgmma_fp16x2: `wgmma_persistent` for float32 at its own accuracy. Each operand is the sum of two
-// parts in float16, and each product three products of parts.
-//
-// An earlier launch, split_operands, splits Q, K and V; P is split in registers. Sums of O of a
-// tile begin at zero and are added to those of other tiles in registers: tensor cores do not round
-// their sums, they cut them off. That takes the registers in which `wgmma_persistent` computes the
-// next scores, so a warpgroup's tensor cores work for others during its softmax. A row that parts
-// cannot hold gets a flag, and `mend_parts` computes it again.
+// parts in float16 (half_parts.cuh). An earlier launch, split_operands, splits Q, K and V; P is
+// split in registers. The sums of a tile's O take the registers in which `wgmma_persistent`
+// computes the next scores, so the tensor cores work for others during a warpgroup's softmax.
 //
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
@@ -30,8 +26,8 @@ static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgr
 static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// Whether warpgroups take turns: of 1 they do not, and begin products as soon as they can; of 2 a
-// turn ends with the first columns of O += P V, of 3 with the last.
+// `turns` of 1 is unordered: warpgroups begin products as soon as they can. 2 and 3 are ping-pong
+// order: with 2 a turn ends with the first columns of O += P V, with 3 with the last.
 template <bool used>
 struct TurnsOf : PingPong<consumers> {};
 template <>

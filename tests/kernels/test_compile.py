@@ -85,7 +85,7 @@ SPILLED = {
     ("mma_fp16x2", "90", 64, "causal"): 4,
     ("mma_fp16x2", "90", 128, "window"): 4,
     ("mma_fp16x2", "90", 256, "causal"): 8,
-    ("wgmma_fp16x2", "90", 40, "full"): 4,  # in mend_parts
+    ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts
     ("wgmma_fp16x2", "90", 64, "full"): 4,
     ("wgmma_fp16x2", "90", 192, "window"): 8,  # where O is stored
     # Mostly addresses of copies, read once for each tile.

@@ -65,7 +65,7 @@ def requests(example, model):
 
 @pytest.mark.parametrize("distances, pages", [(0, 12), (6, 3)])
 def test_tokens_are_those_of_a_loop_without_a_cache(example, distances, pages):
-    """With pages for all, and with so few that requests have to wait, or are sent back."""
+    """With pages for all, and with so few that requests have to wait, or are preempted."""
     model, weights = model_of(example, distances)
     server = example.Server(model, weights, slots=3, pages=pages)
     given = requests(example, model)
@@ -81,8 +81,8 @@ def test_tokens_are_those_of_a_loop_without_a_cache(example, distances, pages):
         assert sorted([*held, *server.pages.free]) == list(range(3, 3 + pages))
     assert [x.tokens for x in given] == wanted
     assert len(finished) == len(given) and finished != given  # they go as they are ready
-    assert (most, server.sent_back > 0) == ((3, False) if pages == 12 else (2, True))
-    assert server.decoded + server.sent_back == sum(x.new - 1 for x in given)
+    assert (most, server.preempted > 0) == ((3, False) if pages == 12 else (2, True))
+    assert server.decoded + server.preempted == sum(x.new - 1 for x in given)
 
 
 def test_a_request_that_there_is_no_room_for_is_refused(example):
@@ -114,7 +114,7 @@ def test_the_programs(tmp_path, monkeypatch, capsys, task, more):
 
 def test_a_file_without_weights_is_refused(example, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path / "none.npz")])
-    with pytest.raises(SystemExit, match=r"none.npz has no weights .*--save"):
+    with pytest.raises(SystemExit, match=r"cannot read weights from .*none.npz: .*--save"):
         example.main()
 
 

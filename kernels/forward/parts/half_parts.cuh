@@ -2,6 +2,9 @@
 // A float as two parts in float16, times a power of two: x * 2^s = high + low / 2^11. The powers of
 // two are exact and bring the largest x to 2^14 … 2^15, within the range of float16. The low part
 // is stored 2^11 times larger, so that it does not run out of exponents before the high one.
+// Tensor cores cut sums off, so those of a tile begin at zero and are added to others in registers,
+// which round. A row or key that parts cannot hold gets a flag, and the last launch computes it
+// again from the floats (`repair_parts`, `repair_part_gradients`).
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>

@@ -61,8 +61,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, with V from first_row on, 16 columns at a time. Their sums begin at zero:
-// tensor cores cut off what does not fit next to the sum so far, registers round.
+// O += weight * P V, with V from first_row on, 16 columns at a time, with sums from zero.
 template <int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],

@@ -1,8 +1,8 @@
-// mend_gradients: computes again the rows of dQ and the keys of dK and dV that parts in float16
-// could not hold, from the float32 arrays.
+// repair_part_gradients: computes again the rows of dQ and the keys of dK and dV that parts in
+// float16 could not hold, from the float32 arrays.
 //
-// Flags are rare: a block whose rows or keys have none returns at once. Of a row with one, the
-// warps of a block share out the keys, of a key the rows. The others are not touched.
+// Flags are rare: a block whose rows or keys have none returns at once. For a row with one,
+// the keys are divided among the warps of a block; for a key, the rows. The others are not touched.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]
@@ -23,7 +23,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
 
-using Mending = Repair<d, dv, scalar, StatsInMemory>;
+using Repairs = Repair<d, dv, scalar, StatsInMemory>;
 
 // Reads the flags of a block's rows. Returns whether one is set.
 __device__ bool read_flags(bool (&flagged)[rows_of_block], Tensor<const unsigned char> flags,
@@ -48,8 +48,8 @@ __device__ void write_row(Shared& shared, const RowSum<cols>& sum, scalar* row, 
 }
 
 // dQ of a row. Warps take keys in turn.
-__device__ void mend_row(Shared& shared, const Mending& inputs, Tensor<scalar> dQ, int head,
-                         int row) {
+__device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<scalar> dQ, int head,
+                           int row) {
   const Extent& extent = inputs.extent;
   const RowStats own = inputs.stats(head, row);
   RowSum<d> sum(0, d);
@@ -62,8 +62,8 @@ __device__ void mend_row(Shared& shared, const Mending& inputs, Tensor<scalar> d
 
 // dK, or dV, of a key. Warps take rows of each head in turn.
 template <bool of_V>
-__device__ void mend_key(Shared& shared, const Mending& inputs, Tensor<scalar> gradient, int group,
-                         int key) {
+__device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<scalar> gradient,
+                           int group, int key) {
   constexpr int cols = of_V ? dv : d;
   const int first = inputs.extent.row_begin(key) + threadIdx.x / warp_size;
   RowSum<cols> sum(0, cols);
@@ -80,7 +80,7 @@ __device__ void mend_key(Shared& shared, const Mending& inputs, Tensor<scalar> g
             of_V ? real(1) : inputs.scorer.scale);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void mend_gradients(
+extern "C" __global__ __launch_bounds__(threads) void repair_part_gradients(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const unsigned char> flags,
     Tensor<const unsigned char> dK_flags, Tensor<const unsigned char> dV_flags, Tensor<scalar> dQ,
@@ -97,18 +97,18 @@ extern "C" __global__ __launch_bounds__(threads) void mend_gradients(
   const int kv_head = of_rows ? head / group : head;
   const int end = min(first + rows_of_block, of_rows ? extent.M : extent.N);
   if (first < 0 || first >= end) return;
-  const Mending inputs = {extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, kv_head};
+  const Repairs inputs = {extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, kv_head};
   if (of_rows) {
     if (!read_flags(shared.flagged[0], flags, batch, head, first, end)) return;
     for (int row = first; row < end; ++row)
-      if (shared.flagged[0][row - first]) mend_row(shared, inputs, dQ, head, row);
+      if (shared.flagged[0][row - first]) repair_row(shared, inputs, dQ, head, row);
     return;
   }
   const bool some_of_K = read_flags(shared.flagged[0], dK_flags, batch, head, first, end);
   const bool some_of_V = read_flags(shared.flagged[1], dV_flags, batch, head, first, end);
   if (!some_of_K && !some_of_V) return;
   for (int key = first; key < end; ++key) {
-    if (shared.flagged[0][key - first]) mend_key<false>(shared, inputs, dK, group, key);
-    if (shared.flagged[1][key - first]) mend_key<true>(shared, inputs, dV, group, key);
+    if (shared.flagged[0][key - first]) repair_key<false>(shared, inputs, dK, group, key);
+    if (shared.flagged[1][key - first]) repair_key<true>(shared, inputs, dV, group, key);
   }
 }

@@ -1,9 +1,9 @@
-// mend_parts: computes again the rows that parts in float16 could not hold, from the float32
+// repair_parts: computes again the rows that parts in float16 could not hold, from the float32
 // arrays.
 //
-// Rows with a flag are rare: a block whose rows have none returns at once. Of a row with one, the
-// warps of a block share out the keys. The other rows are not touched, so that their bits do not
-// depend on their neighbours.
+// Rows with a flag are rare: a block whose rows have none returns at once. For a row with one,
+// the keys are divided among the warps of a block. The other rows are not touched, so that their
+// bits do not depend on their neighbours.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, flags [batch, heads, M]
@@ -122,7 +122,7 @@ __device__ void write_row(const Shared& shared, const Extent& extent, real scale
   if (threadIdx.x == 0) *lse = log_maximum + log(sum);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void mend_parts(
+extern "C" __global__ __launch_bounds__(threads) void repair_parts(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<const unsigned char> flags, Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
