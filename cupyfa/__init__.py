@@ -37,12 +37,6 @@ from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem
 from cupyfa.runtime.prepared import Prepared
-from cupyfa.runtime.transfer import (
-    Transfer,
-    configure as configure_transfer,
-    held as held_buffers,
-    release as free_buffers,
-)
 from cupyfa.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -59,6 +53,12 @@ if TYPE_CHECKING:
     from cupyfa.runtime.decoding import KVCache
     from cupyfa.runtime.merging import merge, merge_vjp
     from cupyfa.runtime.simulator import Simulator
+    from cupyfa.runtime.transfer import (
+        Transfer,
+        configure as configure_transfer,
+        held as held_buffers,
+        release as free_buffers,
+    )
     from cupyfa.verify.case import Case
     from cupyfa.verify.check import check, replay
 
@@ -124,18 +124,23 @@ __all__ = [
 ]
 
 # The tools around the kernels take as long to import as all the rest, and not every process has
-# use of the simulator, of caches or of parts: they are imported when used.
+# use of the simulator, of caches, of parts or of transfers: they are imported when used. After a
+# colon is the name that they have there.
 _LATER = {
     "Case": "verify.case",
     "KVCache": "runtime.decoding",
     "Measurement": "bench.results",
     "Simulator": "runtime.simulator",
+    "Transfer": "runtime.transfer",
     "accuracy": "bench.trial",
     "bench": "bench.bench",
     "check": "verify.check",
     "compare": "bench.compare",
+    "configure_transfer": "runtime.transfer:configure",
     "doctor": "analysis.doctor",
     "draw_blocks": "report.plots",
+    "free_buffers": "runtime.transfer:release",
+    "held_buffers": "runtime.transfer:held",
     "memory": "analysis.memory",
     "merge": "runtime.merging",
     "merge_vjp": "runtime.merging",
@@ -151,4 +156,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute 'Bound'; it is Prepared now")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    module, _, there = _LATER[name].partition(":")
+    return getattr(import_module(f"{__name__}.{module}"), there or name)

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise
 from math import prod
 from numbers import Real
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import Problem, four_axes
-from cupyfa.runtime import guard, ragged, transfer
+from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import (
     address_of,
     extent,
@@ -38,6 +38,9 @@ from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.select import adopt, writable_view
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
+
+if TYPE_CHECKING:
+    from cupyfa.runtime.transfer import Pieces
 
 Form = tuple[Any, ...]
 # Callers' names of arrays, where they are not the operation's.
@@ -134,7 +137,7 @@ class Prepared:
             else partial(viewed, plan.problem, layout, axes)
             for name, axes in operation.axes_of(plan.problem).items()
         }
-        self._pieces: transfer.Pieces | None = None
+        self._pieces: Pieces | None = None
         unasked = [x for x in plan.outputs if x not in {result.name for result in results}]
         self._workspace = Workspace(backend, plan, (*unasked, *plan.scratch), keep=keep)
         self._repeats = Repeats(backend)
@@ -485,7 +488,9 @@ class Prepared:
         """A new array for a result, where the inputs are."""
         if self._owned:
             return self._backend.empty(shape, dtype)
-        return transfer.new_result(self._backend, shape, dtype)
+        from cupyfa.runtime.transfer import new_result
+
+        return new_result(self._backend, shape, dtype)
 
 
 def fill(
@@ -496,7 +501,7 @@ def fill(
     *,
     check: bool = False,
     progress: Progress | None = None,
-    pieces: transfer.Pieces | None = None,
+    pieces: Pieces | None = None,
     kernels: Kernels | None = None,
 ) -> None:
     """Computes these outputs; with ``check`` in guarded memory, compared with the reference.
@@ -504,11 +509,15 @@ def fill(
     Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces``
     and ``kernels`` are those of the same plan's calls before. Raises WrongResult if a check fails.
     """
+    if check:
+        from cupyfa.runtime import guard
     if not all(map(backend.owns, inputs.values())):
         if not check:
+            from cupyfa.runtime.transfer import Call
+
             with backend.lanes() as lanes:
                 pieces = pieces or pieces_of(backend, plan)
-                transfer.Call(backend, lanes, pieces, inputs, outputs).run(progress)
+                Call(backend, lanes, pieces, inputs, outputs).run(progress)
             return
         written: Mapping[str, Any] = guard.checked(backend, plan, readable_inputs(plan, inputs), {})
     else:
@@ -529,9 +538,11 @@ def fill(
             array[...] = written[name]
 
 
-def pieces_of(backend: Backend, plan: Plan) -> transfer.Pieces:
+def pieces_of(backend: Backend, plan: Plan) -> Pieces:
     """The pieces that a plan's problem is cut into, planned with the same constants."""
-    return transfer.Pieces(plan, partial(_part, plan, backend.limits))
+    from cupyfa.runtime.transfer import Pieces
+
+    return Pieces(plan, partial(_part, plan, backend.limits))
 
 
 def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:

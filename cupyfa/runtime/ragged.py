@@ -11,7 +11,6 @@ import numpy as np
 
 from cupyfa.errors import described
 from cupyfa.modifiers import PADDED, STARTS, USED
-from cupyfa.runtime.transfer.host import configure
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
@@ -168,6 +167,8 @@ def _copy_all(pairs: Iterable[tuple[Any, Any]]) -> None:
         if (step := max(len(to) * _AT_ONCE // max(to.nbytes, 1), 1))
         for i in range(0, len(to), step)
     )
+    from cupyfa.runtime.transfer import configure
+
     with ThreadPoolExecutor(configure().threads) as threads:
         deque(threads.map(np.copyto, *zip(*some)), maxlen=0)
 
