@@ -567,7 +567,7 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
     with cupy.cuda.Stream(non_blocking=True) as stream:
         cupyfa.decode(there, cache, **how)  # compiles, and takes memory for this stream
         cache.lengths += 0
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        stream.begin_capture()
         _, lse = cupyfa.decode(there, cache, **how)
         cache.lengths += 2
         graph = stream.end_capture()

@@ -365,6 +365,7 @@ def step(
     tokens = given["q"].shape[2]
     count = tokens if "k" in given else 0
     made = {}
+    cache._last = None  # the next step may have its memory
     with where.working_on(given["q"]):
         if count:
             known = (lengths + count).astype("i4") if on_host else None
@@ -377,7 +378,6 @@ def step(
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
         if made and where.is_capturing:  # a graph writes there whenever it is launched
             of_graphs.append(made)
-        cache._last = None
         alike = copy(cache)  # the step refers to this one, and the cache to the step
         new_tokens = _New(where, given, made, alike, bool(interleaved), is_moved) if made else None
     found = Step(
