@@ -123,7 +123,8 @@ struct Consumer {
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
     shared.pairs.own().complete();
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    if (!ragged || rows.extent.N > 0)  // arrays have nothing for an element without keys
+      scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.pairs.own().load(rows, next);
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)

@@ -62,7 +62,7 @@ LONGER_STEPS = {
         "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
-        100,
+        102,
         119,
         "a schedule of row tiles, and another one for elements of different lengths",
     ),
@@ -124,7 +124,7 @@ LONGER = {
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1077, HOPPER),
-    "forward/wgmma_fp16x2": (1409, HOPPER + "; a schedule; parts of operands"),
+    "forward/wgmma_fp16x2": (1410, HOPPER + "; a schedule; parts of operands"),
     "forward/wgmma_fp8": (1257, HOPPER + "; scales of tiles"),
     "forward/wgmma_overlap": (1143, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1317, HOPPER + "; a schedule"),

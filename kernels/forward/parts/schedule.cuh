@@ -105,7 +105,7 @@ struct Schedule<Br, Bc, by_length, batch_first, true> {
   __device__ __forceinline__ RowTile task() const {
     const Extent extent = extent_of(sizes, *mods, found.batch);
     RowTile task = row_tile<Br, Bc>(extent, found.tile * Br, found.head, found.batch);
-    if (extent.N == 0) task.kv_begin = 1;
+    if (extent.N == 0) task.kv_begin = Bc;  // copies of pairs begin at whole chunks
     task.kv_end = max(task.kv_end, task.kv_begin + 1);
     return task;
   }
