@@ -310,8 +310,8 @@ def compile(
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
     in the order alibi_slopes, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    lengths_q, lengths_k, captured, these sorted by name. Numbers are those that it was made with.
-    Offsets and lengths are int32, and not checked.
+    lengths_q, lengths_k, captured, these sorted by name. Numbers keep their values.
+    Offsets and lengths are int32; those in GPU memory are not checked.
     """
     of_sequences, others = _without_sequences(compile, keywords)
     layout = "bshd" if of_sequences else layout
@@ -642,12 +642,12 @@ def decode(
         of k before it is written, are rotated by their positions, in pairs (x, x + angles). Columns
         from 2 · angles on stay as they are.
     interleaved: whether the pairs of rotary are (2 x, 2 x + 1).
-    prefix: keys and values that stand before those of the cache and that all sequences share, a
+    prefix: keys and values that all sequences share and that come before those of the cache: a
         tuple (k, v) of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are
         read once for all sequences, by the kernel that "auto" stands for; kernel, tiles and splits
         are for the sequences' own keys. With g sequences in place of one, each is shared by batch /
         g consecutive sequences. A list has several of these, from the outermost to the innermost.
-        Positions, windows and texts are those of one cache with all of these keys.
+        Positions, windows and texts count as if one cache held all of these keys.
     splits: into how many parts the keys of a row are divided, each of which is computed by a block
         of its own; by default it depends on the device and the batch. With a number, the bits of a
         sequence do not depend on the others.

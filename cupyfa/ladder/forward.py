@@ -414,14 +414,19 @@ def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * c.Br * max(depth, width) + c.stages * c.Bc * (depth + width)
 
 
-def split_kv(splits: Formula) -> Kernel:
-    """The record of mma_split_kv with a formula of the number of splits."""
+def rows_of_splits(splits: Formula) -> Formula:
+    """The rows of all splits together, if a launch has to merge them."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
-        """The rows of all splits together, if a launch has to merge them."""
         number = splits(p, c)
         return p.batch * p.heads * p.M * number if number > 1 else 0
 
+    return rows
+
+
+def split_kv(splits: Formula) -> Kernel:
+    """The record of mma_split_kv with a formula of the number of splits."""
+    rows = rows_of_splits(splits)
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
@@ -467,12 +472,7 @@ MMA_SPLIT_KV = split_kv(num_splits)
 
 def fa2_split_kv(splits: Formula) -> Kernel:
     """The record of fa2_split_kv with a formula of the number of splits."""
-
-    def rows(p: Problem, c: SimpleNamespace) -> int:
-        """The rows of all splits together, if a launch has to merge them."""
-        number = splits(p, c)
-        return p.batch * p.heads * p.M * number if number > 1 else 0
-
+    rows = rows_of_splits(splits)
     return rung(
         FA2_COALESCED,
         "fa2_split_kv",

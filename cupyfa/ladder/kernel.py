@@ -198,9 +198,8 @@ class Kernel(_Record):
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
         "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
-        elements in padded arrays), "paged" (keys and values in pages), "e4m3"
-        (keys and values of 8 bits, with scales), and the options that modify
-        scores.
+        elements in padded arrays), "paged" (keys and values in pages), "e4m3" (keys and values of
+        8 bits, with scales), and the options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
         "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
         and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,
@@ -388,6 +387,8 @@ class Kernel(_Record):
         excerpt: Excerpt | None = None,
     ) -> ExpectedOfEach:
         """The reference of its own, with bounds; always whole."""
+        from cupyfa.numerics import deviation
+
         assert excerpt is None, "a reference of a kernel's own computes everything"
         operation = self.computes()
         wanted = {
@@ -398,8 +399,6 @@ class Kernel(_Record):
         known = operation.inputs_of(p)
         operands = [name for name, x in known.items() if x.kind == "scalar"]
         arrays = {name: inputs[name] for name in known}
-        from cupyfa.numerics import deviation
-
         floats = {name: constants[name] for name in self.floats}
         shapes = {name: x.shape(p) for name, x in wanted.items()}
         dtypes = {name: x.dtype(p) for name, x in wanted.items()}
