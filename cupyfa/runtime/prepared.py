@@ -292,8 +292,11 @@ class Prepared:
         return f"<prepared {plan.kernel.name} on {self._backend.name}: {plan.problem}>"
 
     def forget(self) -> None:
-        """Drops the launches and results that are kept for calls on the same arrays."""
+        """Drops what is kept for later calls: temporaries of streams, and the launches and results
+        of calls on the same arrays. What graphs use stays.
+        """
         self._repeats.known.clear()
+        self._workspace.forget()
 
     def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
         """The caller's array for each result, ``out`` or three ``grads``; None for a new one."""

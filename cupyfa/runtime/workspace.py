@@ -74,6 +74,10 @@ class Workspace:
             self._spares.append(self._space(arrays))
         return arrays
 
+    def forget(self) -> None:
+        """Drops the memory of streams; that of graphs stays."""
+        self.by_stream.clear()
+
     def at(self, stream: Any) -> Space:
         """Memory for work in a stream, the backend's current one."""
         if not self._names:
@@ -90,7 +94,7 @@ class Workspace:
         found = self.by_stream.get(key)
         if found is None:
             if len(self.by_stream) >= MOST:
-                self.by_stream.clear()
+                self.forget()
             found = self.by_stream[key] = self._space()
         return found
 

@@ -135,31 +135,35 @@ def folder(tmp_path):
     return tmp_path
 
 
-# Options that shorten commands on a GPU, which else measure for seconds or start many processes.
+# Options that shorten commands on a GPU, which else measure for seconds, start many processes or
+# wait for NumPy's reference of many heads.
 SHORT = {
-    "bench": "--budget 0.02",
-    "ladder": "--budget 0.02",
-    "tune": "--budget 5",
-    "check": "--jobs 2",
-    "run": "--seed 1",
+    "bench": ("--budget 0.02", "-B 1"),
+    "ladder": ("--budget 0.02", "-B 1"),
+    "tune": ("--budget 5", "-B 1"),
+    "check": ("--jobs 2",),
+    "roofline": ("-B 1",),
+    "run": ("--seed 1", "-B 1"),
 }
 
 
 def shortened(line):
-    """A command of a page with less time to measure."""
+    """A command of a page with less to compute and less time to measure."""
     program, _, rest = line.partition(" ")
     command, _, words = rest.partition(" ")
     if program != "cupyfa" or command not in SHORT:
         return line
-    option = SHORT[command].split()[0]
     words = re.sub(r"--samples \d{2,}", "--samples 8", words)
     if command == "check" and not re.search("--samples|--grid|--dry-run|--all", words):
         words += " --samples 4"
-    if command == "run":  # NumPy's reference takes long for many heads
-        words = re.sub(r"-B \d+", "-B 1", words)
     if command == "bench":  # of each axis the first value
         words = re.sub(r"(-p \w+=[^ ,:]+)\S*", r"\1", words)
-    return f"cupyfa {command} {SHORT[command]} {re.sub(rf' ?{option} [^ ]+', '', words)}"
+    for option in SHORT[command]:
+        name = option.split()[0]
+        if name == "-B" and re.search("--lengths|--from|softmax", words):
+            continue
+        words = re.sub(rf" ?{name} [^ ]+", "", words) + f" {option}"
+    return f"cupyfa {command} {words}"
 
 
 def follow(text, folder, environment, *, gpu):

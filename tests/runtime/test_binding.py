@@ -693,6 +693,9 @@ def test_a_prepared_call_keeps_temporaries_of_few_streams(near):
     for near.stream in range(1, 3 * workspace.MOST):
         np.testing.assert_array_equal(bound(*x), wanted)
         assert len(bound._workspace.by_stream) <= workspace.MOST
+    bound.forget()
+    assert not bound._workspace.by_stream
+    np.testing.assert_array_equal(bound(*x), wanted)
 
 
 def test_calls_of_attention_share_memory_for_temporaries(near):
