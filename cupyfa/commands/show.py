@@ -53,16 +53,17 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
     limits = limits_of(arch)
     record = select(records[0] if records else "auto", operation, problem, limits)
     planned = plan(record, problem, limits, **tiles)
-    for launch in planned.programs if form == "table" else ():
-        click.echo(_text(view, planned, launch, arch))
-    if form != "table":
+    if form == "table" and view == "plan":
+        click.echo(plan_lines(planned))
+    elif form == "table":
+        for launch in planned.programs:
+            click.echo(_text(view, planned, launch, arch))
+    else:
         click.echo(render([_row(view, planned, x, arch) for x in planned.programs], form))
 
 
 def _text(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> str:
     """A view of a launch for people."""
-    if view == "plan":
-        return plan_lines(planned, launch)
     row = _row(view, planned, launch, arch)
     return table_or_fields([row]) if view == "resources" else row[view]
 

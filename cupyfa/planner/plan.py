@@ -1,9 +1,9 @@
 """The types of planning: devices, launches and plans."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ class PlannedLaunch:
         return {x.name: int(x.value) for x in self.arguments if x.name in self.launch.numbers}
 
 
+def nearest_d(measured: Iterable[int], d: int) -> int:
+    """Of measured head dimensions the one with the nearest ratio to d."""
+    return min(measured, key=lambda x: abs(log(max(x, 1) / max(d, 1))))
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything one call does, decided before it is done."""
@@ -109,6 +114,16 @@ class Plan:
     def rounding(self) -> str | None:
         """The precision that operands are rounded to by design, if to any."""
         return rounding_of(self.kernel, self.problem)
+
+    @property
+    def speed(self) -> str:
+        """What its kernel reached on an H100, by which "auto" chooses; empty if not measured."""
+        kind = self.problem.arithmetic
+        measured = self.kernel.tflops.get(kind)
+        if not measured:
+            return ""
+        d = nearest_d(measured, self.problem.d)
+        return f"{measured[d]:.3g} TFLOP/s on an H100 with {kind}{f', d={d}' if d else ''}"
 
     @property
     def launches(self) -> tuple[PlannedLaunch, ...]:

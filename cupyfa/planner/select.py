@@ -19,7 +19,7 @@ from cupyfa.ladder.lookup import nearest
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import mods
 from cupyfa.planner.evaluate import plan_of
-from cupyfa.planner.plan import Limits, Plan, Tuned
+from cupyfa.planner.plan import Limits, Plan, Tuned, nearest_d
 from cupyfa.problem import Problem
 
 _ALIKE = 0.98  # two measurements of one kernel may differ by as much
@@ -262,12 +262,12 @@ def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, flo
 
 
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
-    """The speed at the head dimension with the nearest ratio to d.
+    """The speed at the nearest head dimension.
 
     Below the least one measured, it is the geometric mean of that speed (the softmax costs as much)
     and one proportional to d (products cost less).
     """
-    nearest = min(speeds, key=lambda measured: abs(log(max(measured, 1) / max(d, 1))))
+    nearest = nearest_d(speeds, d)
     share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
     return speeds[nearest] * sqrt(min(share, 1.0))
 

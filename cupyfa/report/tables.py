@@ -16,7 +16,7 @@ from cupyfa.bench.compare import Comparison
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.trial import Trial
 from cupyfa.forms import lengths_of, shown_lengths
-from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.runtime.backend import Backend
@@ -178,6 +178,7 @@ def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
 def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
     """What the host does for a launch of a plan."""
     return {
+        "kernel": plan.kernel.name,
         "launch": launch.entry,
         **plan.problem.row(),
         "constants": dict(plan.constants),
@@ -189,27 +190,36 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
         "rows_of_boxes": dict(launch.boxes),
         "numbers": dict(launch.numbers),
         "rounds": plan.rounds_of(launch),
+        "speed": plan.speed,
     }
 
 
-def plan_lines(plan: Plan, launch: PlannedLaunch) -> str:
-    """The same for people, a line for each fact."""
+def plan_lines(plan: Plan) -> str:
+    """The same for people, a line for each fact: of the plan, then of each launch."""
+    products = sum(isinstance(x, Matmul) for x in plan.steps)
+    whole = {
+        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "problem": str(plan.problem),
+        "speed": plan.speed,
+        "constants": plan.constants,
+        "scratch": f"{plan.scratch_bytes:,} bytes",
+        "products": f"{products} by cuBLAS" if products else "",
+    }
+    return "\n".join(fields(x) for x in (whole, *(_launch(plan, x) for x in plan.programs)))
+
+
+def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
     rounds = plan.rounds_of(launch)
-    return fields(
-        {
-            "launch": launch.entry,
-            "problem": str(plan.problem),
-            "constants": plan.constants,
-            "grid": " x ".join(f"{size:,}" for size in launch.grid),
-            "threads": launch.threads,
-            "shared memory": f"{launch.shared_bytes:,} bytes",
-            "scratch": f"{plan.scratch_bytes:,} bytes",
-            "arguments": launch.launch.args,
-            "rows of boxes": launch.boxes,
-            "numbers": launch.numbers,
-            "rounds": f"the first of {rounds:,}" if rounds > 1 else "",
-        }
-    )
+    return {
+        "launch": launch.entry,
+        "grid": " x ".join(f"{size:,}" for size in launch.grid),
+        "threads": launch.threads,
+        "shared memory": f"{launch.shared_bytes:,} bytes",
+        "arguments": launch.launch.args,
+        "rows of boxes": launch.boxes,
+        "numbers": launch.numbers,
+        "rounds": f"the first of {rounds:,}" if rounds > 1 else "",
+    }
 
 
 def fields(row: Row) -> str:
