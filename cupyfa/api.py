@@ -148,6 +148,7 @@ def attention(
     *,
     causal: Causal | bool | None = False,
     window: Window | None = None,
+    offset: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     score_mod: Text = None,
@@ -187,6 +188,9 @@ def attention(
     causal: with True or "bottom-right" query i sees keys j <= i + N - M, with "top-left" j <= i.
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
         keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
+    offset: the position of query 0 among the keys, in place of N - M, for masks, windows and
+        expressions: a causal mask lets query i see keys j <= i + offset. It makes a call on some of
+        the queries or keys a part of the call on all.
     scale: the factor of the scores, by default 1/sqrt(d).
     softcap: scores become softcap · tanh(score / softcap), after the scale.
     score_mod: an expression as text, or a Python function, that gives the score after that from
@@ -247,7 +251,7 @@ def attention(
     how: How = (
         "forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN,
         # In the order of OPTIONS.
-        precision, causal, window, scale, softcap, score_mod, mask_mod,
+        precision, causal, window, offset, scale, softcap, score_mod, mask_mod,
         dropout, dropout_seed, dropout_offset,
     )
     # fmt: on
@@ -868,6 +872,7 @@ def _options_of_decoding(
     chosen = AttentionOptions.of(options, asked)
     for name, is_asked, why in (
         ("causal", chosen.causal == "top-left", "new tokens are the last ones"),
+        ("offset", chosen.offset is not None, "new tokens are the last ones"),
         ("dropout", chosen.dropout, "there are no gradients"),
         ("precision", chosen.precision, "products are in the dtype of the cache"),
     ):

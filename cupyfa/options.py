@@ -18,6 +18,7 @@ PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs m
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 MASKS = ("bottom-right", "top-left")
+FARTHEST = 2**30  # of query 0 from key 0
 DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
 Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
 _PLACES = ", ".join(POSITIONS)
@@ -64,6 +65,7 @@ class OptionKeywords(TypedDict, total=False):
     precision: Precision | None
     causal: Causal | bool | None
     window: Window | None
+    offset: int | None
     scale: float | None
     softcap: float | None
     score_mod: Text
@@ -116,6 +118,23 @@ def _read_side(side: Any) -> int | None:
             "the command line)"
         )
     return None if side is None else read_size("a window's side", side, 2**31 - 1)
+
+
+def _read_offset(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"offset is {described(value)}; give a whole number, or None for N - M")
+    if not -FARTHEST <= (offset := int(value)) <= FARTHEST:
+        raise ValueError(f"offset is {value}; give a whole number from -2**30 to 2**30")
+    return offset
+
+
+def _parse_offset(text: str) -> int | None:
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise ValueError(f"offset={text!r} is not a whole number") from None
 
 
 def read_size(name: str, size: Any, most: int) -> int:
@@ -240,6 +259,8 @@ class AttentionOptions:
     window: (left, right) lets query i, whose position among the keys is p = i + N - M (i under a
         "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is
         the limit on the right, so a window under it has none of its own.
+    offset: the position of query 0, in place of N - M: a causal mask lets query i see the keys
+        j <= i + offset. So parts of a problem are masked as they are in the whole.
     scale: scores are multiplied with it; by default 1/sqrt(d).
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
@@ -286,6 +307,15 @@ class AttentionOptions:
                 "window": lambda value: value[0] is not None,
             },
             constants=lambda options: {"windowed": options.left is not None},
+        ),
+    )
+    offset: int | None = _field(
+        Option(
+            help="Position of query 0 among the keys, for causal masks, windows and expressions.  "
+            "[default: N - M]",
+            read=_read_offset,
+            parse=_parse_offset,
+            metavar="INTEGER",
         ),
     )
     scale: float | None = _field(
@@ -361,6 +391,11 @@ class AttentionOptions:
             )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))
+        if self.offset is not None and self.causal == "top-left":
+            raise ValueError(
+                f"offset is {self.offset} under a 'top-left' mask, which is offset=0; give "
+                "causal=True with the offset, or leave the offset out"
+            )
 
     @classmethod
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:

@@ -299,7 +299,9 @@ class Problem:
         own = (*known, *(SEEDS if options.dropout else ()))
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
-        return replace(self, options=options, operands=kept)
+        found = replace(self, options=replace(options, offset=None), operands=kept)
+        needed = found.is_masked or found.modifiers.reads_position
+        return found.with_options(offset=options.offset) if needed else found
 
     @property
     def has_mask(self) -> bool:
@@ -471,6 +473,15 @@ class Problem:
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
             raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
 
+    def check_offset(self) -> None:
+        """Raises ValueError for an offset that nothing depends on, in a complete problem."""
+        if self.offset is None or self.is_masked or self.modifiers.reads_position:
+            return
+        raise ValueError(
+            f"offset is {self.offset}, and nothing depends on the positions of queries; give "
+            "causal=True or a window, or leave offset out"
+        )
+
     def _check_ragged(self) -> None:
         """Raises Unsupported for what a ragged batch cannot have."""
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
@@ -479,6 +490,11 @@ class Problem:
             (" and ".join(asked), asked, "give a score_mod or mask_mod that reads captured arrays"),
             ("a block mask", self.block_mask, "give its expression as mask_mod"),
             (f"wrt={', '.join(self.wrt)}", self.wrt, "ask for the gradients of q, k and v alone"),
+            (
+                f"offset={self.offset}",
+                self.offset is not None,
+                "each sequence has positions of its own: leave it out",
+            ),
         ):
             if given:
                 raise Unsupported(f"{what} cannot be used with a ragged batch; {remedy}")
@@ -543,6 +559,7 @@ class Problem:
     # Read from the options, for formulas of records.
     causal = property(attrgetter("options.causal"))
     window = property(attrgetter("options.window"))
+    offset = property(attrgetter("options.offset"))
     precision = property(attrgetter("options.precision"))
     right = property(attrgetter("options.right"))
     left = property(attrgetter("options.left"))
@@ -568,10 +585,10 @@ class Problem:
 
     @property
     def causal_offset(self) -> int:
-        """With a limit on the right, query i sees keys j <= i + causal_offset, at most N - 1."""
+        """With a limit on the right, query i sees keys j <= i + causal_offset, from -M to N - 1."""
         if self.right is None:
             return 0
-        offset = min(self._position + self.right, max(self.N - 1, 0))
+        offset = max(min(self._position + self.right, max(self.N - 1, 0)), -self.M)
         return offset if self.left is None else max(offset, self.window_offset)
 
     @property
@@ -592,7 +609,8 @@ class Problem:
     @property
     def _position(self) -> int:
         """The position of the first query among the keys."""
-        return self.shift + (0 if self.causal == "top-left" else self.N - self.M)
+        usual = 0 if self.causal == "top-left" else self.N - self.M
+        return self.shift + (usual if self.offset is None else self.offset)
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
         """The problem of this many batch elements and key heads, of some rows and some keys.

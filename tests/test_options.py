@@ -31,6 +31,7 @@ from cupyfa.verify.fuzz import Fuzz
 VALUES = [
     *({"precision": "tf32"}, {"causal": "top-left"}, {"causal": "bottom-right"}),
     *({"window": (128, 0)}, {"window": (None, 3)}, {"window": (7, None), "causal": "top-left"}),
+    *({"causal": True, "offset": -3}, {"window": (2, 1), "offset": 2**30}),
     *({"scale": -0.3}, {"scale": 1e-7, "window": (0, 0), "precision": "float16"}),
     {"dropout": 0.1, "dropout_seed": 2**64 - 1, "dropout_offset": 2**32 - 1},
 ]

@@ -81,6 +81,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
     does not have or that break its rules, Unsupported if kernel or device cannot do the problem.
     """
     _check_arrays(kernel)
+    problem.check_offset()
     problem = _with_columns(kernel, problem.without_maps())
     try:
         return _first_fit(kernel, problem, limits, given)

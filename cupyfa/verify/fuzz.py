@@ -367,7 +367,15 @@ class Fuzz:
         if "window" not in given and p.window != (None, None):
             sides = (side is not None for side in p.window)
             p = p.with_options(window=_window(sides, _longest(p), tile.keys, pick))
-        return p
+        return p if "offset" in given else self._moved(p, each)
+
+    def _moved(self, p: Problem, each: "_Turns") -> Problem:
+        """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
+        if not p.is_masked or p.causal == "top-left" or p.is_ragged:
+            return p
+        if not each.choose("offset", (False, False, False, True)):
+            return p
+        return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 
     def _smaller(self, p: Problem) -> Problem:
         """The problem with fewer heads, then rows, then keys, if it takes long."""
@@ -440,6 +448,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "sequences": p.lengths is not None,
         "mask": p.right is not None,
         "window": p.left is not None,
+        "offset": p.offset is not None,
         "GQA": p.group > 1,
         "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
         **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},

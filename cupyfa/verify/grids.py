@@ -69,7 +69,7 @@ def cases(
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
         given = options or {}, arrays or {}
-        found = [x for x in found if _takes(x.problem, given[1])]
+        found = [x for x in found if _takes(x.problem, *given)]
         found = [replace(x, problem=x.problem.modified(*given)) for x in found]
         found = list(dict.fromkeys(found))
     if samples is None:
@@ -77,10 +77,15 @@ def cases(
     return _sampled(found, samples, seed, can) or _sampled(found, samples, seed, ())
 
 
-def _takes(p: Problem, arrays: Choice) -> bool:
-    """Whether a problem may have these arrays: a ragged batch has none of pairs, nor their wrt."""
+def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
+    """Whether a problem may have these options and arrays.
+
+    A ragged batch has no arrays of pairs, nor their wrt. An offset needs its own mask.
+    """
     is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
     is_paged = p.pages or forms.PAGE_SIZE in arrays
+    if p.offset is not None and (is_ragged or is_paged or options.keys() & {"causal", "window"}):
+        return False
     named = {*arrays, *(x.name for x in p.operands)}
     if is_paged and (is_ragged or named & {forms.BLOCK_MASK, forms.WRT}):
         return False
@@ -265,6 +270,7 @@ _ODD: Axes = {
     "values": tuple(VALUES),
     "layout": _NEAR,
 }
+_OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
 # Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
 # rows that do not count, and rows of no sequence.
@@ -295,7 +301,9 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     odd = {**_ODD, "dtype": dtypes}
     yield from _paired(odd, _OF_ODD)
     odd["window"] = OPTIONS["window"].tried
-    yield from _paired(odd, _OF_ODD // 4)
+    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS))
+    for chosen, offset in zip(_paired({**odd, "causal": _MASKS[1:]}, len(_OFFSETS)), _OFFSETS):
+        yield {**chosen, "offset": offset}
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
     for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):

@@ -48,13 +48,16 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     able = (*OWN_ARRAYS, DLSE, *SEEDS)
     yield from (p.without(x.name) for x in p.operands if x.name in able)
     yield from (p.without(name) for name in p.options.changed if name not in SEEDS[:1])
+    if p.offset:
+        yield p.with_options(offset=0)
     if p.block_mask:
         yield p.in_blocks(False)
     yield from (p.with_wrt([x for x in p.wrt if x != name]) for name in p.wrt)
     for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             window = [smaller if at == side else x for at, x in enumerate(p.window)]
-            yield p.with_options(window=window)
+            is_left = p.causal or window != [None, None]
+            yield p.with_options(window=window) if is_left else p.without("window")
     if p.dv == p.d:
         yield from (replace(p, d=d, dv=d) for d in _sizes(p.d))
         return

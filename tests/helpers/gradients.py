@@ -1,6 +1,30 @@
-"""Gradients to compare with."""
+"""Backward kernels with their tiles in tests, and gradients to compare with."""
 
+from cupyfa.ladder import LADDER
 from cupyfa.numerics import reference, tolerance
+
+BACKWARD = LADDER["backward"]
+MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
+# Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
+_COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
+MMA_TILE = {
+    "mma_columns": _COLUMNS,
+    "mma_f64_columns": _COLUMNS,
+    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_fp16x2_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
+    "mma_slices_backward": {
+        **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
+        **{"stages": 2, "room": 3},
+    },
+}
+
+
+def tiles_of(kernel, *sizes):
+    """The given tile sizes of a kernel, by name; small ones for rungs on tensor cores."""
+    if kernel in MMA:
+        tile = MMA_TILE[kernel.name]
+        return dict(zip(tile, sizes or tile.values()))
+    return dict(zip(("Br", "Bc"), sizes))
 
 
 def reference_gradients(dout, q, k, v, *, out=None, lse=None, **score):

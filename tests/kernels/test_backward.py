@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.gradients import reference_gradients
+from helpers.gradients import BACKWARD, MMA, reference_gradients, tiles_of
 from helpers.problems import RAGGED, WINDOWED, check_case, in_turn, inputs_of, name, planned
 
 import cupyfa
@@ -11,7 +11,6 @@ from cupyfa.analysis.resources import limits_of
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.bench.trial import trial
 from cupyfa.dtypes import DTYPES
-from cupyfa.ladder import LADDER
 from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
 from cupyfa.planner.source import ROOT
@@ -21,30 +20,8 @@ from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify.case import Case
 from cupyfa.verify.tasks import difference
 
-BACKWARD = LADDER["backward"]
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
-MMA = [kernel for kernel in BACKWARD.values() if kernel.name.startswith("mma_")]
-# Their tiles are made of whole products; small ones are compiled, and simulated, in less time.
-_COLUMNS = {"Br": 16, "Bc": 32, "warps": 2, "stages": 1}
-MMA_TILE = {
-    "mma_columns": _COLUMNS,
-    "mma_f64_columns": _COLUMNS,
-    "mma_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
-    "mma_fp16x2_two_pass": {**_COLUMNS, "Qr": 32, "Qc": 16, "Qw": 16, "Qs": 2},
-    "mma_slices_backward": {
-        **{"Br": 32, "Bc": 64, "Wr": 16, "Wc": 32, "Bd": 16},
-        **{"stages": 2, "room": 3},
-    },
-}
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
-
-
-def tiles_of(kernel, *sizes):
-    """The given tile sizes of a kernel, by name; small ones for rungs on tensor cores."""
-    if kernel in MMA:
-        tile = MMA_TILE[kernel.name]
-        return dict(zip(tile, sizes or tile.values()))
-    return dict(zip(("Br", "Bc"), sizes))
 
 
 @pytest.mark.each_choice

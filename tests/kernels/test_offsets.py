@@ -1,0 +1,156 @@
+"""Offsets: the position of query 0, with which a part of a problem is masked as in the whole."""
+
+import numpy as np
+import pytest
+from helpers.gradients import BACKWARD, tiles_of
+from helpers.problems import FORWARD, LIKE_OTHERS, check_case
+
+import cupyfa
+from cupyfa import AttentionOptions, Problem, Unsupported
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.operations import visible_scores
+from cupyfa.verify.case import Case
+from cupyfa.verify.shrink import shrunk
+
+OFFSETS = (-80, -3, 0, 11, 60)
+LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
+SIZES = {"heads": 4, "kv_heads": 2, "d": 20, "dv": 9}
+KERNELS = [
+    pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name in LIKE_OTHERS))
+    for x in (*FORWARD.values(), *BACKWARD.values())
+]
+
+
+def arrays(M, N, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = ((2, 4, M, 16), (2, 2, N, 16), (2, 2, N, 16))
+    return [rng.standard_normal(x).astype(dtype) for x in shapes]
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_query_0_is_at_the_offset(offset, limits):
+    p = Problem.of_sizes(M=37, N=50, d=8, offset=offset, **limits)
+    position, key = np.arange(37)[:, None] + offset, np.arange(50)
+    left, right = p.left, p.right
+    seen = np.ones((37, 50), bool)
+    if right is not None:
+        seen &= key <= position + right
+    if left is not None:
+        seen &= key >= position - left
+    assert (p.visible() == seen).all()
+    assert visible_scores(p) == seen.sum()
+    assert p.first_position == offset
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_are_right(backend, kernel):
+    """With rows that see nothing, a part of the keys, or all."""
+    is_able = "window" in kernel.features
+    for i, offset in enumerate(OFFSETS):
+        limits = LIMITS[i % 2] if is_able else LIMITS[0]
+        sizes = {**SIZES, "M": 45, "N": 70, "offset": offset, **limits}
+        if "dv" not in kernel.features:
+            sizes["dv"] = sizes["d"]
+        tiles = tiles_of(kernel) if kernel.operation == "backward" else {}
+        check_case(kernel, backend, sizes, usual_dtype(kernel), **tiles)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (40, 3)}], ids=str)
+def test_parts_have_the_bits_of_the_whole(backend, options):
+    """Rows cut at whole tiles; positions that a text reads move too."""
+    q, k, v = arrays(96, 120)
+    how = {"kernel": "fa2", "tiles": {"Br": 32, "Bc": 32}, "backend": backend, **options}
+    how["score_mod"] = "score - 0.01 * abs(position - key)"
+    whole, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
+    for rows in (slice(0, 32), slice(32, 96)):
+        offset = rows.start + 120 - 96
+        part = cupyfa.attention(q[:, :, rows], k, v, offset=offset, return_lse=True, **how)
+        np.testing.assert_array_equal(part[0], whole[:, :, rows])
+        np.testing.assert_array_equal(part[1], lse[:, :, rows])
+
+
+def test_parts_of_keys_merge_to_the_whole(backend):
+    q, k, v = arrays(40, 90)
+    how = {"causal": True, "return_lse": True, "backend": backend}
+    whole = cupyfa.attention(q, k, v, **how)
+    parts = []
+    for keys in (slice(0, 33), slice(33, 90)):
+        offset = 90 - 40 - keys.start
+        parts.append(cupyfa.attention(q, k[:, :, keys], v[:, :, keys], offset=offset, **how))
+    for merged, right in zip(cupyfa.merge(parts, backend=backend), whole):
+        np.testing.assert_allclose(merged, right, atol=2e-6)
+
+
+def test_gradients_of_parts_add_up(backend):
+    q, k, v = arrays(40, 90)
+    dout = q[..., ::-1].copy()
+    how = {"causal": True, "backend": backend}
+    _, pullback = cupyfa.attention_vjp(q, k, v, **how)
+    dq, dk, dv = pullback(dout)
+    sums = np.zeros_like(dk), np.zeros_like(dv)
+    for rows in (slice(0, 16), slice(16, 40)):
+        _, pullback = cupyfa.attention_vjp(q[:, :, rows], k, v, offset=rows.start + 50, **how)
+        part, *of_keys = pullback(dout[:, :, rows])
+        np.testing.assert_allclose(part, dq[:, :, rows], atol=1e-5)
+        for total, x in zip(sums, of_keys):
+            total += x
+    for total, right in zip(sums, (dk, dv)):
+        np.testing.assert_allclose(total, right, atol=1e-5)
+
+
+def test_a_block_mask_is_at_the_offset(backend):
+    q, k, v = arrays(70, 100)
+    mask = cupyfa.block_mask(mask_mod="key <= position", M=70, N=100)
+    how = {"kernel": "fa2", "backend": backend, "offset": -9}
+    right = cupyfa.attention(q, k, v, causal=True, **how)
+    np.testing.assert_array_equal(cupyfa.attention(q, k, v, mask=mask, **how), right)
+
+
+def test_prepared_calls_have_offsets(backend):
+    q, k, v = (backend.upload(x) for x in arrays(30, 50))
+    prepared = cupyfa.compile(q, k, v, causal=True, offset=7, backend=backend)
+    right = cupyfa.attention(q, k, v, causal=True, offset=7, backend=backend)
+    other = cupyfa.attention(q, k, v, causal=True, offset=8, backend=backend)
+    assert bool((prepared(q, k, v) == right).all()) and bool((other != right).any())
+
+
+def test_offsets_of_minus_m_hide_everything(backend):
+    q, k, v = arrays(30, 50)
+    out, lse = cupyfa.attention(
+        q, k, v, causal=True, offset=-(2**30), return_lse=True, backend=backend
+    )
+    assert not out.any() and (lse == -np.inf).all()
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ({"offset": 3}, ValueError, "nothing depends on the positions"),
+        ({"offset": 3, "causal": "top-left"}, ValueError, "give causal=True with the offset"),
+        ({"offset": 2.0, "causal": True}, TypeError, "give a whole number, or None for N - M"),
+        ({"offset": True, "causal": True}, TypeError, "give a whole number"),
+        ({"offset": 2**30 + 1, "causal": True}, ValueError, "from -2\\*\\*30 to 2\\*\\*30"),
+        ({"offset": 1, "causal": True, "lengths_k": [4, 5]}, Unsupported, "leave it out"),
+    ],
+)
+def test_wrong_offsets(wrong, error, message):
+    q, k, v = arrays(10, 12)
+    with pytest.raises(error, match=message):
+        cupyfa.attention(q, k, v, backend="simulator", **wrong)
+
+
+def test_decode_has_no_offset():
+    q, k, v = arrays(1, 12)
+    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"), layout="hnd")
+    with pytest.raises(ValueError, match="new tokens are the last ones"):
+        cupyfa.decode(q, cache, options=AttentionOptions(causal=True, offset=3))
+
+
+def test_shrinking_drops_the_offset_with_its_mask():
+    p = Problem.of_sizes(M=30, N=40, d=8, causal=True, offset=5)
+    assert p.without("causal").offset is None and p.without("scale").offset == 5
+    kept = shrunk(Case("forward", p), lambda case: case.problem.offset is not None)
+    assert kept.problem.options.changed == {"causal": "bottom-right", "offset": 0}
+    gone = shrunk(Case("forward", p), lambda case: True)
+    assert gone.problem == Problem.of_sizes(M=1, N=1, d=1)
