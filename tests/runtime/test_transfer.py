@@ -187,6 +187,7 @@ MASKS = [
     {"causal": "top-left"},
     {"window": (9, 4)},
     {"window": (5, None), "causal": "top-left"},
+    {"window": (9, 4), "offset": -7},
 ]
 
 
