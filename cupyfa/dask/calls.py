@@ -10,7 +10,7 @@ from typing import Any, Literal
 import dask.array as da
 
 from cupyfa import modifiers
-from cupyfa.api import BackendName, Tiles, unknown_argument
+from cupyfa.api import BackendName, Tiles, given_tiles, unknown_argument
 from cupyfa.dask import graphs
 from cupyfa.dask.texts import places
 from cupyfa.errors import Unsupported, described
@@ -131,8 +131,8 @@ def attention_vjp(
     Returns out and ``pullback``; ``pullback(dout)`` takes a Dask array like out and gives the lazy
     arrays dq, dk and dv, with the shapes, dtypes and chunks of q, k and v after rechunking. With
     ``return_lse`` it returns (out, lse) and ``pullback``; ``pullback(dout, dlse)`` takes the
-    gradient of lse too. Compute out and the gradients together, ``dask.compute(out, *gradients)``,
-    or persist out first: else the attention is computed twice.
+    gradient of lse too. Compute out and the gradients together, ``dask.compute(out, *gradients)``:
+    else the attention is computed twice.
 
     A task for each chunk of q takes the keys that it sees and gives dq. A task for each chunk of k
     takes all rows that see it and gives dk and dv. So nothing is added up, at the price that the
@@ -214,9 +214,10 @@ class _Call:
         for place, name in places(self.parts.problem.options).items():
             axis = _AXES[place]
             if axis in cut and not (keys_are_whole and place in ("position", "key")):
+                instead = "write position - key, or " * (axis in ("queries", "keys"))
                 raise Unsupported(
                     f"{name} names {place}, and tasks count from 0 in each of the {cut[axis]} "
-                    f"chunks of {axis}; name position - key alone, or rechunk {axis} to one chunk"
+                    f"chunks of {axis}; {instead}rechunk {axis} to one chunk"
                 )
 
     def planned(
@@ -230,7 +231,7 @@ class _Call:
         """What tasks hand on, with the kernel and its constants for the whole problem."""
         problem, limits = self.parts.problem, self.limits
         record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
-        plan = planning.plan(record, problem, limits, **dict(tiles or {}))
+        plan = planning.plan(record, problem, limits, **given_tiles(tiles))
         named = kernel if isinstance(kernel, Kernel) else record.name
         return {**self.how, "kernel": named, "tiles": dict(plan.constants)}
 
