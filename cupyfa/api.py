@@ -1139,7 +1139,7 @@ def plan(
     if own is not None:
         kernel = _with_floats(_record_with_own(kernel, own), own)
     record = planning.select(kernel, "forward", problem, limits)
-    made = planning.plan(record, problem, limits, **_given(tiles))
+    made = planning.plan(record, problem, limits, **given_tiles(tiles))
     return made if blocks is None else blocks.planned(made, limits)
 
 
@@ -1446,7 +1446,7 @@ def _prepared(
     with backend.working_on(arrays[0]):
         limits = backend.limits
         record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
-        plan = planning.plan(record, problem, limits, **_given(tiles))
+        plan = planning.plan(record, problem, limits, **given_tiles(tiles))
         bound: dict[str, Any] = {}
         if blocks is not None:
             on_host = not backend.owns(arrays[0])
@@ -1802,7 +1802,7 @@ def _led(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int,
     return (*lead, *shape[1:])
 
 
-def _given(tiles: Tiles | None) -> Tiles:
+def given_tiles(tiles: Tiles | None) -> Tiles:
     """The tile sizes that a caller fixes."""
     if tiles is None:
         return {}

@@ -28,6 +28,7 @@ LAYERS = [
     {"runtime"},
     {"blocks"},
     {"api"},
+    {"dask"},
     {"verify"},
     {"bench"},
     {"report"},

@@ -1,0 +1,61 @@
+"""Which chunks of keys the rows of a chunk see, and which rows see the keys of a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import lcm
+
+# Constants of kernels that are rows or keys of a tile.
+_TILE_SIZES = ("Br", "Bc", "Bk", "Qr", "Qc")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Chunks that lie side by side, by their numbers, without the first rows of the first one.
+
+    start: the number, in the whole, of the first row or key that is taken. skipped: how many are
+    not.
+    """
+
+    chunks: Sequence[int]
+    start: int
+    skipped: int = 0
+
+    def apart(self, others: Sequence[range]) -> list[Strip]:
+        """Each chunk alone, as a whole."""
+        return [Strip([n], others[n].start) for n in self.chunks]
+
+
+def ranges(chunks: Sequence[int]) -> list[range]:
+    """The rows or keys of each chunk."""
+    return [range(*ends) for ends in pairwise(accumulate(chunks, initial=0))]
+
+
+def tile_of(constants: Mapping[str, int]) -> int:
+    """A number of rows and of keys that is whole tiles of a kernel."""
+    return lcm(*(n for name, n in constants.items() if name in _TILE_SIZES))
+
+
+def met_by(
+    own: range,
+    others: Sequence[range],
+    shift: int,
+    before: int | None,
+    after: int | None,
+    tile: int,
+) -> Strip:
+    """The chunks that a chunk meets, from the first row of a tile on.
+
+    Row i meets the keys i + shift - before to i + shift + after, None for no limit. For a chunk of
+    keys exchange the limits and negate the shift. Whole tiles keep the order of sums. A chunk that
+    meets nothing gets the first of the others, whose pairs are all hidden: tasks need an array.
+    """
+    low = 0 if before is None else max(own.start + shift - before, 0) // tile * tile
+    high = others[-1].stop if after is None else own.stop + shift + after
+    met = [n for n, x in enumerate(others) if len(x) and x.start < high and low < x.stop]
+    if not met:
+        return Strip([0], 0)
+    first = others[met[0]].start
+    return Strip(met, max(low, first), max(low - first, 0))

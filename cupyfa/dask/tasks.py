@@ -1,0 +1,85 @@
+"""What tasks compute. They are called by workers, with chunks that are NumPy or CuPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyfa.api import attention, attention_backward
+from cupyfa.options import AttentionOptions
+from cupyfa.runtime.merging import merge
+
+Chunks = Sequence[Any]  # side by side
+OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # dlse may be left out
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of the library on a part of the problem.
+
+    options: with the masks of the whole, and without an offset. captured: the numbers that texts
+    read. how: kernel, tiles, backend and check.
+    """
+
+    options: AttentionOptions
+    captured: Mapping[str, Any] | None
+    how: Mapping[str, Any]
+
+    def arguments(self, q: Any, k: Any, offset: int | None) -> dict[str, Any]:
+        """The arguments besides arrays, for a part whose query 0 is at this offset."""
+        options = self.options
+        is_masked = options.left is not None or options.right is not None
+        if not is_masked and 0 in (*q.shape[:3], k.shape[2]):
+            offset = None  # there is no pair for a text, and an offset would be refused
+        options = replace(options, offset=offset)
+        return {"options": options, "captured": self.captured, **self.how}
+
+
+class Attend(Task):
+    """The attention of a chunk of rows to chunks of keys: (out, lse)."""
+
+    def __call__(
+        self, q: Any, ks: Chunks, vs: Chunks, skipped: int, offset: int | None
+    ) -> tuple[Any, Any]:
+        k, v = _joined(ks, skipped), _joined(vs, skipped)
+        return attention(q, k, v, return_lse=True, **self.arguments(q, k, offset))
+
+
+@dataclass(frozen=True)
+class Differentiate(Task):
+    """The gradients of ``wrt`` from some rows and keys; rows: chunks of the arrays OF_ROWS."""
+
+    wrt: Sequence[str]
+
+    def __call__(
+        self,
+        rows: Sequence[Chunks],
+        ks: Chunks,
+        vs: Chunks,
+        skipped_rows: int,
+        skipped_keys: int,
+        offset: int | None,
+    ) -> tuple[Any, ...]:
+        of_rows = {name: _joined(x, skipped_rows) for name, x in zip(OF_ROWS, rows)}
+        k, v = _joined(ks, skipped_keys), _joined(vs, skipped_keys)
+        more = self.arguments(of_rows["q"], k, offset)
+        return attention_backward(k=k, v=v, wrt=self.wrt, **of_rows, **more)
+
+
+@dataclass(frozen=True)
+class Merge:
+    """The attention to all keys of parts [(out, lse), …]. how: backend and check."""
+
+    how: Mapping[str, Any]
+
+    def __call__(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        return merge(parts, **self.how)
+
+
+def _joined(chunks: Chunks, skipped: int) -> Any:
+    """Chunks along the axis of rows as one array, on the device where they are."""
+    whole = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=2)
+    return whole[:, :, skipped:]

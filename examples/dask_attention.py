@@ -1,0 +1,87 @@
+"""Attention of Dask arrays: a long causal sequence in chunks, computed by any number of workers.
+
+Every chunk of q is a task, which takes the chunks of k and v that its rows see. Chunks are made
+where they are needed, so the arrays may be larger than the memory of the process that calls.
+
+    python examples/dask_attention.py                              # threads of this process
+    python examples/dask_attention.py --workers 2                  # processes of this machine
+    python examples/dask_attention.py --scheduler tcp://host:8786  # a cluster, by its scheduler
+    python examples/dask_attention.py --gpu --dtype float16 --tokens 65536 --rows 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+import dask.array as da
+import numpy as np
+
+import cupyfa.dask
+
+
+def random_arrays(given: argparse.Namespace) -> list[Any]:
+    """q, k and v in chunks of --rows tokens, each of the query heads of one key head."""
+    group = given.heads // given.kv_heads
+    random = da.random.default_rng(given.seed)
+    arrays = []
+    for heads, chunk in ((given.heads, group), (given.kv_heads, 1), (given.kv_heads, 1)):
+        shape, chunks = (1, heads, given.tokens, given.d), (1, chunk, given.rows, given.d)
+        arrays.append(random.standard_normal(shape, chunks=chunks).astype(given.dtype))
+    if given.gpu:
+        import cupy
+
+        meta = cupy.empty((0, 0, 0, 0), given.dtype)
+        arrays = [x.map_blocks(cupy.asarray, meta=meta) for x in arrays]
+    return arrays
+
+
+def error_of_rows(out: Any, q: Any, k: Any, v: Any, rows: slice) -> float:
+    """The largest error in some rows of the last head, by the definition of attention."""
+    on_host = (x if isinstance(x, np.ndarray) else x.get() for x in (out[0, -1, rows], q, k, v))
+    out, q, k, v = (x.astype(np.float64) for x in on_host)
+    scores = q @ k.T / np.sqrt(q.shape[1])
+    places = np.arange(len(k))
+    scores[places > places[rows, None]] = -np.inf
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return float(abs(weights @ v / weights.sum(axis=1, keepdims=True) - out).max())
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--workers", type=int, default=0, help="processes to start; 0: threads")
+    parser.add_argument("--scheduler", help="the address of a running Dask scheduler")
+    parser.add_argument("--gpu", action="store_true", help="chunks are CuPy arrays")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=128, help="tokens in a chunk")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("-d", type=int, default=32)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--keys", choices=("gather", "merge"), default="gather")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    given = options().parse_args()
+    with ExitStack() as stack:
+        if given.scheduler or given.workers:
+            from dask.distributed import Client
+
+            where = given.scheduler or None
+            how = {} if where else {"n_workers": given.workers, "threads_per_worker": 1}
+            stack.enter_context(Client(where, **how))
+        q, k, v = random_arrays(given)
+        out = cupyfa.dask.attention(q, k, v, causal=True, keys=given.keys)
+        print(f"{out.npartitions} chunks of {out.chunksize}")
+        last = slice(given.tokens - 16, given.tokens)
+        out, *of_head = da.compute(out, q[0, -1, last], k[0, -1], v[0, -1])
+    error = error_of_rows(out, *of_head, last)
+    print(f"largest error in the last rows: {error:.1e}")
+    assert error < (1e-5 if given.dtype in ("float32", "float64") else 2e-2)
+
+
+if __name__ == "__main__":
+    main()
