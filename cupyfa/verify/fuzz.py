@@ -373,7 +373,7 @@ class Fuzz:
         """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
-        if not each.choose("offset", (False, False, False, True)):
+        if not each.choose("offset", (False,) * 7 + (True,)):
             return p
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 

@@ -46,6 +46,7 @@ def lines_named(message):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_fault_is_found(tmp_path, monkeypatch, fault):
+    monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     failures, seconds = found(broken_kernels.broken(tmp_path, fault))
     assert seconds < MOST
