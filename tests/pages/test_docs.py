@@ -121,7 +121,7 @@ def environment(tmp_path_factory):
         **os.environ,
         "CUPYFA_COMPILER_FLAGS": "",  # which race is found first depends on them
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CUPYFA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "COLUMNS": "80",
     }
