@@ -27,7 +27,7 @@ Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an 
 class Parts:
     """The arrays of a call, whose chunks go together, and the whole problem.
 
-    Query heads of a chunk are those that share its key heads. captured: numbers that texts read.
+    A chunk of q has the query heads of one chunk of key heads. captured: numbers that texts read.
     """
 
     q: da.Array
@@ -73,7 +73,10 @@ class Parts:
 
     @property
     def options(self) -> AttentionOptions:
-        """Those of tasks: each has an offset of its own, which takes the place of "top-left"."""
+        """The options of every task, without an offset: each task adds its own.
+
+        A "top-left" mask becomes a "bottom-right" one, since its position is part of the offset.
+        """
         given = self.problem.options
         return replace(given, causal="bottom-right" if given.causal else None, offset=None)
 

@@ -15,8 +15,8 @@ _TILE_SIZES = ("Br", "Bc", "Bk", "Qr", "Qc")
 class Strip:
     """Chunks that lie side by side, by their numbers, without the first rows of the first one.
 
-    start: the number, in the whole, of the first row or key that is taken. skipped: how many are
-    not.
+    start: the index of the first row or key taken, in the whole array. skipped: how many rows or
+    keys of the first chunk are not taken.
     """
 
     chunks: Sequence[int]
@@ -46,11 +46,12 @@ def met_by(
     after: int | None,
     tile: int,
 ) -> Strip:
-    """The chunks that a chunk meets, from the first row of a tile on.
+    """The chunks of keys that a chunk of rows sees, from the first key of a tile on.
 
-    Row i meets the keys i + shift - before to i + shift + after, None for no limit. For a chunk of
-    keys exchange the limits and negate the shift. Whole tiles keep the order of sums. A chunk that
-    meets nothing gets the first of the others, whose pairs are all hidden: tasks need an array.
+    Row i sees the keys i + shift - before to i + shift + after; None is no limit. For the rows that
+    see a chunk of keys, exchange the limits and negate the shift. Beginning at a whole tile keeps
+    the order of sums. A chunk that sees nothing gets the first of the others, where all pairs are
+    masked: a task needs an array.
     """
     low = 0 if before is None else max(own.start + shift - before, 0) // tile * tile
     high = others[-1].stop if after is None else own.stop + shift + after

@@ -12,7 +12,7 @@ _DISTANCE = {"position", "key"}  # both count keys: their difference is that of 
 
 
 def places(options: AttentionOptions) -> dict[str, str]:
-    """The names that tasks count from 0 each, and the option that has them.
+    """The names in texts that every task counts from 0, and the option that contains each.
 
     ``position - key`` is the same in every part, and so is a comparison of the two.
     """

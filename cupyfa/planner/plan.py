@@ -117,7 +117,10 @@ class Plan:
 
     @property
     def speed(self) -> str:
-        """What its kernel reached on an H100, by which "auto" chooses; empty if not measured."""
+        """The TFLOP/s of its kernel in the record, measured on an H100; empty if not measured.
+
+        "auto" compares these where nothing was measured on the device itself.
+        """
         kind = self.problem.arithmetic
         measured = self.kernel.tflops.get(kind)
         if not measured:
