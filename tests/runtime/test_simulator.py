@@ -180,9 +180,10 @@ RIGHT_ACCESSES = (
 def test_accesses_of_the_same_global_memory():
     A = np.zeros(65, np.int32)
     for body, schedule in product(RIGHT_ACCESSES, (None, 1, 2)):
+        # One block after another: of two at once, one might find both counts that write.
         grid = (4 if body.startswith("if (atomicAdd") else 1, 1, 1)
         head = "#include <ptx/named_barrier.cuh>"
-        launch(body, A, threads=64, grid=grid, schedule=schedule, head=head)
+        launch(body, A, threads=64, grid=grid, workers=1, schedule=schedule, head=head)
     of_blocks = "if (threadIdx.x == 0) A[blockIdx.x / 2] = 1;"
     what = fault(of_blocks, A, grid=(4, 1, 1), workers=1).what
     assert "block (0, 0, 0) wrote and this block writes byte 0 of A with no atomic between" in what
