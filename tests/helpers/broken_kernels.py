@@ -79,6 +79,7 @@ class Fault:
     wrong: str
     shows: str
     line: str | None
+    sample: int = 0
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.what}"
@@ -97,7 +98,8 @@ def _fault(lines: list[str]) -> Fault:
     marked = {mark: [x[1:] for x in rest if x[0] == mark] for mark in "-+"}
     right, wrong = ("\n".join(marked[mark]) for mark in "-+")
     named = dict(x.split(": ", 1) for x in rest if x[0] not in marked)
-    return Fault(*where.split(), what, right, wrong, named["shows"], named.get("line"))
+    line, sample = named.get("line"), int(named.get("sample", 0))
+    return Fault(*where.split(), what, right, wrong, named["shows"], line, sample)
 
 
 def broken(folder: Path, fault: Fault) -> Kernel:
