@@ -4,12 +4,15 @@ import fcntl
 import gc
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import cupyfa
 from cupyfa import DeviceError
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import tuned
 from cupyfa.runtime.select import backend_named
 
@@ -46,6 +49,18 @@ def called(value):
     return getattr(value, "name", None) or getattr(value, "entry", None) or repr(value)
 
 
+def family(value):
+    """The same, but kernels on tensor cores by operation, instructions and dtype."""
+    name = called(value)
+    if isinstance(value, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
+        return value.operation, unit, usual_dtype(value)
+    return name
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run also what sampled(n) leaves out")
+
+
 def pytest_configure(config):
     """Idle processes of pytest-xdist take tests from others, unless --dist names another way."""
     if config.getoption("dist", "no") == "load":
@@ -53,24 +68,48 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks runs of an ``each_choice`` test as slow if all their parameters have been seen before.
+def pytest_collection_modifyitems(config, items):
+    """Marks runs as slow, leaves some of them out, and puts all in order.
 
-    The mark may name the parameters that count.
+    Runs of an ``each_choice`` test are slow if all their parameters have been seen before. The mark
+    may name the parameters that count. One kernel of each family on tensor cores is enough, unless
+    the mark has ``every_kernel=True``. Of a test with ``few(n)`` all runs but the first n are slow.
+    Of the slow runs of a test with ``sampled(n)`` one of n is left.
     """
-    seen = set()
+    seen, runs = set(), Counter()
     for item in items:
-        mark = item.get_closest_marker("each_choice")
-        if mark and not item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu"):
+            continue
+        if mark := item.get_closest_marker("each_choice"):
             values = item.callspec.params
-            choices = {(item.function, x, called(values[x])) for x in mark.args or values}
+            known = called if mark.kwargs.get("every_kernel") else family
+            choices = {(item.function, x, known(values[x])) for x in mark.args or values}
             if choices <= seen:
                 item.add_marker("slow")
             seen |= choices
+        if mark := item.get_closest_marker("few"):
+            runs[item.function] += 1
+            if runs[item.function] > mark.args[0]:
+                item.add_marker("slow")
 
+    if not config.getoption("all"):
+        left_out = {item for item in items if is_left_out(item, runs)}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[*left_out])
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
+    # The longest tests of all come first: the last few are not taken by another process.
+    others.sort(key=lambda item: item.path.name != "test_every_rung.py")
     items[:] = [*others, *spread(of_gpu)]
+
+
+def is_left_out(item, runs):
+    """Whether ``sampled(n)`` leaves out a slow run of a test, of which so many were counted."""
+    mark = item.get_closest_marker("sampled")
+    if not mark or item.get_closest_marker("gpu") or not item.get_closest_marker("slow"):
+        return False
+    runs[item.function, "slow"] += 1
+    return runs[item.function, "slow"] % mark.args[0] != 1
 
 
 def pytest_collection_finish():

@@ -84,6 +84,7 @@ def test_bshd_is_bhsd_with_heads_inside(backend, lead):
     np.testing.assert_array_equal(lse2, lse)
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize(
     "shape, N, dv",
@@ -233,6 +234,7 @@ def test_scale(backend, scale):
     close(o, expected(q, k, v, scale)[0])
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("M, N", [(9, 9), (9, 14), (14, 9), (70, 3)])
 @pytest.mark.parametrize("causal", [True, "bottom-right", "top-left"])
@@ -254,6 +256,7 @@ def test_causal_alignments(backend, kernel, M, N, causal):
             )
 
 
+@pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_never_matter(backend, kernel, poison):

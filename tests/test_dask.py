@@ -108,6 +108,7 @@ def test_results_are_those_of_one_call(name):
     assert_close(computed(*merged), right)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_call(name):
     given, chunked, options = case(name)
@@ -441,6 +442,7 @@ def test_an_error_of_a_worker_arrives_as_itself(client):
         found.compute()
 
 
+@pytest.mark.slow
 def test_tasks_of_a_worker_that_dies_are_repeated(client):
     given, (q, k, v), options = case("causal")
 

@@ -290,6 +290,7 @@ cupyfa.plan(M=5, d=8, causal="top")  # refused
 """
 
 
+@pytest.mark.slow
 def test_mypy_refuses_wrong_calls(tmp_path):
     file = tmp_path / "typed.py"
     file.write_text(TYPED)

@@ -206,6 +206,7 @@ def root(python, cwd):
     )
 
 
+@pytest.mark.slow
 def test_the_installed_wheel(built, environment, tmp_path):
     python, packages = environment(built[1])
     works([python.parent / "cupyfa"], tmp_path)

@@ -97,6 +97,7 @@ def expected(q, k, v, **options):
 NESTED = ((1, 20), (2, 9))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_of_a_prefix_stand_before_those_of_all(backend, dtype, tokens):

@@ -105,6 +105,7 @@ def count_checks(monkeypatch, *, interrupted=None):
     return seen
 
 
+@pytest.mark.slow
 def test_the_fastest_right_candidate_is_found_and_planned(laps, device):
     before = device.limits
     rows = tune(laps, device)
@@ -121,6 +122,7 @@ def test_the_fastest_right_candidate_is_found_and_planned(laps, device):
     assert cupyfa.plan(backend=device, **TINY).kernel.name in FORWARD
 
 
+@pytest.mark.slow
 def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
     record = records.record_named(laps)
     done = cli("tune", laps, *SIZES)

@@ -131,6 +131,7 @@ def test_tables_fit_the_terminal(monkeypatch, tmp_path, columns, args):
     assert not [part for part in TABLES[args] if part not in words]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kernel", [*KERNELS, "auto"])
 def test_every_kernel_passes(kernel):
     row = run(kernel)

@@ -99,6 +99,7 @@ def redirected(redirections):
     return ["bash", "-c", f'exec "$@" {redirections}', "bash", *CLI]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "closed, args, code",
     [
@@ -134,6 +135,7 @@ def test_a_full_disk_as_stdout(warm):
     assert line_of(done.stderr) == "the output: No space left on device"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "env",
     [
@@ -152,6 +154,7 @@ def test_odd_terminals(warm, env):
     assert "fa2_coalesced" in listed.stdout
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("columns", [1, 20, 40])
 @pytest.mark.parametrize(
     "args",
@@ -168,15 +171,16 @@ def test_a_narrow_terminal_shows_everything(own_folders, monkeypatch, columns, a
     assert not lost
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "env",
     [
         {"HOME": None},
-        pytest.param({"HOME": "/proc"}, marks=pytest.mark.slow),
-        pytest.param({"HOME": "/etc/passwd"}, marks=pytest.mark.slow),
+        {"HOME": "/proc"},
+        {"HOME": "/etc/passwd"},
         {"HOME": "/no/where", "TMPDIR": "/no/where"},
-        pytest.param({"CUPYFA_CACHE_DIR": "/proc/x"}, marks=pytest.mark.slow),
-        pytest.param({"CUPYFA_CACHE_DIR": "/etc/passwd"}, marks=pytest.mark.slow),
+        {"CUPYFA_CACHE_DIR": "/proc/x"},
+        {"CUPYFA_CACHE_DIR": "/etc/passwd"},
         {"XDG_CACHE_HOME": "/proc"},
     ],
     ids=str,
@@ -210,6 +214,7 @@ def sealed_text(path):
     path.write_bytes(b"hello" + hashlib.sha256(b"hello").digest())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -551,6 +556,7 @@ def interrupted(args, place, begun, number, *, program=CLI, wait=0.2, speaks=Fal
     return stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "loop, number",
     [
@@ -592,6 +598,7 @@ def test_an_interrupted_call_leaves_no_threads(own_folders, tmp_path):
         still_works()
 
 
+@pytest.mark.each_choice("number")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     "args", [RUN, ("check", "fa2", *SIMULATOR, "--jobs", "2")], ids=["run", "check"]
@@ -631,14 +638,15 @@ runpy.run_path(sys.argv[1])["main"](sys.argv[3:])
 LONG = ("-B", "1", "-H", "4", "-M", "700", "-N", "700", "-d", "64")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "args",
     [
         ("compile", "--all"),
         ("run", "v1", *SIMULATOR, *LONG),
         ("bench", "v1", "--alone", *SIMULATOR, *LONG),
-        pytest.param(("tune", "v1", *SIMULATOR, *LONG), marks=pytest.mark.slow),
-        pytest.param(("ladder", *SIMULATOR, *LONG), marks=pytest.mark.slow),
+        ("tune", "v1", *SIMULATOR, *LONG),
+        ("ladder", *SIMULATOR, *LONG),
         ("check", "--all", *SIMULATOR, "--jobs", "2"),
         ("check", "v1", *SIMULATOR, "--jobs", "0"),
     ],
@@ -651,7 +659,8 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
-@pytest.mark.parametrize("again", [0, pytest.param(0.002, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [0, 0.002])
 def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
     """As ``timeout`` does: to the command and to all processes of its group."""
     at_work = tmp_path / "at work"
@@ -752,6 +761,7 @@ def test_failed_calls_leak_no_memory_threads_or_files(own_folders, tmp_path):
     still_works()
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_device(warm):
     env = {"CUDA_VISIBLE_DEVICES": "", "CUPYFA_CACHE_DIR": warm}
     for args in (("run", "fa2"), ("list",), ("bench", "fa2"), ("tune", "fa2"), ("check", "fa2")):

@@ -51,11 +51,16 @@ LIKE_OTHERS = {
 PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
 
 
-def first_of_families(kernels):
-    """Kernels as parameters of a test of options; those of LIKE_OTHERS and PAIRED are slow."""
-    slow = {*LIKE_OTHERS, *PAIRED}
+# What a single option is tested with by default: kernels of families that take keys in pairs or
+# rows in tasks, and gradients.
+USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
+
+
+def usual_first(kernels):
+    """Kernels as parameters of a test of an option; others than those of USUAL are slow."""
     return [
-        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in slow)) for k in kernels
+        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in USUAL))
+        for k in kernels
     ]
 
 

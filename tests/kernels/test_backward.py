@@ -24,7 +24,7 @@ KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice(every_kernel=True)
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
@@ -39,7 +39,7 @@ def test_layouts(backend, kernel, layout):
     guard.checked(backend, plan, inputs, {})
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, d",
     [(k, d) for k in BACKWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
@@ -60,7 +60,7 @@ MMA_TILES = {
 }
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tile",
     [
@@ -76,7 +76,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
     check_case(kernel, backend, sizes, **tiles_of(kernel, *tile))
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", MMA, ids=name)
 def test_default_tiles(backend, kernel, d):
@@ -114,6 +114,7 @@ def test_any_size_may_be_zero(backend, kernel, empty):
         assert all((grad == 0).all() for grad in grads)
 
 
+@pytest.mark.each_choice
 @KERNELS
 def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
     """A NaN gradient, a NaN key and an infinite value reach only rows that see them."""
@@ -141,6 +142,7 @@ def test_warps_that_compute_nonfinite_rows_again_write_only_their_own_columns(ba
     guard.checked(backend, plan, Case("backward", plan.problem, 1, "nan").inputs(), {})
 
 
+@pytest.mark.each_choice
 @KERNELS
 def test_rows_without_a_key_add_nothing(backend, kernel):
     sizes = {"heads": 1, "M": 30, "N": 10, "d": 8, "causal": True}
@@ -179,10 +181,8 @@ def test_runs_without_atomics_give_the_same_bits(kernel):
     )
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    ["columns", *(pytest.param(x, marks=pytest.mark.slow) for x in ("rows", "mma_columns"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["columns", "rows", "mma_columns"])
 def test_runs_with_atomics_differ_but_are_right(kernel):
     kernel = BACKWARD[kernel]
     sizes = {**SMALL, "heads": 4, "kv_heads": 1, "M": 150, "N": 150}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.problems import DTYPES, first_of_families, usual_dtype
+from helpers.problems import DTYPES, usual_dtype, usual_first
 
 from cupyfa import Launch, Problem
 from cupyfa.analysis import resources as compiling
@@ -149,7 +149,8 @@ def without_spills():
     yield "wgmma_two_pass", "90", 192, "causal", {"M": 64, "dv": 128, "dtype": "bfloat16"}
 
 
-@pytest.mark.each_choice
+@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, arch, d, mask, sizes", list(without_spills()))
 def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, mask, sizes):
     launches = planned(name, arch, d, mask, **sizes)
@@ -248,11 +249,12 @@ def test_launches_that_make_tile_maps_compile():
         assert compile_launch(launch, "90").spilled_bytes == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
     "kernel",
-    first_of_families(
+    usual_first(
         k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features
     ),
 )
@@ -292,7 +294,7 @@ def plan_of_sequences(kernel, arch):
     return planning.plan(kernel, problem, limits_of(arch))
 
 
-@pytest.mark.parametrize("kernel", first_of_families(RAGGED))
+@pytest.mark.parametrize("kernel", usual_first(RAGGED))
 def test_ragged_batches_compile_in_every_kernel(kernel):
     arch = kernel.target or "80"
     for launch in plan_of_sequences(kernel, arch).launches:

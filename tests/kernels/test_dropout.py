@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, first_of_families, name
+from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Case, Problem, Simulator, Unsupported
@@ -34,7 +34,7 @@ def check(backend, kernel, values="normal", **given):
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
-@pytest.mark.parametrize("kernel", first_of_families(KERNELS))
+@pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_every_kernel(backend, kernel):
     check(backend, kernel)
 
@@ -46,6 +46,7 @@ def test_with_texts_and_masks(backend, kernel):
     check(backend, kernel, causal=True, score_mod="tanh(score) - 0.1 * abs(position - key)")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
@@ -53,6 +54,7 @@ def test_with_other_options_in_every_kernel(backend, at, kernel, turn):
     check(backend, kernel, **OTHERS[(at + 2 * turn) % 4])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
@@ -262,6 +264,7 @@ def test_a_seed_in_memory(backend):
     same_in_memory(FORWARD["mma_pipelined"], backend, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_a_seed_in_memory_of_every_kernel(backend, at, kernel):

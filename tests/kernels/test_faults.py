@@ -81,6 +81,7 @@ def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
         guard.checked(Simulator(schedule=schedule), plan, inputs, {})
 
 
+@pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize("kernel, number", statements(BARRIER))
 def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
     with pytest.raises(SimulatorFault, match=r"race|no thread of this block has written"):

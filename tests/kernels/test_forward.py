@@ -12,7 +12,7 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice(every_kernel=True)
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype)
@@ -55,7 +55,7 @@ def test_large_head_dimensions(backend, kernel, d):
     check_case(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
 
 
-@pytest.mark.each_choice
+@pytest.mark.sampled(3)
 @pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tiles",
@@ -91,6 +91,7 @@ def test_masked_nonfinite_values_do_not_matter_in_tiles_of_few_blocks(backend, B
     guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
 def test_another_order_of_threads_gives_the_same_bits(kernel):
     plan = planned(kernel, Simulator(), RAGGED[0])

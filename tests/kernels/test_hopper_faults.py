@@ -160,7 +160,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
-@pytest.mark.each_choice("kernel", "file")
+@pytest.mark.sampled(3)
+@pytest.mark.each_choice("file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
 def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, number, about_turns):
     monkeypatch.setenv(VARIABLE, str(number))

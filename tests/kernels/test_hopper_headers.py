@@ -125,6 +125,7 @@ def test_a_ring_of_two_stages(schedule):
 FAULTS = faults("ring")
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_of_a_ring(name):
     right, wrong, message, line = FAULTS[name]

@@ -69,6 +69,7 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
     checked(backend, plan, inputs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("scale", [0.3, -0.3])
@@ -139,6 +140,7 @@ def test_unaligned_outputs(backend, kernel, d, dv, dtype):
     assert (room[..., 0] == 7).all() and (room[..., -2:] == 7).all()
 
 
+@pytest.mark.each_choice
 @EACH
 def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
     sizes = {"M": 200, "N": 150, "d": 24, "causal": "bottom-right"}
@@ -155,6 +157,7 @@ def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
             assert (array[0, 0] == together[key][batch, head]).all()
 
 
+@pytest.mark.each_choice
 @EACH_PERSISTENT
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)
@@ -171,6 +174,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
         assert all((result[key] == results[0][key]).all() for key in result)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.each_choice
 @EACH_PERSISTENT
 @pytest.mark.parametrize("Q_stages", [1, 2])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers.gradients import BACKWARD, tiles_of
-from helpers.problems import FORWARD, LIKE_OTHERS, check_case
+from helpers.problems import FORWARD, check_case, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Unsupported
@@ -15,10 +15,7 @@ from cupyfa.verify.shrink import shrunk
 OFFSETS = (-80, -3, 0, 11, 60)
 LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
 SIZES = {"heads": 4, "kv_heads": 2, "d": 20, "dv": 9}
-KERNELS = [
-    pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name in LIKE_OTHERS))
-    for x in (*FORWARD.values(), *BACKWARD.values())
-]
+KERNELS = usual_first((*FORWARD.values(), *BACKWARD.values()))
 
 
 def arrays(M, N, dtype="float32"):
@@ -43,6 +40,7 @@ def test_query_0_is_at_the_offset(offset, limits):
     assert p.first_position == offset
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
     """With rows that see nothing, a part of the keys, or all."""

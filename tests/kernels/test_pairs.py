@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.problems import PAIRED
+from helpers.problems import LIKE_OTHERS, PAIRED
 
 from cupyfa import Case, Problem, blocks
 from cupyfa.ladder import LADDER
@@ -50,6 +50,12 @@ PROBLEMS = {
 }
 AXES = OPTIONS | PROBLEMS
 FEWER = {"bias": range(4), "score_mod": range(3)}  # values that are tried by default
+# Kernels that take each value once: others of their family hand over scores in the same way.
+IN_TURN = {
+    *LIKE_OTHERS,
+    *("mma_slices", "mma_tf32", "mma_fp16x2", "wgmma_slices", "wgmma_fp8"),
+    *("mma_slices_backward", "mma_fp16x2_two_pass", "wgmma_two_pass"),
+}
 
 
 def axes_of(kernel, fewer):
@@ -67,11 +73,16 @@ def pairs(chosen, names):
 
 
 @cache
-def covering(kinds, names):
-    """Few choices of a value for each axis that have every pair of values of those named."""
+def covering(kinds, names, before=None):
+    """Few choices of a value for each axis that have every pair of values of those named.
+
+    But for the pairs that a covering of other ``names`` has, whose arguments are ``before``.
+    """
     axes, pick, left, chosen = dict(kinds), random.Random(0), set(), []
     for a, b in itertools.combinations(sorted(names), 2):
         left |= {((a, x), (b, y)) for x in axes[a] for y in axes[b]}
+    for one in covering(*before) if before else ():
+        left -= pairs(one, names)
     while left:
         tried = [one for _ in range(3) if has_mask(one := built(axes, left, pick))]
         if tried:
@@ -93,17 +104,39 @@ def built(axes, left, pick):
     return one
 
 
+def in_turn(kinds):
+    """Few choices of a value for each axis that have every value."""
+    axes = dict(kinds)
+    for i in range(max(map(len, axes.values()))):
+        one = {name: values[i % len(values)] for name, values in axes.items()}
+        yield one if has_mask(one) else {**one, "block mask": 0}
+
+
 def has_mask(chosen):
     """Whether there is a mask, where it is to be a block mask."""
     return not chosen["block mask"] or chosen["mask"] or chosen["mask_mod"]
 
 
-def parameters(kernels, names, fewer=()):
-    """A kernel and a choice for each axis, for every pair of values of the axes named."""
+def of_options(kernel):
+    """Arguments of the covering that has every pair of options of a kernel, of FEWER values."""
+    return axes_of(kernel, FEWER), tuple(OPTIONS)
+
+
+def of_all(kernel):
+    """Choices with every pair of values of all axes; with every value for kernels of IN_TURN."""
+    axes = axes_of(kernel, ())
+    if kernel.name in PAIRED:
+        return covering(axes, tuple(AXES), of_options(kernel))
+    return in_turn(axes) if kernel.name in IN_TURN else covering(axes, tuple(AXES))
+
+
+def parameters(kernels, choices, slow=()):
+    """A kernel and a choice for each axis; the kernels named ``slow`` are marked so."""
     return [
-        pytest.param(kernel, at, id=f"{kernel.name}-{i}")
+        pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks)
         for kernel in kernels
-        for i, at in enumerate(covering(axes_of(kernel, fewer), tuple(names)))
+        for marks in [[pytest.mark.slow] * (kernel.name in slow)]
+        for i, at in enumerate(choices(kernel))
     ]
 
 
@@ -134,13 +167,18 @@ def check(backend, kernel, at):
 
 
 @pytest.mark.parametrize(
-    "kernel, at", parameters([k for k in KERNELS if k.name in PAIRED], OPTIONS, FEWER)
+    "kernel, at",
+    parameters(
+        [k for k in KERNELS if k.name in PAIRED],
+        lambda kernel: covering(*of_options(kernel)),
+        slow=("two_pass", "mma_columns", "wgmma_columns"),  # which compile the most
+    ),
 )
 def test_options_in_every_family(backend, kernel, at):
     check(backend, kernel, at)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel, at", parameters(KERNELS, AXES))
+@pytest.mark.parametrize("kernel, at", parameters(KERNELS, of_all))
 def test_every_kernel(kernel, at):
     check(backend_named("simulator"), kernel, at)

@@ -119,6 +119,7 @@ LARGE = {"M": 40, "N": 512, "d": 64}
 CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
 
 
+@pytest.mark.few(8)
 @EACH
 @pytest.mark.parametrize(
     "values, sizes, flagged",
@@ -221,6 +222,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
 def test_flags_of_gradients(backend, change, sizes, flagged):
     """How many rows of dQ, keys of dK and keys of dV have flags; all results are right."""

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, first_of_families, name
+from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
 from cupyfa.bench.sweeps import usual_dtype
@@ -37,13 +37,14 @@ def checked(kernel, backend, sinks, *, M, N, tiles=None, **options):
     return cupyfa.attention(q, k, v, sink=sinks, return_lse=True, check=True, **how)
 
 
-@pytest.mark.parametrize("kernel", first_of_families(ABLE))
+@pytest.mark.parametrize("kernel", usual_first(ABLE))
 def test_rows_begin_with_their_sink(backend, kernel):
     out, lse = checked(kernel, backend, SINKS, **RAGGED)
     assert not np.any(out[:, :, :25])
     np.testing.assert_allclose(lse[:, :, :25], np.broadcast_to(SINKS[:, None], (2, 4, 25)), 1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OTHERS, ids=str)
 @pytest.mark.parametrize("kernel", ABLE, ids=name)
@@ -70,6 +71,7 @@ def test_sinks_of_any_size(backend, kernel):
     of_any_size(FORWARD[kernel], backend, RAGGED)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [RAGGED, {"M": 40, "N": 60}], ids=str)
 @pytest.mark.parametrize("kernel", ABLE, ids=name)

@@ -45,7 +45,7 @@ def tiled(kernel, sizes):
     ]
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("sizes")
 @pytest.mark.parametrize(
     "kernel, sizes, tile",
     [*tiled(MMA, SIZES[1:5] + SIZES[8:9] + ODD_SIZES), *tiled(WGMMA, SIZES)],
@@ -56,6 +56,7 @@ def test_every_tile_is_right(backend, kernel, sizes, tile):
         check_case(kernel, backend, sizes, "float16", **tile)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "kernel, sizes, dtype",
     [

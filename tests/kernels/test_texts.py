@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import first_of_families
+from helpers.problems import usual_first
 
 import cupyfa
 from cupyfa import Case, Problem, SimulatorFault
@@ -31,7 +31,8 @@ def check(backend, kernel, case, **tiles):
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
-@pytest.mark.parametrize("kernel", first_of_families(KERNELS))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
     p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
@@ -221,6 +222,7 @@ PAIRS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arrays, size", PAIRS)
 @pytest.mark.parametrize(
     "name",

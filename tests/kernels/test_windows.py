@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers.cli import cli
-from helpers.problems import FORWARD, LIKE_OTHERS, inputs_of, name
+from helpers.problems import FORWARD, inputs_of, name, usual_first
 
 import cupyfa
 from cupyfa import Case, Problem
@@ -103,11 +103,8 @@ def test_causal_is_a_window_with_right_0():
     assert (dense_mask(problem(5, 9, window=(None, 0))) == dense_mask(problem(5, 9, True))).all()
 
 
-@pytest.mark.each_choice
-@pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name in LIKE_OTHERS)) for k in ABLE],
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kernel", usual_first(ABLE))
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):
     """Between guard zones; with fully masked rows, GQA, several blocks and tiles."""
@@ -175,20 +172,21 @@ TRAP = """
 """
 
 
-@pytest.mark.parametrize("kernel", LOOPS)
+@pytest.mark.each_choice
+@pytest.mark.parametrize("kernel", [FORWARD[x] for x in LOOPS], ids=name)
 def test_fully_masked_tiles_are_skipped(tmp_path, kernel):
-    text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
-    sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "task.row"}[kernel.split("_")[0]]
-    sees = "tile.row" if " tile." in LOOPS[kernel] else sees
+    file, line = f"{kernel.name}.cu", LOOPS[kernel.name]
+    text = (sources.KERNELS / "forward" / file).read_text()
+    sees = {"fa2": "tile * Br", "mma": "first_row", "wgmma": "task.row"}[kernel.name.split("_")[0]]
+    sees = "tile.row" if " tile." in line else sees
     trap = TRAP.format(first=f"{sees} + 480 - 16", end=f"{sees} + Br + 480 + 2")
-    assert text.count(LOOPS[kernel]) == 1
-    loop = LOOPS[kernel].replace("\n", "\n" + trap, 1)
-    (tmp_path / f"{kernel}.cu").write_text(text.replace(LOOPS[kernel], loop))
-    trapped = replace(FORWARD[kernel], folder=tmp_path)
+    assert text.count(line) == 1
+    (tmp_path / file).write_text(text.replace(line, line.replace("\n", "\n" + trap, 1)))
+    trapped = replace(kernel, folder=tmp_path)
     engine = Simulator()
     for window in ((16, 2), (16, None), (None, 2)):
         p = problem(96, 576, window=window, d=16, dv=16, dtype=usual_dtype(trapped))
-        rows = 64 if kernel.startswith("wgmma") else 32
+        rows = 64 if kernel.name.startswith("wgmma") else 32
         plan = planning.plan(trapped, p, engine.limits, Br=rows, Bc=16)
         inputs = Case("forward", p).inputs()
         if None in window:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import first_of_families, inputs_of, planned
+from helpers.problems import inputs_of, planned, usual_first
 
 import cupyfa
 from cupyfa.bench.sweeps import usual_dtype
@@ -51,7 +51,7 @@ def gradients(kernel, dtype, wrt=ARRAYS, backend="simulator", **more):
     )
 
 
-@pytest.mark.parametrize("kernel", first_of_families(KERNELS))
+@pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_every_kernel(backend, kernel):
     dtype = usual_dtype(kernel)
     found = gradients(
@@ -81,6 +81,7 @@ def test_gradients_are_those_of_finite_differences(name):
         np.testing.assert_allclose((found * step).sum(), change, rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "shape",
     [(M, N), (1, 1, M, N), (2, 1, 1, N), (2, HEADS, M, 1), (HEADS, M, N), (1, 1, 1, 1)],

@@ -276,6 +276,7 @@ def test_invalid_pictures_are_refused(tmp_path, monkeypatch):
     assert "pip install matplotlib" in refused("ladder", "--plot", tmp_path / "a.svg", code=3)
 
 
+@pytest.mark.slow
 def test_all_rungs_that_take_the_dtype():
     args = ("ladder", "--backend", "simulator", "-B", 1, "-H", 1, "-M", 12, "-d", 8, "--budget", 0)
     rows = strict(cli(*args, "--format", "json").stdout)

@@ -37,10 +37,8 @@ def random_case(example, model, seed=0, batch=2, M=7):
     return weights, tokens, targets
 
 
-@pytest.mark.parametrize(
-    "kv_heads, distances",
-    [pytest.param(1, 0, marks=pytest.mark.slow), (2, 0), (1, 4)],
-)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kv_heads, distances", [(1, 4), (2, 0), (1, 0)])
 def test_gradients_are_finite_differences(example, kv_heads, distances):
     """Of every array, along a random direction; with distances also of the biases of documents."""
     model = sizes(example, kv_heads=kv_heads, distances=distances)

@@ -183,6 +183,7 @@ def test_the_folder_itself_may_be_a_link(home, monkeypatch):
     assert rows("clear")["compiled"]["files"] == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damaged", ["ours", "ours/tuned", "cupys"])
 def test_a_file_instead_of_a_folder_is_one_line(tmp_path, damaged):
     (tmp_path / damaged).parent.mkdir(parents=True, exist_ok=True)
@@ -280,6 +281,7 @@ def test_a_limit_that_is_no_number_is_named(monkeypatch, limit):
         store.limit()
 
 
+@pytest.mark.slow
 def test_warmed_kernels_are_found_by_the_next_process(tmp_path):
     warm = ["cache", "warm", "v1", "softmax_safe", "-d", "8,16", "--dtype", "float32", "--both"]
     warm += ["--backend", "simulator", "--format", "json"]

@@ -191,7 +191,7 @@ MASKS = [
 ]
 
 
-@pytest.mark.each_choice
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("M, N", [(50, 70), (90, 33)])
 def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
@@ -203,6 +203,7 @@ def test_rows_and_keys_are_cut_where_a_head_is_too_large(far, options, M, N):
     assert len({x.rows for x in made}) > 1 and len({x.keys for x in made}) > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{"causal": True}, {"window": (9, 4)}], ids=str)
 @pytest.mark.parametrize(
     "kernel", ["mma_pipelined", "mma_split_kv", "mma_slices", "wgmma_persistent"]

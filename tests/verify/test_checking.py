@@ -90,6 +90,7 @@ def repeat(failure):
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_kernels_of_the_ladder():
     names = ["softmax_safe", "baseline", "fa2_coalesced", "mma_pipelined", "mma_tf32", "columns"]
     done = check(names, samples=2, dtypes=["float16"])
@@ -257,6 +258,7 @@ def test_an_error_in_a_record_is_one_failure(tmp_path):
     assert "ZeroDivisionError" in done.failures[0].outcome.message
 
 
+@pytest.mark.slow
 def test_unsupported_cases_are_counted_by_reason(tmp_path):
     script = own_kernel.write(tmp_path)
     how = {"samples": 5, "dtypes": ["float64"], "causal": True}
@@ -414,6 +416,7 @@ def test_ctrl_c_ends_all_processes_and_shows_the_results(tmp_path):
     assert not left_running(str(tmp_path), seconds=20)
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_one_that_started_them(tmp_path):
     running = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
     running.kill()
