@@ -16,8 +16,9 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import tuned
 from cupyfa.runtime.select import backend_named
 
-# Tests compile much, and run little of it.
-os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0")
+# Tests compile much, and run little of it. A third of that time goes into the compiler's checks of
+# alignment and of the bounds of arrays: most tests go without, see ``every_check``.
+os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,bounds")
 # A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist starts a process per core, each with its own BLAS: one thread is enough for each.
@@ -163,6 +164,12 @@ def little_device_memory_is_kept(request):
 
         if cupy.get_default_memory_pool().total_bytes() > _MOST_KEPT:
             free_device_memory()
+
+
+@pytest.fixture
+def every_check(monkeypatch):
+    """Kernels in the simulator have all checks that users have."""
+    monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O0")
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def assert_close(found, right):
         np.testing.assert_allclose(x.astype("f8"), y.astype("f8"), rtol=bound, atol=bound)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_one_call(name):
     given, chunked, options = case(name)
@@ -424,6 +425,7 @@ def client():
         yield client
 
 
+@pytest.mark.slow
 def test_processes_compute_the_same(client):
     for name in ("plain", "causal window"):
         given, chunked, options = case(name)

@@ -119,6 +119,7 @@ OPTIONS = (
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "+".join(x) or "none")
 def test_options_are_those_of_one_cache(backend, options):
     """Of nested prefixes, the inner one of two sequences each."""

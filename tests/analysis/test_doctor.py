@@ -54,6 +54,7 @@ def as_json(**options):
     return {row["thing"]: row for row in json.loads(cli("--format", "json", **options).stdout)}
 
 
+@pytest.mark.slow
 def test_every_probe_has_a_finding():
     seen = []
     findings = cupyfa.doctor(progress=lambda done, total, what: seen.append(what))
@@ -162,6 +163,7 @@ def test_the_exit_code_says_whether_anything_can_run(monkeypatch, hinders, place
     assert f"can run on: {', '.join(places) or 'nothing'}" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_gpu_and_without_a_compiler_nothing_runs():
     env = {"CUPYFA_COMPILER": "no-such-compiler", "CUDA_VISIBLE_DEVICES": ""}
     found = as_json(env=env, code=3)
@@ -241,6 +243,7 @@ def test_cupys_import_message_is_reduced_to_the_error(monkeypatch, wheels):
     assert finding.state == FAULT and finding.found.endswith("ImportError: libfoo.so.1: gone")
 
 
+@pytest.mark.slow
 def test_a_cupy_cache_that_cannot_be_written_is_reported_though_another_is_used(tmp_path):
     (tmp_path / "file").write_text("")
     found = as_json(env={"CUPY_CACHE_DIR": str(tmp_path / "file" / "cache")})

@@ -124,6 +124,7 @@ class Measuring(Simulator):
         return 12_345_678
 
 
+@pytest.mark.slow
 def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     counters = [
         profiling.Counter(launch, name, value, unit)
@@ -141,6 +142,7 @@ def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     assert (row["M"], row["d"], row["dtype"], row["device"]) == (9, 8, "float16", rows[2].device)
 
 
+@pytest.mark.slow
 def test_a_missing_nsight_compute_is_reported(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8}

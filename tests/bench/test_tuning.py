@@ -132,6 +132,7 @@ def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
     assert not (cache / "tuned").is_dir() or not list((cache / "tuned").iterdir())
 
 
+@pytest.mark.slow
 def test_candidates_that_do_not_return_use_up_the_budget(laps, engine, monkeypatch):
     seen = count_checks(monkeypatch)
     first = tuning.candidates(records.record_named(laps), PROBLEM, engine.limits)[0]
@@ -160,6 +161,7 @@ def test_an_interrupted_tuning_is_continued(laps, engine, monkeypatch):
     assert len(seen) == 1 and len(again) == 2 and seen[0] not in again
 
 
+@pytest.mark.slow
 def test_changed_source_is_tuned_again(laps, engine, monkeypatch):
     tune(laps, engine)
     file = Path(laps.rpartition(":")[0]).with_name("mine.cu")
@@ -493,6 +495,7 @@ def test_notes_have_singular_and_plural(monkeypatch):
     assert "note: laps=0 and 2 others: wrong: off" in notes("wrong", "wrong", "wrong")
 
 
+@pytest.mark.slow
 def test_an_unwritable_cache_is_reported_once(laps, engine, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", "/proc/x")
     done = cli("tune", laps, *SIZES[:-4], "--budget", 0, "--backend", "simulator")

@@ -580,6 +580,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_leaves_no_threads(own_folders, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{ENDLESS['reading']}\n  {BODY}"))
     endless = cupyfa.ladder.lookup.record_named(f"{script}:mine")

@@ -24,6 +24,7 @@ KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice(every_kernel=True)
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
@@ -76,7 +77,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
     check_case(kernel, backend, sizes, **tiles_of(kernel, *tile))
 
 
-@pytest.mark.each_choice("kernel")
+@pytest.mark.few(1)
 @pytest.mark.parametrize("d", [96, 144])
 @pytest.mark.parametrize("kernel", MMA, ids=name)
 def test_default_tiles(backend, kernel, d):

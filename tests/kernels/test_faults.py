@@ -129,6 +129,7 @@ def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
             guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize(
     "right, wrong, line",
     [

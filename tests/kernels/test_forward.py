@@ -12,6 +12,7 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice(every_kernel=True)
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):

@@ -157,7 +157,7 @@ def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
             assert (array[0, 0] == together[key][batch, head]).all()
 
 
-@pytest.mark.each_choice
+@pytest.mark.each_choice("Q_stages")
 @EACH_PERSISTENT
 @pytest.mark.parametrize("Q_stages", [1, 2])
 @pytest.mark.parametrize("mask", MASKS[:4], ids=str)

@@ -8,7 +8,7 @@ exponential overflows. The simulator's compiler contracts in the same way if it 
 from pathlib import Path
 
 import pytest
-from helpers.problems import FORWARD, check_case, name
+from helpers.problems import FORWARD, check_case, usual_first
 
 CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 
@@ -27,7 +27,7 @@ def contracting(backend, monkeypatch):
 @pytest.mark.sampled(3)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("scale", [3e9, 1e36, -1e36])
-@pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
+@pytest.mark.parametrize("kernel", usual_first(FORWARD.values()))
 def test_finite_scores_of_any_size(contracting, kernel, scale):
     sizes = {"heads": 1, "M": 20, "N": 40, "d": 16, "causal": "top-left", "scale": scale}
     # The baselines keep S in the dtype of the inputs, which has to hold it.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.problems import LIKE_OTHERS, PAIRED
+from helpers.problems import PAIRED
 
 from cupyfa import Case, Problem, blocks
 from cupyfa.ladder import LADDER
@@ -50,12 +50,9 @@ PROBLEMS = {
 }
 AXES = OPTIONS | PROBLEMS
 FEWER = {"bias": range(4), "score_mod": range(3)}  # values that are tried by default
-# Kernels that take each value once: others of their family hand over scores in the same way.
-IN_TURN = {
-    *LIKE_OTHERS,
-    *("mma_slices", "mma_tf32", "mma_fp16x2", "wgmma_slices", "wgmma_fp8"),
-    *("mma_slices_backward", "mma_fp16x2_two_pass", "wgmma_two_pass"),
-}
+# Kernels of which pairs of options with layouts, dtypes and sizes are tried, too: the ways in
+# which families hand over scores.
+DISTINCT = (*PAIRED, "mma_pipelined", "mma_split_kv", "wgmma_persistent", "columns")
 
 
 def axes_of(kernel, fewer):
@@ -104,14 +101,6 @@ def built(axes, left, pick):
     return one
 
 
-def in_turn(kinds):
-    """Few choices of a value for each axis that have every value."""
-    axes = dict(kinds)
-    for i in range(max(map(len, axes.values()))):
-        one = {name: values[i % len(values)] for name, values in axes.items()}
-        yield one if has_mask(one) else {**one, "block mask": 0}
-
-
 def has_mask(chosen):
     """Whether there is a mask, where it is to be a block mask."""
     return not chosen["block mask"] or chosen["mask"] or chosen["mask_mod"]
@@ -123,19 +112,21 @@ def of_options(kernel):
 
 
 def of_all(kernel):
-    """Choices with every pair of values of all axes; with every value for kernels of IN_TURN."""
-    axes = axes_of(kernel, ())
-    if kernel.name in PAIRED:
-        return covering(axes, tuple(AXES), of_options(kernel))
-    return in_turn(axes) if kernel.name in IN_TURN else covering(axes, tuple(AXES))
+    """Choices with every pair of options, of DISTINCT kernels with every pair of all axes.
+
+    But for those that kernels of PAIRED have in another test.
+    """
+    if kernel.name not in DISTINCT:
+        return covering(*of_options(kernel))
+    before = of_options(kernel) if kernel.name in PAIRED else None
+    return covering(axes_of(kernel, ()), tuple(AXES), before)
 
 
-def parameters(kernels, choices, slow=()):
-    """A kernel and a choice for each axis; the kernels named ``slow`` are marked so."""
+def parameters(kernels, choices):
+    """A kernel and a choice for each axis."""
     return [
-        pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks)
+        pytest.param(kernel, at, id=f"{kernel.name}-{i}")
         for kernel in kernels
-        for marks in [[pytest.mark.slow] * (kernel.name in slow)]
         for i, at in enumerate(choices(kernel))
     ]
 
@@ -171,7 +162,6 @@ def check(backend, kernel, at):
     parameters(
         [k for k in KERNELS if k.name in PAIRED],
         lambda kernel: covering(*of_options(kernel)),
-        slow=("two_pass", "mma_columns", "wgmma_columns"),  # which compile the most
     ),
 )
 def test_options_in_every_family(backend, kernel, at):

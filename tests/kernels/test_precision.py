@@ -222,6 +222,7 @@ def test_a_masked_value_that_overflows_in_tf32_does_not_matter(backend):
     assert np.isfinite(out[..., :3, :]).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("d, dv", [(1, 8), (24, 3), (47, 130), (80, 16), (112, 48), (255, 144)])
 def test_every_head_dimension(backend, d, dv):
@@ -288,6 +289,7 @@ def test_bench_has_a_column_for_it():
     assert rows[0]["note"] == "it computes float32 in tf32"
 
 
+@pytest.mark.slow
 def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}

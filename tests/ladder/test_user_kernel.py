@@ -100,6 +100,7 @@ def test_run_in_the_users_own_folder(tmp_path, monkeypatch):
     assert cli("run", "script.py:mine", "--backend", "simulator", code=0).stdout.endswith("PASS\n")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_sizes_suit_the_kernel(tmp_path, seed):
     script = own_kernel.write(tmp_path, py=('"strides", "dv"', '"strides",'))

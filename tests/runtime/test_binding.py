@@ -120,6 +120,7 @@ def compiled(near, *like, **options):
     return cupyfa.compile(*like, backend=near, kernel="fa2", **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_a_prepared_call_equals_attention(near, layout, return_lse):
@@ -286,6 +287,7 @@ def right_gradients(kernel, *arrays, **options):
     return cupyfa.attention_backward(*host, backend="simulator", kernel=kernel, **options)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["rows", "two_pass", "baseline_backward"])
 def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
     kernel = kernel if kernel in LADDER["backward"] else next(iter(LADDER["backward"]))

@@ -29,6 +29,8 @@ from helpers.threads import in_threads
 from cupyfa.errors import CompileError, SimulatorFault
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
+pytestmark = pytest.mark.usefixtures("every_check")
+
 
 def test_every_thread_of_a_three_dimensional_grid_runs_once():
     A = np.zeros((2, 3, 4, 2, 3, 5), np.int32)

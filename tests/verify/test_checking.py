@@ -123,6 +123,7 @@ def test_a_dropped_column_is_found_shrunk_and_reproduced(tmp_path):
     assert f"{worst.name} error {worst.error:.3g}" in " ".join(again.stdout.split())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "fault, kind, words",
     [
@@ -406,6 +407,7 @@ def started(tmp_path, kernel):
     return running
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_processes_and_shows_the_results(tmp_path):
     running = started(tmp_path, broken_kernels.write(tmp_path, broken_kernels.HANGS))
     running.send_signal(signal.SIGINT)
@@ -485,6 +487,7 @@ def test_orders_of_threads_are_the_simulators(monkeypatch):
         cupyfa.check("fa2", schedules=2)
 
 
+@pytest.mark.slow
 def test_auto_is_what_attention_takes():
     for grid in ("fuzz", "edges"):
         done = check("auto", grid=grid, samples=3, dtypes=["float16"])

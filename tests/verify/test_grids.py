@@ -37,6 +37,7 @@ def test_dtypes_replace_those_of_the_grid(grid, operation):
     assert {case.problem.dtype.name for case in cases} == {"float32"}
 
 
+@pytest.mark.few(4)
 @EVERY_GRID
 @OPERATIONS
 def test_inputs_depend_on_the_seed(grid, operation):

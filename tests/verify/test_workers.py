@@ -127,6 +127,7 @@ def test_the_schedule_reaches_the_process(tmp_path):
     assert len(ratios) > 1
 
 
+@pytest.mark.slow
 def test_stopping_ends_running_tasks(tmp_path, worker):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     ended = []
