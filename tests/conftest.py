@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -75,28 +76,26 @@ def pytest_collection_modifyitems(config, items):
     Runs of an ``each_choice`` test are slow if all their parameters have been seen before. The mark
     may name the parameters that count. One kernel of each family on tensor cores is enough, unless
     the mark has ``every_kernel=True``. Of a test with ``few(n)`` all runs but the first n are slow.
-    Of the slow runs of a test with ``sampled(n)`` one of n is left.
+    Of the slow runs of a test with ``sampled(n)``, those that bring a new value of a parameter are
+    kept, and about one of n others.
     """
     seen, runs = set(), Counter()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
         if mark := item.get_closest_marker("each_choice"):
-            values = item.callspec.params
             known = called if mark.kwargs.get("every_kernel") else family
-            choices = {(item.function, x, known(values[x])) for x in mark.args or values}
-            if choices <= seen:
+            if not brings_new(item, seen, known, mark.args):
                 item.add_marker("slow")
-            seen |= choices
         if mark := item.get_closest_marker("few"):
             runs[item.function] += 1
             if runs[item.function] > mark.args[0]:
                 item.add_marker("slow")
 
     if not config.getoption("all"):
-        left_out = {item for item in items if is_left_out(item, runs)}
+        left_out = sampled_out(items)
+        config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=[*left_out])
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
     # The longest tests of all come first: the last few are not taken by another process.
@@ -104,13 +103,27 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [*others, *spread(of_gpu)]
 
 
-def is_left_out(item, runs):
-    """Whether ``sampled(n)`` leaves out a slow run of a test, of which so many were counted."""
-    mark = item.get_closest_marker("sampled")
-    if not mark or item.get_closest_marker("gpu") or not item.get_closest_marker("slow"):
-        return False
-    runs[item.function, "slow"] += 1
-    return runs[item.function, "slow"] % mark.args[0] != 1
+def brings_new(item, seen, known=called, names=()):
+    """Whether a run has a value of a parameter that is not in ``seen``, which gets all of them."""
+    values = item.callspec.params
+    choices = {(item.function, x, known(values[x])) for x in names or values}
+    is_new = not choices <= seen
+    seen |= choices
+    return is_new
+
+
+def sampled_out(items):
+    """The runs that ``sampled`` leaves out."""
+    seen, left_out = set(), []
+    tests = [x for x in items if x.get_closest_marker("sampled")]
+    runs = [x for x in tests if not x.get_closest_marker("gpu")]
+    for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
+        (n,) = item.get_closest_marker("sampled").args
+        is_needed = brings_new(item, seen) or not item.get_closest_marker("slow")
+        # By chance, lest always the same values of a parameter are left out; the same each time.
+        if not is_needed and random.Random(item.nodeid).randrange(n):
+            left_out.append(item)
+    return left_out
 
 
 def pytest_collection_finish():

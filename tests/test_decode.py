@@ -126,7 +126,7 @@ def test_auto_keeps_the_accuracy_of_each_dtype(backend, dtype):
         require(out, lse, q, k, v, LENGTHS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("d", [24, 64, 96, 128])

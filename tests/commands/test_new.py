@@ -121,7 +121,6 @@ def test_the_tests_of_a_new_kernel_pass(operation):
     assert "1 passed" in done.stdout
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 def test_copies_of_rungs_are_right(rung):

@@ -57,7 +57,7 @@ USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
 def usual_first(kernels):
-    """Kernels as parameters of a test of an option; others than those of USUAL are slow."""
+    """Kernels as parameters of a test of an option; all but those of USUAL are slow."""
     return [
         pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in USUAL))
         for k in kernels

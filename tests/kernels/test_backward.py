@@ -31,6 +31,7 @@ def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])

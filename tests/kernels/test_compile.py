@@ -149,7 +149,7 @@ def without_spills():
     yield "wgmma_two_pass", "90", 192, "causal", {"M": 64, "dv": 128, "dtype": "bfloat16"}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("name, arch, d, mask, sizes", list(without_spills()))
 def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, mask, sizes):
@@ -249,7 +249,7 @@ def test_launches_that_make_tile_maps_compile():
         assert compile_launch(launch, "90").spilled_bytes == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(

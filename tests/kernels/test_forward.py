@@ -56,7 +56,7 @@ def test_large_head_dimensions(backend, kernel, d):
     check_case(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tiles",

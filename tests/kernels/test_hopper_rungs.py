@@ -69,7 +69,7 @@ def test_scores_that_rise_from_tile_to_tile(backend, kernel, step):
     checked(backend, plan, inputs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("scale", [0.3, -0.3])
@@ -121,6 +121,7 @@ def test_short_lengths(backend, kernel, N):
             checked(backend, plan)
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
         assert all((result[key] == results[0][key]).all() for key in result)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.each_choice
 @EACH_PERSISTENT
 @pytest.mark.parametrize("Q_stages", [1, 2])

@@ -24,7 +24,7 @@ def contracting(backend, monkeypatch):
     return backend
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("scale", [3e9, 1e36, -1e36])
 @pytest.mark.parametrize("kernel", usual_first(FORWARD.values()))

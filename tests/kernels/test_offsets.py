@@ -40,7 +40,6 @@ def test_query_0_is_at_the_offset(offset, limits):
     assert p.first_position == offset
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
     """With rows that see nothing, a part of the keys, or all."""

@@ -90,7 +90,7 @@ def test_every_element_has_its_own_result(backend, kernel):
         assert np.any(out[i, :, unseen:rows], axis=-1).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, how", IN_TURN, ids=lambda x: getattr(x, "name", None) or ",".join(x)
@@ -99,7 +99,7 @@ def test_options_are_those_of_each_element(backend, kernel, how):
     checked(kernel, backend, **how)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernel", every(ABLE, QUICK[:2]))
 @pytest.mark.parametrize("alone", LENGTHS)
 def test_one_of_both_may_be_given(backend, kernel, alone):
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_each_element(backend, kernel):
     gradients(kernel, backend, causal=True)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, how", IN_TURN_BACKWARD, ids=lambda x: getattr(x, "name", None) or ",".join(x)
@@ -208,7 +208,7 @@ def test_gradients_with_options(backend, kernel, how):
     gradients(kernel, backend, has_dlse=True, **how)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", LENGTHS)
 @pytest.mark.parametrize("kernel", ABLE_BACKWARD, ids=name)
@@ -222,7 +222,6 @@ def test_gradients_of_wide_heads(backend, kernel):
     gradients(BACKWARD[kernel], backend, d=160, causal=True)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernel", every((*ABLE, *ABLE_BACKWARD), ["mma_split_kv"]))
 def test_nvrtc_compiles_them(kernel):
     pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and NVRTC are not installed")

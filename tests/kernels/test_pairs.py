@@ -116,10 +116,9 @@ def of_all(kernel):
 
     But for those that kernels of PAIRED have in another test.
     """
-    if kernel.name not in DISTINCT:
-        return covering(*of_options(kernel))
+    names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
-    return covering(axes_of(kernel, ()), tuple(AXES), before)
+    return covering(axes_of(kernel, ()), tuple(names), before)
 
 
 def parameters(kernels, choices):
@@ -159,10 +158,7 @@ def check(backend, kernel, at):
 
 @pytest.mark.parametrize(
     "kernel, at",
-    parameters(
-        [k for k in KERNELS if k.name in PAIRED],
-        lambda kernel: covering(*of_options(kernel)),
-    ),
+    parameters([k for k in KERNELS if k.name in PAIRED], lambda x: covering(*of_options(x))),
 )
 def test_options_in_every_family(backend, kernel, at):
     check(backend, kernel, at)

@@ -72,7 +72,7 @@ def test_every_sequence_has_its_own_result(backend, kernel):
     assert (lse[:, 22] == -np.inf).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, how", IN_TURN, ids=lambda x: getattr(x, "name", None) or ",".join(x)
@@ -148,7 +148,7 @@ def test_gradients_are_those_of_each_sequence(backend, kernel):
     assert np.any(dq[2:7]) and np.any(dk[2:11])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel, how", IN_TURN_BACKWARD, ids=lambda x: getattr(x, "name", None) or ",".join(x)

@@ -44,7 +44,7 @@ def test_rows_begin_with_their_sink(backend, kernel):
     np.testing.assert_allclose(lse[:, :, :25], np.broadcast_to(SINKS[:, None], (2, 4, 25)), 1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", OTHERS, ids=str)
 @pytest.mark.parametrize("kernel", ABLE, ids=name)
@@ -71,7 +71,7 @@ def test_sinks_of_any_size(backend, kernel):
     of_any_size(FORWARD[kernel], backend, RAGGED)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [RAGGED, {"M": 40, "N": 60}], ids=str)
 @pytest.mark.parametrize("kernel", ABLE, ids=name)

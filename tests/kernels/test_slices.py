@@ -79,6 +79,7 @@ def test_masked_values_do_not_matter(backend, kernel, sizes, dtype):
         guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.usefixtures("every_check")
 def test_rows_need_no_alignment(backend):
     """Odd strides and an unaligned output."""
     plan = planned(MMA, backend, {"M": 40, "N": 50, "d": 264, "dv": 280}, "float16")

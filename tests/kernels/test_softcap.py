@@ -25,7 +25,7 @@ EACH = pytest.mark.parametrize(
 SIZES = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @EACH
 def test_every_rung_caps_scores(backend, kernel, scale):
     p = Problem.of_sizes(**SIZES, dtype=usual_dtype(kernel), causal=True, scale=scale, softcap=2.0)

@@ -31,7 +31,6 @@ def check(backend, kernel, case, **tiles):
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
@@ -43,6 +42,7 @@ OF_TILES = [k for k in LADDER["forward"].values() if k in KERNELS and "fa2" not 
 FAST = ("mma_pipelined", "wgmma_persistent")
 
 
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize("N", [150, 151])  # of an even number rows are read as they are
 @pytest.mark.parametrize(
     "kernel",
@@ -71,6 +71,7 @@ def test_a_repeated_bias_stays_repeated_in_its_copy():
     assert copy.strides[1:] == (16, 0, 2) and not np.shares_memory(copy, odd)
 
 
+@pytest.mark.usefixtures("every_check")
 def test_a_prepared_call_takes_a_bias_at_an_odd_element(backend):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 2, n, 16)).astype(np.float16) for n in (20, 150, 150))
@@ -222,7 +223,8 @@ PAIRS = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("arrays, size", PAIRS)
 @pytest.mark.parametrize(
     "name",

@@ -67,7 +67,7 @@ def arrays_of(how):
     return {x: made[x].astype(np.float32) if x in made else value for x, value in how.items()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernel, mask, how", CASES)
 def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
     q, k, v = drawn(kernel)
@@ -83,7 +83,6 @@ def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
 PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at least one tile of keys
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "kernel",
     [

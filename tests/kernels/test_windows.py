@@ -103,7 +103,7 @@ def test_causal_is_a_window_with_right_0():
     assert (dense_mask(problem(5, 9, window=(None, 0))) == dense_mask(problem(5, 9, True))).all()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernel", usual_first(ABLE))
 @pytest.mark.parametrize("causal", MASKS)
 def test_kernels_are_right(backend, kernel, causal):

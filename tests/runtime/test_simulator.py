@@ -182,7 +182,8 @@ RIGHT_ACCESSES = (
 def test_accesses_of_the_same_global_memory():
     A = np.zeros(65, np.int32)
     for body, schedule in product(RIGHT_ACCESSES, (None, 1, 2)):
-        # One block after another: of two at once, one might find both counts that write.
+        # One block after another: in one of two at once, two threads could draw a remainder of 63
+        # and race.
         grid = (4 if body.startswith("if (atomicAdd") else 1, 1, 1)
         head = "#include <ptx/named_barrier.cuh>"
         launch(body, A, threads=64, grid=grid, workers=1, schedule=schedule, head=head)
