@@ -210,6 +210,7 @@ def wheels(monkeypatch):
     return say
 
 
+@pytest.mark.slow
 def test_the_other_probes_run_if_cupy_is_broken(monkeypatch):
     for name in [x for x in sys.modules if x.split(".")[0] in ("cupy", "cupy_backends")]:
         monkeypatch.delitem(sys.modules, name)

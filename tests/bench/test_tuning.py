@@ -151,6 +151,7 @@ def test_a_second_tuning_measures_nothing_again(laps, engine, monkeypatch):
     assert len(seen) == 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_tuning_is_continued(laps, engine, monkeypatch):
     with monkeypatch.context() as patch:
         seen = count_checks(patch, interrupted=1)

@@ -249,14 +249,13 @@ def test_launches_that_make_tile_maps_compile():
         assert compile_launch(launch, "90").spilled_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(8)
-@pytest.mark.each_choice
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
     "kernel",
-    usual_first(
-        k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features
-    ),
+    [k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features],
+    ids=lambda kernel: kernel.name,
 )
 def test_texts_compile_in_every_kernel(kernel, text):
     (options, operands), arch = TEXTS[text], kernel.target or "80"

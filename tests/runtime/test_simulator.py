@@ -688,6 +688,7 @@ __device__ __noinline__ void call(float* A) {
 CALLED = "A[0] = 1;\ncall(A);"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["g++", "zig"])
 def test_both_compilers_run_and_check(monkeypatch, compiler):
     if compiler == "zig":
