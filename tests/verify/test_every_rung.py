@@ -12,7 +12,7 @@ from cupyfa.verify.workers import Here
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(cupyfa.kernels())), ids=name)
 def test_a_rung_passes_its_check(at, kernel, monkeypatch, request):
-    """On samples that check draws by default: with --all on all, else on three groups of ten."""
+    """With --all, on all samples of a default check; otherwise on three groups of the ten."""
     # Unlike other tests it computes much, so the compiler optimises.
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     simulator = backend_named("simulator")

@@ -39,7 +39,7 @@ def outcomes(kernel, first=0):
 
 
 def shows(fault, outcome):
-    """Whether an outcome is what a fault looks like, and names its source line."""
+    """Whether an outcome matches the pattern of a fault and names its source line."""
     message = f"{outcome.kind}: {outcome.message}"
     if not outcome.failed or not re.search(fault.shows, message, re.S):
         return False
