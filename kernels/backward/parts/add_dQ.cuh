@@ -25,10 +25,12 @@ constexpr int leaving_threads = consumers * adding_threads;
 template <int Br, int Bc>
 __device__ __forceinline__ void store_dS(const Operands<Br>& operands, TmaTile<scalar, Br, Bc>& dS,
                                          const Own& own) {
-  const int lane = opaque(own.lane), chunk = own.first_key() / 8 + lane / 8 % 2;
+  const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
+  // 16 rows further the chunks are swizzled alike.
+  scalar* const first = dS.at(lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
   for (int i = 0; i < Br / step; ++i)
-    store_matrices_transposed(dS.at(i * step + lane % 8 + lane / 16 * 8, chunk), operands[i]);
+    store_matrices_transposed(first + i * step * dS.in_row, operands[i]);
 }
 
 // Begins dQ = dS K of 64 rows from first_row on, `keys` keys from first_key on, and columns of K
@@ -101,7 +103,7 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;
-  constexpr int warps = consuming_threads / warp_size, parts = Rows::Parts::count;
+  constexpr int warps = consuming_warps, parts = Rows::Parts::count;
   const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
   const auto piece = [&](int number) {
     const int rest = number / Rows::in_part, head = rest / parts / tiles;

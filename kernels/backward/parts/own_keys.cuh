@@ -55,17 +55,24 @@ __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mo
 }
 
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
+// The rows are opaque where they are computed, so that loads of row sums in a loop keep their
+// addresses. Numbers are unsigned where they are divided: signed ones take more instructions.
 struct Own {
-  int warpgroup, warp, lane;
+  int warpgroup;
+  unsigned warp, lane;
+  int rows;
 
   __device__ __forceinline__ Own(int warpgroup)
-      : warpgroup(warpgroup), warp(threadIdx.x / warp_size % 4), lane(threadIdx.x % warp_size) {}
+      : warpgroup(warpgroup),
+        warp(threadIdx.x / warp_size % 4),
+        lane(threadIdx.x % warp_size),
+        rows(opaque(2 * (threadIdx.x % 4))) {}
 
   __device__ __forceinline__ int first_key() const {
     return opaque(warpgroup * warpgroup_rows + warp * step);
   }
   __device__ __forceinline__ int key() const { return first_key() + opaque(lane) / 4; }
-  __device__ __forceinline__ int row() const { return 2 * (opaque(lane) % 4); }
+  __device__ __forceinline__ int row() const { return rows; }
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
   // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
