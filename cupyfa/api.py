@@ -1300,8 +1300,8 @@ def _call_on(
             "devices out, or give NumPy arrays"
         )
     numbers = devices_of(backend, devices)
+    several = numbers if len(numbers) > 1 else ()
     with backend.on(numbers[0]):
-        several = numbers if len(numbers) > 1 else ()
         return _call(how, arrays, out, grads, check, progress, several=several)
 
 

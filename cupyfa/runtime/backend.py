@@ -199,6 +199,9 @@ class Backend(ABC):
     def on(self, device: int) -> Iterator[None]:
         """The context in which a device is the current one of this thread."""
         before = self.device
+        if device == before:
+            yield
+            return
         self.use(device)
         try:
             yield

@@ -84,15 +84,22 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
         alike = [i for i, model in enumerate(models) if model == models[backend.device]]
         return tuple(sorted(alike, key=lambda i: i != backend.device))
     numbers = _numbers(devices)
-    known = f"{backend.name} has {', '.join(map(str, range(len(models))))}"
     if unknown := [i for i in numbers if not 0 <= i < len(models)]:
-        raise ValueError(f'devices has {unknown[0]}, and {known}; give numbers of these, or "all"')
+        raise ValueError(
+            f'devices has {unknown[0]}, and {_known(backend)}; give numbers of these, or "all"'
+        )
     if not numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"devices is {list(numbers)}; give at least one, and each once: {known}")
+        raise ValueError(
+            f"devices is {list(numbers)}; give at least one, and each once: {_known(backend)}"
+        )
     if len({models[i] for i in numbers}) > 1:
         named = ", ".join(f"{i} is {models[i]}" for i in numbers)
         raise ValueError(f"devices are of several models ({named}); give those of one model")
     return numbers
+
+
+def _known(backend: Backend) -> str:
+    return f"{backend.name} has {', '.join(map(str, range(len(backend.models))))}"
 
 
 def _numbers(devices: Any) -> tuple[int, ...]:
