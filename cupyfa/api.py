@@ -96,6 +96,7 @@ if TYPE_CHECKING:
         backend: BackendName | Backend
         tiles: Tiles | None
         check: bool
+        devices: Devices | None
 
 
 Tiles = Mapping[str, int]
@@ -532,7 +533,8 @@ def attention_ragged(
         ("forward", kernel, where), attention_ragged, return_lse, keywords, given
     )
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, out, None, check, repeat=repeat)
+    devices = keywords.get("devices")
+    return _call(how, arrays, out, None, check, repeat=repeat, devices=devices)
 
 
 def attention_ragged_backward(
@@ -575,7 +577,8 @@ def attention_ragged_backward(
     if dlse is not None:
         how[1]["dlse"] = _like_lse(dlse, lse)
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, None, None, check, repeat=repeat)
+    devices = keywords.get("devices")
+    return _call(how, arrays, None, None, check, repeat=repeat, devices=devices)
 
 
 def attention_ragged_vjp(
@@ -949,7 +952,7 @@ def _how_of_sequences(
 
     which: the operation, the kernel and the backend.
     """
-    own = ("options", "tiles", "backend", "check")
+    own = ("options", "tiles", "backend", "check", "devices")
     others = {name: x for name, x in keywords.items() if name not in own}
     _refuse_padded(function, others)
     read, asked = _without_arrays(others)
@@ -1063,7 +1066,7 @@ def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[s
     }
     if isinstance(given.get("options"), AttentionOptions):
         found["options"] = given["options"]
-    for name in ("own", "return_own", "progress", "devices", "wrt", *modifiers.PADDED):
+    for name in ("own", "return_own", "progress", "wrt", *modifiers.PADDED):
         if name in found:
             raise Unsupported(
                 f"{name} cannot be used with lists of arrays; pack them and leave it out, or call "

@@ -179,10 +179,36 @@ def test_all_devices_are_those_like_the_current_one(far):
     assert list(hosts[far]) == [2, 1]  # what is not divided runs on the current one
 
 
+OFFSETS = np.array([0, 30, 31, 65, 71, 120, 124], np.int32)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 4)])
+def test_devices_share_sequences(far, heads, kv_heads):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((124, n, 16), np.float32) for n in (heads, kv_heads, kv_heads))
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
+    made = []
+    for where in ({"backend": far, "devices": "all"}, {"backend": "simulator"}):
+        out, back = cupyfa.attention_ragged_vjp(q, k, v, OFFSETS, OFFSETS, **how, **where)
+        made.append((out, *back(np.cos(out))))
+    for got, right in zip(*made):
+        np.testing.assert_array_equal(got, right)
+    assert set(hosts[far]) == {0, 1, 2}
+
+
+def test_devices_share_lists(far):
+    q, k, v = ([x[0], x[0, :, :9]] for x in arrays(1, 4, 40))
+    there, here = (
+        cupyfa.attention(q, k, v, kernel="fa2", **where)
+        for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"})
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    assert set(hosts[far]) == {1, 2}
+
+
 def test_calls_without_devices_say_so():
     q, k, v = arrays(1, 2, 20)
-    with pytest.raises(cupyfa.Unsupported, match="devices cannot be used with lists"):
-        cupyfa.attention([q[0]], [k[0]], [v[0]], devices="all")
     with pytest.raises(TypeError, match="call with cupy.cuda.Device"):
         cupyfa.compile(q, k, v, devices="all")
 
@@ -302,6 +328,19 @@ def test_shares_have_equal_work(what):
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(x.rows.start > 0 for share in made for x in share)
     assert cuts < count  # of rows, of which keys are sent twice
+
+
+def test_shares_of_sequences_have_equal_work():
+    """Of pieces of equal bytes those with longer sequences have more work."""
+    lengths = [40_000, *[500] * 400, 20_000, 300, *[9000] * 8]
+    starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
+    plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
+    made = divided(plan, pieces.cut(plan, plan_of, 16 << 20, 10**12, starts), 3, starts)
+    work = [
+        sum(lengths[i] ** 2 * len(x.kv_heads) for x in share for i in x.sequences) for share in made
+    ]
+    assert sum(work) == 2 * sum(n**2 for n in lengths)
+    assert max(work) * 3 <= 1.25 * sum(work)
 
 
 @pytest.mark.parametrize("heads, count, most", [(7, 3, 3), (2, 4, 1), (32, 3, 11)])

@@ -10,7 +10,7 @@ import numpy as np
 from cupyfa.modifiers import STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
 from cupyfa.runtime.transfer.host import Copies, Move, Transfer, bring, host_of, send
-from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot
+from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot, Starts
 from cupyfa.runtime.transfer.shares import Share
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
@@ -44,8 +44,7 @@ class Call:
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
         chosen, free = self.host.chosen, room(backend, self.host.chosen, pieces.bytes)
-        starts = [inputs[name] for name in _STARTS if name in inputs]
-        self.cut = pieces.cut(piece_bytes(chosen, free), free, starts)
+        self.cut = pieces.cut(piece_bytes(chosen, free), free, starts_of(inputs))
         self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
@@ -214,6 +213,11 @@ class Call:
                 if name in self.results and self.results[name].size:
                     group = self.plan.problem.group
                     piece.of(self.results[name], self.axes[name], group)[...] = total
+
+
+def starts_of(inputs: Mapping[str, np.ndarray]) -> Starts:
+    """Where the sequences of packed rows and keys begin, if the arrays are packed."""
+    return [inputs[name] for name in _STARTS if name in inputs]
 
 
 def room(backend: Backend, chosen: Transfer, size: int) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress
-from cupyfa.runtime.transfer.call import Call, piece_bytes, room
+from cupyfa.runtime.transfer.call import Call, piece_bytes, room, starts_of
 from cupyfa.runtime.transfer.host import host_of
 from cupyfa.runtime.transfer.pieces import Pieces
 from cupyfa.runtime.transfer.shares import Share, shares
@@ -37,7 +37,8 @@ def spread(
     for device in devices:
         with backend.on(device):
             rooms.append(room(backend, chosen, pieces.bytes))
-    made = shares(pieces, devices, piece_bytes(chosen, min(rooms)), min(rooms))
+    free, starts = min(rooms), starts_of(inputs)
+    made = shares(pieces, devices, piece_bytes(chosen, free), free, starts)
     _Spread(backend, dict(zip(devices, made)), inputs, outputs).run(progress)
 
 

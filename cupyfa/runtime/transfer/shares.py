@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
+import numpy as np
+
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.transfer.pieces import Cut, Piece, Pieces, Starts, divisible_axes, is_divisible
 
 _TFLOPS = 100  # of a kernel that was not measured
 _BUS = 50e9  # bytes that go to a device in a second
+_LEAST_PIECES = 4  # of sequences, for each device
 _UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
 Unit = list[Piece]  # one piece, or those whose results are merged
 Axis = tuple[str, int]  # of a piece, and the multiple where it may be cut
@@ -33,26 +36,34 @@ class Share:
         return self.pieces
 
 
-def shares(pieces: Pieces, devices: tuple[int, ...], wanted: int, most: int) -> list[Share]:
+def shares(
+    pieces: Pieces, devices: tuple[int, ...], wanted: int, most: int, starts: Starts = ()
+) -> list[Share]:
     """A share for each device, or for the first ones if the problem has fewer parts.
 
-    ``wanted`` and ``most`` are those of ``cut``, for the device with the least memory. What is made
-    for a device, such as its launches, is remembered.
+    ``wanted``, ``most`` and ``starts`` are those of ``cut``, for the device with the least memory.
+    What is made for a device, such as its launches, is remembered.
     """
-    plan, whole = pieces.plan, pieces.cut(wanted, most)
+    if starts:  # sequences are not divided, and so make uneven shares if they come in few pieces
+        wanted = min(wanted, pieces.bytes // (_LEAST_PIECES * len(devices)))
+    plan, whole = pieces.plan, pieces.cut(wanted, most, starts)
     if devices not in whole.shares:
-        parts = divided(plan, whole.pieces, len(devices)) if is_divisible(plan) else [whole.pieces]
+        parts: Sequence[Sequence[Piece]] = [whole.pieces]
+        if is_divisible(plan):
+            parts = divided(plan, whole.pieces, len(devices), starts)
         whole.shares[devices] = [Cut(plan, part, pieces.plan_of) for part in parts]
     return [Share(plan, pieces.bytes, cut) for cut in whole.shares[devices]]
 
 
-def divided(plan: Plan, pieces: Sequence[Piece], count: int) -> list[list[Piece]]:
+def divided(
+    plan: Plan, pieces: Sequence[Piece], count: int, starts: Starts = ()
+) -> list[list[Piece]]:
     """Consecutive pieces for each of ``count`` devices, none of them empty.
 
     Pieces on the boundary of two shares are cut: along batch and key heads, and along rows where
     the results allow it and whole heads would be uneven. Rows are cut where tiles begin.
     """
-    work, found = _Work(plan, pieces), list[list[Piece]]()
+    work, found = _Work(plan, pieces, starts), list[list[Piece]]()
     left = deque(list(x) for _, x in groupby(pieces, key=_rows_of))
     for devices in range(count, 0, -1):
         goal = -(-sum(map(work.of, left)) // devices)
@@ -82,8 +93,9 @@ class _Work:
     is that of the whole, though all these parts have them.
     """
 
-    def __init__(self, plan: Plan, pieces: Sequence[Piece]) -> None:
+    def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
         self.problem, self.operation = plan.problem, plan.operation
+        self.lengths = [np.diff(x).astype(np.int64) for x in starts]
         axes, arrays = plan.operation.axes_of(plan.problem), plan.arrays
         sent = [x for x in axes if x in arrays and x not in plan.outputs]
         self.sent = [(axes[x].split(), *arrays[x]) for x in sent]
@@ -101,7 +113,19 @@ class _Work:
         return sum(map(self.of_piece, unit))
 
     def _flops(self, piece: Piece) -> int:
+        if self.lengths:
+            return self._flops_of_sequences(piece)
         return self.operation.flops(piece.problem(self.problem))
+
+    def _flops_of_sequences(self, piece: Piece) -> int:
+        """As if all queries saw all keys of their sequence: a mask hides a like share of each."""
+        p, every = self.problem, range(len(self.lengths[0]))
+        some = piece.ranges_of_numbers.get("sequences", every)
+        rows, keys = (x[some.start : some.stop] for x in self.lengths)
+        if p.left is not None and p.right is not None:
+            keys = np.minimum(keys, p.left + p.right + 1)
+        pair = self.operation.flops(p.sequence(1, 1))
+        return int(rows @ keys) * pair * len(piece.kv_heads) // p.kv_heads
 
     def _bytes(self, piece: Piece) -> int:
         p, total = self.problem, 0
