@@ -64,8 +64,8 @@ class _Spread:
     def run(self, progress: Progress | None) -> None:
         try:
             for device in self._shares:
-                name = f"cupyfa_device_{device}"
-                threading.Thread(target=self._serve, args=(device,), name=name, daemon=True).start()
+                with self._backend.on(device):
+                    host_of(self._backend).callers.submit(self._serve, device)
             self._listen(progress)
         finally:
             self._settle()

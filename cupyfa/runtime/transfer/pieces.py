@@ -26,6 +26,7 @@ from cupyfa.runtime.workspace import allocated
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
 _MOST_PARTS = 64  # whose plans are kept for a plan
+_LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
 _FEWER = "call it for fewer batch elements or heads"
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
@@ -99,7 +100,7 @@ def cut(
 ) -> Sequence[Piece]:
     """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
-    Only batch and heads are cut for that, and rows where every array has them. Of a packed batch,
+    Batch and heads are cut for that, and then rows, in whole tiles. Of a packed batch,
     whose sequences begin at ``starts``, each piece has some sequences, or some heads of one that is
     larger. Arrays that several pieces share do not count. A piece that needs more than ``most``
     bytes with them is cut along rows and keys, if the outputs allow it. Pieces that share most
@@ -222,10 +223,26 @@ class _Cutting:
                 b = _largest(b, lambda x: self._fits(x, h, m, n))
             if "heads" in self.divisible and not self._fits(b, h, m, n):
                 h = _largest(h, lambda x: self._fits(b, x, m, n))
-            if all("M" in x for x in self.axes.values()) and not self._fits(b, h, m, n):
-                m = _largest(m, lambda x: self._fits(b, h, x, n))
+            by_rows = "M" in self.divisible and not p.modifiers.is_packed
+            if by_rows and not self._fits(b, h, m, n):
+                m = self._rows(b, h, n)
         m, n = self._within_heads(b, h, m, n)
         return b, h, m, n
+
+    def _rows(self, b: int, h: int, n: int) -> int:
+        """The rows of a piece that is cut along rows, in whole tiles.
+
+        They are as many as fit, but as many as keep the device busy where it also has keys.
+        """
+        p, size = self.plan.problem, self.plan.constants.get("Br", 1)
+        has_keys = any("M" not in x for x in self.axes.values())
+        least = cdiv(_LEAST_TILES, b * h * p.group) * size if has_keys else 1
+
+        def rows(count: int) -> int:
+            return min(round_up(cdiv(p.M, count), size), p.M)
+
+        counts = range(1, max(p.M // least, 1))  # of pieces, but for the most
+        return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def shared_by(self, axis: str) -> int:
         """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
@@ -265,7 +282,7 @@ class _Cutting:
         """The bytes of all arrays of a piece, and of those that no other piece shares."""
         whole = self.plan.problem
         part = self.plan_of(whole.part(b, h, range(m), range(n)))
-        numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads)}
+        numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads), "M": (m, whole.M)}
         cut_axes = {axis for axis, (mine, of_all) in numbers.items() if mine < of_all}
         shared = (x for x, axes in self.axes.items() if x in part.arrays and cut_axes - axes)
         every = needed(part)
