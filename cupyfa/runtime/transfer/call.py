@@ -38,12 +38,17 @@ class Call:
         pieces: Pieces | Share,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
+        free: int | None = None,
     ) -> None:
-        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device."""
+        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
+
+        free: bytes of the device's memory that the call may take, if they are known.
+        """
         self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
-        chosen, free = self.host.chosen, room(backend, self.host.chosen, pieces.bytes)
+        chosen = self.host.chosen
+        free = room(backend, chosen, pieces.bytes) if free is None else free
         self.cut = pieces.cut(piece_bytes(chosen, free), free, starts_of(inputs))
         self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}

@@ -39,7 +39,7 @@ def spread(
             rooms.append(room(backend, chosen, pieces.bytes))
     free, starts = min(rooms), starts_of(inputs)
     made = shares(pieces, devices, piece_bytes(chosen, free), free, starts)
-    _Spread(backend, dict(zip(devices, made)), inputs, outputs).run(progress)
+    _Spread(backend, dict(zip(devices, made)), inputs, outputs, free).run(progress)
 
 
 class _Stopped(Exception):
@@ -50,10 +50,15 @@ class _Spread:
     """The threads of one call; the calling thread sleeps, and reports progress."""
 
     def __init__(
-        self, backend: Backend, shares: Mapping[int, Share], inputs: Arrays, outputs: Arrays
+        self,
+        backend: Backend,
+        shares: Mapping[int, Share],
+        inputs: Arrays,
+        outputs: Arrays,
+        free: int,
     ) -> None:
         self._backend, self._shares = backend, shares
-        self._inputs, self._outputs = inputs, outputs
+        self._inputs, self._outputs, self._free = inputs, outputs, free
         self._lock = threading.Lock()
         self._at_work: set[int] = set()  # devices
         self._is_stopped = False
@@ -130,7 +135,7 @@ class _Spread:
         backend.use(device)
         with backend.working_on(None), backend.lanes() as lanes:
             share = self._shares[device]
-            Call(backend, lanes, share, self._inputs, self._outputs).run(report)
+            Call(backend, lanes, share, self._inputs, self._outputs, self._free).run(report)
 
     def _fail(self, device: int, error: BaseException) -> None:
         if isinstance(error, DeviceError):
