@@ -71,12 +71,11 @@ __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftm
   return sum;
 }
 
-// Computes `cols` columns of this thread's row of O = O * factor + P V.
+// Computes `cols` columns of this thread's row of O = O * factor + P V. P V has sums of its own:
+// small numbers that are added to a large sum one by one lose bits each time.
 template <int cols>
 __device__ void accumulate(Shared& shared, int first, const Seen& seen, real factor) {
-  real sums[cols];
-#pragma unroll
-  for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
+  real sums[cols] = {};
 #pragma unroll 4
   for (int key = seen.first; key < seen.end; ++key) {
     if (!seen.shows(key)) continue;
@@ -84,6 +83,8 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
 #pragma unroll
     for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.V[key][first + i]);
   }
+#pragma unroll
+  for (int i = 0; i < cols; ++i) sums[i] += shared.O[threadIdx.x][first + i] * factor;
 #pragma unroll
   for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
 }
