@@ -124,13 +124,13 @@ struct Scores {
 #pragma unroll
     for (int k = 0; k < cdiv(d, step); ++k) {
       const int col = k % 4 * wgmma_bytes;
-      const Matrix keys = by_rows(K.box[k / 4]) + col;
+      const Matrix keys = by_rows(K.box[k / 4]) + col, queries = by_rows(Q.box[k / 4]) + col;
       if (in_two) {
-        const Matrix queries = by_rows(Q.box[k / 4]) + col;
-        multiply<operand>(sums(k * step / S_columns), queries, keys, k * step % S_columns > 0);
+        auto& sums = reinterpret_cast<float (&)[Bc / 2]>(high[k * step / S_columns * Bc / 2]);
+        multiply<operand>(sums, queries, keys, k * step % S_columns > 0);
         multiply<operand>(low, queries, by_rows(K.box[k / 4][Bc]) + col, k > 0);
       } else {
-        multiply<operand>(high, by_rows(Q.box[k / 4]) + col, keys, k > 0);
+        multiply<operand>(high, queries, keys, k > 0);
       }
       multiply<operand>(low, by_rows(Q.box[k / 4][warpgroup_rows]) + col, keys, in_two || k > 0);
     }
@@ -144,8 +144,6 @@ struct Scores {
       flat(S)[i] = in_two ? fmaf(low[i], low_unit, high[i] + high[Bc / 2 + i])
                           : fmaf(high[Bc / 2 + i] + low[i], low_unit, high[i]);
   }
-  __device__ __forceinline__ float (&sums(int i))
-      [Bc / 2] { return reinterpret_cast<float (&)[Bc / 2]>(high[i * Bc / 2]); }
 };
 
 // A warpgroup of consumers. The tensor cores work for others while it computes its softmax.

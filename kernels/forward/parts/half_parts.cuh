@@ -3,16 +3,14 @@
 // two are exact and bring the largest x to 2^14 … 2^15, within the range of float16. The low part
 // is stored 2^11 times larger, so that it does not run out of exponents before the high one.
 // Tensor cores cut sums off, so those of a tile begin at zero and are added to others in registers,
-// which round. S of more than S_columns columns has two sums for the same reason. A row or key that
-// parts cannot hold gets a flag, and the last launch computes it again from the floats
-// (`repair_parts`, `repair_part_gradients`).
+// which round. A row or key that parts cannot hold gets a flag, and the last launch computes it
+// again from the floats (`repair_parts`, `repair_part_gradients`).
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
 
 constexpr int part_exponent = 14;  // of the largest numbers, times their power of two
 constexpr float low_unit = 0x1p-11f;
-constexpr int S_columns = 128;
 
 // x is between 2 to the power of this and twice that. Of 0, and of what -ftz makes 0, it is -127.
 __device__ __forceinline__ int exponent_of(float x) {

@@ -30,41 +30,33 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
 }
 
 // S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
-// at_once steps of the sum unrolled. Of more than `columns` columns there are two sums.
-template <int at_once = 1, int columns = 256, int Br, int Bc, int depth, int m, int n>
+// at_once steps of the sum unrolled: of all steps, or of some.
+template <int at_once = 1, int begin = 0, int end = 0, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
-  const auto add = [&](float (&sums)[m][n][4], int begin, int end) {
 #pragma unroll at_once
-    for (int k = begin; k < end; ++k) {
-      unsigned high[m][4], low[m][4];
+  for (int k = begin; k < (end ? end : depth / step); ++k) {
+    unsigned high[m][4], low[m][4];
 #pragma unroll
-      for (int i = 0; i < m; ++i) {
-        ldmatrix(high[i], queries(i * step, 2 * k));
-        ldmatrix(low[i], queries(Br + i * step, 2 * k));
-      }
-#pragma unroll
-      for (int j = 0; j < n / 2; ++j) {
-        unsigned b_high[4], b_low[4];
-        ldmatrix(b_high, keys(j * step, 2 * k));
-        ldmatrix(b_low, keys(Bc + j * step, 2 * k));
-        multiply_parts(sums, C, j, high, low, b_high, b_low);
-      }
+    for (int i = 0; i < m; ++i) {
+      ldmatrix(high[i], queries(i * step, 2 * k));
+      ldmatrix(low[i], queries(Br + i * step, 2 * k));
     }
-  };
-  static_assert(depth <= 2 * columns, "S has two sums at most");
-  constexpr int half = depth > columns ? columns / step : depth / step;
-  add(S, 0, half);
-  float rest[m][n][4] = {};
-  if constexpr (depth > columns) add(rest, half, depth / step);
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      unsigned b_high[4], b_low[4];
+      ldmatrix(b_high, keys(j * step, 2 * k));
+      ldmatrix(b_low, keys(Bc + j * step, 2 * k));
+      multiply_parts(S, C, j, high, low, b_high, b_low);
+    }
+  }
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i) {
     float& x = S[i / (4 * n)][i / 4 % n][i % 4];
-    if constexpr (depth > columns) x += rest[i / (4 * n)][i / 4 % n][i % 4];
     x = fmaf(C[i / (4 * n)][i / 4 % n][i % 4], low_unit, x);
   }
 }
