@@ -24,6 +24,7 @@ constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "a tile is a whole number of products");
+constexpr bool in_two = d > S_columns;  // sums of S
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 // `turns` of 1 is unordered: warpgroups begin products as soon as they can. 2 and 3 are ping-pong
@@ -113,18 +114,25 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Maps&
 
 // S = Q K^T: its products of high parts, and those with a low part.
 struct Scores {
-  float high[Bc];     // high high | high low
-  float low[Bc / 2];  // low high
+  float high[Bc];     // high high | high low; in two sums high high of each half
+  float low[Bc / 2];  // low high; in two sums all products with a low part
 
-  // Q's high parts meet both of K in one product, so that they are read once.
+  // Q's high parts meet both of K in one product, so that they are read once. That takes one more
+  // array of sums than two sums of S leave registers for.
   __device__ __forceinline__ void begin(const Queries& Q, const Keys& K) {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < cdiv(d, step); ++k) {
       const int col = k % 4 * wgmma_bytes;
-      const Matrix keys = by_rows(K.box[k / 4]) + col;
-      multiply<operand>(high, by_rows(Q.box[k / 4]) + col, keys, k > 0);
-      multiply<operand>(low, by_rows(Q.box[k / 4][warpgroup_rows]) + col, keys, k > 0);
+      const Matrix keys = by_rows(K.box[k / 4]) + col, queries = by_rows(Q.box[k / 4]) + col;
+      if (in_two) {
+        auto& sums = reinterpret_cast<float (&)[Bc / 2]>(high[k * step / S_columns * Bc / 2]);
+        multiply<operand>(sums, queries, keys, k * step % S_columns > 0);
+        multiply<operand>(low, queries, by_rows(K.box[k / 4][Bc]) + col, k > 0);
+      } else {
+        multiply<operand>(high, queries, keys, k > 0);
+      }
+      multiply<operand>(low, by_rows(Q.box[k / 4][warpgroup_rows]) + col, keys, in_two || k > 0);
     }
     wgmma_commit_group();
   }
@@ -133,7 +141,8 @@ struct Scores {
     read_after_here(low);
 #pragma unroll
     for (int i = 0; i < Bc / 2; ++i)
-      flat(S)[i] = fmaf(high[Bc / 2 + i] + low[i], low_unit, high[i]);
+      flat(S)[i] = in_two ? fmaf(low[i], low_unit, high[i] + high[Bc / 2 + i])
+                          : fmaf(high[Bc / 2 + i] + low[i], low_unit, high[i]);
   }
 };
 

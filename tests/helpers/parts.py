@@ -6,6 +6,7 @@ import numpy as np
 
 LOW = 2.0**11  # times what a low part counts
 FRACTION, TOGETHER = 25, 16  # bits and products of a sum of Hopper's tensor cores
+S_COLUMNS = 128  # of Q and K in one sum of S on tensor cores; floats add up more of them
 
 
 @dataclass
@@ -82,6 +83,25 @@ def add_products(sums, products):
     return cut((np.trunc(terms / unit) * unit).sum(-1))
 
 
+def probes():
+    """Products [rows, TOGETHER] and sums [rows] that show how a tensor core adds them up."""
+    rows = [
+        ([1] + 15 * [2.0**-24], 0),  # all are added before anything is cut off to a float
+        ([1, 2.0**-24, *7 * [0], 2.0**-24], 0),  # both halves at once
+        (16 * [2.0**-25], 1),  # two bits more than a float has
+        (16 * [2.0**-26], 1),  # and no third one
+        ([1.9 * 2.0**-24], 1),  # cut off, not rounded
+        ([-(2.0**-26)], 1),
+        ([-1] + 15 * [-(2.0**-24)], 0),  # towards zero
+        ([1, -1] + 14 * [2.0**-26], 0),  # what cancels later counts for the alignment
+        (16 * [3 * 2.0**-36], 0),  # factors that are subnormal in float16
+    ]
+    products = np.zeros((len(rows), TOGETHER))
+    for products_of_row, (given, _) in zip(products, rows):
+        products_of_row[: len(given)] = given
+    return products, np.array([x for _, x in rows], np.float32)
+
+
 def multiply(a, b, sums=None):
     """a [m, n] times b [n, k] on tensor cores, added to sums."""
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -92,10 +112,14 @@ def multiply(a, b, sums=None):
     return sums
 
 
-def multiply_parts(a, b):
-    """The product of Parts: main sums, and those of low parts apart."""
+def multiply_parts(a, b, together=None):
+    """The product of Parts: main sums, of so many products each, and those of low parts apart."""
     rest = multiply(a.low, b.high, multiply(a.high, b.low))
-    return np.float32(multiply(a.high, b.high) + rest / LOW)
+    main, most = np.float32(0), a.high.shape[1]
+    for i in range(0, most, together or most):
+        end = i + (together or most)
+        main = np.float32(main + multiply(a.high[:, i:end], b.high[i:end]))
+    return np.float32(main + rest / LOW)
 
 
 def attention(q, k, v, scale, tile=64, seed=0, visible=None):
@@ -117,7 +141,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
         for first in range(0, len(k), tile):
             keys = slice(first, first + tile)
             K, V = (Parts(x.high[keys], x.low[keys]) for x in (of.K, of.V))
-            S = multiply_parts(of.Q, Parts(K.high.T, K.low.T)).astype(np.float64)
+            S = multiply_parts(of.Q, Parts(K.high.T, K.low.T), S_COLUMNS).astype(np.float64)
             if visible is not None:
                 S = np.where(visible[:, keys], S, -np.inf)
             top = f(S.max(1, keepdims=True) * unit - 15)
