@@ -117,10 +117,13 @@ struct Consumer {
     barrier_sync(1, consuming_threads);  // both warpgroups have read Q
     if (warpgroup == 1) {
       place.write(flat(dQ));
-      if (lane % 4 < 2) shared.largest[row + lane % 4 * 8] = largest.weight[0][lane % 4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (lane % 4 == 0) shared.largest[row + half * 8] = largest.weight[0][half];
     }
     barrier_sync(1, consuming_threads);  // the sums of the second are there
     if (warpgroup == 1) return;
+#pragma unroll
     for (int half = 0; half < 2; ++half)
       largest.weight[0][half] = fmax(largest.weight[0][half], shared.largest[row + half * 8]);
     place.add_to(flat(dQ));
