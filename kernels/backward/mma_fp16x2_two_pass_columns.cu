@@ -216,7 +216,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile is there, and this one is no longer read
   }
-  const PartKeys keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   const Own own;
   const int own_key = first_key + own.key;
   if constexpr (of_K) {

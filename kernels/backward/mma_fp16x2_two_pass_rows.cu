@@ -8,7 +8,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
 //   options (score.cuh)
-#include <backward/parts/half_gradients.cuh>
+#include <backward/parts/part_rows.cuh>
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
 #include <ptx/cp_async.cuh>
@@ -125,6 +125,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     buffer = stages - 1 - buffer;
   }
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
-  store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row, extent.M,
-              lane);
+  store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
+              extent.M, lane);
 }

@@ -106,7 +106,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const PartKeys keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads, group);
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
+                                        group);
   const bool any = task.first_row < task.end_row;
   Consumer consumer(shared, warpgroup, scorer);
   if (any) {

@@ -1,5 +1,5 @@
-// wgmma_fp16x2_two_pass_columns_wide: `wgmma_fp16x2_two_pass_columns` with two warpgroups that share
-// 64 keys, as in `wgmma_two_pass_columns_wide`: the first sums dV, the second dK.
+// wgmma_fp16x2_two_pass_columns_wide: `wgmma_fp16x2_two_pass_columns` with two warpgroups that
+// share 64 keys, as in `wgmma_two_pass_columns_wide`: the first sums dV, the second dK.
 //
 // So there are registers for larger tiles of rows, whose products read shared memory less often.
 //
@@ -70,8 +70,7 @@ struct ValueConsumer {
     multiply_units<&PartStats::dO_unit>(P, stats, own_scores(0));
     shared.Q_pipeline.arrive(rows);
     shared.dO_pipeline.wait(rows);
-    add_weighted(P, largest, shared.dO[rows.stage], dV,
-                 [&] { shared.dO_pipeline.release(rows); });
+    add_weighted(P, largest, shared.dO[rows.stage], dV, [&] { shared.dO_pipeline.release(rows); });
     rows.advance();
   }
 };
@@ -129,7 +128,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const PartKeys keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads, group);
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
+                                        group);
   const bool any = task.first_row < task.end_row;
   const int lane = threadIdx.x % warp_size, first = task.first_key + own_first();
   if (warpgroup == of_dV) {

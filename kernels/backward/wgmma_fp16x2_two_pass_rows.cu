@@ -8,7 +8,8 @@
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, operand, real, Bk, stages, V_stages, d, dv, threads, shared_bytes and
 //   options (score.cuh)
-#include <backward/parts/part_warpgroups.cuh>
+#include <backward/parts/gradient_parts.cuh>
+#include <backward/parts/part_rows.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros

@@ -1,6 +1,6 @@
 // wgmma_fp16x2_two_pass_rows_wide: `wgmma_fp16x2_two_pass_rows` with two warpgroups that share 64
-// rows, because shared memory holds no more: they take tiles of keys in turn, each with its own sums
-// of dQ, which are added up at the end.
+// rows, because shared memory holds no more: they take tiles of keys in turn, each with its own
+// sums of dQ, which are added up at the end.
 //
 // dP comes before S, so that K is needed from S to dQ alone, and is loaded meanwhile. V is needed
 // for dP alone: there is one buffer for both warpgroups, but they wait for barriers of their own.
@@ -11,7 +11,8 @@
 //   grid (cdiv(M, 64) * heads * batch)    block (384)
 //   the host sets: scalar, operand, real, Bk, d, dv, threads, shared_bytes and options
 //   (score.cuh)
-#include <backward/parts/part_warpgroups.cuh>
+#include <backward/parts/gradient_parts.cuh>
+#include <backward/parts/part_rows.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
@@ -126,7 +127,10 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       largest.weight[0][half] = fmax(largest.weight[0][half], shared.largest[row + half * 8]);
-    place.add_to(flat(dQ));
+    PartSums<depth> other;
+    place.read(flat(other));
+#pragma unroll
+    for (int i = 0; i < depth / 2; ++i) flat(dQ)[i] += flat(other)[i];
   }
 };
 

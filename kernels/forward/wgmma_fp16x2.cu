@@ -63,8 +63,8 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 }
 
 // The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
-__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const PartMaps& Q, const PartMaps& K,
-                                        const PartMaps& V, int group) {
+__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const PartMaps& Q,
+                                        const PartMaps& K, const PartMaps& V, int group) {
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {

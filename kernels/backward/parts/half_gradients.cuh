@@ -1,7 +1,7 @@
 #pragma once
 // P and dS of floats as parts in float16 (half_parts.cuh), in the fragments of mma.cuh, which are
-// those of wgmma too, as operands of gradients: each row of fragments gets a power of two in each tile, and a flag where parts did
-// not hold its sums.
+// those of wgmma too, as operands of gradients: each row of fragments gets a power of two in each
+// tile, and a flag where parts did not hold its sums.
 
 #include <attention/score.cuh>
 #include <backward/parts/part_exponents.cuh>
@@ -213,23 +213,4 @@ __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float
             sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half) * factor;
     }
   }
-}
-
-// Stores 16 rows of dQ for each m, from `first` on, and sets the flags of those that parts did not
-// hold. `exponents` are those of K's columns.
-template <int cols, int m, int n>
-__device__ __forceinline__ void store_dQ(const float (&sums)[m][n][4], const Largest<m>& largest,
-                                         const int* exponents, float scale, Tensor<scalar> dQ,
-                                         Tensor<unsigned char> flags, int batch, int head,
-                                         int first, int end, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * m; ++i) {
-    const float least = largest.least_sum(i / 2, i % 2);
-    const bool wrong = is_wrong<cols>(sums, i / 2, i % 2, least, lane,
-                                      [&](int col) { return exponents[col] > -127; });
-    const int row = first + i * 8 + lane / 4;
-    if (lane % 4 == 0 && wrong && row < end) *flags.row(batch, head, row) = 1;
-  }
-  store_scaled<cols>(sums, scale, dQ, batch, head, first, end, lane,
-                     [&](int col) { return exponents[col] - row_exponent; });
 }

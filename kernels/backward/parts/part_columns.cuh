@@ -2,9 +2,9 @@
 // Passes for keys of warpgroups whose operands are parts in float16: what is loaded, and which
 // scores a thread has.
 
-#include <backward/parts/key_tile.cuh>
+#include <backward/parts/gradient_parts.cuh>
+#include <backward/parts/own_keys.cuh>
 #include <backward/parts/part_keys.cuh>
-#include <backward/parts/part_warpgroups.cuh>
 #include <ptx/bulk_copy.cuh>
 
 // Which scores of a tile the thread has. Its warpgroup's keys begin with first_key.

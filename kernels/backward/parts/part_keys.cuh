@@ -3,6 +3,7 @@
 
 #include <backward/parts/half_gradients.cuh>
 
+template <int d, int dv, int row_slabs>
 struct PartKeys {
   const float* maxima;  // of the rows of the key head's first head
   long long own_head;
@@ -11,8 +12,12 @@ struct PartKeys {
 
   __device__ __forceinline__ PartKeys(const float* row_maxima, const Extent& extent, int batch,
                                       int kv_head, int kv_heads, int group)
-      : own_head((long long)batch * kv_heads + kv_head), batch(batch), kv_head(kv_head),
-        group(group), N(extent.N), kept_factor(extent.kept_factor()) {
+      : own_head((long long)batch * kv_heads + kv_head),
+        batch(batch),
+        kv_head(kv_head),
+        group(group),
+        N(extent.N),
+        kept_factor(extent.kept_factor()) {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 

@@ -30,14 +30,4 @@ struct RegisterTile {
       x[4 * i + 2] = four.z, x[4 * i + 3] = four.w;
     }
   }
-
-  __device__ __forceinline__ void add_to(float (&x)[columns / 2]) const {
-    const int own = opaque(int(threadIdx.x)) % warpgroup_size;
-#pragma unroll
-    for (int i = 0; i < columns / 8; ++i) {
-      const float4 four = fours[i][own];
-      x[4 * i] += four.x, x[4 * i + 1] += four.y;
-      x[4 * i + 2] += four.z, x[4 * i + 3] += four.w;
-    }
-  }
 };

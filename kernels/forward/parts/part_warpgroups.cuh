@@ -45,8 +45,7 @@ struct PartScores {
     for (int k = 0; k < cdiv(columns, step); ++k) {
       const int col = k % 4 * wgmma_bytes;
       const Matrix a = by_rows(A.box[k / 4]) + col, b = by_rows(B.box[k / 4]) + col;
-      if constexpr (!joined)
-        multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
+      if constexpr (!joined) multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
       multiply<operand>(high, a, b, k > 0);
       multiply<operand>(low, by_rows(A.box[k / 4][warpgroup_rows]) + col, b, !joined || k > 0);
     }
@@ -83,8 +82,8 @@ template <int part = 0, int all_rows, int columns, int n, class Begun, class Rea
 __device__ __forceinline__ void add_part_products(const TmaTile<operand, all_rows, columns>& V,
                                                   const unsigned (&P_high)[all_rows / 32][4],
                                                   const unsigned (&P_low)[all_rows / 32][4],
-                                                  const float (&weight)[1][2],
-                                                  float (&O)[1][n][4], Begun begun, Read read) {
+                                                  const float (&weight)[1][2], float (&O)[1][n][4],
+                                                  Begun begun, Read read) {
   constexpr int left = 8 * n - part * box_columns, width = left < box_columns ? left : box_columns;
   constexpr bool is_last = width == left;
   float high[width / 2], low[width / 2];
@@ -108,6 +107,5 @@ __device__ __forceinline__ void add_part_products(const TmaTile<operand, all_row
     float& x = flat(O)[part * box_columns / 2 + i];
     x = fmaf(fmaf(low[i], low_unit, high[i]), weight[0][i % 4 / 2], x);
   }
-  if constexpr (!is_last)
-    add_part_products<part + 1>(V, P_high, P_low, weight, O, begun, read);
+  if constexpr (!is_last) add_part_products<part + 1>(V, P_high, P_low, weight, O, begun, read);
 }

@@ -1,19 +1,14 @@
 #pragma once
-// Gradients of warpgroups whose operands are parts in float16: what the passes for keys and for rows
-// share.
+// Gradients of warpgroups whose operands are parts in float16: what the passes for keys and for
+// rows share.
 
+#include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/half_gradients.cuh>
 #include <forward/parts/part_warpgroups.cuh>
 #include <ptx/opaque.cuh>
-#include <ptx/setmaxnreg.cuh>
 
 template <int columns>
 using PartSums = float[1][columns / 8][4];  // of a product of 64 rows
-
-constexpr int consumers = 2;  // warpgroups
-constexpr int consuming_threads = consumers * warpgroup_size;
-// Registers of a thread: the consumers have all but a few.
-constexpr int producer_registers = 24, consumer_registers = 240;
 
 // A warp's first row or key of those of its warpgroup.
 __device__ __forceinline__ int own_first() {
