@@ -14,8 +14,8 @@
 #include <backward/parts/register_tile.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = padded_columns(d);   // of Q and K, filled up with zeros
+constexpr int width = padded_columns(dv);  // of dO and V
 using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum

@@ -17,7 +17,7 @@
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = padded_columns(d);  // of Q and K, filled up with zeros
 constexpr int own_rows = warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 

@@ -7,6 +7,10 @@
 #include <forward/parts/part_warpgroups.cuh>
 #include <ptx/opaque.cuh>
 
+// The columns of sums, padded. Above 192 these are whole boxes: ptxas spills the sums of others.
+constexpr int padded_columns(int columns) {
+  return columns > 192 ? 256 : cdiv(columns, step) * step;
+}
 template <int columns>
 using PartSums = float[1][columns / 8][4];  // of a product of 64 rows
 
