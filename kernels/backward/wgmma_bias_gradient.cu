@@ -159,7 +159,8 @@ struct CopiedBias {
   }
   // The warp has read it; what shares the tile last releases it.
   __device__ __forceinline__ void end(State& at, bool is_last_share) {
-    if (is_last_share) pipeline.release_by_warp(at);
+    __syncwarp();
+    if (is_last_share && threadIdx.x % warp_size == 0) pipeline.arrive(at);
     at.advance();
   }
 };

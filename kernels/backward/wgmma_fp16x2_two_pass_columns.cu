@@ -34,8 +34,8 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1, consumers);
   shared.V_pipeline.init(1, consumers);
-  // As in wgmma_two_pass_columns.cu: two loads, and each warp has read stats.
-  shared.Q_pipeline.init(consuming_warps, 2);
+  // As in wgmma_two_pass_columns.cu: two loads, and each thread has read stats.
+  shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
@@ -77,7 +77,7 @@ struct Consumer {
     multiply_units<&PartStats::unit>(dS, stats, own());
     add_weighted(P, of_V, dO, dV, [&] { shared.dO_pipeline.release(rows); });
     add_weighted(dS, of_K, Q, dK, [] {});
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     rows.advance();
   }
 };

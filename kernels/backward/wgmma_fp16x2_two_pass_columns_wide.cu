@@ -38,8 +38,8 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_two_pass_columns.cu: two loads; each warp has read stats or P, or written P.
-  shared.Q_pipeline.init(consuming_warps, 2);
+  // As in wgmma_two_pass_columns.cu: two loads; each thread has read stats or P, or written P.
+  shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
@@ -68,7 +68,7 @@ struct ValueConsumer {
     shared.P[rows.stage].write(flat(PS));
     arrive(shared.P_full[rows.stage][threadIdx.x / warp_size % warps]);
     multiply_units<&PartStats::dO_unit>(P, stats, own_scores(0));
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     shared.dO_pipeline.wait(rows);
     add_weighted(P, largest, shared.dO[rows.stage], dV, [&] { shared.dO_pipeline.release(rows); });
     rows.advance();
@@ -99,7 +99,7 @@ struct KeyConsumer {
     compute_dS(dS, PS, stats, own_scores(0), factor);
     multiply_units<&PartStats::unit>(dS, stats, own_scores(0));
     add_weighted(dS, largest, shared.Q[rows.stage], dK, [] {});
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     rows.advance();
   }
 };

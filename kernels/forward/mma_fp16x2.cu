@@ -62,15 +62,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
-  constexpr int half = (depth > S_columns ? S_columns : depth) / step, n = Bc / 8;
-  if (seen) multiply_scores<1, 0, half>(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
-  if constexpr (depth > S_columns) {
-    Fragments<Wr, Bc> more = {};
-    if (seen) multiply_scores<1, half>(shared.Q, shared.K[buffer], more, task.own_row, task.lane);
-#pragma unroll
-    for (int i = 0; i < Wr / step * n * 4; ++i)
-      S[i / (4 * n)][i / 4 % n][i % 4] += more[i / (4 * n)][i / 4 % n][i % 4];
-  }
+  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read

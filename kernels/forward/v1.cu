@@ -85,11 +85,10 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
 
       real* sums = O_sum.row(batch, head, row);
       for (int col = threadIdx.x; col < dv; col += threads) {
-        real sum = 0;  // of this tile, then of all: small numbers lose bits in a large sum
+        real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
         for (int key = 0; key < Bc; ++key) {
           if (first_key + key < kv_end) sum += S[key] * real(shared.V[key][col]);
         }
-        if (tile > 0) sum += sums[col] * old_sum * factor;
         sum *= softmax.inverse_sum();
         if (tile < last)
           sums[col] = sum;

@@ -24,7 +24,6 @@ constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "a tile is a whole number of products");
-constexpr bool in_two = d > S_columns;  // sums of S
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 // `turns` of 1 is unordered: warpgroups begin products as soon as they can. 2 and 3 are ping-pong
@@ -100,7 +99,7 @@ struct Consumer {
   Tensor<const real> scale2;
   OwnRows rows = {0, {}, 0, false};  // begin() sets them
   Fragments<step, width> O;
-  PartScores<Bc, !in_two, in_two> scores;
+  PartScores<Bc> scores;
   PartOperands<Bc> P_high, P_low;
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;

@@ -6,7 +6,6 @@ import numpy as np
 
 LOW = 2.0**11  # times what a low part counts
 FRACTION, TOGETHER = 25, 16  # bits and products of a sum of Hopper's tensor cores
-S_COLUMNS = 128  # of Q and K in one sum of S on tensor cores; floats add up more of them
 
 
 @dataclass
@@ -112,14 +111,10 @@ def multiply(a, b, sums=None):
     return sums
 
 
-def multiply_parts(a, b, together=None):
-    """The product of Parts: main sums, of so many products each, and those of low parts apart."""
+def multiply_parts(a, b):
+    """The product of Parts: main sums, and those of low parts apart."""
     rest = multiply(a.low, b.high, multiply(a.high, b.low))
-    main, most = np.float32(0), a.high.shape[1]
-    for i in range(0, most, together or most):
-        end = i + (together or most)
-        main = np.float32(main + multiply(a.high[:, i:end], b.high[i:end]))
-    return np.float32(main + rest / LOW)
+    return np.float32(multiply(a.high, b.high) + rest / LOW)
 
 
 def attention(q, k, v, scale, tile=64, seed=0, visible=None):
@@ -141,7 +136,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
         for first in range(0, len(k), tile):
             keys = slice(first, first + tile)
             K, V = (Parts(x.high[keys], x.low[keys]) for x in (of.K, of.V))
-            S = multiply_parts(of.Q, Parts(K.high.T, K.low.T), S_COLUMNS).astype(np.float64)
+            S = multiply_parts(of.Q, Parts(K.high.T, K.low.T)).astype(np.float64)
             if visible is not None:
                 S = np.where(visible[:, keys], S, -np.inf)
             top = f(S.max(1, keepdims=True) * unit - 15)

@@ -191,10 +191,10 @@ def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidde
             {"baseline": "computes masked scores", "mma_f64": "end at 256"},
         ),
         (
-            {"dtype": "float32", "M": 256, "N": 128},
+            {"dtype": "float32", "heads": 4, "M": 64, "N": 128},
             "fa2_coalesced",
             {
-                "baseline": "2,097,152 scores take less time",
+                "baseline": "131,072 scores take less time",
                 **dict.fromkeys(("mma_fp16x2", "wgmma_fp16x2"), "made for other sizes"),
             },
         ),
@@ -211,6 +211,21 @@ def test_auto_says_which_faster_kernels_it_did_not_take(sizes, chosen, words):
     missing = {name: why for name, why in words.items() if why not in found.get(name, "")}
     assert not missing, str(found)
     assert words or not found
+
+
+@pytest.mark.parametrize(
+    "sizes, kernel",
+    [
+        ({"M": 16}, "fa2_split_kv"),
+        ({"M": 32}, "wgmma_fp16x2"),
+        ({"M": 64, "N": 8192}, "wgmma_fp16x2"),
+        ({"M": 64, "N": 8192, "heads": 4}, "fa2_split_kv"),
+        ({"M": 512, "heads": 1}, "wgmma_fp16x2"),
+    ],
+)
+def test_few_float32_rows_of_many_heads_go_to_tensor_cores(sizes, kernel):
+    p = Problem.of_sizes(**{"batch": 4, "heads": 16, "N": 1024, "d": 128, **sizes})
+    assert planning.select("auto", "forward", p, H100).name == kernel
 
 
 def test_auto_uses_the_nearest_measured_head_dimension():

@@ -30,8 +30,8 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
 }
 
 // S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
-// at_once steps of the sum unrolled: of all steps, or of some.
-template <int at_once = 1, int begin = 0, int end = 0, int Br, int Bc, int depth, int m, int n>
+// at_once steps of the sum unrolled.
+template <int at_once = 1, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
 #pragma unroll at_once
-  for (int k = begin; k < (end ? end : depth / step); ++k) {
+  for (int k = 0; k < depth / step; ++k) {
     unsigned high[m][4], low[m][4];
 #pragma unroll
     for (int i = 0; i < m; ++i) {

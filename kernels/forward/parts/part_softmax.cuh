@@ -6,7 +6,6 @@
 #include <forward/parts/half_parts.cuh>
 
 constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
-constexpr int S_columns = 128;       // of Q and K in one sum of S: tensor cores cut off long ones
 
 // The rows of a warp. `units` turn the products of a row into scores, as exponents of two. Maxima
 // are those of scores less 15.

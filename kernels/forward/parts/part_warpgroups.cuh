@@ -30,31 +30,23 @@ __device__ __forceinline__ void load_parts(TmaTile<operand, all_rows, columns>& 
 }
 
 // S = A B^T for 64 rows of A and n of B. If `joined`, A's high parts meet both of B in one product,
-// so that they are read once; else the sums take a third fewer registers. `in_two` has a sum of S
-// for each half of the columns, for which joined products leave no registers.
-template <int n, bool joined = true, bool in_two = false>
+// so that they are read once; else the sums take a third fewer registers.
+template <int n, bool joined = true>
 struct PartScores {
-  static_assert(!joined || !in_two, "too many registers");
-  float high[joined || in_two ? n : n / 2];  // high high | high low, or high high of each half
-  float low[n / 2];                          // low high, and high low if not joined
+  float high[joined ? n : n / 2];  // high high | high low
+  float low[n / 2];                // low high
 
   template <int A_rows, int B_rows, int columns>
   __device__ __forceinline__ void begin(const TmaTile<operand, A_rows, columns>& A,
                                         const TmaTile<operand, B_rows, columns>& B) {
     static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "both parts of whole tiles");
-    constexpr int steps = cdiv(columns, step), half = cdiv(steps, 2);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < steps; ++k) {
+    for (int k = 0; k < cdiv(columns, step); ++k) {
       const int col = k % 4 * wgmma_bytes;
       const Matrix a = by_rows(A.box[k / 4]) + col, b = by_rows(B.box[k / 4]) + col;
       if constexpr (!joined) multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
-      if constexpr (in_two) {
-        auto& sums = reinterpret_cast<float (&)[n / 2]>(high[k / half * n / 2]);
-        multiply<operand>(sums, a, b, k % half > 0);
-      } else {
-        multiply<operand>(high, a, b, k > 0);
-      }
+      multiply<operand>(high, a, b, k > 0);
       multiply<operand>(low, by_rows(A.box[k / 4][warpgroup_rows]) + col, b, !joined || k > 0);
     }
     wgmma_commit_group();
@@ -67,8 +59,7 @@ struct PartScores {
 #pragma unroll
     for (int i = 0; i < n / 2; ++i) {
       const float small = joined ? high[n / 2 + i] + low[i] : low[i];
-      const float large = in_two ? high[i] + high[n / 2 + i] : high[i];
-      flat(S)[i] = fmaf(small, low_unit, large);
+      flat(S)[i] = fmaf(small, low_unit, high[i]);
     }
   }
 };
