@@ -103,7 +103,7 @@ Tiles = Mapping[str, int]
 Own = Mapping[str, Any]  # arrays and floats of a kernel's own
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
-Devices = Literal["all"] | Sequence[int]  # that share a call on NumPy arrays
+Devices = Literal["all"] | Sequence[int]  # numbers of GPUs that share a call
 # Arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
@@ -235,7 +235,8 @@ def attention(
     check: also compare all results with the reference, and detect writes outside of them.
     progress: ``progress(done, total, what)`` is called as chunks of NumPy arrays are done.
     devices: for NumPy arrays, the GPUs that share the work: "all", or their numbers as [0, 1]; by
-        default the current one. The bits are those of one GPU.
+        default the current one. The bits are those of one GPU, but for kernels whose sums depend on
+        the number of heads or rows.
 
     Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
     with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
@@ -1871,7 +1872,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
     "dropout_p": "write dropout= and dropout_seed=",
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
-    "devices": "attention and its gradients have it; elsewhere call with cupy.cuda.Device(i):",
+    "devices": "attention, attention_ragged and their gradients have it; elsewhere call with "
+    "cupy.cuda.Device(i):",
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
     "window_size": "write window=(left, right)",
     **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),

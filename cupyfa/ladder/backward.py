@@ -875,7 +875,7 @@ WGMMA_FP16X2_TWO_PASS = rung(
     ),
     tiles=TileChoice.of(
         "Br Bc stages Bk Ks",
-        [(32, 64, 1, 32, 2), (32, 64, 1, 16, 1)],
+        [(32, 64, 1, 32, 2), (32, 64, 1, 16, 2)],
         up_to={
             64: [(64, 128, 2, 64, 3)],
             128: [(64, 64, 2, 48, 2), (64, 64, 1, 32, 2)],
@@ -894,6 +894,7 @@ WGMMA_FP16X2_TWO_PASS = rung(
         "Br is a multiple of 16, up to 64": lambda c: c.Br in (16, 32, 48, 64),
         "Bc is 128, or 64 above d = 64": lambda c: c.Bc == (64 if shares_keys(c) else 128),
         "Bk is a multiple of 16, up to 80": lambda c: c.Bk % 16 == 0 and c.Bk <= 80,
+        "Ks is 2 above d = 128": lambda c: c.Ks == 2 or not is_wide(c),
     },
     arch="90a",
     scratch={

@@ -28,9 +28,10 @@ def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
 def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
     """The same of results, not of gradients: few rows of many heads pay, too.
 
-    A multiprocessor takes as long for 32 rows as for a tile, and without tensor cores for 12.
+    On a multiprocessor a tile with any number of rows takes as long as 12 rows without tensor
+    cores.
     """
-    every = p.batch * p.heads * p.M
+    every = 0 if p.sequences is not None else p.batch * p.heads * p.M
     return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
 
 

@@ -150,9 +150,9 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
     def reason(kernel: Kernel) -> str | None:
         if lack := _lack(kernel, problem, limits):
             return lack
-        if kernel.made_for is None:
+        if kernel.made_for is None or _is_made_for(kernel, problem, limits):
             return _drawback(kernel, problem, limits)
-        return None if _is_made_for(kernel, problem, limits) else "it is made for other sizes"
+        return "it is made for other sizes"
 
     faster = [k for k in able if speeds.get(k.name, 0) > speeds.get(chosen.name, 0)]
     reasons = {k.name: reason(k) for k in faster}

@@ -29,7 +29,7 @@ struct Shared {
   PartStats stats[stages][Br];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  Barrier P_full[stages][warps];  // what a warp reads one other has written
+  Barrier P_full[stages][warps];  // the other warpgroup's warp wrote its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");

@@ -201,7 +201,7 @@ RESULTS = {
         "seen_in_tile(extent, row - 1, first_key, Bc)",
     ),
     "scale forgotten": ("= {scale, mods};", "= {real(1), mods};"),
-    "old sums not rescaled": ("first + i] * factor;", "first + i];"),
+    "old sums not rescaled": ("+ i] * factor + sums[i];", "+ i] + sums[i];"),
 }
 
 

@@ -123,13 +123,26 @@ def test_what_counts_heads_runs_on_the_first_device(far, options):
     assert set(hosts[far]) == {2}
 
 
-def test_a_head_that_does_not_fit_is_merged_on_one_device(far):
+@pytest.mark.parametrize("heads, M, N", [(3, 40, 50), (1, 8, 50), (1, 8, 100), (1, 1, 100)])
+def test_a_head_that_does_not_fit_is_merged_on_one_device(far, heads, M, N):
     transfer.configure(device_bytes=4000)
-    q, k, v = arrays(1, 3, 40, N=50)
+    q, k, v = arrays(1, heads, M, N=N)
     options = {"kernel": "fa2", "backend": far}
     one, many = (cupyfa.attention(q, k, v, devices=x, **options) for x in (None, "all"))
     np.testing.assert_array_equal(many, one)
-    assert len(hosts[far]) == 3
+    assert len(hosts[far]) == heads
+
+
+def test_buffers_may_be_freed_while_a_call_begins(far, monkeypatch):
+    held = devices.host_of
+
+    def freed(backend):
+        host = held(backend)
+        transfer.release()
+        return host
+
+    monkeypatch.setattr(devices, "host_of", freed)
+    same(far, *arrays(4, 2, 60), "all")
 
 
 @pytest.mark.parametrize("device", [0, 1])
@@ -332,7 +345,7 @@ def test_shares_have_equal_work(what):
 
 def test_shares_of_sequences_have_equal_work():
     """Of pieces of equal bytes those with longer sequences have more work."""
-    lengths = [40_000, *[500] * 400, 20_000, 300, *[9000] * 8]
+    lengths = [80_000, *[500] * 400, 40_000, 300, *[18_000] * 8]
     starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
     plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
     made = divided(plan, pieces.cut(plan, plan_of, 16 << 20, 10**12, starts), 3, starts)
@@ -341,6 +354,18 @@ def test_shares_of_sequences_have_equal_work():
     ]
     assert sum(work) == 2 * sum(n**2 for n in lengths)
     assert max(work) * 3 <= 1.25 * sum(work)
+
+
+def test_shares_of_sequences_with_few_queries_have_equal_keys():
+    keys = [*[16_000] * 64, *[1000] * 192]
+    starts = [np.cumsum([0, *x]).astype(np.int32) for x in ([1] * 256, keys)]
+    lengths = ",".join(map(str, keys))
+    plan, plan_of = planned(
+        "wgmma_persistent", lengths=f"{',1' * 256}"[1:] + f":{lengths}", heads=8
+    )
+    made = divided(plan, pieces.cut(plan, plan_of, 33 << 20, 10**12, starts), 2, starts)
+    found = [sum(len(x.keys) * len(x.kv_heads) for x in share) for share in made]
+    assert max(found) * 2 <= 1.05 * sum(found)
 
 
 @pytest.mark.parametrize("heads, count, most", [(7, 3, 3), (2, 4, 1), (32, 3, 11)])

@@ -70,7 +70,8 @@ class _Spread:
         try:
             for device in self._shares:
                 with self._backend.on(device):
-                    host_of(self._backend).callers.submit(self._serve, device)
+                    host = host_of(self._backend)  # kept: buffers may be freed meanwhile
+                host.callers.submit(self._serve, device)
             self._listen(progress)
         finally:
             self._settle()
@@ -98,16 +99,18 @@ class _Spread:
 
     def _settle(self) -> None:
         """Returns when no thread is at work and none can begin, even if Ctrl-C comes again."""
-        try:
-            while True:
+        pressed = None
+        while True:
+            try:
                 with self._lock:
                     self._is_stopped = True
                     if not self._at_work:
-                        return
+                        break
                 self._events.get()
-        except KeyboardInterrupt:
-            self._settle()
-            raise
+            except KeyboardInterrupt as again:
+                pressed = again
+        if pressed is not None:
+            raise pressed
 
     # In the threads
 

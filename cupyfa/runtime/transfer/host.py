@@ -22,7 +22,7 @@ from cupyfa.runtime.backend import Backend, Lane, Mark
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
 
-_MOST_CALLERS = 64
+_MOST_CALLERS = 64  # calls of a device at a time; others wait
 _POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
 _LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # any chunk has room for an element
 Move = Callable[..., None]  # send or bring

@@ -223,8 +223,7 @@ class _Cutting:
                 b = _largest(b, lambda x: self._fits(x, h, m, n))
             if "heads" in self.divisible and not self._fits(b, h, m, n):
                 h = _largest(h, lambda x: self._fits(b, x, m, n))
-            by_rows = "M" in self.divisible and not p.modifiers.is_packed
-            if by_rows and not self._fits(b, h, m, n):
+            if "M" in self.divisible and not self._fits(b, h, m, n):
                 m = self._rows(b, h, n)
         m, n = self._within_heads(b, h, m, n)
         return b, h, m, n
@@ -256,13 +255,15 @@ class _Cutting:
 
     def _within_heads(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
         """Fewer rows and keys, where a piece needs more than the device has."""
-        group, by_rows, by_keys = self.plan.problem.group, "M" in self.divisible, self._by_keys()
+        group, tile = self.plan.problem.group, self.plan.constants.get("Br", 1)
+        by_rows, by_keys = "M" in self.divisible, self._by_keys()
         while (size := self.bytes(b, h, m, n)[0]) > self.most:
             rows, keys = by_rows and m > 1, by_keys and n > 1
             if not (rows or keys):
                 raise self._smallest_too_large(size)
             if rows and (m * group >= n or not keys):
-                m = cdiv(m, 2)
+                half = cdiv(m, 2)
+                m = round_up(half, tile) if m > tile else half
             else:
                 n = cdiv(n, 2)
         return m, n

@@ -13,7 +13,15 @@ from itertools import groupby
 import numpy as np
 
 from cupyfa.planner.plan import Plan
-from cupyfa.runtime.transfer.pieces import Cut, Piece, Pieces, Starts, divisible_axes, is_divisible
+from cupyfa.runtime.transfer.pieces import (
+    Cut,
+    Piece,
+    PieceOfSequences,
+    Pieces,
+    Starts,
+    divisible_axes,
+    is_divisible,
+)
 
 _TFLOPS = 100  # of a kernel that was not measured
 _BUS = 50e9  # bytes that go to a device in a second
@@ -71,8 +79,8 @@ def divided(
         while left and (size := work.of(left[0])) <= goal:
             share += left.popleft()
             goal -= size
-        if left and min(goal, size - goal) > slack:
-            mine, others = work.split(left.popleft(), goal, slack)
+        if left and min(goal, size - goal) > slack and work.is_divisible(left[0]):
+            mine, others = work.split(left.popleft()[0], goal, slack)
             share += mine
             left.extendleft([x] for x in reversed(others))
         elif left and 2 * goal > size:
@@ -90,7 +98,7 @@ class _Work:
     """The work of pieces: operations, or bytes to send where the bus takes longer than kernels.
 
     Arrays without rows, such as keys, count for some rows in proportion, so that the work of parts
-    is that of the whole, though all these parts have them.
+    is that of the whole, though all these parts have them. Sequences have keys of their own.
     """
 
     def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
@@ -133,14 +141,17 @@ class _Work:
             index = piece.index(axes, p.group)
             part = [len(range(n)[x]) for x, n in zip(index, shape, strict=True)]
             size = dtype.itemsize * math.prod(part)
-            total += size if "M" in axes else size * len(piece.rows) // max(p.M, 1)
+            is_whole = "M" in axes or isinstance(piece, PieceOfSequences)
+            total += size if is_whole else size * len(piece.rows) // max(p.M, 1)
         return total
 
-    def split(self, unit: Unit, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:
+    def is_divisible(self, unit: Unit) -> bool:
+        """Whether parts of it are results by themselves; parts that are merged stay together."""
+        return len(unit) == 1 and bool(self.axes)
+
+    def split(self, piece: Piece, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:
         """The pieces up to ``goal``, as nearly as it matters, and those after it."""
-        if len(unit) > 1 or not self.axes:
-            return (unit, []) if 2 * goal > self.of(unit) else ([], unit)
-        return self._split(unit[0], goal, slack, self.axes)
+        return self._split(piece, goal, slack, self.axes)
 
     def _split(
         self, piece: Piece, goal: int, slack: float, axes: Sequence[Axis]

@@ -1,5 +1,5 @@
 #pragma once
-// Where the gradients of keys go whose operands were parts in float16, and their flags.
+// Stores dK and dV of passes on parts in float16, and the flags of their keys.
 
 #include <backward/parts/half_gradients.cuh>
 

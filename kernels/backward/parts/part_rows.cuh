@@ -1,5 +1,5 @@
 #pragma once
-// Where dQ goes whose operands were parts in float16, and its flags.
+// Stores dQ of passes on parts in float16, and the flags of its rows.
 
 #include <backward/parts/half_gradients.cuh>
 
