@@ -62,7 +62,7 @@ def test_large_head_dimensions(backend, kernel, d):
     [("minimal", 1, 8), ("fa2", 1, 8), ("fa2_coalesced", 1, 8), ("fa2_split_kv", 16, 1)],
 )
 def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
-    """Added one by one to the sum of all tiles, positive numbers use up 0.29 of the bound and more."""
+    """Positive numbers use up 0.29 of the bound, or more, if they are added to one sum."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.random((1, heads, rows, 16), np.float32) for rows in (M, 4096, 4096))
     out = cupyfa.attention(q, k, v, kernel=kernel, backend=backend)
