@@ -61,6 +61,7 @@ def cases():
     return chosen
 
 
+@pytest.mark.few(700)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("arch, launch", cases())
 def test_every_kernel_for_every_architecture(arch, launch):

@@ -169,6 +169,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
 
 
 @pytest.mark.sampled(8)
+@pytest.mark.few(60)
 @pytest.mark.each_choice("file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
 def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, number, about_turns):
