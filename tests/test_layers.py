@@ -28,6 +28,7 @@ LAYERS = [
     {"runtime"},
     {"blocks"},
     {"api"},
+    {"parts"},
     {"dask"},
     {"verify"},
     {"bench"},
