@@ -29,7 +29,7 @@ LAYERS = [
     {"blocks"},
     {"api"},
     {"parts"},
-    {"dask"},
+    {"dask", "distributed"},
     {"verify"},
     {"bench"},
     {"report"},
