@@ -14,7 +14,7 @@ from helpers.merged import merged
 
 import cupyfa
 import cupyfa.distributed as ranks
-from cupyfa import DeviceError, Problem, SimulatorFault, Unsupported
+from cupyfa import AttentionOptions, DeviceError, Problem, SimulatorFault, Unsupported
 from cupyfa.distributed import agreement, job
 from cupyfa.distributed.shards import Shards
 from cupyfa.numerics import tolerance
@@ -485,3 +485,58 @@ def test_cupyfa_imports_nothing_of_it():
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[]"
+
+
+# Many ranks
+
+
+def plain(q, k, v, *, return_lse, options, **how):
+    """Attention by its definition, so that a test has time for many calls of it."""
+    scores = q @ k.swapaxes(2, 3) * np.float32(q.shape[3] ** -0.5)
+    if options.offset is not None:
+        rows, keys = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
+        scores[..., keys > rows + options.offset] = -np.inf
+    top = scores.max(axis=3, keepdims=True, initial=-1e30)
+    weights = np.exp(scores - top)
+    sums = weights.sum(axis=3)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.log(sums) + top[..., 0]
+        return np.where(sums[..., None] == 0, 0, weights @ v / sums[..., None]), lse
+
+
+def plainly_merged(parts, **how):
+    top = np.max([lse for _, lse in parts], axis=0)
+    weights = [np.where(np.isneginf(lse), 0, np.exp(lse - top))[..., None] for _, lse in parts]
+    total = sum(weights)
+    return sum(w * out for w, (out, _) in zip(weights, parts)) / total, top + np.log(total[..., 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule, count, n, heads",
+    [
+        ("gather", 64, 200, 2),
+        ("gather", 1024, 1500, 1),
+        ("heads", 64, 100, 64),
+        ("heads", 128, 300, 128),
+        ("ring", 64, 300, 1),
+        ("ring", 128, 100, 1),
+    ],
+)
+def test_many_ranks(monkeypatch, schedule, count, n, heads):
+    """Some without rows; the bytes sent are those of the formula."""
+    monkeypatch.setattr(job, "attention", plain)
+    monkeypatch.setattr(job, "merge", plainly_merged)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, heads, n, 4)).astype("f4") for _ in range(3))
+
+    def of_rank(group):
+        own = (ranks.shard(x, group) for x in (q, k, v))
+        how = {"group": group, "M": n, "N": n, "schedule": schedule, "causal": True, **FORWARD}
+        return ranks.attention(*own, **how), group.sent
+
+    outs, sent = zip(*ranks.threads(count, of_rank, timeout=60))
+    right, _ = plain(q, k, v, return_lse=True, options=AttentionOptions(causal=True, offset=0))
+    np.testing.assert_allclose(joined(outs, "zigzag"), right, rtol=1e-5, atol=1e-5)
+    p = Problem.of(q, k, v)
+    assert [*sent] == [formula(p, count, rank, schedule)[0] for rank in range(count)]

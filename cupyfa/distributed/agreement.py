@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from cupyfa import errors
-from cupyfa.distributed.group import Group
+from cupyfa.distributed.communicator import Group
 
 # What has to be equal, and how an error names it. A digest has 8 bytes for each, 64 in all.
 FIELDS = {

@@ -11,7 +11,7 @@ import numpy as np
 from cupyfa.api import BackendName, Tiles
 from cupyfa.distributed import gather, heads, ring
 from cupyfa.distributed.agreement import require_agreement
-from cupyfa.distributed.group import Group
+from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.job import Job
 from cupyfa.distributed.shards import Order, Shards
 from cupyfa.errors import Unsupported, described
@@ -132,7 +132,7 @@ def attention_backward(
     order: Order = "zigzag",
     schedule: Schedule = "gather",
     causal: Causal | bool | None = False,
-    deterministic: bool = True,
+    deterministic: bool = False,
     dlse: Any = None,
     kernel: str | Kernel = "auto",
     tiles: Tiles | None = None,
@@ -146,8 +146,8 @@ def attention_backward(
 
     q, k, v and the other arguments are those of the call of ``attention``; ``out`` and ``lse`` its
     results with ``return_lse``. dout has the shape of out. ``dlse`` is the gradient of lse, by
-    default 0; give it on all ranks or on none. With ``deterministic``, the default, every run with
-    as many ranks gives the same bits.
+    default 0; give it on all ranks or on none. With ``deterministic`` every run with as many ranks
+    gives the same bits.
 
     Returns dq, dk and dv, like q, k and v. Each part's dk and dv are rounded to the dtype; their
     sums over the ranks are of float32 (float64 for float64), in the order of ranks. Raises what
@@ -175,7 +175,7 @@ def attention_vjp(
     *,
     group: Group,
     return_lse: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
     tiles: Tiles | None = None,

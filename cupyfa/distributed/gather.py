@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cupyfa.distributed.group import Pending
+from cupyfa.distributed.communicator import Pending
 from cupyfa.distributed.job import Job
 from cupyfa.distributed.packing import new, packed, unpacked
 

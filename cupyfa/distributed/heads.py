@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cupyfa.distributed.group import Message
+from cupyfa.distributed.communicator import Message
 from cupyfa.distributed.job import Job
 from cupyfa.distributed.packing import new, packed, unpacked
 from cupyfa.distributed.shards import Shards

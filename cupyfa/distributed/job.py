@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.api import attention, attention_backward
-from cupyfa.distributed.group import Group
+from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.packing import new
 from cupyfa.distributed.shards import Part, Shards
 from cupyfa.parts.calls import Call, offset_of_part
@@ -89,7 +89,10 @@ class Job:
     def taken(self, array: Any, shards: Shards, places: str) -> Any:
         """Rows of an array [rows, …] in another order. places: the name of an array of Shards."""
         index = self._index(shards, places)
-        return array[: shards.n] if index is None else np.take(array, index, axis=0)
+        if index is None:
+            return array[: shards.n]
+        bits = array.view(f"u{array.dtype.itemsize}")  # rows are moved as they are
+        return np.take(bits, index, axis=0).view(array.dtype)
 
     def put(self, array: Any, shards: Shards, places: str, room: int) -> Any:
         """An array [room, …] that has the rows of another one at these places."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cupyfa.distributed.group import Group
+from cupyfa.distributed.communicator import Group
 from cupyfa.errors import described
 from cupyfa.problem import whole
 

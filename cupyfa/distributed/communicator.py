@@ -50,6 +50,19 @@ class Group(ABC):
         """Waits until all that was started has arrived; for those that do not wait before."""
         return
 
+    def close(self) -> None:
+        """Ends the group, when it is not needed any more; all ranks call it."""
+        self.abort("it was closed")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(self._raised(error))
+
     def require_place(self, in_gpu: bool) -> None:
         """Raises TypeError for arrays in a memory from which nothing is sent."""
         return
@@ -88,8 +101,11 @@ class Group(ABC):
             yield
             self.settle()
         except BaseException as error:
-            self.abort(f"rank {self.rank} raised {type(error).__name__}: {error}")
+            self.abort(self._raised(error))
             raise
+
+    def _raised(self, error: BaseException) -> str:
+        return f"rank {self.rank} raised {type(error).__name__}: {error}"
 
 
 def _then(arrived: Pending, result: Callable[[], Any]) -> Pending:

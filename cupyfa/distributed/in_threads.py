@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.distributed.group import Group, Message, Pending, ended, waited
+from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
 from cupyfa.errors import DeviceError
 from cupyfa.problem import whole
 
@@ -42,6 +42,11 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     if errors:
         raise errors[0]
     return results
+
+
+def alone(timeout: float) -> Group:
+    """The group of one rank."""
+    return ThreadGroup(_Room(1), 0, timeout)
 
 
 class ThreadGroup(Group):
