@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_the_launcher_gives_each_process_a_rank(tmp_path):
     done = launched(2, script(tmp_path, text), "--mine", "-n", "3")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [
-        f"{x} {x} 2 127.0.0.1 --mine -n 3" for x in range(2)
+        f"{x} {x} 2 localhost --mine -n 3" for x in range(2)
     ]
 
 
@@ -72,7 +73,7 @@ def met(count, *, port, make=lambda: bytes(range(128)), asking=None, timeout=5.0
 
     def run(rank):
         try:
-            found[rank] = rendezvous.shared_id(rank, count, make, "127.0.0.1", port, timeout)
+            found[rank] = rendezvous.shared_id(rank, count, make, "localhost", port, timeout)
         except Exception as error:
             found[rank] = error
 
@@ -99,14 +100,14 @@ def test_ranks_that_do_not_come():
 
 
 def test_a_port_that_is_taken():
-    with rendezvous._listening("127.0.0.1", 0) as other:
+    with rendezvous._listening("localhost", 0) as other:
         port = other.getsockname()[1]
         found = met(2, port=port, asking=(0,))[0]
-    assert isinstance(found, DeviceError) and f"port {port} of 127.0.0.1 is taken" in str(found)
+    assert isinstance(found, DeviceError) and f"port {port} of localhost is taken" in str(found)
 
 
 def test_a_server_that_is_another_program():
-    with rendezvous._listening("127.0.0.1", 0) as other:
+    with rendezvous._listening("localhost", 0) as other:
 
         def answer():
             connection, _ = other.accept()
@@ -130,7 +131,7 @@ def test_others_who_ask_are_ignored():
 
         while True:
             try:
-                with socket.create_connection(("127.0.0.1", port), 5) as server:
+                with socket.create_connection(("localhost", port), 5) as server:
                     server.sendall(b"GET / HTTP/1.1\r\nHost: a host\r\n\r\n")
                     return rendezvous._read(server, 1)
             except ConnectionRefusedError:
@@ -328,15 +329,19 @@ def test_a_group_that_is_closed_has_no_watchdog():
         group.agree(b"")
 
 
-def test_arrays_are_kept_until_their_messages_have_arrived():
+def test_arrays_are_kept_until_computation_waits_for_their_messages():
     engine = Engine("silent")
     with NcclGroup(0, 2, 30, engine) as group:
-        np.testing.assert_array_equal(group.gather(X)(), [X, X])
-        assert group.sent == X.nbytes and len(group._queued) == 1
-        engine.events[0].done = True
+        array = X.copy()
+        alive = weakref.ref(array)
+        pending = group.gather(array)
+        del array
+        assert alive() is not None and group.sent == X.nbytes
+        np.testing.assert_array_equal(pending(), [X, X])
+        assert alive() is None
+        engine.fault, engine.events[0].done = None, True
         group.settle()
         assert not group._queued
-        engine.fault = None
 
 
 def test_nccl_takes_arrays_in_gpu_memory():

@@ -42,7 +42,7 @@ def main(ranks: int, port: int | None, grace: float, script: str, arguments: Seq
 
 def _start(ranks: int, port: int, command: Sequence[str]) -> list[subprocess.Popen]:
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
-    common["MASTER_ADDR"] = "127.0.0.1"
+    common["MASTER_ADDR"] = "localhost"
     return [
         subprocess.Popen(command, env={**common, "RANK": str(x), "LOCAL_RANK": str(x)})
         for x in range(ranks)
@@ -74,7 +74,7 @@ def _wait(started: Sequence[subprocess.Popen], grace: float) -> int:
 
 def _free_port() -> int:
     with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
+        found.bind(("localhost", 0))
         port: int = found.getsockname()[1]
     return port
 

@@ -67,7 +67,8 @@ def _steps(job: Job, k: Any, v: Any) -> Iterator[Step]:
 
 def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
     """k and v [batch, heads, N, columns] from the messages of all ranks."""
-    by_rank = gathered.reshape(-1, *gathered.shape[2:])
+    ranks, most, *others = gathered.shape
+    by_rank = gathered.reshape(ranks * most, *others)
     return unpacked(job.taken(by_rank, job.k_shards, "padded_places"), d, dv)
 
 

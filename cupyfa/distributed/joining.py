@@ -22,7 +22,7 @@ _NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-_ADDRESS, _PORT = "127.0.0.1", 29400
+_ADDRESS, _PORT = "localhost", 29400
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ def group(
     rank, ranks: which one this process is, from 0, and how many there are.
     unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
         if this program has imported it, else from MASTER_ADDR and MASTER_PORT, by default port
-        29400 of 127.0.0.1.
+        29400 of localhost.
     device: the GPU, which becomes the current one; by default the rank on this host.
     timeout: the seconds for which a rank waits for another one's message, including the work that
         comes before it.

@@ -43,7 +43,7 @@ class NcclGroup(Group):
     def __init__(self, rank: int, ranks: int, timeout: float, engine: Engine) -> None:
         super().__init__(rank, ranks, timeout)
         self._engine = engine
-        self._queued: deque[tuple[Any, Any]] = deque()  # events, and the arrays of each
+        self._queued: deque[tuple[Any, list[Any]]] = deque()  # events, and what each needs
         self._reason = ""  # why the group has ended
         self._ending = threading.Lock()
         self._deadline: float | None = None  # of what this process waits for
@@ -96,11 +96,17 @@ class NcclGroup(Group):
         self._engine.abort()
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
-        """Keeps arrays until their messages have arrived: their memory must not be used again."""
-        self._queued.append((event, arrays))
+        """Keeps arrays until computation waits for their messages.
+
+        Then their memory may be used again: by work that is queued later, and so is done later.
+        """
+        kept = [arrays, result]
+        self._queued.append((event, kept))
 
         def wait() -> Any:
             self._engine.follow(event)
+            _, result = kept
+            kept.clear()
             return result
 
         return wait
