@@ -15,7 +15,7 @@ from helpers.merged import merged
 import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import AttentionOptions, DeviceError, Problem, SimulatorFault, Unsupported
-from cupyfa.distributed import agreement, job
+from cupyfa.distributed import agreement, arguments, job
 from cupyfa.distributed.shards import Shards
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
@@ -471,6 +471,30 @@ def test_the_first_error_of_threads_is_raised():
         ranks.threads(2, of_rank)
     with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
         ranks.threads(0, of_rank)
+
+
+def test_equal_calls_are_checked_and_planned_once(monkeypatch):
+    """Others are not taken for equal: of another type, or with what may have changed."""
+    planned, calls = arguments.planned, []
+
+    def counted(*args, **options):
+        calls.append(args[0])
+        return planned(*args, **options)
+
+    monkeypatch.setattr(arguments, "planned", counted)
+
+    def of_rank(group):
+        for scale in (1.0, 1.0, 2.0, 1.0):
+            ranks.attention(X, X, X, group=group, scale=scale, **FORWARD)
+        assert len(calls) == 2
+        for text in (lambda score: score, lambda score: score + 1):
+            ranks.attention(X, X, X, group=group, score_mod=text, **FORWARD)
+        assert len(calls) == 4
+        with pytest.raises(ValueError, match="causal is 1"):
+            ranks.attention(X, X, X, group=group, causal=True, **FORWARD)
+            ranks.attention(X, X, X, group=group, causal=1, **FORWARD)
+
+    ranks.threads(1, of_rank)
 
 
 def test_what_is_no_group():

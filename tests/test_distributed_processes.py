@@ -10,6 +10,7 @@ import time
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -215,6 +216,23 @@ def test_without_mpi4py(monkeypatch):
         ranks.group(over="mpi")
 
 
+@pytest.mark.parametrize("given", [None, "1"])
+def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
+    """And without NCCL one line says what to install."""
+    import cupy
+
+    from cupyfa.runtime.cuda import nccl
+
+    monkeypatch.setattr(cupy.cuda, "nccl", SimpleNamespace(available=False), raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    nccl._library.cache_clear()
+    with pytest.raises(ImportError, match=r'pip install "nvidia-nccl-cu12>=.* CUDA 13 nvidia-nccl'):
+        ranks.unique_id()
+    assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0")
+
+
 def test_connections_that_are_not_made():
     never = threading.Event()
     with pytest.raises(DeviceError, match=r"they were not made in 0.1 s; do all ranks run"):
@@ -378,7 +396,12 @@ def test_ranks_of_mpi(what):
 def two_gpus(cuda):
     if cuda.devices < 2:
         pytest.skip(f"needs two GPUs, and {cuda.devices} is visible")
-    pytest.importorskip("nvidia.nccl")
+    from cupyfa.runtime.cuda import nccl
+
+    try:
+        nccl._library()
+    except ImportError as reason:
+        pytest.skip(str(reason))
 
 
 @pytest.mark.gpu

@@ -1,59 +1,20 @@
-"""The functions of ranks: arguments are checked and agreed on before arrays are sent."""
+"""The functions of ranks, which all call at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from cupyfa.api import BackendName, Tiles
-from cupyfa.distributed import gather, heads, ring
-from cupyfa.distributed.agreement import require_agreement
+from cupyfa.distributed.arguments import Given
 from cupyfa.distributed.communicator import Group
-from cupyfa.distributed.job import Job
-from cupyfa.distributed.shards import Order, Shards
-from cupyfa.errors import Unsupported, described
+from cupyfa.distributed.shards import Order
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions, Causal
-from cupyfa.parts import arguments
-from cupyfa.parts.calls import Call, options_of_parts, planned
-from cupyfa.parts.texts import places
-from cupyfa.planner.plan import Limits
-from cupyfa.problem import Problem, whole
+from cupyfa.options import AttentionOptions, Causal
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.select import adopt
-from cupyfa.version import __version__
 
 Schedule = Literal["gather", "heads", "ring"]
 Pullback = Callable[..., tuple[Any, ...]]
-
-
-class _Schedule(NamedTuple):
-    forward: Callable[..., tuple[Any, Any]]
-    backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[str]  # what texts may name: its calls count it as the whole does
-
-
-_SCHEDULES = {
-    "gather": _Schedule(
-        gather.forward, gather.backward, frozenset({"batch", "position", "key", "keys"})
-    ),
-    "heads": _Schedule(
-        heads.forward,
-        heads.backward,
-        frozenset({"batch", "query", "queries", "position", "key", "keys"}),
-    ),
-    "ring": _Schedule(ring.forward, ring.backward, frozenset({"batch"})),
-}
-_ELSEWHERE = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    "out": "results are new arrays",
-    "grads": "results are new arrays",
-    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided"),
-    "progress": "ranks work in lockstep",
-}
 
 
 def attention(
@@ -108,13 +69,14 @@ def attention(
     rank fails, ends or does not answer within the time-out of the group, which then has ended;
     else what ``cupyfa.attention`` raises.
     """
-    given = _Given(attention, group, (q, k, v), {"causal": causal, **others})
-    call = given.agreed(
-        "forward", M=M, N=N, order=order, schedule=schedule, kernel=kernel, tiles=tiles,
-        backend=backend, check=check, options=options, captured=captured,
-    )  # fmt: skip
+    how = {
+        "M": M, "N": N, "order": order, "schedule": schedule, "kernel": kernel, "tiles": tiles,
+        "backend": backend, "check": check, "options": options, "captured": captured,
+    }  # fmt: skip
+    given = Given(attention, "forward", group, (q, k, v), how, {"causal": causal, **others})
+    call, arrays = given.agreed()
     with group.calling():
-        out, lse = call.schedule.forward(call.job, *call.arrays)
+        out, lse = call.schedule.forward(call.job, *arrays)
     return (out, lse) if return_lse else out
 
 
@@ -153,16 +115,17 @@ def attention_backward(
     sums over the ranks are of float32 (float64 for float64), in the order of ranks. Raises what
     ``attention`` raises.
     """
-    named = {"dout": dout, "out": out, "lse": lse, "dlse": dlse}
-    of_rows = {name: x for name, x in named.items() if x is not None or name != "dlse"}
-    given = _Given(
-        attention_backward, group, (q, k, v), {"causal": causal, **others}, of_rows, deterministic
+    how = {
+        "M": M, "N": N, "order": order, "schedule": schedule, "kernel": kernel, "tiles": tiles,
+        "backend": backend, "check": check, "options": options, "captured": captured,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    of_rows = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    given = Given(
+        *(attention_backward, "backward", group, (q, k, v), how, {"causal": causal, **others}),
+        of_rows,
     )
-    call = given.agreed(
-        "backward", M=M, N=N, order=order, schedule=schedule, kernel=kernel, tiles=tiles,
-        backend=backend, check=check, options=options, captured=captured,
-    )  # fmt: skip
-    q, k, v, *rows = call.arrays
+    call, (q, k, v, *rows) = given.agreed()
     with group.calling():
         dq, dk, dv = call.schedule.backward(call.job, (q, *rows), k, v)
     return dq, dk, dv
@@ -201,192 +164,3 @@ def attention_vjp(
         )  # fmt: skip
 
     return ((out, lse) if return_lse else out), pullback
-
-
-class _Agreed(NamedTuple):
-    """A call that all ranks make. arrays: q, k and v, and for gradients dout, out, lse and dlse."""
-
-    schedule: _Schedule
-    job: Job
-    arrays: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """The arguments of a call that are this rank's own, or that are refused.
-
-    of_rows: dout, out, lse and dlse. others: options by name, and what the function may not have.
-    """
-
-    function: Callable[..., Any]
-    group: Group
-    of_q: Sequence[Any]
-    others: Mapping[str, Any]
-    of_rows: Mapping[str, Any] | None = None
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.group, Group):
-            raise TypeError(
-                f"group is {described(self.group)}; give that of cupyfa.distributed.group()"
-            )
-
-    def agreed(self, operation: str, **how: Any) -> _Agreed:
-        """The call, if that of every rank is right and like the others. Else all ranks raise."""
-        fields = {"version": __version__, "call": self._call(operation, how)}
-        made, error = None, None
-        try:
-            made = self._checked(operation, fields, **how)
-        except Exception as found:
-            error = found
-        require_agreement(self.group, fields, error)
-        assert made is not None
-        return made
-
-    def _call(self, operation: str, how: Mapping[str, Any]) -> str:
-        self.group.calls += 1
-        of_rows = ", ".join(self.of_rows or ())
-        return (
-            f"{operation} number {self.group.calls} ({of_rows}) with "
-            f"schedule={how['schedule']!r}, order={how['order']!r}"
-        )
-
-    def _checked(
-        self,
-        operation: str,
-        fields: dict[str, str],
-        *,
-        M: int | None,
-        N: int | None,
-        order: str,
-        schedule: str,
-        kernel: str | Kernel,
-        tiles: Tiles | None,
-        backend: BackendName | Backend,
-        check: bool,
-        options: AttentionOptions | None,
-        captured: Mapping[str, Any] | None,
-    ) -> _Agreed:
-        """The call of this rank; fields get what has to be equal on all."""
-        if not isinstance(schedule, str) or schedule not in _SCHEDULES:
-            known = " or ".join(map(repr, _SCHEDULES))
-            raise ValueError(f"schedule is {described(schedule)}; use {known}")
-        arguments.refuse_others("cupyfa.distributed", self.function, self.others, _ELSEWHERE)
-        there, arrays = adopt(backend, **dict(zip("qkv", self.of_q)), **(self.of_rows or {}))
-        q, k, v, *of_rows = arrays
-        in_host = isinstance(q, np.ndarray)
-        self.group.require_place(not in_host)
-        asked = {name: x for name, x in self.others.items() if name in OPTIONS}
-        chosen = arguments.without_dropout(AttentionOptions.of(options, asked))
-        q_shards, k_shards, p = self._whole((q, k, v), M, N, order, chosen, captured)
-        _refuse_places(p, schedule)
-        _require_heads(p, schedule, self.group.ranks)
-        _check_rows(q, v, p, dict(zip(self.of_rows or {}, of_rows)))
-        planned_how = planned(
-            operation, p, there.limits, kernel, tiles, deterministic=self.deterministic
-        )
-        fields |= _described(p, captured, planned_how, there.limits)
-        how = {**planned_how, "backend": backend, "check": check}
-        if operation == "backward":
-            how["deterministic"] = self.deterministic
-        call = Call(options_of_parts(p), captured, how)
-        job = Job(self.group, p, q_shards, k_shards, call, there, in_host)
-        return _Agreed(_SCHEDULES[schedule], job, arrays)
-
-    def _whole(
-        self,
-        arrays: Sequence[Any],
-        M: int | None,
-        N: int | None,
-        order: str,
-        options: AttentionOptions,
-        captured: Mapping[str, Any] | None,
-    ) -> tuple[Shards, Shards, Problem]:
-        """How queries and keys are divided, and the problem of all."""
-        q, k, v = arrays
-        Problem.of(q, k, v)  # of this rank's rows: their shapes and dtypes go together
-        for name, x in zip("qkv", arrays):
-            _check_axes(name, x)
-        of_q, of_k = self._shards("q", q, M, order), self._shards("k", k, N, order)
-        whole_arrays = (_of_whole(x, s.n) for x, s in ((q, of_q), (k, of_k), (v, of_k)))
-        numbers = arguments.numbers(captured)
-        return of_q, of_k, Problem.of(*whole_arrays, options=options, operands=numbers)
-
-    def _shards(self, name: str, array: Any, n: int | None, order: str) -> Shards:
-        """How the rows of q, or of k, are divided. Raises for another number than this rank's."""
-        size, total = ("queries", "M") if name == "q" else ("keys", "N")
-        have, group = array.shape[2], self.group
-        shards = Shards.of(
-            have * group.ranks if n is None else whole(total, n, 0), group.ranks, order
-        )
-        own = shards.sizes[group.rank]
-        if have != own:
-            raise ValueError(
-                f"{name} has {have} rows, and rank {group.rank} of {group.ranks} has {own} of "
-                f"{total}={shards.n} {size}; give those of rows({shards.n}, group, order={order!r})"
-            )
-        return shards
-
-
-def _of_whole(array: Any, rows: int) -> np.ndarray:
-    """An array with the shape and dtype that the whole has, without memory for its elements."""
-    batch, heads, _, columns = array.shape
-    return np.broadcast_to(np.empty((), array.dtype), (batch, heads, rows, columns))
-
-
-def _described(
-    p: Problem, captured: Mapping[str, Any] | None, how: Mapping[str, Any], limits: Limits
-) -> dict[str, str]:
-    """What has to be equal on all ranks, as errors write it."""
-    sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-    options = p.options.changed
-    kernel = how["kernel"]
-    return {
-        "dtype": p.dtype.name,
-        "sizes": ", ".join(f"{x}={getattr(p, x)}" for x in sizes),
-        "options": ", ".join(f"{x}={y}" for x, y in {**options, **(captured or {})}.items()),
-        "kernel": f"{getattr(kernel, 'name', kernel)} {how['tiles']}",
-        "device": str(limits),
-    }
-
-
-def _check_axes(name: str, array: Any) -> None:
-    if len(array.shape) != 4:
-        raise ValueError(
-            f"{name} has shape {tuple(array.shape)}; give [batch, heads, rows, d]: {name}[None] "
-            "has one more axis"
-        )
-
-
-def _check_rows(q: Any, v: Any, p: Problem, of_rows: Mapping[str, Any]) -> None:
-    """Raises for dout, out, lse or dlse of another shape or dtype than this rank's results."""
-    of_out, of_lse = (*q.shape[:3], v.shape[3]), tuple(q.shape[:3])
-    for name, x in of_rows.items():
-        shape, dtype = (of_lse, p.dtype.sums) if "lse" in name else (of_out, p.dtype.numpy)
-        if tuple(x.shape) != shape:
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; it must be {shape} for this rank's rows"
-            )
-        if x.dtype != dtype:
-            raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert it")
-
-
-def _require_heads(p: Problem, schedule: str, ranks: int) -> None:
-    """Raises ValueError if ranks do not divide the key heads and have to."""
-    if schedule == "heads" and p.kv_heads % ranks:
-        raise ValueError(
-            f'kv_heads={p.kv_heads} is not a multiple of ranks={ranks}, and "heads" gives each '
-            'rank as many; take schedule="gather"'
-        )
-
-
-def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported for texts that name what the calls of a rank count differently."""
-    for place, name in places(p.options).items():
-        if place not in _SCHEDULES[schedule].known:
-            others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]
-            instead = f"take schedule={' or '.join(others)}" if others else "write position - key"
-            raise Unsupported(
-                f"{name} names {place}, which the calls of a rank count from 0 with "
-                f'schedule="{schedule}"; {instead}, or leave it out'
-            )

@@ -33,6 +33,7 @@ class Group(ABC):
         self.sent = 0
         self.calls = 0  # of attention and its gradients
         self.kept: dict[Any, Any] = {}  # small arrays that calls use again
+        self.known: dict[Any, Any] = {}  # calls that were checked
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
