@@ -17,7 +17,7 @@ import pytest
 from helpers import ranks as program
 
 import cupyfa.distributed as ranks
-from cupyfa import DeviceError
+from cupyfa import DeviceError, Unsupported
 from cupyfa.distributed import joining, rendezvous
 from cupyfa.distributed.__main__ import _free_port
 from cupyfa.distributed.nccl import NcclGroup
@@ -206,7 +206,7 @@ def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
 
 
 def test_without_a_gpu(no_device):
-    with pytest.raises(DeviceError, match="no CUDA device"):
+    with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
         ranks.group(0, 2)
 
 
@@ -252,6 +252,7 @@ class Engine:
     """NCCL of a rank alone. With a fault nothing arrives, until it is aborted."""
 
     failures = (ZeroDivisionError,)
+    is_capturing = False
 
     def __init__(self, fault=None):
         self.fault, self.error = fault, ""
@@ -360,6 +361,15 @@ def test_arrays_are_kept_until_computation_waits_for_their_messages():
         engine.fault, engine.events[0].done = None, True
         group.settle()
         assert not group._queued
+
+
+def test_calls_are_not_captured():
+    engine = Engine()
+    with NcclGroup(0, 2, 30, engine) as group:
+        engine.is_capturing = True
+        with pytest.raises(Unsupported, match="is captured as a CUDA graph"):
+            ranks.attention(X, X, X, group=group, backend="simulator")
+        engine.is_capturing = False
 
 
 def test_nccl_takes_arrays_in_gpu_memory():

@@ -13,6 +13,7 @@ from cupyfa.distributed.in_threads import alone
 from cupyfa.distributed.rendezvous import ID_BYTES, shared_id
 from cupyfa.errors import DeviceError, described
 from cupyfa.problem import whole
+from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
 
 # Names of rank, ranks, and rank on this host, by launcher.
@@ -85,7 +86,7 @@ def unique_id() -> bytes:
 
 
 def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
-    cuda = backend_named("cuda")
+    cuda = _cuda(place.rank)
     if place.device >= cuda.devices:
         raise DeviceError(
             f"rank {place.rank} takes device {place.device} of this host, which has "
@@ -105,6 +106,17 @@ def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
 
     engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
     return NcclGroup(place.rank, place.ranks, timeout, engine)
+
+
+def _cuda(rank: int) -> Backend:
+    try:
+        return backend_named("cuda")
+    except DeviceError as error:
+        why = str(error).partition(";")[0]
+        raise DeviceError(
+            f"rank {rank} needs a GPU for NCCL: {why}; group(over='mpi') sends NumPy arrays, and "
+            "threads() tries a program in one process"
+        ) from error
 
 
 def _name(place: Place, timeout: float) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
 from cupyfa.distributed.packing import new
-from cupyfa.errors import DeviceError
+from cupyfa.errors import DeviceError, Unsupported
 
 _SPIN = 1e-3  # seconds for which a rank asks again at once, before it sleeps
 _PAUSE = 1e-4
@@ -21,8 +21,10 @@ _OTHERS = "messages of the other ranks"
 class Engine(Protocol):
     """What a group needs of NCCL: ``cupyfa.runtime.cuda.nccl.Nccl``, or a test's own."""
 
-    failures: tuple[type[Exception], ...]
-
+    @property
+    def failures(self) -> tuple[type[Exception], ...]: ...
+    @property
+    def is_capturing(self) -> bool: ...
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Any: ...
     def gather(self, array: Any, into: Any) -> Any: ...
     def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]: ...
@@ -64,6 +66,11 @@ class NcclGroup(Group):
         return self._pending(event, (array, whole), whole)
 
     def agree(self, message: bytes) -> list[bytes]:
+        if self._engine.is_capturing:
+            raise Unsupported(
+                "the current stream is captured as a CUDA graph, and this process waits for other "
+                "ranks in each call; call outside of the capture"
+            )
         self.sent += len(message) * (self.ranks - 1)
         with self._waiting():
             event, read = self._engine.agree(message)

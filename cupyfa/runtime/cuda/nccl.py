@@ -52,6 +52,11 @@ class Nccl:
         """What calls of NCCL raise."""
         return (self._nccl.NcclError,)
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the work of the current stream is captured as a CUDA graph."""
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+
     def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> Any:
         """Queues messages (contiguous array, rank); the event of their end."""
         self._follow_computation()
