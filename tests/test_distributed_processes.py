@@ -424,6 +424,6 @@ def test_ranks_of_nccl(two_gpus, what):
 def test_a_rank_that_is_killed(two_gpus):
     """The other one raises within the time-out and 5 s."""
     how = {"options": ("--grace", "60"), "timeout": 300}
-    done = launched(2, str(PROGRAM), "nccl", "killed", "10", **how)
+    done = launched(2, str(PROGRAM), "nccl", "killed", "20", **how)
     assert done.returncode == 128 + signal.SIGKILL
     assert "rank 0 of 2 is right" in done.stdout, done.stderr
