@@ -402,6 +402,30 @@ def test_ranks_of_mpi(what):
     require_right(done, 2)
 
 
+EXAMPLE = ROOT / "examples" / "distributed_attention.py"
+
+
+def require_examples_lines(done, count):
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(x for x in done.stdout.splitlines() if x.startswith("rank"))
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} of {count}: gradients (1, 4, {64 // count}, 8), ")
+    assert len(lines) == count
+
+
+@pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_the_example_by_itself(schedule):
+    options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
+    require_examples_lines(launched(1, str(EXAMPLE), *options), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["gather", "heads", "ring"])
+def test_the_example_on_two_gpus(two_gpus, schedule):
+    options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
+    require_examples_lines(launched(2, str(EXAMPLE), *options, timeout=300), 2)
+
+
 @pytest.fixture
 def two_gpus(cuda):
     if cuda.devices < 2:
