@@ -42,7 +42,7 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
-from cupyfa.runtime.select import adopt, backend_named, owner, writable_view
+from cupyfa.runtime.select import adopt, backend_named, devices_of, owner, writable_view
 
 if TYPE_CHECKING:
     from cupyfa.runtime.decoding import KVCache, Step
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         layout: Layout
         tiles: Tiles | None
         check: bool
+        devices: Devices | None
 
     class _Keywords(_Common, total=False):
         """What ``attention`` takes, without return_lse, which decides what it returns."""
@@ -95,12 +96,14 @@ if TYPE_CHECKING:
         backend: BackendName | Backend
         tiles: Tiles | None
         check: bool
+        devices: Devices | None
 
 
 Tiles = Mapping[str, int]
 Own = Mapping[str, Any]  # arrays and floats of a kernel's own
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
+Devices = Literal["all"] | Sequence[int]  # that share a call on NumPy arrays
 # Arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
@@ -175,6 +178,7 @@ def attention(
     out: Any = None,
     check: bool = False,
     progress: Progress | None = None,
+    devices: Devices | None = None,
     **unknown: Any,
 ) -> Any:
     """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
@@ -230,6 +234,8 @@ def attention(
     return_own: names of its ``outputs`` to return after out and lse.
     check: also compare all results with the reference, and detect writes outside of them.
     progress: ``progress(done, total, what)`` is called as chunks of NumPy arrays are done.
+    devices: for NumPy arrays, the GPUs that share the work: "all", or their numbers as [0, 1]; by
+        default the current one. The bits are those of one GPU.
 
     Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
     with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
@@ -266,7 +272,7 @@ def attention(
             map(is_array, seeds)
         ):
             others = check, return_own, isinstance(mask, BlockMask), any(map(is_array, seeds))
-            if own is captured is None and not any(others):
+            if own is captured is devices is None and not any(others):
                 read = alibi_slopes, bias, mask, sink, lengths_q, lengths_k
                 repeat = _repeatable("attention", how, read)
                 if (repeated := _again(repeat, (*arrays, *read), out)) is not None:
@@ -282,7 +288,7 @@ def attention(
             how, arrays = _with_operands(how, arrays, {"mask": mask})
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
-    return _call(how, arrays, out, None, check, progress, repeat=repeat)
+    return _call(how, arrays, out, None, check, progress, repeat=repeat, devices=devices)
 
 
 def compile(
@@ -385,6 +391,7 @@ def attention_backward(
     wrt: Sequence[str] = _QKV,
     grads: Any = None,
     check: bool = False,
+    devices: Devices | None = None,
     **keywords: Unpack[_Padded],
 ) -> tuple[Any, ...]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention``.
@@ -395,7 +402,7 @@ def attention_backward(
     of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
     returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
     floats. ``grads`` has an array for each of them, or None for a new one.
-    ``own`` and ``return_own`` are as for ``attention``.
+    ``own``, ``return_own`` and ``devices`` are as for ``attention``.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
     dtypes of their arrays, then the arrays of ``return_own``; dk and dv are sums over the query
@@ -419,7 +426,7 @@ def attention_backward(
         how += _NOT_GIVEN
     if own is not None or return_own:
         how, arrays = _with_own(how, arrays, own, return_own)
-    return _call(how, arrays, None, grads, check)
+    return _call(how, arrays, None, grads, check, devices=devices)
 
 
 def attention_vjp(
@@ -526,7 +533,8 @@ def attention_ragged(
         ("forward", kernel, where), attention_ragged, return_lse, keywords, given
     )
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, out, None, check, repeat=repeat)
+    devices = keywords.get("devices")
+    return _call(how, arrays, out, None, check, repeat=repeat, devices=devices)
 
 
 def attention_ragged_backward(
@@ -569,7 +577,8 @@ def attention_ragged_backward(
     if dlse is not None:
         how[1]["dlse"] = _like_lse(dlse, lse)
     how, arrays = _with_operands(how[0], arrays, how[1])
-    return _call(how, arrays, None, None, check, repeat=repeat)
+    devices = keywords.get("devices")
+    return _call(how, arrays, None, None, check, repeat=repeat, devices=devices)
 
 
 def attention_ragged_vjp(
@@ -943,7 +952,7 @@ def _how_of_sequences(
 
     which: the operation, the kernel and the backend.
     """
-    own = ("options", "tiles", "backend", "check")
+    own = ("options", "tiles", "backend", "check", "devices")
     others = {name: x for name, x in keywords.items() if name not in own}
     _refuse_padded(function, others)
     read, asked = _without_arrays(others)
@@ -1215,7 +1224,9 @@ _ARRAYS_OF_CALLS = (
     *modifiers.SEEDS,
 )
 # What attention_vjp hands to both passes.
-_OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check"))
+_OF_BOTH = dict.fromkeys(
+    (*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check", "devices")
+)
 # A function, and the arguments of its call that are no arrays, or how many arrays it has of which
 # each may be left out.
 Repeatable = tuple[str, tuple[Any, ...]]
@@ -1235,12 +1246,17 @@ def _call(
     progress: Progress | None = None,
     before: Callable[[], None] | None = None,
     repeat: Repeatable | None = None,
+    devices: Devices | None = None,
+    several: tuple[int, ...] = (),
 ) -> Any:
     """A call of a function of the library.
 
     before: what is done when all arguments were checked, ahead of the launches. repeat: what
-    ``_again`` knows the call by; without it calls with these arrays alone are known.
+    ``_again`` knows the call by; without it calls with these arrays alone are known. devices: as
+    callers give them; ``several`` of them share the work.
     """
+    if devices is not None:
+        return _call_on(devices, how, arrays, out, grads, check, progress)
     last = recent.get(how[0])
     if last is not None and not check and before is repeat is None:
         like, prepared = last  # compared by identity: True equals 1, which is refused
@@ -1267,7 +1283,29 @@ def _call(
     targets = prepared.targets(out, grads)
     if before is not None:
         before()
-    return prepared.run(arrays, targets, check=check, progress=progress)
+    return prepared.run(arrays, targets, check=check, progress=progress, devices=several)
+
+
+def _call_on(
+    devices: Devices,
+    how: How,
+    arrays: Sequence[Any],
+    out: Any,
+    grads: Any,
+    check: bool,
+    progress: Progress | None,
+) -> Any:
+    """A call on NumPy arrays that devices share; what they cannot share runs on the first one."""
+    backend, (q,) = adopt(how[2], q=_leading(how[0], arrays))
+    if not isinstance(q, np.ndarray):
+        raise TypeError(
+            f"devices is {described(devices)}, and the arrays lie on a device already; leave "
+            "devices out, or give NumPy arrays"
+        )
+    numbers = devices_of(backend, devices)
+    several = numbers if len(numbers) > 1 else ()
+    with backend.on(numbers[0]):
+        return _call(how, arrays, out, grads, check, progress, several=several)
 
 
 def _repeatable(name: str, fixed: Sequence[Any], read: Iterable[Any]) -> Repeatable:
@@ -1833,6 +1871,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
     "dropout_p": "write dropout= and dropout_seed=",
     **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
+    "devices": "attention and its gradients have it; elsewhere call with cupy.cuda.Device(i):",
     "enable_gqa": "leave it out: k and v may have fewer heads than q",
     "window_size": "write window=(left, right)",
     **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),

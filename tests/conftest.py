@@ -159,6 +159,14 @@ def cuda():
         pytest.skip(str(reason))
 
 
+@pytest.fixture
+def hopper(cuda):
+    """The same of a device of sm_90, whose tensor cores helpers.parts emulates."""
+    if cuda.limits.arch != "90":
+        pytest.skip(f"{cuda.limits.device} is not of sm_90")
+    return cuda
+
+
 def free_device_memory():
     """Returns CuPy's unused memory to the device for other processes."""
     import cupy

@@ -367,8 +367,10 @@ def _roof(
     if isinstance(computation, str):
         count = naive_bytes if computation == NAIVE else tiled_bytes
         precision = p.precision or p.dtype.name
-        about = count(operation, p), precision, precision != "float32"
-        return Roof(computation, operation, p, device, *about)
+        plain = precision == "float32"
+        parts = "float16" if plain and _parts_pay(device) else None
+        about = count(operation, p), precision, not plain or parts is not None
+        return Roof(computation, operation, p, device, *about, parts=parts)
     try:
         made = plan(computation, p, limits, **constants)
     except Unsupported as error:
@@ -376,6 +378,11 @@ def _roof(
     problem = replace(made.problem, d=p.d, dv=p.dv)
     about = planned_bytes(made), made.rounding or p.dtype.name, uses_tensor_cores(made)
     return Roof(computation.name, operation, problem, device, *about, parts=made.kernel.parts)
+
+
+def _parts_pay(device: Device) -> bool:
+    """Whether tensor cores multiply float32 as parts in float16 faster than the plain units do."""
+    return device.peak("float16", tensor=True) / _OF_PARTS > device.peak("float32", tensor=False)
 
 
 def _with_measurements(

@@ -11,7 +11,7 @@ from cupyfa.bench.trial import STEPS as TRIAL_STEPS, trial
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner.select import plan, select
+from cupyfa.planner.select import passed_over, plan, select
 from cupyfa.report.tables import render, trial_lines, trial_row
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify import sampling
@@ -78,7 +78,8 @@ def run(
     as_run = problem.with_options(precision=planned.problem.precision)
     case = replace(case, problem=as_run)
     if form == "table":
-        click.echo(trial_lines(result, case, backend))
+        found = passed_over(chosen, problem, backend.limits) if kernel == "auto" else None
+        click.echo(trial_lines(result, case, backend, found))
     else:
         click.echo(render([trial_row(result, case, backend)], form))
     sys.exit(0 if result.passed else WRONG)

@@ -9,7 +9,7 @@ from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.planner.plan import Plan, PlannedLaunch
-from cupyfa.planner.select import plan, select
+from cupyfa.planner.select import passed_over, plan, select
 from cupyfa.planner.source import text
 from cupyfa.report.tables import Row, plan_lines, plan_row, render, table_or_fields
 
@@ -54,7 +54,8 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
     record = select(records[0] if records else "auto", operation, problem, limits)
     planned = plan(record, problem, limits, **tiles)
     if form == "table" and view == "plan":
-        click.echo(plan_lines(planned))
+        found = passed_over(record, problem, limits) if kernel == "auto" else None
+        click.echo(plan_lines(planned, found))
     elif form == "table":
         for launch in planned.programs:
             click.echo(_text(view, planned, launch, arch))

@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "out": "results are new Dask arrays, which dask.array.store writes into others",
     "grads": "results are new Dask arrays, which dask.array.store writes into others",
     **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not cut"),
+    "devices": "Dask runs tasks on its workers: start one for each device",
     "progress": "dask.diagnostics.ProgressBar shows the progress of tasks",
 }
 # The axis that each name in a text counts.

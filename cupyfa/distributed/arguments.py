@@ -54,6 +54,7 @@ _ELSEWHERE = {
     "out": "results are new arrays",
     "grads": "results are new arrays",
     **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided"),
+    "devices": "each rank computes on its own device",
     "progress": "ranks work in lockstep",
 }
 

@@ -761,9 +761,153 @@ WGMMA_TWO_PASS = rung(
     unordered=(),
 )
 
+
+def of_maps(names: str) -> str:
+    """The same arguments as tensor maps."""
+    return " ".join(f"{name}.map" for name in names.split())
+
+
+PART_MAPS = of_maps(f"{OPERANDS} {GRADIENT}")
+
+
+def part_boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
+    """The same boxes of both parts."""
+    return {f"{x}_{part}": y for x, y in boxes(rows, keys).items() for part in ("high", "low")}
+
+
+def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
+    """Whether two warpgroups share 64 keys, so that there are registers for tiles of 64 rows."""
+    return max(sizes.d, sizes.dv) > 64
+
+
+def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of K, V and `stages` of Q and dO; in each stage stats of rows and four barriers; P
+    too, and four barriers more, where warpgroups share keys.
+    """
+    tiles = 4 * (c.Bc + c.stages * c.Br) * boxed_width(p)
+    of_P = 256 * c.Br + 32 if shares_keys(p) else 0
+    return round_up(tiles + c.stages * (16 * c.Br + 32 + of_P) + 32, 1024)
+
+
+def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | None = None) -> int:
+    """Two parts of Q, dO, `stages` of K and some of V; stats of rows and barriers."""
+    V_stages = V_stages or fp16x2_V_stages(p, c)
+    d, dv = round_up(p.d, 64), round_up(p.dv, 64)
+    tiles = 4 * (128 * (d + dv) + c.Bk * (c.Ks * d + V_stages * dv))
+    return round_up(tiles + 16 * (128 + 2 + c.Ks + V_stages), 1024)
+
+
+def fp16x2_V_stages(p: Problem, c: SimpleNamespace) -> int:
+    """As many stages of V as of K, or one if shared memory holds no more."""
+    return c.Ks if fp16x2_wgmma_rows_shared(p, c, c.Ks) <= SHARED_OF_SM_90 else 1
+
+
+def fp16x2_wgmma_rows_wide_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of Q and dO of 64 rows, two tiles of K and one of V; stats, maxima and barriers."""
+    d, dv = round_up(p.d, 64), round_up(p.dv, 64)
+    tiles = 4 * (64 * (d + dv) + c.Bk * (2 * d + dv))
+    return round_up(tiles + 64 * (16 + 4) + 88, 1024)
+
+
+WGMMA_FP16X2_COLUMNS = Launch(
+    "wgmma_fp16x2_two_pass_columns",
+    args=f"{PART_MAPS} K_exponents.data V_exponents.data row_maxima.data stats.data dK dV dK_flags "
+    "dV_flags sizes heads kv_heads group scale mods",
+    boxes=part_boxes(lambda p, c: c.Br, lambda p, c: 64),
+    grid=key_tiles,
+    threads=lambda p, c: 384,
+    shared=fp16x2_wgmma_shared,
+    constants={"row_slabs": row_slabs},
+    when=lambda p: not shares_keys(p),
+    walks=DOWN_ROWS,
+)
+WGMMA_FP16X2_ROWS = Launch(
+    "wgmma_fp16x2_two_pass_rows",
+    args=f"{PART_MAPS} K_exponents.data lse delta {UNITS} dQ sizes heads group scale mods",
+    boxes=part_boxes(lambda p, c: 64, lambda p, c: c.Bk),
+    grid=lambda p, c: tiles_of(p, p.M, 128) * p.heads * p.batch,
+    threads=lambda p, c: 384,
+    shared=fp16x2_wgmma_rows_shared,
+    constants={"stages": lambda p, c: c.Ks, "V_stages": fp16x2_V_stages},
+    when=lambda p: not is_wide(p),
+    walks={KEY_TILES: lambda p, c: (128, c.Bk)},
+)
+WGMMA_FP16X2_TWO_PASS = rung(
+    MMA_FP16X2_TWO_PASS,
+    "wgmma_fp16x2_two_pass",
+    "float32 at its own accuracy with wgmma: parts in float16, each tile's sums by themselves",
+    launches=(
+        *SPLIT_FOR_GRADIENTS,
+        Launch(
+            "part_stats",
+            args="lse delta scale2 dO_units flags stats.data M heads mods",
+            grid=row_tiles,
+            threads=lambda p, c: c.Br,
+            constants=BY_LENGTHS,
+        ),
+        *(
+            clear_rest(f"{name}_{part}", rows, heads, width)
+            for name, rows, heads, width in (
+                ("Q", "M", "heads", "d16"),
+                ("dO", "M", "heads", "dv16"),
+                ("K", "N", "kv_heads", "d16"),
+                ("V", "N", "kv_heads", "dv16"),
+            )
+            for part in ("high", "low")
+        ),
+        WGMMA_FP16X2_COLUMNS,
+        replace(
+            WGMMA_FP16X2_COLUMNS,
+            entry="wgmma_fp16x2_two_pass_columns_wide",
+            when=shares_keys,
+        ),
+        WGMMA_FP16X2_ROWS,
+        replace(
+            WGMMA_FP16X2_ROWS,
+            entry="wgmma_fp16x2_two_pass_rows_wide",
+            grid=lambda p, c: tiles_of(p, p.M, 64) * p.heads * p.batch,
+            shared=fp16x2_wgmma_rows_wide_shared,
+            constants={},
+            when=is_wide,
+            walks={KEY_TILES: lambda p, c: (64, c.Bk)},
+        ),
+        REPAIR_PART_GRADIENTS,
+    ),
+    tiles=TileChoice.of(
+        "Br Bc stages Bk Ks",
+        [(32, 64, 1, 32, 2), (32, 64, 1, 16, 1)],
+        up_to={
+            64: [(64, 128, 2, 64, 3)],
+            128: [(64, 64, 2, 48, 2), (64, 64, 1, 32, 2)],
+            192: [(32, 64, 2, 48, 2)],
+            256: [(32, 64, 1, 32, 2)],
+        },
+    ),
+    candidates={
+        "Br": (16, 32, 64),
+        "Bc": (64, 128),
+        "stages": (1, 2, 3, 4),
+        "Bk": (16, 32, 48, 64, 80),
+        "Ks": (1, 2, 3, 4),
+    },
+    rules={
+        "Br is a multiple of 16, up to 64": lambda c: c.Br in (16, 32, 48, 64),
+        "Bc is 128, or 64 above d = 64": lambda c: c.Bc == (64 if shares_keys(c) else 128),
+        "Bk is a multiple of 16, up to 80": lambda c: c.Bk % 16 == 0 and c.Bk <= 80,
+    },
+    arch="90a",
+    scratch={
+        **GRADIENT_SCRATCH,
+        "stats": (lambda p, c: 4 * row_tiles(p, c) * c.Br, "real"),
+    },
+    tflops={"float32": {64: 100, 128: 111, 256: 102}},
+    after=(),
+)
+
 _RUNGS = (
     *(BASELINE, COLUMNS, ROWS, TWO_PASS, MMA_SLICES_BACKWARD, MMA_COLUMNS, MMA_TWO_PASS),
     *(MMA_FP16X2_TWO_PASS, MMA_F64_COLUMNS, WGMMA_COLUMNS, WGMMA_TWO_PASS),
+    WGMMA_FP16X2_TWO_PASS,
 )
 _REST = (
     clear_rest("dQ", "M", "heads", "d"),
@@ -772,7 +916,7 @@ _REST = (
 )
 _OF_LENGTHS = (
     *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
-    *("mma_fp16x2_two_pass", "wgmma_columns", "wgmma_two_pass"),
+    *("mma_fp16x2_two_pass", "wgmma_columns", "wgmma_two_pass", "wgmma_fp16x2_two_pass"),
 )
 KERNELS = tuple(
     of_lengths(x, *_REST) if x.name in _OF_LENGTHS else x for x in map(with_gradients, _RUNGS)

@@ -22,7 +22,7 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import OPERANDS, PARTS, REPAIR_PARTS, SCRATCH, SPLIT, pays_for_splitting
+from cupyfa.ladder.parts import OPERANDS, PARTS, REPAIR_PARTS, SCRATCH, SPLIT, pays_for_few_rows
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -566,7 +566,7 @@ def mma_fp16x2(before: Kernel) -> Kernel:
         parts="float16",
         scratch=SCRATCH,
         tflops={"float32": {64: 88.0, 128: 82.8, 256: 87.6}},
-        made_for=pays_for_splitting,
+        made_for=pays_for_few_rows,
         after=(),
     )
     return replace(made, launches=(*SPLIT, *made.launches))
@@ -800,7 +800,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
         parts="float16",
         scratch=SCRATCH,
         tflops={"float32": {64: 126, 128: 158, 256: 147}},
-        made_for=pays_for_splitting,
+        made_for=pays_for_few_rows,
         after=(),
     )
     cleared = (clear_rest(f"V_{part}", "N", "kv_heads", "dv16") for part in ("high", "low"))

@@ -25,6 +25,15 @@ def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
     return p.M * p.group > 256
 
 
+def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
+    """The same of results, not of gradients: few rows of many heads pay, too.
+
+    A multiprocessor takes as long for 32 rows as for a tile, and without tensor cores for 12.
+    """
+    every = p.batch * p.heads * p.M
+    return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
+
+
 def _elements(p: Problem) -> int:
     """The batch elements, or sequences, each of which has exponents of its own."""
     return p.batch if p.sequences is None else p.sequences

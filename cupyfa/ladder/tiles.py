@@ -23,6 +23,8 @@ RESERVED = (
     *("scalar", "operand", "real"),
     *("multiprocessors", "round"),
 )
+# Names of constants that are rows, or keys, of a tile.
+TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
 _MOSTLY_EMPTY = 0.05  # share of the keys in a problem's tiles that do not exist
 _MORE, _FAR_MORE = 1.15, 1.5  # times the scores that other tiles compute
 _FEW = 4  # tiles of keys in a row; a mask hides a large part of one

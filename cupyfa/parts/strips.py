@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import lcm
 
-# Constants of kernels that are rows or keys of a tile.
-_TILE_SIZES = ("Br", "Bc", "Bk", "Qr", "Qc")
+from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def ranges(chunks: Sequence[int]) -> list[range]:
 
 def tile_of(constants: Mapping[str, int]) -> int:
     """A number of rows and of keys that is whole tiles of a kernel."""
-    return lcm(*(n for name, n in constants.items() if name in _TILE_SIZES))
+    return lcm(*(n for name, n in constants.items() if name in TILE_ROWS + TILE_KEYS))
 
 
 def met_by(

@@ -116,17 +116,24 @@ class Plan:
         return rounding_of(self.kernel, self.problem)
 
     @property
-    def speed(self) -> str:
-        """The TFLOP/s of its kernel in the record, measured on an H100; empty if not measured.
+    def tflops(self) -> tuple[int, float] | None:
+        """The TFLOP/s of its kernel in the record, measured on an H100 with this d; None if not.
 
         "auto" compares these where nothing was measured on the device itself.
         """
-        kind = self.problem.arithmetic
-        measured = self.kernel.tflops.get(kind)
+        measured = self.kernel.tflops.get(self.problem.arithmetic)
         if not measured:
-            return ""
+            return None
         d = nearest_d(measured, self.problem.d)
-        return f"{measured[d]:.3g} TFLOP/s on an H100 with {kind}{f', d={d}' if d else ''}"
+        return d, measured[d]
+
+    @property
+    def speed(self) -> str:
+        """The same in words; empty if not measured."""
+        if self.tflops is None:
+            return ""
+        (d, tflops), kind = self.tflops, self.problem.arithmetic
+        return f"{tflops:.3g} TFLOP/s on an H100 with {kind}{f', d={d}' if d else ''}"
 
     @property
     def launches(self) -> tuple[PlannedLaunch, ...]:

@@ -137,6 +137,28 @@ def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
     return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
 
 
+def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
+    """Kernels measured to be faster than the one that "auto" takes on this device, and why not."""
+    problem = _accurate(problem)
+    able = [
+        k
+        for k in LADDER[chosen.operation].values()
+        if k.suits(problem.precision) and not _other_device(k, problem.dtype.name, limits)
+    ]
+    speeds = _speeds(able, problem, limits)
+
+    def reason(kernel: Kernel) -> str | None:
+        if lack := _lack(kernel, problem, limits):
+            return lack
+        if kernel.made_for is None:
+            return _drawback(kernel, problem, limits)
+        return None if _is_made_for(kernel, problem, limits) else "it is made for other sizes"
+
+    faster = [k for k in able if speeds.get(k.name, 0) > speeds.get(chosen.name, 0)]
+    reasons = {k.name: reason(k) for k in faster}
+    return {name: why for name, why in reasons.items() if why}
+
+
 def folder_of(kernel: Kernel) -> str | None:
     """The folder of a user's kernel; None for a kernel of the ladder."""
     return None if kernel.folder is None else str(Path(kernel.folder).resolve())
@@ -194,21 +216,13 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
     Speeds measured on this device come first. Those of an H100 are scaled by the ratio of the two
     devices, where kernels were measured on both.
     """
-    recorded = {k.name: k.tflops.get(problem.arithmetic) for k in general}
-    measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
-    here = {name: _measured_here(name, problem, limits) for name in measured}
-    both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
-    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
-    speeds = {
-        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
-        for name, found in measured.items()
-    }
-    left = [k for k in general if k.name in measured and not _lack(k, problem, limits)]
+    speeds = _speeds(general, problem, limits)
+    left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
     while left:
         top = max(left, key=lambda k: speeds[k.name])
         last = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]][-1]
         refused = [
-            k for k in {top.name: top, last.name: last}.values() if not _pays(k, problem, limits)
+            k for k in {top.name: top, last.name: last}.values() if _drawback(k, problem, limits)
         ]
         if not refused:
             return last
@@ -216,20 +230,37 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
     return None
 
 
-def _pays(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
-    """Whether the kernel can do the problem, as fast as it was measured, and in little memory.
+def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
+    """TFLOP/s of those measured, by name."""
+    recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
+    measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
+    here = {name: _measured_here(name, problem, limits) for name in measured}
+    both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
+    return {
+        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
+        for name, found in measured.items()
+    }
+
+
+def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Why a measured kernel cannot do the problem as fast as it was measured, or in little memory.
 
     A baseline computes and stores all scores, also hidden ones.
     """
-    if not any(isinstance(x, Matmul) for x in kernel.launches):
-        return can(kernel, problem, limits)
+    is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
     scores = problem.batch * problem.heads * problem.M * problem.N
-    if problem.is_masked or problem.has_mask or scores < _LEAST_SCORES:
-        return False
+    if is_baseline and (problem.is_masked or problem.has_mask):
+        return "it computes masked scores too"
+    if is_baseline and scores < _LEAST_SCORES:
+        return f"{scores:,} scores take less time than its launches"
     try:
-        return plan(kernel, problem, limits).scratch_bytes <= _MOST_SCRATCH
-    except Unsupported:
-        return False
+        made = _first_fit(kernel, _with_columns(kernel, problem.without_maps()), limits, {})
+    except Unsupported as refused:
+        return refused.reason
+    if is_baseline and made.scratch_bytes > _MOST_SCRATCH:
+        return f"its scratch would be {made.scratch_bytes:,} bytes, more than {_MOST_SCRATCH:,}"
+    return None
 
 
 def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
@@ -368,9 +399,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
     ]
     lacking = [name for name in needed if name not in kernel.features]
     own = problem.dtype.name
-    arch = kernel.dtype_arch.get(own, kernel.arch)
     can_do = kernel.precisions_of(own)
-    here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
     if not kernel.takes(own):
         return f"its dtypes are {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
@@ -379,13 +408,22 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"it does not round {own} in pages"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
-    if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
-        return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
-    if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
-        return f"it needs sm_{arch} for {own}, {here} is sm_{limits.arch}"
+    if other := _other_device(kernel, own, limits):
+        return other
     if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
         return f"its head dimensions end at {kernel.largest_d}"
     return limits.no_matmul if any(isinstance(x, Matmul) for x in kernel.launches) else None
+
+
+def _other_device(kernel: Kernel, dtype: str, limits: Limits) -> str | None:
+    """Why devices of this kind cannot run the kernel; None if they can."""
+    arch = kernel.dtype_arch.get(dtype, kernel.arch)
+    here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
+    if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
+        return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
+    if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
+        return f"it needs sm_{arch} for {dtype}, {here} is sm_{limits.arch}"
+    return None
 
 
 def _check_arrays(kernel: Kernel) -> None:

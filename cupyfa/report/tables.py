@@ -100,10 +100,14 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
     }
 
 
-def trial_lines(result: Trial, case: Case, backend: Backend) -> str:
+def trial_lines(
+    result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
+) -> str:
+    """``passed_over`` are faster kernels that "auto" did not take, and why."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "not taken": _reasons(passed_over),
         "problem": str(case),
         "device": backend.limits.device,
         "constants": plan.constants,
@@ -194,11 +198,15 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
     }
 
 
-def plan_lines(plan: Plan) -> str:
-    """The same for people, a line for each fact: of the plan, then of each launch."""
+def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
+    """The same for people, a line for each fact: of the plan, then of each launch.
+
+    ``passed_over`` are faster kernels that "auto" did not take, and why.
+    """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "not taken": _reasons(passed_over),
         "problem": str(plan.problem),
         "speed": plan.speed,
         "constants": plan.constants,
@@ -206,6 +214,14 @@ def plan_lines(plan: Plan) -> str:
         "products": f"{products} by cuBLAS" if products else "",
     }
     return "\n".join(fields(x) for x in (whole, *(_launch(plan, x) for x in plan.programs)))
+
+
+def _reasons(passed_over: Mapping[str, str] | None) -> str:
+    """Kernels with the same reason stand together."""
+    found: dict[str, list[str]] = {}
+    for name, why in (passed_over or {}).items():
+        found.setdefault(why, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items())
 
 
 def _launch(plan: Plan, launch: PlannedLaunch) -> Row:

@@ -7,8 +7,8 @@ NumPy's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -93,6 +93,7 @@ class Backend(ABC):
     known: dict[Any, Any]  # prepared calls, by what decides them; cleared when the limits change
     spaces: dict[Any, Any]  # workspaces that calls share, by device and stream
     devices: int = 1  # visible ones
+    models: Sequence[str] = ("",)  # of the visible devices, by number
     compiles_in_parallel = False  # whether threads compile at the same time
     writes_in_place = True  # whether results are written to a caller's array before all is done
     # What decides how kernels see an array of this backend, except for its address; the address.
@@ -193,6 +194,19 @@ class Backend(ABC):
     def use(self, device: int) -> None:
         """Makes a device current in this thread."""
         return
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """The context in which a device is the current one of this thread."""
+        before = self.device
+        if device == before:
+            yield
+            return
+        self.use(device)
+        try:
+            yield
+        finally:
+            self.use(before)
 
     def synchronize(self) -> None:
         """Waits until all work is done."""

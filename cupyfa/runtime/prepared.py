@@ -201,14 +201,16 @@ class Prepared:
         *,
         check: bool = False,
         progress: Progress | None = None,
+        devices: tuple[int, ...] = (),
     ) -> Any:
         """The call, for arrays that are known to be like those that it was made for.
 
-        ``targets`` are the caller's arrays for the results, each None for a new one.
+        ``targets`` are the caller's arrays for the results, each None for a new one. ``devices``
+        are several that share the work on arrays of the host, the current one first.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
-            return self._closely(arrays, targets, check, progress)
+            return self._closely(arrays, targets, check, progress, devices)
         device, stream = where = backend.current()
         if device != self._device:
             with backend.working_on(arrays[0]):
@@ -422,7 +424,12 @@ class Prepared:
         return {name: self._views[name](x) for name, x in names}
 
     def _closely(
-        self, arrays: Sequence[Any], targets: Sequence[Any], check: bool, progress: Progress | None
+        self,
+        arrays: Sequence[Any],
+        targets: Sequence[Any],
+        check: bool,
+        progress: Progress | None,
+        devices: tuple[int, ...] = (),
     ) -> Any:
         """The call for results that cannot be written at once; views of other libraries' arrays."""
         views = [
@@ -432,14 +439,19 @@ class Prepared:
             for result, mine in zip(self._results, targets)
         ]
         if all(map(is_, views, targets)):
-            return self._in_general(arrays, targets, check, progress)
-        results = self.run(arrays, views, check=check, progress=progress)
+            return self._in_general(arrays, targets, check, progress, devices)
+        results = self.run(arrays, views, check=check, progress=progress, devices=devices)
         if self._is_one:
             return targets[0]
         return tuple(x if mine is None else mine for x, mine in zip(results, targets))
 
     def _in_general(
-        self, arrays: Sequence[Any], targets: Sequence[Any], check: bool, progress: Progress | None
+        self,
+        arrays: Sequence[Any],
+        targets: Sequence[Any],
+        check: bool,
+        progress: Progress | None,
+        devices: tuple[int, ...] = (),
     ) -> Any:
         backend = self._backend
         with backend.working_on(arrays[0]):
@@ -462,6 +474,7 @@ class Prepared:
                 progress=progress,
                 pieces=self._pieces,
                 kernels=self._kernels,
+                devices=devices,
             )
             for mine, result in zip(targets, made):
                 if mine is not None and mine is not result:
@@ -506,20 +519,26 @@ def fill(
     progress: Progress | None = None,
     pieces: Pieces | None = None,
     kernels: Kernels | None = None,
+    devices: tuple[int, ...] = (),
 ) -> None:
     """Computes these outputs; with ``check`` in guarded memory, compared with the reference.
 
     Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces``
-    and ``kernels`` are those of the same plan's calls before. Raises WrongResult if a check fails.
+    and ``kernels`` are those of the same plan's calls before. ``devices`` are several that share
+    the work on arrays of the host; checks are done on the current one. Raises WrongResult if a
+    check fails.
     """
     if check:
         from cupyfa.runtime import guard
     if not all(map(backend.owns, inputs.values())):
         if not check:
-            from cupyfa.runtime.transfer import Call
+            from cupyfa.runtime.transfer import Call, spread
 
+            pieces = pieces or pieces_of(backend, plan)
+            if devices:
+                spread(backend, pieces, inputs, outputs, devices, progress)
+                return
             with backend.lanes() as lanes:
-                pieces = pieces or pieces_of(backend, plan)
                 Call(backend, lanes, pieces, inputs, outputs).run(progress)
             return
         written: Mapping[str, Any] = guard.checked(backend, plan, readable_inputs(plan, inputs), {})

@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -72,6 +72,42 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         )
     cuda = backend_named("cuda" if backend == "auto" else backend)
     return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
+
+
+def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
+    """The numbers of the devices that share a call, all of one model.
+
+    devices: "all" are those like the current one, which comes first.
+    """
+    models = backend.models
+    if isinstance(devices, str) and devices == "all":
+        alike = [i for i, model in enumerate(models) if model == models[backend.device]]
+        return tuple(sorted(alike, key=lambda i: i != backend.device))
+    numbers = _numbers(devices)
+    if unknown := [i for i in numbers if not 0 <= i < len(models)]:
+        raise ValueError(
+            f'devices has {unknown[0]}, and {_known(backend)}; give numbers of these, or "all"'
+        )
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"devices is {list(numbers)}; give at least one, and each once: {_known(backend)}"
+        )
+    if len({models[i] for i in numbers}) > 1:
+        named = ", ".join(f"{i} is {models[i]}" for i in numbers)
+        raise ValueError(f"devices are of several models ({named}); give those of one model")
+    return numbers
+
+
+def _known(backend: Backend) -> str:
+    return f"{backend.name} has {', '.join(map(str, range(len(backend.models))))}"
+
+
+def _numbers(devices: Any) -> tuple[int, ...]:
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        given = tuple(devices)
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given):
+            return tuple(map(int, given))
+    raise TypeError(f'devices is {described(devices)}; give "all", or numbers as [0, 1]')
 
 
 def writable_view(backend: Backend, name: str, array: Any) -> Any:

@@ -20,6 +20,7 @@ from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
+from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
 from cupyfa.modifiers import ALIBI, BIAS, DLSE, MAPS, MASK, SEEDS, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
@@ -69,8 +70,7 @@ SAMPLES = {"simulator": 40, "cuda": 200}  # by default
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 2**26, "cuda": 2**29}  # multiply-adds of a case
 _ATTEMPTS = 8  # at a sample that kernel and backend can run
-# The constants, by the names that records give them.
-_ROWS, _KEYS, _STAGES = ("Br", "Qr"), ("Bc", "Qc", "Bk"), ("stages", "Qs")
+_STAGES = ("stages", "Qs")  # names of constants
 _BOX = 64  # columns of a slice of d that is copied by boxes
 # Queries and keys of successive samples. "many" is more of them than the kernel does at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
@@ -495,9 +495,9 @@ class _Tile:
         constants = plan.constants
         # Without tiles of keys, those that a warp or a block takes at a time.
         threads = max((x.threads for x in plan.launches), default=1)
-        at_a_time = WARP if any(name in constants for name in _ROWS) else threads
-        self.rows = max((constants[x] for x in _ROWS if x in constants), default=1)
-        self.keys = max((constants[x] for x in _KEYS if x in constants), default=at_a_time)
+        at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
+        self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
+        self.keys = max((constants[x] for x in TILE_KEYS if x in constants), default=at_a_time)
         self.has_ring = any(x in constants for x in _STAGES)
         self.stages = max((constants[x] for x in _STAGES if x in constants), default=2)
         self.row_stages = self.stages if plan.kernel.operation == "backward" else 1

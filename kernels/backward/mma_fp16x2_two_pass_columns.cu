@@ -17,7 +17,9 @@
 //   of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/half_gradients.cuh>
+#include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>
+#include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
@@ -173,40 +175,6 @@ __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
   }
 }
 
-// Where a block's gradients go.
-struct Results {
-  const float* maxima;  // of the rows of the key head's first head
-  int batch, kv_head, group, first_key, N;
-
-  // Whether some row of the heads has a number in this column of Q, or after them of dO.
-  __device__ bool has_numbers(int col) const {
-    for (int i = 0; i < group * row_slabs; ++i)
-      if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;
-    return false;
-  }
-  // Stores the warp's keys of dK, or of dV, and their flags.
-  template <bool is_V, int n>
-  __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
-                                        Tensor<scalar> gradient, Tensor<unsigned char> flags,
-                                        const int* exponents, float factor, bool is_zero) const {
-    const Own own;
-    const int lane = own.lane;
-    if (own.row > 0) return;
-    constexpr int cols = is_V ? dv : d;
-    const int first = first_key + own.key;
-    const auto numbers = [&](int col) { return has_numbers(is_V ? d + col : col); };
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float least = is_zero ? 0 : largest.least_sum(0, half);
-      const bool wrong = is_wrong<cols>(sums, 0, half, least, lane, numbers);
-      const int key = first + half * 8 + lane / 4;
-      if (lane % 4 == 0 && key < N) *flags.row(batch, kv_head, key) = wrong;
-    }
-    store_scaled<cols>(sums, factor, gradient, batch, kv_head, first, N, lane,
-                       [&](int col) { return -key_exponent - exponents[col]; });
-  }
-};
-
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_columns(
     Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
@@ -248,23 +216,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     cp_async_wait_group<0>();
     __syncthreads();  // the next tile is there, and this one is no longer read
   }
-  const long long own_head = (long long)batch * kv_heads + kv_head;
-  const Results results = {row_maxima + own_head * group * row_slabs * (d + dv + 1),
-                           batch,
-                           kv_head,
-                           group,
-                           first_key,
-                           extent.N};
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const Own own;
+  const int own_key = first_key + own.key;
   if constexpr (of_K) {
-    // Without a text the scale, in powers of two, is in the units of rows.
-    const float factor = has_score_text ? scale : float(ln2);
     join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
-    results.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents + own_head * d, factor,
-                         scale == 0);
+    if (own.row == 0)
+      keys.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents, scale, own_key, own.lane);
   }
   if constexpr (of_V) {
     join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
-    results.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents + own_head * dv,
-                        extent.kept_factor(), false);
+    if (own.row == 0)
+      keys.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents, scale, own_key, own.lane);
   }
 }

@@ -8,7 +8,8 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
 //   options (score.cuh)
-#include <backward/parts/half_gradients.cuh>
+#include <backward/parts/part_rows.cuh>
+#include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
@@ -124,14 +125,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     buffer = stages - 1 - buffer;
   }
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
-#pragma unroll
-  for (int i = 0; i < 2 * (Wr / step); ++i) {
-    const float least = largest.least_sum(i / 2, i % 2);
-    const bool wrong = is_wrong<d>(sums, i / 2, i % 2, least, lane,
-                                   [&](int col) { return exponents[col] > -127; });
-    const int row = first_row + own_row + i * 8 + lane / 4;
-    if (lane % 4 == 0 && wrong && row < extent.M) *flags.row(batch, head, row) = 1;
-  }
-  store_scaled<d>(sums, scale, dQ, batch, head, first_row + own_row, extent.M, lane,
-                  [&](int col) { return exponents[col] - row_exponent; });
+  store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
+              extent.M, lane);
 }

@@ -48,9 +48,9 @@ constexpr int dS_empty = 2;  // and have read all of what was there before
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads: Q, and the row sums. Each warp says that it has read row sums, for
+  // Two loads: Q, and the row sums. Each thread says that it has read row sums, for
   // compute-sanitizer follows no order through another one; one of a warpgroup, that Q was read.
-  shared.Q_pipeline.init(consuming_warps + consumers, 2);
+  shared.Q_pipeline.init(consuming_threads + consumers, 2);
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
@@ -120,7 +120,7 @@ struct Consumer {
     barrier_sync(dS_full, consuming_threads);
     begin_dQ(dQ);
     begin_output(Q, dS, dK);
-    shared.Q_pipeline.release_by_warp(rows);  // row sums were read
+    shared.Q_pipeline.arrive(rows);  // row sums were read
     wgmma_wait_group<1>(dQ);
     pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);

@@ -50,8 +50,8 @@ constexpr int dS_kept = 8;  // the second may read dS
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_columns.cu: each warp for row sums, and one for Q.
-  shared.Q_pipeline.init(consuming_warps + 1, 2);
+  // As in wgmma_columns.cu: each thread for row sums, and one for Q.
+  shared.Q_pipeline.init(consuming_threads + 1, 2);
   shared.dO_pipeline.init(1);
   fence_barrier_init();
 }
@@ -104,7 +104,7 @@ struct ValueConsumer {
     own.compute_P(S, PS, shared.sums[rows.stage], scorer, pair);
     shared.P.write(PS);
     barrier_arrive(P_full, consuming_threads);
-    shared.Q_pipeline.release_by_warp(rows);  // row sums were read
+    shared.Q_pipeline.arrive(rows);  // row sums were read
     drop_marked(S, PS);
     pack_operands<scalar>(S, P);
     shared.dO_pipeline.wait(dO_rows);
@@ -148,7 +148,7 @@ struct KeyConsumer {
     barrier_sync(dS_kept, warpgroup_size);
     dQ.begin(shared.dS, shared.K);
     begin_output(Q, dS, dK);
-    shared.Q_pipeline.release_by_warp(rows);  // row sums were read
+    shared.Q_pipeline.arrive(rows);  // row sums were read
     dQ.pass<1>(shared.dQ[of_dK]);
     wgmma_wait_group<0>(dK);
     shared.Q_pipeline.release(rows);

@@ -32,9 +32,9 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads: Q, and the row sums. Each warp says that it has read row sums, for
+  // Two loads: Q, and the row sums. Each thread says that it has read row sums, for
   // compute-sanitizer follows no order through another one.
-  shared.Q_pipeline.init(consuming_warps, 2);
+  shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
@@ -91,7 +91,7 @@ struct Consumer {
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
     read_after_here(dV);
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     shared.dO_pipeline.release(rows);
     rows.advance();
   }

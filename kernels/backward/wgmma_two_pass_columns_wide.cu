@@ -37,8 +37,8 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_two_pass_columns.cu: each warp has read row sums or P, or written P.
-  shared.Q_pipeline.init(consuming_warps, 2);
+  // As in wgmma_two_pass_columns.cu: each thread has read row sums or P, or written P.
+  shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
@@ -88,7 +88,7 @@ struct ValueConsumer {
     own.compute_P(S, PS, shared.sums[rows.stage], scorer, pair);
     shared.P[rows.stage].write(PS);
     arrive(shared.P_full[rows.stage][own.warp]);
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     drop_marked(S, PS);
     pack_operands<scalar>(S, P);
     shared.dO_pipeline.wait(rows);
@@ -123,7 +123,7 @@ struct KeyConsumer {
     pack_operands<scalar>(dP, dS);
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
-    shared.Q_pipeline.release_by_warp(rows);
+    shared.Q_pipeline.arrive(rows);
     rows.advance();
   }
 };

@@ -67,12 +67,11 @@ __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftm
   return sum;
 }
 
-// Computes `cols` columns of this thread's row of O = O * factor + P V.
+// Computes `cols` columns of this thread's row of O = O * factor + P V: sums P V first, because
+// small numbers lose bits in a large sum.
 template <int cols>
 __device__ void accumulate(Shared& shared, int first, const Seen& seen, real factor) {
-  real sums[cols];
-#pragma unroll
-  for (int i = 0; i < cols; ++i) sums[i] = shared.O[threadIdx.x][first + i] * factor;
+  real sums[cols] = {};
 #pragma unroll 4
   for (int key = seen.first; key < seen.end; ++key) {
     if (!seen.shows(key)) continue;
@@ -81,7 +80,8 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
     for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.KV[key][first + i]);
   }
 #pragma unroll
-  for (int i = 0; i < cols; ++i) shared.O[threadIdx.x][first + i] = sums[i];
+  for (int i = 0; i < cols; ++i)
+    shared.O[threadIdx.x][first + i] = shared.O[threadIdx.x][first + i] * factor + sums[i];
 }
 
 __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {

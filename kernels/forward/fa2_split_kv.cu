@@ -109,12 +109,9 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
   }
 }
 
-// Adds this thread's columns of P V to those of O.
+// Adds this thread's columns of P V to those of O, which come last, as in `fa2`.
 __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
-#pragma unroll
-  for (int row = 0; row < Br; ++row)
-#pragma unroll
-    for (int i = 0; i < own_cols; ++i) O[row][i] *= shared.factor[row];
+  real sums[Br][own_cols] = {};
 #pragma unroll 4
   for (int key = 0; key < Bc; ++key) {
     real v[own_cols];
@@ -128,9 +125,13 @@ __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
       const real p = shared.S[row][key];
       if (p == hidden) continue;
 #pragma unroll
-      for (int i = 0; i < own_cols; ++i) O[row][i] += p * v[i];
+      for (int i = 0; i < own_cols; ++i) sums[row][i] += p * v[i];
     }
   }
+#pragma unroll
+  for (int row = 0; row < Br; ++row)
+#pragma unroll
+    for (int i = 0; i < own_cols; ++i) O[row][i] = O[row][i] * shared.factor[row] + sums[row][i];
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(

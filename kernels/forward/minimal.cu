@@ -86,8 +86,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
 
       real* sums = O_sum.row(batch, head, row);
       for (int col = 0; col < dv; ++col) {
-        real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
+        real sum = 0;  // of this tile, then of all: small numbers lose bits in a large sum
         for (int k = 0; k < keys; ++k) sum += shared.S[threadIdx.x][k] * real(shared.V[k][col]);
+        if (tile > 0) sum += sums[col] * old_sum * factor;
         sum *= softmax.inverse_sum();
         if (tile < last)
           sums[col] = sum;

@@ -14,11 +14,11 @@
 #include <attention/store_rows.cuh>
 #include <forward/parts/part_output.cuh>
 #include <forward/parts/part_softmax.cuh>
+#include <forward/parts/part_warpgroups.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
-#include <tile/warpgroup.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
@@ -39,15 +39,11 @@ struct TurnsOf<false> {
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
 using Turns = TurnsOf<(turns > 1)>;
-// Each box has rows of high parts, then as many of low ones.
-template <int rows, int columns>
-using Parts = TmaTile<operand, 2 * rows, columns>;
 using Queries = Parts<warpgroup_rows, d>;  // of one warpgroup
 using Keys = Parts<Bc, d>;
 using Values = Parts<Bc, dv>;
 using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
 using OwnRows = PartRows<step, 1>;
-using PackedP = unsigned[Bc / step][4];  // a part of P, as operands of O += P V
 
 struct Shared {
   Queries Q[Q_stages][consumers];
@@ -59,11 +55,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-// The tensor maps of the two parts of an array.
-struct Maps {
-  const TensorMap &high, &low;
-};
-
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   for (auto& pipeline : shared.Q_pipeline) pipeline.init(1);
   shared.K_pipeline.init(consumers);
@@ -71,21 +62,9 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-template <int all_rows, int columns>
-__device__ __forceinline__ void load_parts(TmaTile<operand, all_rows, columns>& tile,
-                                           const Maps& maps, Barrier& barrier, int row, int head,
-                                           int batch) {
-  arrive_expect_tx(barrier, sizeof tile);
-#pragma unroll
-  for (int i = 0; i < tile.count; ++i) {
-    tma_load(tile.box[i], maps.high, barrier, i * tile.in_row, row, head, batch);
-    tma_load(tile.box[i][all_rows / 2], maps.low, barrier, i * tile.in_row, row, head, batch);
-  }
-}
-
 // The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
-__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Maps& Q, const Maps& K,
-                                        const Maps& V, int group) {
+__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const PartMaps& Q,
+                                        const PartMaps& K, const PartMaps& V, int group) {
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {
@@ -111,32 +90,6 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const Maps&
   }
 }
 
-// S = Q K^T: its products of high parts, and those with a low part.
-struct Scores {
-  float high[Bc];     // high high | high low
-  float low[Bc / 2];  // low high
-
-  // Q's high parts meet both of K in one product, so that they are read once.
-  __device__ __forceinline__ void begin(const Queries& Q, const Keys& K) {
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < cdiv(d, step); ++k) {
-      const int col = k % 4 * wgmma_bytes;
-      const Matrix keys = by_rows(K.box[k / 4]) + col;
-      multiply<operand>(high, by_rows(Q.box[k / 4]) + col, keys, k > 0);
-      multiply<operand>(low, by_rows(Q.box[k / 4][warpgroup_rows]) + col, keys, k > 0);
-    }
-    wgmma_commit_group();
-  }
-  __device__ __forceinline__ void wait(Fragments<step, Bc>& S) {
-    wgmma_wait_group<0>(high);
-    read_after_here(low);
-#pragma unroll
-    for (int i = 0; i < Bc / 2; ++i)
-      flat(S)[i] = fmaf(high[Bc / 2 + i] + low[i], low_unit, high[i]);
-  }
-};
-
 // A warpgroup of consumers. The tensor cores work for others while it computes its softmax.
 struct Consumer {
   Shared& shared;
@@ -146,8 +99,8 @@ struct Consumer {
   Tensor<const real> scale2;
   OwnRows rows = {0, {}, 0, false};  // begin() sets them
   Fragments<step, width> O;
-  Scores scores;
-  PackedP P_high, P_low;
+  PartScores<Bc> scores;
+  PartOperands<Bc> P_high, P_low;
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
 
@@ -188,40 +141,17 @@ struct Consumer {
       weigh<true>(S, O, rows, first_key, lane, weight);
     else
       weigh<false>(S, O, rows, first_key, lane, weight);
-#pragma unroll
-    for (int i = 0; i < Bc / 4; ++i)
-      split_pair<operand>(flat(S)[2 * i], flat(S)[2 * i + 1], P_high[i / 4][i % 4],
-                          P_low[i / 4][i % 4]);
+    split_operands(S, P_high, P_low);
   }
 
-  // O += P V, 64 columns at a time.
-  template <int part = 0>
+  // O += P V.
   __device__ __forceinline__ void add_output(const float (&weight)[1][2]) {
-    constexpr int left = width - part * box_columns,
-                  columns = left < box_columns ? left : box_columns;
-    constexpr bool is_last = columns == left;
-    float high[columns / 2], low[columns / 2];
-    const auto& box = shared.V[values.stage].box[part];
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Bc / step; ++k) {
-      const Matrix V_high = by_columns(box[k * step], 2 * Bc),
-                   V_low = by_columns(box[Bc + k * step], 2 * Bc);
-      multiply<operand>(low, P_high[k], V_low, k > 0);
-      multiply<operand>(low, P_low[k], V_high, true);
-      multiply<operand>(high, P_high[k], V_high, k > 0);
-    }
-    wgmma_commit_group();
-    if (turns == 3 ? is_last : part == 0) Turns::arrive(warpgroup);
-    wgmma_wait_group<0>(high);
-    read_after_here(low);
-    if (is_last) release_values();
-#pragma unroll
-    for (int i = 0; i < columns / 2; ++i) {
-      float& x = flat(O)[part * box_columns / 2 + i];
-      x = fmaf(fmaf(low[i], low_unit, high[i]), weight[0][i % 4 / 2], x);
-    }
-    if constexpr (!is_last) add_output<part + 1>(weight);
+    add_part_products(
+        shared.V[values.stage], P_high, P_low, weight, O,
+        [&](int part, bool is_last) {
+          if (turns == 3 ? is_last : part == 0) Turns::arrive(warpgroup);
+        },
+        [&] { release_values(); });
   }
 
   // Ends the scores of a tile of keys, and adds P V of it to O.

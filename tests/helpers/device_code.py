@@ -31,14 +31,23 @@ def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
     run(text, "test", *arrays, *scalars, names=names, **options)
 
 
-def launch_on_device(body, *arrays, scalars=(), head="", threads=32):
-    """The same on the GPU, by one block."""
+def launch_on_device(
+    body, *arrays, scalars=(), head="", names=NAMES, threads=32, shared_bytes=0, arch=None
+):
+    """The same on the GPU, by one block; compiled as the ladder is if ``arch`` is given."""
     import cupy
 
-    text = source(body, *arrays, scalars=scalars, head=head)
-    module = cupy.RawModule(code=text, options=tuple(f"-I{folder}" for folder in INCLUDE))
+    from cupyfa.runtime.cuda import compiler
+
+    text = source(body, *arrays, scalars=scalars, head=head, names=names)
+    if arch is None:
+        options = tuple(f"-I{folder}" for folder in INCLUDE)
+        kernel = cupy.RawModule(code=text, options=options).get_function("test")
+    else:
+        kernel = compiler.Kernel(compiler.compile_text(text, "test.cu", arch, INCLUDE)[0], "test")
+        kernel = kernel.kernel
     copies = [cupy.asarray(array) for array in arrays]
-    module.get_function("test")((1,), (threads,), (*copies, *scalars))
+    kernel((1,), (threads,), (*copies, *scalars), shared_mem=shared_bytes)
     for array, copy in zip(arrays, copies):
         array[...] = cupy.asnumpy(copy)
 

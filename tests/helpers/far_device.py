@@ -93,13 +93,14 @@ class Lane:
 
 
 class FarDevice(Simulator):
-    """Runs launches in the simulator, as late as a stream may.
+    """Three devices that run launches in the simulator, as late as a stream may.
 
     ``gates`` stop a device, by its number, in copies "to" it or "back" from it, or in a launch.
     """
 
     def __init__(self, free=1 << 40):
         super().__init__(workers=1)
+        self.models = ("far",) * 3
         self.free, self.copied, self.failing = free, [], False
         self.kept, self.gates = [], {}
         self.current, self.memory = threading.local(), []

@@ -82,6 +82,25 @@ def add_products(sums, products):
     return cut((np.trunc(terms / unit) * unit).sum(-1))
 
 
+def probes():
+    """Products [rows, TOGETHER] and sums [rows] that show how a tensor core adds them up."""
+    rows = [
+        ([1] + 15 * [2.0**-24], 0),  # all are added before anything is cut off to a float
+        ([1, 2.0**-24, *7 * [0], 2.0**-24], 0),  # both halves at once
+        (16 * [2.0**-25], 1),  # two bits more than a float has
+        (16 * [2.0**-26], 1),  # and no third one
+        ([1.9 * 2.0**-24], 1),  # cut off, not rounded
+        ([-(2.0**-26)], 1),
+        ([-1] + 15 * [-(2.0**-24)], 0),  # towards zero
+        ([1, -1] + 14 * [2.0**-26], 0),  # what cancels later counts for the alignment
+        (16 * [3 * 2.0**-36], 0),  # factors that are subnormal in float16
+    ]
+    products = np.zeros((len(rows), TOGETHER))
+    for products_of_row, (given, _) in zip(products, rows):
+        products_of_row[: len(given)] = given
+    return products, np.array([x for _, x in rows], np.float32)
+
+
 def multiply(a, b, sums=None):
     """a [m, n] times b [n, k] on tensor cores, added to sums."""
     a, b = a.astype(np.float64), b.astype(np.float64)

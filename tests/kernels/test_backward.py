@@ -80,7 +80,7 @@ def test_tiles_of_other_sizes(backend, kernel, tile):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("d", [96, 144])
-@pytest.mark.parametrize("kernel", MMA, ids=name)
+@pytest.mark.parametrize("kernel", [*MMA, BACKWARD["wgmma_fp16x2_two_pass"]], ids=name)
 def test_default_tiles(backend, kernel, d):
     """A warp's columns of dQ, 96 among four, or 80 of a slice among two, are not all there."""
     sizes = {"heads": 2, "kv_heads": 1, "M": 150, "N": 140, "d": d, "causal": True}
@@ -302,7 +302,7 @@ def test_deterministic_kernels():
             *(dout, q, k, v, out, lse), kernel="columns", deterministic=True, backend="simulator"
         )
     of_array = Problem.of_sizes(M=8, N=8, d=8, bias="1hmn")
-    able = "two_pass, mma_fp16x2_two_pass"
+    able = "two_pass, mma_fp16x2_two_pass, wgmma_fp16x2_two_pass"
     with pytest.raises(cupyfa.Unsupported, match=f"; deterministic kernels: {able}$"):
         planning.select("columns", "backward", of_array, limits_of("90"), deterministic=True)
 

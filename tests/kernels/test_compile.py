@@ -90,10 +90,11 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 192, "window"): 8,  # where O is stored
     # Mostly addresses of copies, read once for each tile.
     ("mma_fp16x2_two_pass", "80", 128, "window"): 48,
-    ("mma_fp16x2_two_pass", "80", 256, "causal"): 140,
-    ("mma_fp16x2_two_pass", "90", 64, "causal"): 20,
-    ("mma_fp16x2_two_pass", "90", 128, "window"): 80,
+    ("mma_fp16x2_two_pass", "80", 256, "causal"): 68,
+    ("mma_fp16x2_two_pass", "90", 64, "causal"): 28,
+    ("mma_fp16x2_two_pass", "90", 128, "window"): 176,
     ("mma_fp16x2_two_pass", "90", 256, "causal"): 72,
+    ("wgmma_fp16x2_two_pass", "90", 256, "causal"): 28,  # in repair_part_gradients
     ("mma_f64_columns", "90", 256, "causal"): 44,
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
@@ -147,6 +148,8 @@ def without_spills():
     yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64}
     yield "wgmma_columns", "90", 256, "full", {"M": 5000, "N": 64, "dtype": "bfloat16"}
     yield "wgmma_two_pass", "90", 192, "causal", {"M": 64, "dv": 128, "dtype": "bfloat16"}
+    for d, mask in ((64, "causal"), (128, "window"), (256, "causal")):
+        yield "wgmma_fp16x2_two_pass", "90", d, mask, {"M": 2048, "dtype": "float32"}
 
 
 @pytest.mark.sampled(8)

@@ -7,6 +7,7 @@ import pytest
 from helpers.problems import FORWARD, RAGGED, check_case, in_turn, inputs_of, name, planned
 
 import cupyfa
+from cupyfa.numerics import tolerance
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
@@ -54,6 +55,20 @@ def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
 )
 def test_large_head_dimensions(backend, kernel, d):
     check_case(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
+
+
+@pytest.mark.parametrize(
+    "kernel, heads, M",
+    [("minimal", 1, 8), ("fa2", 1, 8), ("fa2_coalesced", 1, 8), ("fa2_split_kv", 16, 1)],
+)
+def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
+    """Positive numbers, added one by one to the sum of all tiles, use up a quarter of the bound."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.random((1, heads, rows, 16), np.float32) for rows in (M, 4096, 4096))
+    out = cupyfa.attention(q, k, v, kernel=kernel, backend=backend)
+    want = tolerance.expected_attention(q, k, v, dtype="float32", scale=0.25, roundings=(None,))
+    share = (abs(out - want[None]["O"].value) / want[None]["O"].bound).max()
+    assert share <= 0.15, f"{kernel}: {share:.3f} of the bound"
 
 
 @pytest.mark.sampled(8)

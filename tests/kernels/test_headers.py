@@ -54,6 +54,7 @@ MAY_READ = {
     "part_output.cuh": {"has_mask_text"},
     "part_softmax.cuh": {"has_score_text"},
     "half_gradients.cuh": {"has_score_text", "has_dropout"},
+    "part_keys.cuh": {"has_score_text"},
     "walk_down.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)

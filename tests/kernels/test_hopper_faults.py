@@ -30,6 +30,7 @@ TILES = {
     "wgmma_persistent": {"Br": 128, "Bc": 64, "stages": 2, "Q_stages": 1},
     "wgmma_columns": {"Br": 64, "Bc": 128, "stages": 2, "dS_stages": 1},
     "wgmma_two_pass": {"Br": 64, "Bc": 128, "Bk": 64, "stages": 2},
+    "wgmma_fp16x2_two_pass": {},
 }
 # Headers that order things, each with a rung that needs all that it says.
 HEADERS = {
@@ -39,8 +40,13 @@ HEADERS = {
     "ping_pong.cuh": "wgmma_overlap",
     "add_dQ.cuh": "wgmma_columns",
     "own_parts.cuh": "wgmma_columns",
+    "part_warpgroups.cuh": "wgmma_fp16x2",
+    "part_columns.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
+# For a file up to d = 64.
+OF_NARROW = "wgmma_fp16x2_two_pass_columns.cu"
+NARROW = {**SIZES, "d": 40}
 # For the launch that computes the gradient of a bias.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
@@ -150,6 +156,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
     if file == OF_BIAS:
         sizes = BIAS
+    if file == OF_NARROW:
+        sizes = NARROW
     number = int(os.environ.get(VARIABLE, 0))
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}

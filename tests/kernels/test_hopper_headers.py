@@ -6,8 +6,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.device_code import code
-from helpers.hopper_code import WRITE, Map, fault, launch, numbers
+from helpers import parts
+from helpers.device_code import code, launch_on_device
+from helpers.hopper_code import HEAD, WRITE, Map, fault, launch, numbers
 
 from cupyfa.errors import CompileError, SimulatorFault
 
@@ -72,6 +73,24 @@ def test_products_by_rows(c_type, dtype, n):
     shared = f"struct Shared {{ TmaTile<{c_type}, 64, 128> A; TmaTile<{c_type}, {n}, 128> B; }};"
     launch(body, boxes(A), boxes(B), got, head=shared, shared_bytes=1 << 17)
     assert (got == start + A.astype(np.float32) @ B.astype(np.float32).T).all()
+
+
+@pytest.mark.gpu
+@TYPES
+def test_sums_are_cut_off(hopper, c_type, dtype):
+    """As helpers.parts emulates it, bit by bit; the other products are zeros."""
+    products, sums = parts.probes()
+    A, B, got = np.zeros((64, 128), dtype), np.full((16, 128), 2.0**-12, dtype), np.zeros((64, 16))
+    A[: len(products), :16] = products * 2.0**12
+    got[: len(products)] = sums[:, None]
+    want = parts.add_products(got[:, 0], A[:, :16].astype(float) * 2.0**-12)
+    got = got.astype(np.float32)
+    body = code("products_by_rows", n=16, c_type=c_type, write=WRITE.format(n=16))
+    shared = f"struct Shared {{ TmaTile<{c_type}, 64, 128> A; TmaTile<{c_type}, 16, 128> B; }};"
+    operands = [boxes(x).view(np.uint16) for x in (A, B)]
+    how = {"names": "abc", "threads": 128, "shared_bytes": 1 << 15, "arch": "90a"}
+    launch_on_device(body, *operands, got, head=f"{HEAD}\n{shared}", **how)
+    assert (got == want[:, None]).all(), f"{got[:, 0] - want}"
 
 
 @TYPES

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 from helpers.gradients import BACKWARD, tiles_of
+from helpers.merged import merged
 from helpers.problems import FORWARD, check_case, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Unsupported
 from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.numerics import tolerance
 from cupyfa.operations import visible_scores
 from cupyfa.verify.case import Case
 from cupyfa.verify.shrink import shrunk
@@ -15,6 +17,7 @@ from cupyfa.verify.shrink import shrunk
 OFFSETS = (-80, -3, 0, 11, 60)
 LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
 SIZES = {"heads": 4, "kv_heads": 2, "d": 20, "dv": 9}
+DKV = ("dK", "dV")
 KERNELS = usual_first((*FORWARD.values(), *BACKWARD.values()))
 
 
@@ -70,30 +73,49 @@ def test_parts_have_the_bits_of_the_whole(backend, options):
 def test_parts_of_keys_merge_to_the_whole(backend):
     q, k, v = arrays(40, 90)
     how = {"causal": True, "return_lse": True, "backend": backend}
-    whole = cupyfa.attention(q, k, v, **how)
-    parts = []
-    for keys in (slice(0, 33), slice(33, 90)):
-        offset = 90 - 40 - keys.start
-        parts.append(cupyfa.attention(q, k[:, :, keys], v[:, :, keys], offset=offset, **how))
-    for merged, right in zip(cupyfa.merge(parts, backend=backend), whole):
-        np.testing.assert_allclose(merged, right, atol=2e-6)
+
+    def expected(keys):
+        given, offset = (q, k[:, :, keys], v[:, :, keys]), 90 - 40 - keys.start
+        right = tolerance.expected_attention(
+            *given, dtype="float32", scale=0.25, causal_offset=offset
+        )
+        return cupyfa.attention(*given, offset=offset, **how), right[None]
+
+    parts, of_parts = zip(*(expected(keys) for keys in (slice(0, 33), slice(33, 90))))
+    right = merged(of_parts, expected(slice(0, 90))[1], "float32")
+    found = dict(zip(("O", "lse"), cupyfa.merge(parts, backend=backend)))
+    tolerance.require(tolerance.compare(found, right), "parts of keys")
 
 
 def test_gradients_of_parts_add_up(backend):
     q, k, v = arrays(40, 90)
     dout = q[..., ::-1].copy()
-    how = {"causal": True, "backend": backend}
-    _, pullback = cupyfa.attention_vjp(q, k, v, **how)
-    dq, dk, dv = pullback(dout)
-    sums = np.zeros_like(dk), np.zeros_like(dv)
-    for rows in (slice(0, 16), slice(16, 40)):
-        _, pullback = cupyfa.attention_vjp(q[:, :, rows], k, v, offset=rows.start + 50, **how)
-        part, *of_keys = pullback(dout[:, :, rows])
-        np.testing.assert_allclose(part, dq[:, :, rows], atol=1e-5)
-        for total, x in zip(sums, of_keys):
-            total += x
-    for total, right in zip(sums, (dk, dv)):
-        np.testing.assert_allclose(total, right, atol=1e-5)
+
+    def of_rows(rows):
+        given, offset = (q[:, :, rows], k, v), rows.start + 90 - 40
+        how = {"causal": True, "offset": offset, "backend": backend}
+        out, lse = cupyfa.attention(*given, return_lse=True, **how)
+        found = cupyfa.attention_backward(dout[:, :, rows], *given, out, lse, **how)
+        inputs, options = (*given, out, lse, dout[:, :, rows]), {"scale": 0.25}
+        options |= {"dtype": "float32", "causal_offset": offset}
+        return found, inputs, tolerance.expected_gradients(*inputs, **options)[None], options
+
+    (first, own, of_first, _), (second, others, of_second, options) = map(
+        of_rows, (slice(0, 16), slice(16, 40))
+    )
+    # The gradients of the whole, for O and lse of the parts.
+    out, lse = (np.concatenate([own[i], others[i]], 2) for i in (3, 4))
+    options["causal_offset"] = 90 - 40
+    whole = tolerance.expected_gradients(q, k, v, out, lse, dout, **options)[None]
+    eps = np.finfo(np.float32).eps
+    bounds = {
+        "dQ": np.concatenate([of_first["dQ"].bound, of_second["dQ"].bound], 2),
+        **{x: of_first[x].bound + of_second[x].bound + eps * abs(whole[x].value) for x in DKV},
+    }
+    right = {x: tolerance.Expected(whole[x].value, bound) for x, bound in bounds.items()}
+    sums = [x + y for x, y in zip(first[1:], second[1:])]
+    found = {"dQ": np.concatenate([first[0], second[0]], 2), **dict(zip(DKV, sums))}
+    tolerance.require(tolerance.compare(found, right), "sums of parts")
 
 
 def test_a_block_mask_is_at_the_offset(backend):

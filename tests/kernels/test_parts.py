@@ -13,6 +13,7 @@ from cupyfa.runtime.launcher import replay
 
 F = np.float32
 EACH = pytest.mark.parametrize("kernel", ["mma_fp16x2", "wgmma_fp16x2"])
+EACH_BACKWARD = pytest.mark.parametrize("kernel", ["mma_fp16x2_two_pass", "wgmma_fp16x2_two_pass"])
 
 
 def run(backend, kernel="mma_fp16x2", values=None, **sizes):
@@ -27,11 +28,12 @@ def run(backend, kernel="mma_fp16x2", values=None, **sizes):
     return replayed(backend, plan, given)
 
 
-def run_gradients(backend, change=lambda given: None, **sizes):
-    """The same of mma_fp16x2_two_pass."""
+def run_gradients(backend, kernel="mma_fp16x2_two_pass", change=lambda given: None, **sizes):
+    """The same of gradients."""
     problem = Problem.of_sizes(**sizes, dtype="float32")
-    kernel = LADDER["backward"]["mma_fp16x2_two_pass"]
-    plan = planning.plan(kernel, problem, backend.limits)
+    if not planning.can(LADDER["backward"][kernel], problem, backend.limits):
+        pytest.skip(f"{backend.limits.device} is not of sm_90")
+    plan = planning.plan(LADDER["backward"][kernel], problem, backend.limits)
     given = inputs_of(plan)
     change(given)
     return replayed(backend, plan, given)
@@ -171,7 +173,7 @@ def test_parts_of_dO_are_those_of_numpy(backend, size):
         given["dO"][..., 4, :], given["dO"][..., 3] = 0, 0
 
     sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "M": 19, "N": 150, "d": 21, "dv": 37}
-    plan, arrays = run_gradients(backend, change, **sizes, scale=0.3)
+    plan, arrays = run_gradients(backend, change=change, **sizes, scale=0.3)
     for head in range(4):
         q, k, v = arrays["Q"][0, head], arrays["K"][0, head // 2], arrays["V"][0, head // 2]
         do, out = arrays["dO"][0, head], arrays["O"][0, head]
@@ -224,17 +226,19 @@ CHANGES = {
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("change, sizes, flagged", CHANGES.values(), ids=CHANGES)
-def test_flags_of_gradients(backend, change, sizes, flagged):
+@EACH_BACKWARD
+def test_flags_of_gradients(backend, kernel, change, sizes, flagged):
     """How many rows of dQ, keys of dK and keys of dV have flags; all results are right."""
-    plan, arrays = run_gradients(backend, change, **sizes)
+    plan, arrays = run_gradients(backend, kernel, change, **sizes)
     found = tuple((arrays[x] == 1).sum() for x in ("flags", "dK_flags", "dV_flags"))
     assert found == flagged
     require_right(plan, arrays)
 
 
-def test_keys_without_flags_do_not_depend_on_others(backend):
-    _, alone = run_gradients(backend, **SHARED)
-    _, mixed = run_gradients(backend, put("dO", (0, 1, 5, 3), np.nan), **SHARED)
+@EACH_BACKWARD
+def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
+    _, alone = run_gradients(backend, kernel, **SHARED)
+    _, mixed = run_gradients(backend, kernel, put("dO", (0, 1, 5, 3), np.nan), **SHARED)
     for name, flags in (("dQ", "flags"), ("dK", "dK_flags"), ("dV", "dV_flags")):
         held = mixed[flags] == 0
         assert 0 < held.sum() < held.size
@@ -260,7 +264,8 @@ def test_long_sums_on_tensor_cores(cuda, kernel, d):
 @pytest.mark.gpu
 @pytest.mark.parametrize("M, N", [(128, 32768), (32768, 128)])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_long_sums_of_gradients_on_tensor_cores(cuda, d, M, N):
+@EACH_BACKWARD
+def test_long_sums_of_gradients_on_tensor_cores(cuda, kernel, d, M, N):
     """Sums of numbers above 0, which tensor cores would cut off, and the same bits in both runs."""
     rng = np.random.default_rng(0)
     uniform = lambda **given: {name: rng.random(x.shape) for name, x in given.items()}  # noqa: E731
@@ -270,10 +275,10 @@ def test_long_sums_of_gradients_on_tensor_cores(cuda, d, M, N):
         given.update({name: forward[name] for name in ("Q", "K", "V", "O", "lse")})
         given["dO"] = np.random.default_rng(1).random(given["dO"].shape, F)
 
-    plan, arrays = run_gradients(cuda, change, heads=1, M=M, N=N, d=d)
+    plan, arrays = run_gradients(cuda, kernel, change, heads=1, M=M, N=N, d=d)
     require_right(plan, arrays)
     for name in ("flags", "dK_flags", "dV_flags"):
         assert arrays[name].mean() < 0.001, "few rows, by chance"
-    _, again = run_gradients(cuda, change, heads=1, M=M, N=N, d=d)
+    _, again = run_gradients(cuda, kernel, change, heads=1, M=M, N=N, d=d)
     for name in plan.outputs:
         np.testing.assert_array_equal(arrays[name], again[name])

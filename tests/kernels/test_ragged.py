@@ -158,7 +158,7 @@ def test_gradients_with_options(backend, kernel, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass"])
+@pytest.mark.parametrize("kernel", ["wgmma_columns", "wgmma_two_pass", "wgmma_fp16x2_two_pass"])
 def test_gradients_of_wide_heads(backend, kernel):
     gradients(BACKWARD[kernel], backend, d=160, causal=True)
 

@@ -6,6 +6,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import parts
 from helpers.device_code import code, fault, launch, launch_on_device
 
 from cupyfa.numerics import reference
@@ -69,6 +70,19 @@ def test_products_are_those_of_numpy(run, c_type, dtype):
     A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), np.float32, 2)
     want = D + A.astype(float) @ B.astype(float)
     np.testing.assert_allclose(multiply(run, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@TYPES
+def test_sums_are_cut_off(hopper, c_type, dtype):
+    """As helpers.parts emulates it, bit by bit."""
+    products, sums = parts.probes()
+    A, B, D = np.zeros((16, 16), dtype), np.full((16, 8), 2.0**-12, dtype), np.zeros((16, 8), "f4")
+    A[: len(products)] = products * 2.0**12
+    D[: len(products)] = sums[:, None]
+    want = parts.add_products(D[:, 0].astype(float), A.astype(float) * 2.0**-12)
+    got = multiply(launch_on_device, c_type, A, B, D)
+    assert (got == want[:, None]).all(), f"{got[:, 0] - want}"
 
 
 @pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])

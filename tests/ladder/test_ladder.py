@@ -294,7 +294,7 @@ def test_the_rungs_of_gradients(monkeypatch):
         "cupyfa.commands.ladder.bench", lambda names, **_: asked.extend(names) or ROWS
     )
     cli("ladder", "--backward", "--backend", "simulator")
-    of_others = ("mma_fp16x2_two_pass", "mma_f64_columns")
+    of_others = ("mma_fp16x2_two_pass", "mma_f64_columns", "wgmma_fp16x2_two_pass")
     assert asked == [x for x in LADDER["backward"] if x not in of_others]  # of 16 bits
 
 

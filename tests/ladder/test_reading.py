@@ -81,6 +81,7 @@ FAMILIES = {
     "wgmma_slices": "any head dimension with wgmma: slices of d and of keys change every loop",
     "columns": "the first of gradients in one kernel: P is recomputed from lse",
     "mma_fp16x2_two_pass": "the first gradients of parts: their scales, and what they lack",
+    "wgmma_fp16x2_two_pass": "gradients of parts with wgmma: sums of their own, none across tiles",
     "mma_columns": "the first gradients with mma.sync: warps share out each of five products",
     "wgmma_columns": "the first gradients with wgmma and TMA: transposed scores stay in registers",
     "mma_f64_columns": "the first gradients with products of doubles, whose scores warps share",
@@ -92,6 +93,7 @@ COPIES = REPAIR + "; asynchronous copies of rows, aligned or not"
 SLICES = COPIES + "; slices of d, dv and keys pass through one ring"
 HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
+PARTS = "products of parts, sums of gradients"
 TEXTS = "all that texts compute with"
 LONGER = {
     "backward/mma_columns": (1088, GRADIENTS),
@@ -99,19 +101,20 @@ LONGER = {
         1267,
         GRADIENTS + "; the same of doubles, whose scores warps share",
     ),
-    "backward/mma_fp16x2_two_pass_columns": (
-        1080,
-        COPIES + "; products of parts, sums of gradients",
-    ),
-    "backward/mma_fp16x2_two_pass_rows": (903, COPIES + "; products of parts, sums of gradients"),
+    "backward/mma_fp16x2_two_pass_columns": (1102, f"{COPIES}; {PARTS}"),
+    "backward/mma_fp16x2_two_pass_rows": (928, f"{COPIES}; {PARTS}"),
     "backward/mma_slices_backward_scores": (930, GRADIENTS),
     "backward/mma_two_pass_columns": (1011, GRADIENTS),
     "backward/mma_two_pass_rows": (930, GRADIENTS),
     "backward/wgmma_bias_gradient": (1216, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1444, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_columns_wide": (1505, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_two_pass_columns": (1146, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_two_pass_columns_wide": (1213, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns": (1449, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns_wide": (1510, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_fp16x2_two_pass_columns": (1688, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
+    "backward/wgmma_fp16x2_two_pass_columns_wide": (1746, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
+    "backward/wgmma_fp16x2_two_pass_rows": (1222, f"{HOPPER}; {PARTS}"),
+    "backward/wgmma_fp16x2_two_pass_rows_wide": (1302, f"{HOPPER}; {PARTS}"),
+    "backward/wgmma_two_pass_columns": (1149, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_two_pass_columns_wide": (1216, f"{HOPPER}; {GRADIENTS}"),
     "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
@@ -124,7 +127,7 @@ LONGER = {
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1077, HOPPER),
-    "forward/wgmma_fp16x2": (1410, HOPPER + "; a schedule; parts of operands"),
+    "forward/wgmma_fp16x2": (1451, HOPPER + "; a schedule; parts of operands"),
     "forward/wgmma_fp8": (1257, HOPPER + "; scales of tiles"),
     "forward/wgmma_overlap": (1143, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1317, HOPPER + "; a schedule"),

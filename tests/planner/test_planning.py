@@ -181,6 +181,53 @@ def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidde
     assert planning.select("auto", "backward", problem, H100).name == fastest
 
 
+@pytest.mark.parametrize(
+    "sizes, chosen, words",
+    [
+        ({"dtype": "float64", "d": 512}, "baseline", {}),
+        (
+            {"dtype": "float64", "d": 512, "causal": True},
+            "fa2_coalesced",
+            {"baseline": "computes masked scores", "mma_f64": "end at 256"},
+        ),
+        (
+            {"dtype": "float32", "heads": 4, "M": 64, "N": 128},
+            "fa2_coalesced",
+            {
+                "baseline": "131,072 scores take less time",
+                **dict.fromkeys(("mma_fp16x2", "wgmma_fp16x2"), "made for other sizes"),
+            },
+        ),
+        ({"dtype": "float32", "d": 512, "M": 9999}, "fa2_coalesced", {"baseline": "scratch would"}),
+        ({"dtype": "float32"}, "wgmma_fp16x2", {}),
+        ({"dtype": "float16"}, "wgmma_persistent", {}),
+    ],
+)
+def test_auto_says_which_faster_kernels_it_did_not_take(sizes, chosen, words):
+    problem = Problem.of_sizes(**{"batch": 4, "heads": 16, "M": 1024, "d": 64, **sizes})
+    kernel = planning.select("auto", "forward", problem, H100)
+    found = planning.passed_over(kernel, problem, H100)
+    assert kernel.name == chosen
+    missing = {name: why for name, why in words.items() if why not in found.get(name, "")}
+    assert not missing, str(found)
+    assert words or not found
+
+
+@pytest.mark.parametrize(
+    "sizes, kernel",
+    [
+        ({"M": 16}, "fa2_split_kv"),
+        ({"M": 32}, "wgmma_fp16x2"),
+        ({"M": 64, "N": 8192}, "wgmma_fp16x2"),
+        ({"M": 64, "N": 8192, "heads": 4}, "fa2_split_kv"),
+        ({"M": 512, "heads": 1}, "wgmma_fp16x2"),
+    ],
+)
+def test_few_float32_rows_of_many_heads_go_to_tensor_cores(sizes, kernel):
+    p = Problem.of_sizes(**{"batch": 4, "heads": 16, "N": 1024, "d": 128, **sizes})
+    assert planning.select("auto", "forward", p, H100).name == kernel
+
+
 def test_auto_uses_the_nearest_measured_head_dimension():
     def chosen(d):
         return planning.select("auto", "forward", Problem.of_sizes(M=64, d=d), H100).name

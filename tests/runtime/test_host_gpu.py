@@ -350,6 +350,36 @@ def test_a_thread_for_each_device_with_numpy_arrays():
             np.testing.assert_array_equal(result, one)
 
 
+@pytest.mark.parametrize(
+    "shapes, options",
+    [
+        (((4, 8, 300, 64), (4, 8, 300, 64)), {}),
+        (((1, 6, 1000, 64), (1, 3, 700, 64)), {"causal": True}),
+        (((1, 1, 3000, 128), (1, 1, 3000, 128)), {"causal": True}),
+        (((2, 300, 6, 64), (2, 300, 2, 64)), {"layout": "bshd", "window": (99, 20)}),
+    ],
+    ids=["heads", "grouped heads", "rows", "other axes"],
+)
+def test_all_devices_have_the_bits_of_one(shapes, options):
+    if len(cupyfa.runtime.select.backend_named("cuda").models) < 2:
+        pytest.skip("there is one device")
+    transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
+    q, k, v = (of_shape(*shape) for shape in (shapes[0], shapes[1], shapes[1]))
+    made = []
+    for where in ({}, {"devices": "all"}, {"devices": [1, 0]}):
+        how = {"deterministic": True, "return_lse": True, **options, **where}
+        (out, lse), pullback = cupyfa.attention_vjp(q, k, v, **how)
+        made.append((out, lse, *pullback(out)))
+    for right, *others in zip(*made):
+        for got in others:
+            np.testing.assert_array_equal(got, right)
+
+
+def test_arrays_on_a_device_have_no_devices():
+    with pytest.raises(TypeError, match="the arrays lie on a device already; leave devices out"):
+        cupyfa.attention(*on_device(*arrays(1, 2, 40, 64)), devices="all")
+
+
 def test_a_producers_stream_is_waited_for():
     """An array whose interface names the stream that still writes it."""
     import cupy

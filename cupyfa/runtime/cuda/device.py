@@ -164,6 +164,12 @@ def _limits(device: int) -> Limits:
     )
 
 
+@cache
+def _models() -> tuple[str, ...]:
+    devices = range(runtime.getDeviceCount())
+    return tuple(runtime.getDeviceProperties(i)["name"].decode() for i in devices)
+
+
 def _no_cublas() -> str | None:
     try:
         from cupy.cuda import cublas  # noqa: F401
@@ -196,9 +202,11 @@ class Cuda(Backend):
     @property
     def devices(self) -> int:  # type: ignore[override]
         """The visible devices if all are of one model, else 1."""
-        count = runtime.getDeviceCount()
-        names = {runtime.getDeviceProperties(i)["name"] for i in range(count)}
-        return count if len(names) == 1 else 1
+        return len(self.models) if len(set(self.models)) == 1 else 1
+
+    @property
+    def models(self) -> Sequence[str]:  # type: ignore[override]
+        return _models()
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, cupy.ndarray)
@@ -250,8 +258,8 @@ class Cuda(Backend):
         text = sources.text(launch)
         key = (cupy.cuda.Device().id, text, launch.target, launch.entry)
         with self._lock:
-            lock = self._building.setdefault(key, threading.Lock())
-        with lock:  # other kernels may be compiled meanwhile
+            lock = self._building.setdefault(key[1:], threading.Lock())
+        with lock:  # other kernels may be compiled meanwhile; other devices find this one in files
             kernel = self._kernels.get(key)
             if kernel is None:
                 capability = cupy.cuda.Device().compute_capability

@@ -11,10 +11,14 @@ are page-locked already are copied directly.
 
 The device holds a few pieces at a time, so a problem may be larger than its memory. A head that is
 larger by itself is cut along its rows and its keys; partial results are merged by their lse.
+
+Several devices get shares of equal work: consecutive pieces, of which those on the boundary of two
+shares are cut. Each device has a thread that works on its pieces as if they were all.
 """
 
 from cupyfa.runtime.transfer.call import Call
+from cupyfa.runtime.transfer.devices import spread
 from cupyfa.runtime.transfer.host import Transfer, configure, held, new_result, release
 from cupyfa.runtime.transfer.pieces import Pieces
 
-__all__ = ["Call", "Pieces", "Transfer", "configure", "held", "new_result", "release"]
+__all__ = ["Call", "Pieces", "Transfer", "configure", "held", "new_result", "release", "spread"]

@@ -9,8 +9,9 @@ import numpy as np
 
 from cupyfa.modifiers import STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
-from cupyfa.runtime.transfer.host import Copies, Move, bring, host_of, send
-from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot
+from cupyfa.runtime.transfer.host import Copies, Move, Transfer, bring, host_of, send
+from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot, Starts
+from cupyfa.runtime.transfer.shares import Share
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
@@ -34,22 +35,21 @@ class Call:
         self,
         backend: Backend,
         lanes: tuple[Lane, Lane, Lane],
-        pieces: Pieces,
+        pieces: Pieces | Share,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
+        free: int | None = None,
     ) -> None:
-        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device."""
+        """Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
+
+        free: bytes of the device's memory that the call may take, if they are known.
+        """
         self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
-        chosen, size = self.host.chosen, pieces.bytes
-        free = chosen.device_bytes or (
-            int(_SPARE * backend.free_bytes())
-            if size > chosen.piece_bytes
-            else chosen.pieces * size
-        )
-        starts = [inputs[name] for name in _STARTS if name in inputs]
-        self.cut = pieces.cut(min(chosen.piece_bytes, free // 2), free, starts)
+        chosen = self.host.chosen
+        free = room(backend, chosen, pieces.bytes) if free is None else free
+        self.cut = pieces.cut(piece_bytes(chosen, free), free, starts_of(inputs))
         self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
@@ -127,15 +127,14 @@ class Call:
             raise
 
     def memory(self) -> Mapping[str, list[Any]]:
-        """Device memory for parts of each array, sized for the first piece, the largest."""
-        first, copies = self.cut.plans[0], self.cut.copies
+        """Device memory for parts of each array, sized for the largest."""
         with self.work.context:
             made = {
                 name: [
-                    self.backend.empty((first.stored_bytes(name),), _BYTE)
-                    for _ in range(copies(name, self.count))
+                    self.backend.empty((size,), _BYTE)
+                    for _ in range(self.cut.copies(name, self.count))
                 ]
-                for name in self.layouts[0].arrays
+                for name, size in self.cut.sizes.items()
             }
             if self.cut.of_sequences:  # NaN after the last rows of a piece would slow it down
                 for memory in chain.from_iterable(made.values()):
@@ -219,6 +218,24 @@ class Call:
                 if name in self.results and self.results[name].size:
                     group = self.plan.problem.group
                     piece.of(self.results[name], self.axes[name], group)[...] = total
+
+
+def starts_of(inputs: Mapping[str, np.ndarray]) -> Starts:
+    """Where the sequences of packed rows and keys begin, if the arrays are packed."""
+    return [inputs[name] for name in _STARTS if name in inputs]
+
+
+def room(backend: Backend, chosen: Transfer, size: int) -> int:
+    """Bytes of the current device's memory that a call on a problem of this size may take."""
+    if chosen.device_bytes is not None:
+        return chosen.device_bytes
+    is_one_piece = size <= chosen.piece_bytes
+    return chosen.pieces * size if is_one_piece else int(_SPARE * backend.free_bytes())
+
+
+def piece_bytes(chosen: Transfer, free: int) -> int:
+    """Bytes of a piece, where a call may take ``free``."""
+    return min(chosen.piece_bytes, free // 2)
 
 
 def _merged(a: Merged, b: Merged) -> Merged:

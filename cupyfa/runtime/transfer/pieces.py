@@ -26,6 +26,7 @@ from cupyfa.runtime.workspace import allocated
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
 _MOST_PARTS = 64  # whose plans are kept for a plan
+_LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
 _FEWER = "call it for fewer batch elements or heads"
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
@@ -99,7 +100,7 @@ def cut(
 ) -> Sequence[Piece]:
     """Pieces of a plan's problem that each need at most ``wanted`` bytes on the device.
 
-    Only batch and heads are cut for that, and rows where every array has them. Of a packed batch,
+    Batch and heads are cut for that, and then rows, in whole tiles. Of a packed batch,
     whose sequences begin at ``starts``, each piece has some sequences, or some heads of one that is
     larger. Arrays that several pieces share do not count. A piece that needs more than ``most``
     bytes with them is cut along rows and keys, if the outputs allow it. Pieces that share most
@@ -110,7 +111,7 @@ def cut(
     texts read: their sums are scaled by the largest term of the whole problem.
     """
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
-    if not plan.kernel.is_plain or p.modifiers.counts_heads or p.modifiers.differentiated:
+    if not is_divisible(plan):
         cutting.check_whole()
         return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
     can_be_cut = "strides" in plan.kernel.features and len(starts) and len(starts[0]) > 2
@@ -121,6 +122,29 @@ def cut(
     if cutting.shared_by("batch") > cutting.shared_by("heads"):
         return [Piece(b, h, *rest) for h, b, *rest in product(heads, batches, *inner)]
     return [Piece(*ranges) for ranges in product(batches, heads, *inner)]
+
+
+def is_divisible(plan: Plan) -> bool:
+    modifiers = plan.problem.modifiers
+    return plan.kernel.is_plain and not (modifiers.counts_heads or modifiers.differentiated)
+
+
+def divisible_axes(plan: Plan) -> set[str]:
+    """Of batch, heads and M those along which parts of a divisible problem give its results.
+
+    Every output has such an axis; others are sums over it.
+    """
+    counted = {"M"} if plan.problem.modifiers.counts_rows else set()
+    axes, outputs = _axes(plan), plan.operation.outputs_of(plan.problem)
+    return set.intersection({"batch", "heads", "M"}, *(axes[x] for x in outputs)) - counted
+
+
+def _axes(plan: Plan) -> dict[str, set[str]]:
+    """The axes of all arrays of an operation; key heads and their query heads are one."""
+    return {
+        name: set(axes.replace("kv_heads", "heads").split())
+        for name, axes in plan.operation.axes_of(plan.problem).items()
+    }
 
 
 def _of_sequences(
@@ -187,10 +211,7 @@ class _Cutting:
 
     def __init__(self, plan: Plan, plan_of: Planner, wanted: int, most: int) -> None:
         self.plan, self.plan_of, self.wanted, self.most = plan, plan_of, wanted, most
-        self.axes = {
-            name: set(axes.replace("kv_heads", "heads").split())
-            for name, axes in plan.operation.axes_of(plan.problem).items()
-        }
+        self.axes, self.divisible = _axes(plan), divisible_axes(plan)
         self.bytes = cache(self._bytes)
 
     def sizes(self) -> tuple[int, int, int, int]:
@@ -198,14 +219,30 @@ class _Cutting:
         p = self.plan.problem
         b, h, m, n = p.batch, p.kv_heads, p.M, p.N
         if needed(self.plan) > self.wanted:
-            if self._may_cut("batch"):
+            if "batch" in self.divisible:
                 b = _largest(b, lambda x: self._fits(x, h, m, n))
-            if self._may_cut("heads") and not self._fits(b, h, m, n):
+            if "heads" in self.divisible and not self._fits(b, h, m, n):
                 h = _largest(h, lambda x: self._fits(b, x, m, n))
-            if all("M" in x for x in self.axes.values()) and not self._fits(b, h, m, n):
-                m = _largest(m, lambda x: self._fits(b, h, x, n))
+            by_rows = "M" in self.divisible and not p.modifiers.is_packed
+            if by_rows and not self._fits(b, h, m, n):
+                m = self._rows(b, h, n)
         m, n = self._within_heads(b, h, m, n)
         return b, h, m, n
+
+    def _rows(self, b: int, h: int, n: int) -> int:
+        """The rows of a piece that is cut along rows, in whole tiles.
+
+        They are as many as fit, but as many as keep the device busy where it also has keys.
+        """
+        p, size = self.plan.problem, self.plan.constants.get("Br", 1)
+        has_keys = any("M" not in x for x in self.axes.values())
+        least = cdiv(_LEAST_TILES, b * h * p.group) * size if has_keys else 1
+
+        def rows(count: int) -> int:
+            return min(round_up(cdiv(p.M, count), size), p.M)
+
+        counts = range(1, max(p.M // least, 1))  # of pieces, but for the most
+        return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
 
     def shared_by(self, axis: str) -> int:
         """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
@@ -219,7 +256,7 @@ class _Cutting:
 
     def _within_heads(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
         """Fewer rows and keys, where a piece needs more than the device has."""
-        group, by_rows, by_keys = self.plan.problem.group, self._by_rows(), self._by_keys()
+        group, by_rows, by_keys = self.plan.problem.group, "M" in self.divisible, self._by_keys()
         while (size := self.bytes(b, h, m, n)[0]) > self.most:
             rows, keys = by_rows and m > 1, by_keys and n > 1
             if not (rows or keys):
@@ -230,19 +267,12 @@ class _Cutting:
                 n = cdiv(n, 2)
         return m, n
 
-    def _by_rows(self) -> bool:
-        return self._may_cut("M") and not self.plan.problem.modifiers.counts_rows
-
     def _by_keys(self) -> bool:
         """Whether results of parts of the keys can be merged: a sink would count in each."""
         p, plan = self.plan.problem, self.plan
         gives_lse = "O" in plan.operation.outputs and "lse" in plan.outputs
         is_able = "causal" in plan.kernel.features or not p.is_masked
         return gives_lse and is_able and not (p.modifiers.counts_rows or p.modifiers.has_sink)
-
-    def _may_cut(self, axis: str) -> bool:
-        """Whether every output has this axis; others are sums over it."""
-        return all(axis in self.axes[x] for x in self.plan.operation.outputs_of(self.plan.problem))
 
     def _fits(self, *sizes: int) -> bool:
         every, own = self.bytes(*sizes)
@@ -252,16 +282,16 @@ class _Cutting:
         """The bytes of all arrays of a piece, and of those that no other piece shares."""
         whole = self.plan.problem
         part = self.plan_of(whole.part(b, h, range(m), range(n)))
-        numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads)}
+        numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads), "M": (m, whole.M)}
         cut_axes = {axis for axis, (mine, of_all) in numbers.items() if mine < of_all}
         shared = (x for x, axes in self.axes.items() if x in part.arrays and cut_axes - axes)
         every = needed(part)
         return every, every - sum(_aligned(part.stored_bytes(x)) for x in shared)
 
     def _smallest_too_large(self, size: int) -> OutOfMemory:
-        if not (self._may_cut("batch") and self._may_cut("heads")):
+        if not {"batch", "heads"} <= self.divisible:
             return self._too_large("its smallest piece", size, _FEWER)
-        is_cut = self._by_rows() or self._by_keys()
+        is_cut = "M" in self.divisible or self._by_keys()
         what = "its smallest piece" if is_cut else "one head of it"
         return self._too_large(what, size, "name another kernel")
 
@@ -285,12 +315,17 @@ class Cut:
         self.whole, self.pieces = whole, pieces
         self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
         self._distinct = {id(plan): plan for plan in self.plans}
-        self.bytes = needed(self.plans[0])  # of the first piece, which is the largest
+        self.bytes = max(map(needed, self._distinct.values()))  # of the largest piece
         self.of_sequences = isinstance(pieces[0], PieceOfSequences)
         self.by_keys = not self.of_sequences and len({piece.keys for piece in pieces}) > 1
         axes = _axes_of(whole)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
+        self.sizes = {  # bytes of the largest part of each array
+            name: max(plan.stored_bytes(name) for plan in self._distinct.values())
+            for name in self.axes
+        }
         self.numbers = self._numbered()
+        self.shares: dict[tuple[int, ...], list[Cut]] = {}  # of several devices
         self._layouts: dict[tuple[Any, ...], list[Layout]] = {}
         self._compiled = False
 
@@ -305,9 +340,8 @@ class Cut:
 
     def _held(self, count: int) -> int:
         """Bytes of device memory with this many pieces there."""
-        first = self.plans[0]
-        arrays = (self.copies(x, count) * _aligned(first.stored_bytes(x)) for x in self.axes)
-        return sum(arrays) + count * first.scratch_bytes
+        arrays = (self.copies(x, count) * _aligned(size) for x, size in self.sizes.items())
+        return sum(arrays) + count * max(x.scratch_bytes for x in self._distinct.values())
 
     def _numbered(self) -> list[dict[str, int]]:
         """For each piece the number of the part of each array; it grows where the part changes.
@@ -347,7 +381,7 @@ class Pieces:
 
     def __init__(self, plan: Plan, plan_of: Planner) -> None:
         self.plan = plan
-        self._plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
+        self.plan_of = lru_cache(_MOST_PARTS)(lambda p: plan if p == plan.problem else plan_of(p))
         self.bytes = needed(plan)  # on the device, of the problem in one piece
         self._cut: tuple[Any, Cut] | None = None  # with the bytes that were wanted, and starts
 
@@ -359,7 +393,7 @@ class Pieces:
         return found[1] if found[1].bytes <= most else self._new(wanted, most, starts)
 
     def _new(self, wanted: int, most: int, starts: Starts) -> Cut:
-        return Cut(self.plan, cut(self.plan, self._plan_of, wanted, most, starts), self._plan_of)
+        return Cut(self.plan, cut(self.plan, self.plan_of, wanted, most, starts), self.plan_of)
 
 
 def _axes_of(plan: Plan) -> dict[str, str]:

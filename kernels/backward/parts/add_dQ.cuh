@@ -103,7 +103,7 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;
-  constexpr int warps = consuming_warps, parts = Rows::Parts::count;
+  constexpr int warps = consuming_threads / warp_size, parts = Rows::Parts::count;
   const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
   const auto piece = [&](int number) {
     const int rest = number / Rows::in_part, head = rest / parts / tiles;

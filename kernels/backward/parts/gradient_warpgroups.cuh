@@ -12,6 +12,5 @@ using Operands = unsigned[columns / step][4];  // the same in 16 bits, as operan
 
 constexpr int consumers = 2;  // warpgroups
 constexpr int consuming_threads = consumers * warpgroup_size;
-constexpr int consuming_warps = consuming_threads / warp_size;
 // Registers of a thread: the consumers have all but a few.
 constexpr int producer_registers = 24, consumer_registers = 240;

@@ -1,11 +1,10 @@
 #pragma once
-// P and dS of floats as parts in float16 (half_parts.cuh), in the fragments of mma.cuh, as operands
-// of gradients: each row of fragments gets a power of two in each tile, and a flag where parts did
-// not hold its sums.
+// P and dS of floats as parts in float16 (half_parts.cuh), in the fragments of mma.cuh, which are
+// those of wgmma too, as operands of gradients: each row of fragments gets a power of two in each
+// tile, and a flag where parts did not hold its sums.
 
 #include <attention/score.cuh>
 #include <backward/parts/part_exponents.cuh>
-#include <forward/parts/part_products.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/warp.cuh>
 
@@ -173,13 +172,23 @@ struct Largest {
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers) {
-  bool wrong = false;
+  static_assert(2 * n <= 64, "a bit for each column of a lane");
+  bool wrong = false, zero = false;
+  const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
+  const auto column = [&](int j) { return j / 2 * 8 + 2 * (lane % 4) + j % 2; };
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
-    const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
-    const float sum = sums[i][j / 2][half * 2 + j % 2];
-    const bool held = fabs(sum) >= least && fabs(sum) < infinity;
-    if (col < cols && !held) wrong |= sum != 0 || has_numbers(col);
+    const bool held = fabs(at(j)) >= least && fabs(at(j)) < infinity;
+    wrong |= !held && at(j) != 0 && column(j) < cols;
+    zero |= !held && at(j) == 0 && column(j) < cols;
+  }
+  if (zero && !wrong) {  // rarely, and with one copy of what has_numbers() does
+    unsigned long long zeros = 0;
+#pragma unroll
+    for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;
+#pragma unroll 1
+    for (int j = 0; zeros != 0 && !wrong; ++j, zeros >>= 1)
+      wrong = zeros % 2 != 0 && column(j) < cols && has_numbers(column(j));
   }
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 1) != 0;
   wrong |= __shfl_xor_sync(full_warp, int(wrong), 2) != 0;

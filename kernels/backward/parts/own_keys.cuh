@@ -58,20 +58,18 @@ __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mo
 // The rows are opaque where they are computed, so that loads of row sums in a loop keep their
 // addresses. Numbers are unsigned where they are divided: signed ones take more instructions.
 struct Own {
-  int warpgroup;
-  unsigned warp, lane;
-  int rows;
+  int warpgroup, warp, lane, rows;
 
   __device__ __forceinline__ Own(int warpgroup)
       : warpgroup(warpgroup),
         warp(threadIdx.x / warp_size % 4),
         lane(threadIdx.x % warp_size),
-        rows(opaque(2 * (threadIdx.x % 4))) {}
+        rows(opaque(int(2 * (threadIdx.x % 4)))) {}
 
   __device__ __forceinline__ int first_key() const {
     return opaque(warpgroup * warpgroup_rows + warp * step);
   }
-  __device__ __forceinline__ int key() const { return first_key() + opaque(lane) / 4; }
+  __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes

@@ -6,10 +6,6 @@ __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-__device__ __forceinline__ unsigned opaque(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 __device__ __forceinline__ long long opaque(long long value) {
   asm volatile("" : "+l"(value));
   return value;

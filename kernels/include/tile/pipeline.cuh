@@ -44,14 +44,9 @@ struct Pipeline {
     ::wait(full[part][state.stage], state.phase);
   }
 
-  // A thread has read the stage. release_by_warp() says so for a warp, and release() for a
-  // warpgroup, which multiplies as one.
+  // A thread has read the stage; release() says so for a warpgroup, which multiplies as one.
   __device__ __forceinline__ void arrive(PipelineState<stages> state) {
     ::arrive(empty[state.stage]);
-  }
-  __device__ __forceinline__ void release_by_warp(PipelineState<stages> state) {
-    __syncwarp();
-    if (threadIdx.x % warp_size == 0) arrive(state);
   }
   __device__ __forceinline__ void release(PipelineState<stages> state) {
     if (threadIdx.x % warpgroup_size == 0) arrive(state);

@@ -1,0 +1,166 @@
+"""The shares of several devices in a problem: consecutive pieces, with equal work in each share."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime.transfer.pieces import Cut, Piece, Pieces, Starts, divisible_axes, is_divisible
+
+_TFLOPS = 100  # of a kernel that was not measured
+_BUS = 50e9  # bytes that go to a device in a second
+_LEAST_PIECES = 4  # of sequences, for each device
+_UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
+Unit = list[Piece]  # one piece, or those whose results are merged
+Axis = tuple[str, int]  # of a piece, and the multiple where it may be cut
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one device computes of a problem; takes the place of the problem's Pieces."""
+
+    plan: Plan  # of the whole problem
+    bytes: int  # on the device, of the whole problem
+    pieces: Cut
+
+    def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
+        """The same pieces for any sizes: what other devices compute depends on them."""
+        return self.pieces
+
+
+def shares(
+    pieces: Pieces, devices: tuple[int, ...], wanted: int, most: int, starts: Starts = ()
+) -> list[Share]:
+    """A share for each device, or for the first ones if the problem has fewer parts.
+
+    ``wanted``, ``most`` and ``starts`` are those of ``cut``, for the device with the least memory.
+    What is made for a device, such as its launches, is remembered.
+    """
+    if starts:  # sequences are not divided, and so make uneven shares if they come in few pieces
+        wanted = min(wanted, pieces.bytes // (_LEAST_PIECES * len(devices)))
+    plan, whole = pieces.plan, pieces.cut(wanted, most, starts)
+    if devices not in whole.shares:
+        parts: Sequence[Sequence[Piece]] = [whole.pieces]
+        if is_divisible(plan):
+            parts = divided(plan, whole.pieces, len(devices), starts)
+        whole.shares[devices] = [Cut(plan, part, pieces.plan_of) for part in parts]
+    return [Share(plan, pieces.bytes, cut) for cut in whole.shares[devices]]
+
+
+def divided(
+    plan: Plan, pieces: Sequence[Piece], count: int, starts: Starts = ()
+) -> list[list[Piece]]:
+    """Consecutive pieces for each of ``count`` devices, none of them empty.
+
+    Pieces on the boundary of two shares are cut: along batch and key heads, and along rows where
+    the results allow it and whole heads would be uneven. Rows are cut where tiles begin.
+    """
+    work, found = _Work(plan, pieces, starts), list[list[Piece]]()
+    left = deque(list(x) for _, x in groupby(pieces, key=_rows_of))
+    for devices in range(count, 0, -1):
+        goal = -(-sum(map(work.of, left)) // devices)
+        slack, share = _UNEVEN * goal, list[Piece]()
+        while left and (size := work.of(left[0])) <= goal:
+            share += left.popleft()
+            goal -= size
+        if left and min(goal, size - goal) > slack:
+            mine, others = work.split(left.popleft(), goal, slack)
+            share += mine
+            left.extendleft([x] for x in reversed(others))
+        elif left and 2 * goal > size:
+            share += left.popleft()
+        found.append(share)
+    return [x for x in found if x]
+
+
+def _rows_of(piece: Piece) -> tuple[range, range, range]:
+    """What pieces have in common whose results are merged: they differ in their keys."""
+    return piece.batch, piece.kv_heads, piece.rows
+
+
+class _Work:
+    """The work of pieces: operations, or bytes to send where the bus takes longer than kernels.
+
+    Arrays without rows, such as keys, count for some rows in proportion, so that the work of parts
+    is that of the whole, though all these parts have them.
+    """
+
+    def __init__(self, plan: Plan, pieces: Sequence[Piece], starts: Starts) -> None:
+        self.problem, self.operation = plan.problem, plan.operation
+        self.lengths = [np.diff(x).astype(np.int64) for x in starts]
+        axes, arrays = plan.operation.axes_of(plan.problem), plan.arrays
+        sent = [x for x in axes if x in arrays and x not in plan.outputs]
+        self.sent = [(axes[x].split(), *arrays[x]) for x in sent]
+        steps = {"batch": ("batch", 1), "heads": ("kv_heads", 1)}
+        steps["M"] = "rows", plan.constants.get("Br", 1)
+        self.axes = [steps[x] for x in steps if x in divisible_axes(plan)]
+        _, tflops = plan.tflops or (0, _TFLOPS)
+        seconds = (
+            sum(map(self._flops, pieces)) / (tflops * 1e12),
+            sum(map(self._bytes, pieces)) / _BUS,
+        )
+        self.of_piece = cache(self._flops if seconds[0] > seconds[1] else self._bytes)
+
+    def of(self, unit: Iterable[Piece]) -> int:
+        return sum(map(self.of_piece, unit))
+
+    def _flops(self, piece: Piece) -> int:
+        if self.lengths:
+            return self._flops_of_sequences(piece)
+        return self.operation.flops(piece.problem(self.problem))
+
+    def _flops_of_sequences(self, piece: Piece) -> int:
+        """As if all queries saw all keys of their sequence: a mask hides a like share of each."""
+        p, every = self.problem, range(len(self.lengths[0]))
+        some = piece.ranges_of_numbers.get("sequences", every)
+        rows, keys = (x[some.start : some.stop] for x in self.lengths)
+        if p.left is not None and p.right is not None:
+            keys = np.minimum(keys, p.left + p.right + 1)
+        pair = self.operation.flops(p.sequence(1, 1))
+        return int(rows @ keys) * pair * len(piece.kv_heads) // p.kv_heads
+
+    def _bytes(self, piece: Piece) -> int:
+        p, total = self.problem, 0
+        for axes, shape, dtype in self.sent:
+            index = piece.index(axes, p.group)
+            part = [len(range(n)[x]) for x, n in zip(index, shape, strict=True)]
+            size = dtype.itemsize * math.prod(part)
+            total += size if "M" in axes else size * len(piece.rows) // max(p.M, 1)
+        return total
+
+    def split(self, unit: Unit, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:
+        """The pieces up to ``goal``, as nearly as it matters, and those after it."""
+        if len(unit) > 1 or not self.axes:
+            return (unit, []) if 2 * goal > self.of(unit) else ([], unit)
+        return self._split(unit[0], goal, slack, self.axes)
+
+    def _split(
+        self, piece: Piece, goal: int, slack: float, axes: Sequence[Axis]
+    ) -> tuple[list[Piece], list[Piece]]:
+        (name, step), *inner = axes
+        whole = getattr(piece, name)
+
+        def part(of: range) -> list[Piece]:
+            return [replace(piece, **{name: of})] if of else []
+
+        ends = range(step, len(whole), step)
+        at = step * bisect_right(ends, goal, key=lambda end: self.of(part(whole[:end])))
+        first, middle, last = whole[:at], whole[at : at + step], whole[at + step :]
+        goal -= self.of(part(first))
+        size = self.of(part(middle))
+        if inner and min(goal, size - goal) > slack:
+            before, after = self._split(part(middle)[0], goal, slack, inner)
+            if before and after:
+                return [*part(first), *before], [*after, *part(last)]
+            at += step if before else 0
+        elif 2 * goal > size:
+            at += step
+        return part(whole[:at]), part(whole[at:])

@@ -1,0 +1,124 @@
+// wgmma_fp16x2_two_pass_columns: `wgmma_two_pass_columns` for float32 at its own accuracy. Operands
+// are two parts in float16 (half_parts.cuh).
+//
+// The rows of Q and dO have powers of two, by which P and dS are multiplied; then each key gets one
+// for each tile (half_gradients.cuh). Sums of a tile begin at zero and are added in registers.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
+//   row_maxima: see part_maxima.cu    stats: see part_stats.cu
+//   dK_flags, dV_flags [batch, kv_heads, N]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   the host sets: scalar, operand, real, Br, Bc, stages, row_slabs (those of row_maxima), d, dv,
+//   threads, shared_bytes and options (score.cuh)
+#include <backward/parts/part_columns.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of dO and V
+using Task = KeyTile<Br, Bc>;
+
+struct Shared {
+  Parts<warpgroup_rows, d> K[consumers];
+  Parts<warpgroup_rows, dv> V[consumers];
+  Parts<Br, d> Q[stages];
+  Parts<Br, dv> dO[stages];
+  PartStats stats[stages][Br];
+  Pipeline<1> K_pipeline, V_pipeline;
+  Pipeline<stages> Q_pipeline, dO_pipeline;
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.K_pipeline.init(1, consumers);
+  shared.V_pipeline.init(1, consumers);
+  // As in wgmma_two_pass_columns.cu: two loads, and each thread has read stats.
+  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.dO_pipeline.init(consumers);
+  fence_barrier_init();
+}
+
+// A warpgroup of consumers.
+struct Consumer {
+  Shared& shared;
+  int warpgroup;
+  Scorer<float> scorer;
+  PartSums<depth> dK;
+  PartSums<width> dV;
+  Largest<1> of_K, of_V;  // their weights
+  PipelineState<stages> rows;
+
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
+      : shared(shared), warpgroup(warpgroup), scorer(scorer), dK(), dV() {}
+
+  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  __device__ __forceinline__ OwnScores<true> own() const {
+    return own_scores(warpgroup * warpgroup_rows);
+  }
+
+  // A tile of rows.
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
+    const auto& Q = shared.Q[rows.stage];
+    const auto& dO = shared.dO[rows.stage];
+    const auto& stats = shared.stats[rows.stage];
+    PartScores<Br, false> scores, gradients;
+    PartSums<Br> P, PS, dS;
+    shared.Q_pipeline.wait(rows);
+    scores.begin(shared.K[warpgroup], Q);
+    shared.dO_pipeline.wait(rows);
+    gradients.begin(shared.V[warpgroup], dO);
+    scores.wait<1>(P);
+    compute_P_of_tile(P, PS, stats, own(), pair, scorer);
+    gradients.wait(dS);
+    compute_dS(dS, PS, stats, own(), pair.extent.kept_factor());
+    multiply_units<&PartStats::dO_unit>(P, stats, own());
+    multiply_units<&PartStats::unit>(dS, stats, own());
+    add_weighted(P, of_V, dO, dV, [&] { shared.dO_pipeline.release(rows); });
+    add_weighted(dS, of_K, Q, dK, [] {});
+    shared.Q_pipeline.arrive(rows);
+    rows.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_columns(
+    const __grid_constant__ TensorMap Q_high, const __grid_constant__ TensorMap Q_low,
+    const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
+    const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
+    const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
+    const int* K_exponents, const int* V_exponents, const float* row_maxima, const PartStats* stats,
+    Tensor<scalar> dK, Tensor<scalar> dV, Tensor<unsigned char> dK_flags,
+    Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) init_pipelines(shared);
+  __syncthreads();
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    decrease_registers<producer_registers>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce_rows<stages>(shared, task, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low},
+                           {dO_high, dO_low}, stats);
+    return;
+  }
+  increase_registers<consumer_registers>();
+  const Scorer<float> scorer = {scale, mods};
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
+                                        group);
+  const bool any = task.first_row < task.end_row;
+  Consumer consumer(shared, warpgroup, scorer);
+  if (any) {
+    shared.K_pipeline.wait();
+    shared.V_pipeline.wait();
+  }
+  task.for_tiles([&](int head, int row, long long) {
+    consumer.advance({task.extent.of_head(head), row, task.first_key});
+  });
+  const int lane = threadIdx.x % warp_size;
+  const int first = task.first_key + warpgroup * warpgroup_rows + own_first();
+  keys.store<false>(consumer.dK, consumer.of_K, dK, dK_flags, K_exponents, scale, first, lane);
+  keys.store<true>(consumer.dV, consumer.of_V, dV, dV_flags, V_exponents, scale, first, lane);
+}

@@ -1,0 +1,149 @@
+// wgmma_fp16x2_two_pass_columns_wide: `wgmma_fp16x2_two_pass_columns` with two warpgroups that
+// share 64 keys, as in `wgmma_two_pass_columns_wide`: the first sums dV, the second dK.
+//
+// So there are registers for larger tiles of rows, whose products read shared memory less often.
+//
+//   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
+//   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
+//   row_maxima: see part_maxima.cu    stats: see part_stats.cu
+//   dK_flags, dV_flags [batch, kv_heads, N]
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
+//   the host sets: scalar, operand, real, Br, Bc, stages, row_slabs (those of row_maxima), d, dv,
+//   threads, shared_bytes and options (score.cuh)
+#include <backward/parts/part_columns.cuh>
+#include <backward/parts/register_tile.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = padded_columns(d);   // of Q and K, filled up with zeros
+constexpr int width = padded_columns(dv);  // of dO and V
+using Task = KeyTile<Br, Bc>;
+constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
+constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
+
+struct Shared {
+  Parts<warpgroup_rows, d> K[1];
+  Parts<warpgroup_rows, dv> V[1];
+  Parts<Br, d> Q[stages];
+  Parts<Br, dv> dO[stages];
+  RegisterTile<Br> P[stages];
+  PartStats stats[stages][Br];
+  Pipeline<1> K_pipeline, V_pipeline;
+  Pipeline<stages> Q_pipeline, dO_pipeline;
+  Barrier P_full[stages][warps];  // what a warp reads one other has written
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.K_pipeline.init(1);
+  shared.V_pipeline.init(1);
+  // As in wgmma_two_pass_columns.cu: two loads; each thread has read stats or P, or written P.
+  shared.Q_pipeline.init(consuming_threads, 2);
+  shared.dO_pipeline.init(consumers);
+  for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
+  fence_barrier_init();
+}
+
+// The first warpgroup.
+struct ValueConsumer {
+  Shared& shared;
+  Scorer<float> scorer;
+  PartSums<width> dV;
+  Largest<1> largest;  // of its weights
+  PipelineState<stages> rows;
+
+  __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
+      : shared(shared), scorer(scorer), dV() {}
+
+  // A tile of rows.
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
+    const auto& stats = shared.stats[rows.stage];
+    PartScores<Br> scores;
+    PartSums<Br> P, PS;
+    shared.Q_pipeline.wait(rows);
+    scores.begin(shared.K[0], shared.Q[rows.stage]);
+    scores.wait(P);
+    compute_P_of_tile(P, PS, stats, own_scores(0), pair, scorer);
+    shared.P[rows.stage].write(flat(PS));
+    arrive(shared.P_full[rows.stage][threadIdx.x / warp_size % warps]);
+    multiply_units<&PartStats::dO_unit>(P, stats, own_scores(0));
+    shared.Q_pipeline.arrive(rows);
+    shared.dO_pipeline.wait(rows);
+    add_weighted(P, largest, shared.dO[rows.stage], dV, [&] { shared.dO_pipeline.release(rows); });
+    rows.advance();
+  }
+};
+
+// The second warpgroup.
+struct KeyConsumer {
+  Shared& shared;
+  PartSums<depth> dK;
+  Largest<1> largest;  // of its weights
+  PipelineState<stages> rows;
+
+  __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), dK() {}
+
+  // A tile of rows.
+  __device__ __forceinline__ void advance(float factor) {
+    const auto& stats = shared.stats[rows.stage];
+    PartScores<Br> gradients;
+    PartSums<Br> PS, dS;
+    shared.dO_pipeline.wait(rows);
+    gradients.begin(shared.V[0], shared.dO[rows.stage]);
+    wait(shared.P_full[rows.stage][threadIdx.x / warp_size % warps],
+         rows.phase);  // Q and stats are there then
+    shared.P[rows.stage].read(flat(PS));
+    gradients.wait(dS);
+    shared.dO_pipeline.release(rows);
+    compute_dS(dS, PS, stats, own_scores(0), factor);
+    multiply_units<&PartStats::unit>(dS, stats, own_scores(0));
+    add_weighted(dS, largest, shared.Q[rows.stage], dK, [] {});
+    shared.Q_pipeline.arrive(rows);
+    rows.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_columns_wide(
+    const __grid_constant__ TensorMap Q_high, const __grid_constant__ TensorMap Q_low,
+    const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
+    const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
+    const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
+    const int* K_exponents, const int* V_exponents, const float* row_maxima, const PartStats* stats,
+    Tensor<scalar> dK, Tensor<scalar> dV, Tensor<unsigned char> dK_flags,
+    Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) init_pipelines(shared);
+  __syncthreads();
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  if (warpgroup < 0) {
+    decrease_registers<producer_registers>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce_rows<stages>(shared, task, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low},
+                           {dO_high, dO_low}, stats);
+    return;
+  }
+  increase_registers<consumer_registers>();
+  const Scorer<float> scorer = {scale, mods};
+  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
+                                        group);
+  const bool any = task.first_row < task.end_row;
+  const int lane = threadIdx.x % warp_size, first = task.first_key + own_first();
+  if (warpgroup == of_dV) {
+    ValueConsumer values(shared, scorer);
+    if (any) shared.K_pipeline.wait();
+    task.for_tiles([&](int head, int row, long long) {
+      values.advance({task.extent.of_head(head), row, task.first_key});
+    });
+    keys.store<true>(values.dV, values.largest, dV, dV_flags, V_exponents, scale, first, lane);
+  } else {
+    KeyConsumer gradients(shared);
+    if (any) shared.V_pipeline.wait();
+    task.for_tiles([&](int, int, long long) { gradients.advance(task.extent.kept_factor()); });
+    keys.store<false>(gradients.dK, gradients.largest, dK, dK_flags, K_exponents, scale, first,
+                      lane);
+  }
+}

@@ -1,0 +1,153 @@
+// wgmma_fp16x2_two_pass_rows: dQ of `wgmma_fp16x2_two_pass`, by a block for each 128 rows, which
+// goes along the tiles of K and V. It is `wgmma_two_pass_rows` with two parts of each operand; each
+// row of dS gets a power of two for each tile.
+//
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
+//   lse, delta [batch, heads, M]
+//   grid (cdiv(M, 128) * heads * batch)    block (384)
+//   the host sets: scalar, operand, real, Bk, stages, V_stages, d, dv, threads, shared_bytes and
+//   options (score.cuh)
+#include <backward/parts/gradient_parts.cuh>
+#include <backward/parts/part_rows.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int own_rows = consumers * warpgroup_rows;
+using Pair = TilePair<own_rows, Bk>;
+
+struct Shared {
+  Parts<warpgroup_rows, d> Q[consumers];
+  Parts<warpgroup_rows, dv> dO[consumers];
+  Parts<Bk, d> K[stages];
+  Parts<Bk, dv> V[V_stages];
+  PartStats stats[own_rows];
+  Pipeline<1> Q_pipeline, dO_pipeline;
+  Pipeline<stages> K_pipeline;
+  Pipeline<V_stages> V_pipeline;
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bk % step == 0, "tiles are made of whole products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.Q_pipeline.init(1, consumers);
+  shared.dO_pipeline.init(1, consumers);
+  shared.K_pipeline.init(consumers);
+  shared.V_pipeline.init(consumers);
+  fence_barrier_init();
+}
+
+// The producer's thread loads Q and dO and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const PartMaps& Q,
+                                        const PartMaps& K, const PartMaps& V, const PartMaps& dO,
+                                        int kv_head) {
+  if (task.kv_begin >= task.kv_end) return;
+  const int batch = task.packed_batch(task.batch);
+#pragma unroll
+  for (int i = 0; i < consumers; ++i) {
+    const int row = task.packed_row(task.row + i * warpgroup_rows);
+    load_parts(shared.Q[i], Q, shared.Q_pipeline.full[0][0], row, task.head, batch);
+    load_parts(shared.dO[i], dO, shared.dO_pipeline.full[0][0], row, task.head, batch);
+  }
+  PipelineState<stages> keys;
+  PipelineState<V_stages> values;
+#pragma unroll 1  // the producer has few registers
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
+    const int key = task.packed_key(first_key);
+    load_parts(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
+    load_parts(shared.V[values.stage], V, shared.V_pipeline.acquire(values), key, kv_head, batch);
+  }
+}
+
+// A warpgroup of consumers.
+struct Consumer {
+  Shared& shared;
+  int warpgroup;
+  Scorer<float> scorer;
+  PartSums<depth> dQ;
+  Largest<1> largest;  // of its weights
+  PipelineState<stages> keys;
+  PipelineState<V_stages> values;
+
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
+      : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
+
+  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  __device__ __forceinline__ OwnScores<false> own() const {
+    const int lane = opaque(int(threadIdx.x)) % warp_size;
+    return {warpgroup * warpgroup_rows + own_first() + lane / 4, 2 * (lane % 4)};
+  }
+
+  // A tile of keys.
+  __device__ __forceinline__ void advance(const Pair& pair) {
+    const auto& K = shared.K[keys.stage];
+    PartScores<Bk> scores, gradients;
+    PartSums<Bk> P, PS, dS;
+    shared.K_pipeline.wait(keys);
+    scores.begin(shared.Q[warpgroup], K);
+    scores.wait(P);
+    shared.V_pipeline.wait(values);
+    gradients.begin(shared.dO[warpgroup], shared.V[values.stage]);
+    compute_P_of_tile(P, PS, shared.stats, own(), pair, scorer);
+    gradients.wait(dS);
+    shared.V_pipeline.release(values);
+    compute_dS(dS, PS, shared.stats, own(), pair.extent.kept_factor());
+    add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
+    keys.advance();
+    values.advance();
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_rows(
+    const __grid_constant__ TensorMap Q_high, const __grid_constant__ TensorMap Q_low,
+    const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
+    const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
+    const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
+    const int* K_exponents, Tensor<const real> lse, Tensor<const real> delta,
+    Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
+    Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) init_pipelines(shared);
+  const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
+  if (!extent.has_tile_of_rows(first_row)) return;
+  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
+  const int kv_head = head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  PartLoads<threads, own_rows> loads;
+  loads.load({lse,
+              delta,
+              scale2,
+              dO_units,
+              {flags.data, flags.batch_stride, flags.head_stride, flags.row_stride},
+              batch},
+             head, first_row, extent.M);
+  loads.store(shared.stats);
+  __syncthreads();  // stats and barriers are there
+  if (warpgroup < 0) {
+    decrease_registers<producer_registers>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce(shared, task, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low}, {dO_high, dO_low},
+              kv_head);
+    return;
+  }
+  increase_registers<consumer_registers>();
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
+  if (task.kv_begin < task.kv_end) {
+    shared.Q_pipeline.wait();
+    shared.dO_pipeline.wait();
+  }
+#pragma unroll 1
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key))
+    consumer.advance({extent, first_row, first_key});
+  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
+  const int first = first_row + warpgroup * warpgroup_rows + own_first();
+  store_dQ<d>(consumer.dQ, consumer.largest, exponents, scale, dQ, flags, batch, head, first,
+              extent.M, threadIdx.x % warp_size);
+}

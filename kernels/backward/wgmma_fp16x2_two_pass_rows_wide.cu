@@ -1,0 +1,188 @@
+// wgmma_fp16x2_two_pass_rows_wide: `wgmma_fp16x2_two_pass_rows` with two warpgroups that share 64
+// rows, because shared memory holds no more: they take tiles of keys in turn, each with its own
+// sums of dQ, which are added up at the end.
+//
+// dP comes before S, so that K is needed from S to dQ alone, and is loaded meanwhile. V is needed
+// for dP alone: there is one buffer for both warpgroups, but they wait for barriers of their own.
+//
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
+//   lse, delta [batch, heads, M]
+//   grid (cdiv(M, 64) * heads * batch)    block (384)
+//   the host sets: scalar, operand, real, Bk, d, dv, threads, shared_bytes and options
+//   (score.cuh)
+#include <backward/parts/gradient_parts.cuh>
+#include <backward/parts/part_rows.cuh>
+#include <backward/parts/register_tile.cuh>
+#include <ptx/named_barrier.cuh>
+#include <tile/shared.cuh>
+
+constexpr int depth = padded_columns(d);  // of Q and K, filled up with zeros
+constexpr int own_rows = warpgroup_rows;
+using Pair = TilePair<own_rows, Bk>;
+
+struct Shared {
+  Parts<own_rows, d> Q;
+  Parts<own_rows, dv> dO;
+  Parts<Bk, d> K[consumers];
+  Parts<Bk, dv> V;
+  PartStats stats[own_rows];
+  float largest[own_rows];  // weights of the second warpgroup
+  Pipeline<1> Q_pipeline, dO_pipeline;
+  Pipeline<consumers> K_pipeline;
+  Barrier V_full[consumers], V_empty;
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(Bk % step == 0, "tiles are made of whole products");
+static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
+
+__device__ __forceinline__ void init_pipelines(Shared& shared) {
+  shared.Q_pipeline.init(1);
+  shared.dO_pipeline.init(1);
+  shared.K_pipeline.init(1);
+  for (Barrier& full : shared.V_full) init_barrier(full, 1);
+  init_barrier(shared.V_empty, 1);
+  fence_barrier_init();
+}
+
+// The producer's thread loads Q and dO and, tile by tile, K and V.
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const PartMaps& Q,
+                                        const PartMaps& K, const PartMaps& V, const PartMaps& dO,
+                                        int kv_head) {
+  if (task.kv_begin >= task.kv_end) return;
+  const int batch = task.packed_batch(task.batch);
+  const int row = task.packed_row(task.row);
+  load_parts(shared.dO, dO, shared.dO_pipeline.acquire(), row, task.head, batch);
+  PipelineState<consumers> keys;
+  PipelineState<1> values;
+#pragma unroll 1  // the producer has few registers
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
+    const int key = task.packed_key(first_key);
+    wait(shared.V_empty, values.phase ^ 1);
+    load_parts(shared.V, V, shared.V_full[keys.stage], key, kv_head, batch);
+    if (first_key == task.kv_begin)
+      load_parts(shared.Q, Q, shared.Q_pipeline.acquire(), row, task.head, batch);
+    load_parts(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
+  }
+}
+
+// A warpgroup of consumers.
+struct Consumer {
+  Shared& shared;
+  int warpgroup;
+  Scorer<float> scorer;
+  PartSums<depth> dQ;
+  Largest<1> largest;  // of its weights
+  PipelineState<consumers> keys;
+
+  __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
+      : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
+
+  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  __device__ __forceinline__ OwnScores<false> own() const {
+    const int lane = opaque(int(threadIdx.x)) % warp_size;
+    return {own_first() + lane / 4, 2 * (lane % 4)};
+  }
+
+  // A tile of keys, the warpgroup's or the other's.
+  __device__ __forceinline__ void advance(const Pair& pair) {
+    if (keys.stage == warpgroup) add(pair);
+    keys.advance();
+  }
+  __device__ __forceinline__ void add(const Pair& pair) {
+    const auto& K = shared.K[warpgroup];
+    PartSums<Bk> P, PS, dS;
+    {
+      PartScores<Bk> gradients;
+      wait(shared.V_full[warpgroup], keys.phase);
+      gradients.begin(shared.dO, shared.V);
+      gradients.wait(dS);
+      if (threadIdx.x % warpgroup_size == 0) arrive(shared.V_empty);
+    }
+    PartScores<Bk> scores;
+    shared.K_pipeline.wait(keys);
+    scores.begin(shared.Q, K);
+    scores.wait(P);
+    compute_P_of_tile(P, PS, shared.stats, own(), pair, scorer);
+    compute_dS(dS, PS, shared.stats, own(), pair.extent.kept_factor());
+    add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
+  }
+
+  // The sums and largest weights of both warpgroups become those of the first. Q, which is no
+  // longer read, has those of the second.
+  __device__ __forceinline__ void join() {
+    auto& place = reinterpret_cast<RegisterTile<depth>&>(shared.Q);
+    static_assert(sizeof place <= sizeof shared.Q, "sums take no more than Q");
+    const int row = own().row, lane = threadIdx.x % warp_size;
+    barrier_sync(1, consuming_threads);  // both warpgroups have read Q
+    if (warpgroup == 1) {
+      place.write(flat(dQ));
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        if (lane % 4 == 0) shared.largest[row + half * 8] = largest.weight[0][half];
+    }
+    barrier_sync(1, consuming_threads);  // the sums of the second are there
+    if (warpgroup == 1) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      largest.weight[0][half] = fmax(largest.weight[0][half], shared.largest[row + half * 8]);
+    PartSums<depth> other;
+    place.read(flat(other));
+#pragma unroll
+    for (int i = 0; i < depth / 2; ++i) flat(dQ)[i] += flat(other)[i];
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_rows_wide(
+    const __grid_constant__ TensorMap Q_high, const __grid_constant__ TensorMap Q_low,
+    const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
+    const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
+    const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
+    const int* K_exponents, Tensor<const real> lse, Tensor<const real> delta,
+    Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
+    Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  if (threadIdx.x == 0) init_pipelines(shared);
+  const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  // The longest rows of a causal mask come first.
+  const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
+  if (!extent.has_tile_of_rows(first_row)) return;
+  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
+  const int kv_head = head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  PartLoads<threads, own_rows> loads;
+  loads.load({lse,
+              delta,
+              scale2,
+              dO_units,
+              {flags.data, flags.batch_stride, flags.head_stride, flags.row_stride},
+              batch},
+             head, first_row, extent.M);
+  loads.store(shared.stats);
+  __syncthreads();  // stats and barriers are there
+  if (warpgroup < 0) {
+    decrease_registers<producer_registers>();
+    if (threadIdx.x < warp_size && elect_one())
+      produce(shared, task, {Q_high, Q_low}, {K_high, K_low}, {V_high, V_low}, {dO_high, dO_low},
+              kv_head);
+    return;
+  }
+  increase_registers<consumer_registers>();
+  const Scorer<float> scorer = {scale, mods};
+  Consumer consumer(shared, warpgroup, scorer);
+  if (task.kv_begin < task.kv_end) {
+    shared.Q_pipeline.wait();
+    shared.dO_pipeline.wait();
+  }
+#pragma unroll 1
+  for (int first_key = task.kv_begin; first_key < task.kv_end;
+       first_key = task.after<Bk>(first_key))
+    consumer.advance({extent, first_row, first_key});
+  consumer.join();
+  if (warpgroup == 1) return;
+  const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
+  store_dQ<d>(consumer.dQ, consumer.largest, exponents, scale, dQ, flags, batch, head,
+              first_row + own_first(), extent.M, threadIdx.x % warp_size);
+}

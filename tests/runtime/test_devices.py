@@ -1,0 +1,365 @@
+"""NumPy arrays whose work several devices share, on simulated devices."""
+
+import queue
+import signal
+import threading
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.far_device import FarDevice, Gate
+from hypothesis import given, settings, strategies as st
+
+import cupyfa
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select as planning
+from cupyfa.planner.plan import Limits
+from cupyfa.problem import Problem
+from cupyfa.runtime import transfer
+from cupyfa.runtime.transfer import call, devices, pieces
+from cupyfa.runtime.transfer.host import hosts
+from cupyfa.runtime.transfer.shares import divided
+
+LIMITS = Limits("a device", shared_bytes=232448)
+
+
+@pytest.fixture
+def far():
+    return FarDevice()
+
+
+@pytest.fixture(autouse=True)
+def small():
+    """Chunks and pieces so small that small arrays have several."""
+    before = transfer.configure()
+    transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "_INLINE", 512)
+        yield
+    transfer.configure(**vars(before))
+
+
+@pytest.fixture
+def running(monkeypatch):
+    """The devices that compute a share now."""
+    found, compute = set(), devices._Spread._compute
+
+    def counted(self, device):
+        found.add(device)
+        try:
+            compute(self, device)
+        finally:
+            found.discard(device)
+
+    monkeypatch.setattr(devices._Spread, "_compute", counted)
+    return found
+
+
+def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    kv = (batch, kv_heads or heads, N or M, 16)
+    return [rng.standard_normal(shape).astype(dtype) for shape in ((batch, heads, M, 16), kv, kv)]
+
+
+def same(far, q, k, v, numbers, **options):
+    """Checks that devices together give the bits of one; returns them."""
+    options = {"kernel": "fa2", "tiles": {"Br": 16, "Bc": 16}, "return_lse": True} | options
+    there = cupyfa.attention(q, k, v, backend=far, devices=numbers, **options)
+    here = cupyfa.attention(q, k, v, backend="simulator", **options)
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    return there
+
+
+def of_form(*shape):
+    return np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+
+
+SHARED = {  # a problem, and what three devices get of it
+    "batch": ((6, 1, 30), {}),
+    "heads": ((2, 4, 50, 2, 40), {"causal": True}),
+    "rows": ((1, 1, 200, 1, 90), {"causal": True}),
+    "rows of heads": ((1, 4, 150, 2), {"window": (30, 9), "offset": -5}),
+    "rows of a bias": ((1, 2, 90, 2), {"bias": of_form(2, 90, 1), "sink": of_form(2)}),
+    "lengths": ((3, 2, 40), {"lengths_q": [40, 0, 7], "lengths_k": [3, 40, 40]}),
+    "other axes": ((50, 7, 3), {"layout": "bshd", "causal": "top-left"}),
+}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_results_have_the_bits_of_one_device(far, what):
+    sizes, options = SHARED[what]
+    same(far, *arrays(*sizes), "all", **options)
+    assert set(hosts[far]) == {0, 1, 2}
+    assert far.device == 0
+
+
+def test_results_are_written_into_arrays_of_the_caller(far):
+    q, k, v = arrays(2, 3, 40)
+    memory = np.full((2, 3, 80, 16), 7, np.float32)
+    out, _ = same(far, q, k, v, [2, 0], out=memory[:, :, ::2])
+    assert np.shares_memory(out, memory) and (memory[:, :, 1::2] == 7).all()
+    assert set(hosts[far]) == {2, 0}
+
+
+def test_gradients_have_the_bits_of_one_device(far):
+    q, k, v = arrays(1, 6, 40, 3)
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
+    made = []
+    for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"}):
+        out, pullback = cupyfa.attention_vjp(q, k, v, **how, **where)
+        made.append((out, *pullback(np.cos(out))))
+    for got, right in zip(*made):
+        np.testing.assert_array_equal(got, right)
+    assert set(hosts[far]) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.5, "dropout_seed": 7}, {"score_mod": "score - 0.1 * head"}], ids=str
+)
+def test_what_counts_heads_runs_on_the_first_device(far, options):
+    same(far, *arrays(2, 2, 60), [2, 1], **options)
+    assert set(hosts[far]) == {2}
+
+
+def test_a_head_that_does_not_fit_is_merged_on_one_device(far):
+    transfer.configure(device_bytes=4000)
+    q, k, v = arrays(1, 3, 40, N=50)
+    options = {"kernel": "fa2", "backend": far}
+    one, many = (cupyfa.attention(q, k, v, devices=x, **options) for x in (None, "all"))
+    np.testing.assert_array_equal(many, one)
+    assert len(hosts[far]) == 3
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_one_device_goes_the_usual_way(far, monkeypatch, device):
+    monkeypatch.setattr(devices, "_Spread", None)
+    same(far, *arrays(2, 2, 60), [device])
+    assert set(hosts[far]) == {device} and far.device == 0
+
+
+def test_the_simulator_is_one_device():
+    q, k, v = arrays(1, 2, 20)
+    for numbers in ("all", [0]):
+        cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", devices=numbers)
+    with pytest.raises(ValueError, match="devices has 1, and simulator has 0; give numbers"):
+        cupyfa.attention(q, k, v, backend="simulator", devices=[0, 1])
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (
+            [3],
+            ValueError,
+            'devices has 3, and simulator has 0, 1, 2; give numbers of these, or "all"',
+        ),
+        ([0, -1], ValueError, "devices has -1, and simulator has 0, 1, 2"),
+        ([0, 1, 0], ValueError, r"devices is \[0, 1, 0\]; give at least one, and each once"),
+        ([], ValueError, r"devices is \[\]; give at least one, and each once: simulator has 0, 1"),
+        (1, TypeError, r'devices is 1; give "all", or numbers as \[0, 1\]'),
+        ("both", TypeError, r"devices is 'both'; give"),
+        ([True], TypeError, r"devices is \[True\]; give"),
+        ([0, 1.0], TypeError, r"devices is \[0, 1.0\]; give"),
+        ([1, 2], ValueError, r"of several models \(1 is A, 2 is B\); give those of one model"),
+    ],
+    ids=str,
+)
+def test_wrong_devices(far, given, error, words):
+    far.models = ("A", "A", "B")
+    with pytest.raises(error, match=words):
+        cupyfa.attention(*arrays(1, 2, 20), backend=far, devices=given)
+
+
+def test_all_devices_are_those_like_the_current_one(far):
+    far.models = ("A", "B", "B")
+    far.use(2)
+    same(far, *arrays(2, 2, 60), "all")
+    assert list(hosts[far]) == [2, 1]  # what is not divided runs on the current one
+
+
+OFFSETS = np.array([0, 30, 31, 65, 71, 120, 124], np.int32)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 4)])
+def test_devices_share_sequences(far, heads, kv_heads):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((124, n, 16), np.float32) for n in (heads, kv_heads, kv_heads))
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
+    made = []
+    for where in ({"backend": far, "devices": "all"}, {"backend": "simulator"}):
+        out, back = cupyfa.attention_ragged_vjp(q, k, v, OFFSETS, OFFSETS, **how, **where)
+        made.append((out, *back(np.cos(out))))
+    for got, right in zip(*made):
+        np.testing.assert_array_equal(got, right)
+    assert set(hosts[far]) == {0, 1, 2}
+
+
+def test_devices_share_lists(far):
+    q, k, v = ([x[0], x[0, :, :9]] for x in arrays(1, 4, 40))
+    there, here = (
+        cupyfa.attention(q, k, v, kernel="fa2", **where)
+        for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"})
+    )
+    for got, right in zip(there, here):
+        np.testing.assert_array_equal(got, right)
+    assert set(hosts[far]) == {1, 2}
+
+
+def test_calls_without_devices_say_so():
+    q, k, v = arrays(1, 2, 20)
+    with pytest.raises(TypeError, match="call with cupy.cuda.Device"):
+        cupyfa.compile(q, k, v, devices="all")
+
+
+def test_progress_is_that_of_all_devices(far):
+    told, threads = [], set()
+
+    def progress(*event):
+        told.append(event)
+        threads.add(threading.current_thread())
+
+    same(far, *arrays(4, 3, 40), "all", progress=progress)
+    total = told[0][1]
+    assert total > 6 and [done for done, _, _ in told] == list(range(total + 1))
+    assert threads == {threading.current_thread()}
+
+
+def still(far, monkeypatch):
+    """Device 0 stands still in its first launch, until ``opened`` is set; counts its launches."""
+    gate, launched = Gate(), []
+    far.gates[0, "launch"] = gate
+    monkeypatch.setattr(gate, "wait", lambda wait=gate.wait: launched.append(1) or wait())
+    return gate, launched
+
+
+def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch, running):
+    """Another one, which is at work then, begins no further piece, and is waited for."""
+    gate, launched = still(far, monkeypatch)
+    empty, fail = far.empty, devices._Spread._fail
+
+    def failing(shape, dtype):
+        if far.device == 1:
+            assert gate.arrived.acquire(timeout=20)
+            raise cupyfa.OutOfMemory("no memory is left")
+        return empty(shape, dtype)
+
+    def failed(self, device, error):
+        fail(self, device, error)
+        gate.opened.set()
+
+    q, k, v = arrays(4, 2, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(far, "empty", failing)
+        patch.setattr(devices._Spread, "_fail", failed)
+        with pytest.raises(cupyfa.OutOfMemory, match="device 1: no memory is left"):
+            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1])
+    assert not running and len(launched) == 1
+    far.gates.clear()
+    same(far, q, k, v, [0, 1])
+
+
+def test_ctrl_c_ends_the_work_of_all_devices(far, monkeypatch, running):
+    """Also a second Ctrl-C, while the call waits for its devices."""
+    gate, launched = still(far, monkeypatch)
+    pressed = []
+
+    def press(*_):
+        if not pressed:
+            assert gate.arrived.acquire(timeout=20)
+        pressed.append(set(running))
+        signal.raise_signal(signal.SIGINT)
+
+    class Events(queue.SimpleQueue):
+        def get(self):
+            if len(pressed) == 1:
+                press()
+            elif pressed:
+                gate.opened.set()
+            return super().get()
+
+    q, k, v = arrays(4, 2, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "queue", SimpleNamespace(SimpleQueue=Events))
+        with pytest.raises(KeyboardInterrupt):
+            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1], progress=press)
+    assert len(pressed) == 2 and all(0 in x for x in pressed)
+    assert not running and len(launched) == 1
+    far.gates.clear()
+    same(far, q, k, v, [0, 1])
+
+
+EQUAL = {  # problems, and how many devices
+    "rows of heads": (3, {"heads": 32, "kv_heads": 4, "M": 32768, "N": 32768, "causal": True}),
+    "one head": (8, {"heads": 8, "kv_heads": 1, "M": 32768, "N": 32768, "causal": True}),
+    "more keys": (3, {"batch": 2, "heads": 4, "M": 4096, "N": 65536, "causal": True}),
+    "window": (3, {"heads": 1, "M": 65536, "N": 65536, "window": (3000, 0)}),
+    "copies": (3, {"batch": 5, "heads": 7, "M": 1024, "N": 1024}),
+    "many heads": (7, {"batch": 8, "heads": 100, "M": 512, "N": 512, "causal": True}),
+}
+
+
+def planned(kernel, **sizes):
+    record = LADDER["forward"].get(kernel) or LADDER["backward"].get(kernel)
+    plan = planning.plan(record, Problem.of_sizes(d=128, dtype="float16", **sizes), LIMITS)
+    return plan, lambda p: planning.plan(record, p, LIMITS, **plan.constants)
+
+
+def shared(plan, plan_of, count, wanted=33 << 20):
+    """The shares of devices, which are complete; rows are cut where tiles begin."""
+    p, seen = plan.problem, {}
+    made = divided(plan, pieces.cut(plan, plan_of, wanted, 10**12), count)
+    for piece in (x for share in made for x in share):
+        assert piece.rows.start % plan.constants["Br"] == 0 and len(piece.keys) == p.N
+        for head in product(piece.batch, piece.kv_heads):
+            assert piece.rows.start == seen.get(head, 0) < piece.rows.stop
+            seen[head] = piece.rows.stop
+    assert seen == dict.fromkeys(product(range(p.batch), range(p.kv_heads)), p.M)
+    return made
+
+
+@pytest.mark.parametrize("what", EQUAL)
+def test_shares_have_equal_work(what):
+    count, sizes = EQUAL[what]
+    plan, plan_of = planned("wgmma_persistent", **sizes)
+    made = shared(plan, plan_of, count)
+    flops = [sum(plan.operation.flops(x.problem(plan.problem)) for x in y) for y in made]
+    assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
+    cuts = sum(share[0].rows.start > 0 for share in made)
+    assert cuts < count  # of heads, whose keys are sent to two devices
+
+
+def test_shares_of_sequences_have_equal_work():
+    """Of pieces of equal bytes those with longer sequences have more work."""
+    lengths = [40_000, *[500] * 400, 20_000, 300, *[9000] * 8]
+    starts = [np.cumsum([0, *lengths]).astype(np.int32)] * 2
+    plan, plan_of = planned("wgmma_persistent", lengths=lengths, heads=8, kv_heads=2)
+    made = divided(plan, pieces.cut(plan, plan_of, 16 << 20, 10**12, starts), 3, starts)
+    work = [
+        sum(lengths[i] ** 2 * len(x.kv_heads) for x in share for i in x.sequences) for share in made
+    ]
+    assert sum(work) == 2 * sum(n**2 for n in lengths)
+    assert max(work) * 3 <= 1.25 * sum(work)
+
+
+@pytest.mark.parametrize("heads, count, most", [(7, 3, 3), (2, 4, 1), (32, 3, 11)])
+def test_gradients_are_shared_by_heads(heads, count, most):
+    plan, plan_of = planned("wgmma_two_pass", heads=heads, M=4096, N=4096, causal=True)
+    found = [sum(len(x.kv_heads) for x in share) for share in shared(plan, plan_of, count)]
+    assert len(found) == min(heads, count) and max(found) == most
+
+
+@given(
+    sizes=st.fixed_dictionaries(
+        {name: st.integers(1, 9) for name in ("batch", "kv_heads")}
+        | {name: st.integers(0, 700) for name in "MN"}
+    ),
+    count=st.integers(2, 9),
+    causal=st.booleans(),
+)
+@settings(deadline=None, max_examples=40)
+def test_shares_of_any_problem_are_complete(sizes, count, causal):
+    plan, plan_of = planned("mma_async", heads=2 * sizes["kv_heads"], causal=causal, **sizes)
+    if sizes["M"]:
+        assert len(shared(plan, plan_of, count, 1 << 20)) <= count
