@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from functools import partial
-from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -55,6 +54,13 @@ CASES = {
     "no batch": (2, {"batch": 0}, {"causal": True}),
     "four ranks": (4, {"kv_heads": 4, "M": 77}, {"window": (30, 3)}),
 }
+# Rarer cases have "ring" and one of the others in turn, to save time.
+RUNS = [
+    (name, schedule)
+    for i, name in enumerate(CASES)
+    for schedule in SCHEDULES
+    if i < 8 or schedule != SCHEDULES[i % 2]
+]
 
 
 def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
@@ -139,7 +145,7 @@ def one_head_in_a_step(monkeypatch):
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("name, schedule", [*product(CASES, SCHEDULES)])
+@pytest.mark.parametrize("name, schedule", RUNS)
 def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
     count, sizes, options = CASES[name]
     given = arrays(**{**SIZES, **sizes})
@@ -542,7 +548,6 @@ def plainly_merged(parts, **how):
         ("gather", 64, 200, 2),
         ("gather", 1024, 1500, 1),
         ("heads", 64, 100, 64),
-        ("heads", 128, 300, 128),
         ("ring", 64, 300, 1),
         ("ring", 128, 100, 1),
     ],
