@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyfa.distributed.communicator import Pending
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import new, packed, unpacked
+from cupyfa.distributed.packing import copy_to, new, packed, unpacked
 
 Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
 
@@ -23,7 +23,8 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     for _, heads, ks, vs in _steps(job, k, v):
         for part in job.rows:
             at = (slice(None), heads, part.at)
-            out[at], lse[at] = job.attend(q[at], ks, vs, part.rows.start, 0)
+            found, lse[at] = job.attend(q[at], ks, vs, part.rows.start, 0)
+            copy_to(out[at], found)
     return out, lse
 
 
@@ -39,15 +40,19 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         dk[:, kv_heads], dv[:, kv_heads] = found
 
     for kv_heads, heads, ks, vs in _steps(job, k, v):
-        parts = []
+        total = new(ks, (ks.shape[2], *ks.shape[:2], ks.shape[3] + vs.shape[3]), job.sums)
+        total[...] = 0
         for part in job.rows:
-            at = (slice(None), heads, part.at)
+            at, keys = (slice(None), heads, part.at), job.seen(part.rows)
+            seen = slice(keys.start, keys.stop)
             rows = [x[at] for x in of_rows]
-            dq[at], *of_keys = job.differentiate(rows, ks, vs, part.rows.start, 0)
-            parts.append(of_keys)
+            first = part.rows.start, keys.start
+            found, *of_keys = job.differentiate(rows, ks[:, :, seen], vs[:, :, seen], *first)
+            copy_to(dq[at], found)
+            total[seen] += packed(*of_keys, dtype=job.sums)
         if arriving:
             add_up()
-        arriving.append((kv_heads, _sent(job, parts, ks, vs)))
+        arriving.append((kv_heads, _sent(job, total)))
     if arriving:
         add_up()
     return dq, dk, dv
@@ -72,15 +77,8 @@ def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
     return unpacked(job.taken(by_rank, job.k_shards, "padded_places"), d, dv)
 
 
-def _sent(job: Job, parts: Sequence[Sequence[Any]], ks: Any, vs: Any) -> Pending:
+def _sent(job: Job, total: Any) -> Pending:
     """Starts to add up the gradients of keys from the rows of all ranks."""
     shards = job.k_shards
-    if parts:
-        total = packed(*parts[0], dtype=job.sums)
-        for dk, dv in parts[1:]:
-            total += packed(dk, dv, dtype=job.sums)
-    else:
-        total = packed(ks, vs, dtype=job.sums)
-        total[...] = 0
     room = job.put(total, shards, "padded_places", job.group.ranks * shards.most)
     return job.group.reduce_scatter(room.reshape(job.group.ranks, shards.most, *total.shape[1:]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyfa.distributed.communicator import Message
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import new, packed, unpacked
+from cupyfa.distributed.packing import copy_to, new, packed, unpacked
 from cupyfa.distributed.shards import Shards
 
 Divided = tuple[Any, Shards]  # an array [batch, heads, rows, columns], and how rows are divided
@@ -90,4 +90,6 @@ def _add(
 def _joined(x: Any) -> Any:
     """[ranks, rows, batch, heads of a rank, columns] as [batch, heads, rows, columns]."""
     ranks, rows, batch, heads, columns = x.shape
-    return x.transpose(2, 0, 3, 1, 4).reshape(batch, ranks * heads, rows, columns)
+    made = new(x, (batch, ranks, heads, rows, columns))
+    copy_to(made, x.transpose(2, 0, 3, 1, 4))
+    return made.reshape(batch, ranks * heads, rows, columns)

@@ -11,10 +11,10 @@ import numpy as np
 
 from cupyfa.api import attention, attention_backward
 from cupyfa.distributed.communicator import Group
-from cupyfa.distributed.packing import new
+from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
 from cupyfa.parts.calls import Call, offset_of_part
-from cupyfa.parts.strips import met_by
+from cupyfa.parts.strips import met_by, tile_of
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
@@ -76,6 +76,17 @@ class Job:
         before = range(keys.start, keys.start)  # chunk 0, which is named if none is met
         return 1 in met_by(rows, [before, keys], p.first_position, p.left, p.right, 1).chunks
 
+    def seen(self, rows: range) -> range:
+        """The keys between the first and the last one that any of these queries sees.
+
+        They begin at a whole tile, which keeps the order of sums; there is one if there are any.
+        """
+        p, tile = self.problem, tile_of(self.call.how["tiles"])
+        high = p.N if p.right is None else rows.stop + p.first_position + p.right
+        high = min(max(high, 1), p.N)
+        low = 0 if p.left is None else rows.start + p.first_position - p.left
+        return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
+
     def steps_of_heads(self) -> Iterator[tuple[slice, slice]]:
         """The key heads of each step of "gather", and the query heads that they serve."""
         p = self.problem
@@ -91,14 +102,15 @@ class Job:
         index = self._index(shards, places)
         if index is None:
             return array[: shards.n]
-        bits = array.view(f"u{array.dtype.itemsize}")  # rows are moved as they are
-        return np.take(bits, index, axis=0).view(array.dtype)
+        (words,) = in_words(array)
+        return np.take(words, index, axis=0).view(array.dtype)
 
     def put(self, array: Any, shards: Shards, places: str, room: int) -> Any:
         """An array [room, …] that has the rows of another one at these places."""
         whole = new(array, (room, *array.shape[1:]))
         index = self._index(shards, places)
-        whole[slice(shards.n) if index is None else index] = array
+        to, words = in_words(whole, array)
+        to[slice(shards.n) if index is None else index] = words
         return whole
 
     def _index(self, shards: Shards, places: str) -> Any:

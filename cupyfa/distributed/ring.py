@@ -6,34 +6,37 @@ by their lse. Gradients of keys follow the keys by one step, and are at home aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import new, packed, unpacked
+from cupyfa.distributed.packing import copy_to, new, packed, unpacked
 from cupyfa.distributed.shards import Part
 
-Merged = tuple[Any, Any]  # out, in the dtype of sums, and lse
+Result = tuple[Any, Any]  # out and lse
+
+# Results of some rows that are kept until they are merged; until then out is not rounded again.
+MOST_HELD = 8
 
 
 def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """out and lse of this rank's rows."""
-    merged: dict[int, Merged] = {}  # by the first of the rows that have seen keys
+    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by the first row
     now, columns = packed(k, v), (k.shape[3], v.shape[3])
     for owner in _owners(job):
         is_last = owner == (job.group.rank + 1) % job.group.ranks
         arriving = None if is_last else _passed_on(job, (now, owner))
         for rows in job.rows:
-            parts = [merged[rows.start]] if rows.start in merged else []
+            parts = found[rows.start]
             for keys in _seen(job, rows, owner):
                 ks, vs = unpacked(now[keys.at], *columns)
-                out, lse = job.attend(q[:, :, rows.at], ks, vs, rows.rows.start, keys.rows.start)
-                parts.append((out.astype(job.sums, copy=False), lse))
-            if parts:
-                merged[rows.start] = job.merge(parts)
+                first = rows.rows.start, keys.rows.start
+                parts.append(job.attend(q[:, :, rows.at], ks, vs, *first))
+            if len(parts) > MOST_HELD:
+                parts[:] = [_merged(job, parts)]
         if arriving is not None:
             (now,) = arriving()
-    return _results(job, q, v, merged)
+    return _results(job, q, v, found)
 
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
@@ -94,10 +97,21 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
     return wait
 
 
-def _results(job: Job, q: Any, v: Any, merged: dict[int, Merged]) -> tuple[Any, Any]:
+def _merged(job: Job, parts: Sequence[Result]) -> Result:
+    """The results of several parts as one, with out in the dtype of sums."""
+    return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
+
+
+def _results(job: Job, q: Any, v: Any, found: Mapping[int, Sequence[Result]]) -> Result:
     """out and lse; rows that have seen no key have 0 and -infinity."""
     out = new(q, (*q.shape[:3], v.shape[3]))
     lse = new(q, q.shape[:3], job.sums)
     for rows in job.rows:
-        out[:, :, rows.at], lse[:, :, rows.at] = merged.get(rows.start, (0, -float("inf")))
+        at, parts = (slice(None), slice(None), rows.at), found[rows.start]
+        if not parts:
+            out[at], lse[at] = 0, -float("inf")
+            continue
+        is_even = len({x.dtype for x, _ in parts}) == 1
+        total, lse[at] = job.merge(parts) if is_even else _merged(job, parts)
+        copy_to(out[at], total)
     return out, lse
