@@ -181,10 +181,11 @@ class Call:
             place, host = places[name], places[name].host
             if host is None or not host.size:
                 continue
-            if place.pinned and host.flags.c_contiguous and host.shape == place.shape:
-                there, here = place.address, host.ctypes.data
-                to, source = (there, here) if move is send else (here, there)
-                lane.copy(to, source, host.nbytes)
+            if place.pinned and (runs := place.runs()):
+                for part, there in runs:
+                    here = part.ctypes.data
+                    to, source = (there, here) if move is send else (here, there)
+                    lane.copy(to, source, part.nbytes)
             else:
                 chunks.extend(place.slabs(self.grain))
         buffers = self.host.buffers[move]
