@@ -93,6 +93,8 @@ class Job:
         rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
         of_head = max(p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), 1)
         step = max(min(-(-BLOCKS // of_head), p.kv_heads), 1)
+        count = -(-p.kv_heads // step)
+        step = -(-p.kv_heads // max(count, 1))
         for first in range(0, p.kv_heads, step):
             last = min(first + step, p.kv_heads)
             yield slice(first, last), slice(p.group * first, p.group * last)
