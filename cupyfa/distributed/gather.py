@@ -11,7 +11,7 @@ from typing import Any
 
 from cupyfa.distributed.communicator import Pending
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import copy_to, new, packed, unpacked
+from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
 
 Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
 
@@ -20,7 +20,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """out and lse of this rank's rows."""
     out = new(q, (*q.shape[:3], v.shape[3]))
     lse = new(q, q.shape[:3], job.sums)
-    for _, heads, ks, vs in _steps(job, k, v):
+    for _, heads, ks, vs in _steps(job, k, v, job.heads_of_rows()):
         for part in job.rows:
             at = (slice(None), heads, part.at)
             found, lse[at] = job.attend(q[at], ks, vs, part.rows.start, 0)
@@ -39,9 +39,9 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         found = unpacked(total()[: k.shape[2]], k.shape[3], v.shape[3])
         dk[:, kv_heads], dv[:, kv_heads] = found
 
-    for kv_heads, heads, ks, vs in _steps(job, k, v):
-        total = new(ks, (ks.shape[2], *ks.shape[:2], ks.shape[3] + vs.shape[3]), job.sums)
-        total[...] = 0
+    for kv_heads, heads, ks, vs in _steps(job, k, v, job.heads_of_keys()):
+        columns = ks.shape[3] + vs.shape[3]
+        total = zeros(ks, (ks.shape[2], *ks.shape[:2], columns), job.sums)
         for part in job.rows:
             at, keys = (slice(None), heads, part.at), job.seen(part.rows)
             seen = slice(keys.start, keys.stop)
@@ -49,7 +49,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
             first = part.rows.start, keys.start
             found, *of_keys = job.differentiate(rows, ks[:, :, seen], vs[:, :, seen], *first)
             copy_to(dq[at], found)
-            total[seen] += packed(*of_keys, dtype=job.sums)
+            add_to(total[seen], *of_keys)
         if arriving:
             add_up()
         arriving.append((kv_heads, _sent(job, total)))
@@ -58,10 +58,10 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
     return dq, dk, dv
 
 
-def _steps(job: Job, k: Any, v: Any) -> Iterator[Step]:
-    """All keys of some heads at a time; those of the next step are on their way before."""
+def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
+    """All keys of ``most`` heads at a time; those of the next step are on their way before."""
     shards, arriving = job.k_shards, None
-    for kv_heads, heads in (*job.steps_of_heads(), (None, None)):
+    for kv_heads, heads in (*job.steps_of_heads(most), (None, None)):
         before = arriving
         if kv_heads is not None:
             message = packed(k[:, kv_heads], v[:, kv_heads], room=shards.most)

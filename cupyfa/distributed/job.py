@@ -19,10 +19,8 @@ from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 
-# A step of "gather" takes so many key heads that a launch has about as many blocks as this, twice
-# the multiprocessors of a large GPU, if a block has this many rows.
-BLOCKS = 264
-_ROWS_OF_BLOCK = 128
+BLOCKS = 132  # the multiprocessors of a large GPU
+_ROWS_OF_BLOCK = 128  # or keys
 
 
 @dataclass(frozen=True)
@@ -87,14 +85,26 @@ class Job:
         low = 0 if p.left is None else rows.start + p.first_position - p.left
         return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
 
-    def steps_of_heads(self) -> Iterator[tuple[slice, slice]]:
-        """The key heads of each step of "gather", and the query heads that they serve."""
+    def heads_of_rows(self) -> int:
+        """Key heads whose query heads keep a large GPU busy for a while: blocks have some rows."""
         p = self.problem
         rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
-        of_head = max(p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), 1)
-        step = max(min(-(-BLOCKS // of_head), p.kv_heads), 1)
-        count = -(-p.kv_heads // step)
-        step = -(-p.kv_heads // max(count, 1))
+        return -(-3 * BLOCKS // max(p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), 1))
+
+    def heads_of_keys(self) -> int:
+        """The same where blocks have some keys, of which the first rows see a part."""
+        p = self.problem
+        keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
+        return -(-BLOCKS // max(p.batch * -(-keys // _ROWS_OF_BLOCK), 1))
+
+    def steps_of_heads(self, wanted: int) -> Iterator[tuple[slice, slice]]:
+        """The key heads of each step of "gather", and the query heads that they serve.
+
+        As many in each, and about as many as wanted: more would take memory, and places in caches.
+        """
+        p = self.problem
+        count = -(-p.kv_heads // max(min(wanted, p.kv_heads), 1))
+        step = max(-(-p.kv_heads // max(count, 1)), 1)
         for first in range(0, p.kv_heads, step):
             last = min(first + step, p.kv_heads)
             yield slice(first, last), slice(p.group * first, p.group * last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any
 
@@ -17,23 +18,30 @@ def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
     return np.empty_like(like, shape=shape, dtype=dtype, order="C")
 
 
-def packed(*arrays: Any, room: int | None = None, dtype: Any = None) -> Any:
+def packed(*arrays: Any, room: int | None = None) -> Any:
     """Arrays [batch, heads, rows, columns] as one, [rows, batch, heads, all columns].
 
     room: for how many rows; those after the last are unspecified.
     """
     batch, heads, rows, _ = arrays[0].shape
     columns = sum(x.shape[3] for x in arrays)
-    made = new(arrays[0], (rows if room is None else room, batch, heads, columns), dtype)
-    pack(made[:rows], *arrays)
+    made = new(arrays[0], (rows if room is None else room, batch, heads, columns))
+    for part, x in _columns(made[:rows], arrays):
+        copy_to(part, x)
     return made
 
 
-def pack(made: Any, *arrays: Any) -> None:
-    """Copies arrays into the columns of a packed one, which may have another dtype."""
+def add_to(made: Any, *arrays: Any) -> None:
+    """Adds arrays to the columns of a packed one, which may have a larger dtype."""
+    for part, x in _columns(made, arrays):
+        part += x
+
+
+def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each array's columns of a packed one, and the array with its axes in that order."""
     first = 0
     for x in arrays:
-        copy_to(made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3))
+        yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)
         first += x.shape[3]
 
 
@@ -42,6 +50,13 @@ def copy_to(made: Any, array: Any) -> None:
     if made.dtype == array.dtype:
         made, array = in_words(made, array)
     made[...] = array
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A contiguous array of zeros, where another one is."""
+    made = new(like, shape, dtype)
+    made[...] = 0
+    return made
 
 
 def in_words(*arrays: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import copy_to, new, packed, unpacked
+from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
 from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
@@ -41,8 +41,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
     """dq, dk and dv of this rank's rows and keys."""
-    dq = new(of_rows[0], of_rows[0].shape, job.sums)
-    dq[...] = 0
+    dq = zeros(of_rows[0], of_rows[0].shape, job.sums)
     now, total = packed(k, v), None  # keys, and the gradients of those of the step before
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
     for owner in _owners(job):
@@ -50,16 +49,15 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         if total is not None:
             travelling.append((total, (owner + 1) % ranks))
         arriving = _passed_on(job, *travelling)
-        made = new(now, now.shape, job.sums)
-        made[...] = 0
+        made = zeros(now, now.shape, job.sums)
         for rows in job.rows:
             own = [x[:, :, rows.at] for x in of_rows]
             for keys in _seen(job, rows, owner):
                 ks, vs = unpacked(now[keys.at], *columns)
                 first = rows.rows.start, keys.rows.start
                 of_q, *of_keys = job.differentiate(own, ks, vs, *first)
-                dq[:, :, rows.at] += of_q.astype(job.sums, copy=False)
-                made[keys.at] += packed(*of_keys, dtype=job.sums)
+                dq[:, :, rows.at] += of_q
+                add_to(made[keys.at], *of_keys)
         arrived = arriving()
         if total is not None:
             made += arrived.pop()
