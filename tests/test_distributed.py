@@ -142,6 +142,7 @@ def ranges(n, count, order="zigzag"):
 @pytest.fixture
 def one_head_in_a_step(monkeypatch):
     monkeypatch.setattr(job, "BLOCKS", 1)
+    monkeypatch.setattr(job, "STEP_BYTES", 0)
 
 
 @pytest.mark.few(12)

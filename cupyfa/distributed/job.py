@@ -20,6 +20,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 
 BLOCKS = 132  # the multiprocessors of a large GPU
+STEP_BYTES = 32 << 20  # of keys and values that its L2 cache holds
 _ROWS_OF_BLOCK = 128  # or keys
 
 
@@ -86,21 +87,27 @@ class Job:
         return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
 
     def heads_of_rows(self) -> int:
-        """Key heads whose query heads keep a large GPU busy for a while: blocks have some rows."""
+        """Key heads of a step of "gather", of whose query heads launches compute some rows."""
         p = self.problem
         rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
-        return -(-3 * BLOCKS // max(p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), 1))
+        return self._heads(2 * BLOCKS, p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), STEP_BYTES)
 
     def heads_of_keys(self) -> int:
-        """The same where blocks have some keys, of which the first rows see a part."""
+        """The same for gradients, where blocks have keys; the first rows see the fewest."""
         p = self.problem
         keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
-        return -(-BLOCKS // max(p.batch * -(-keys // _ROWS_OF_BLOCK), 1))
+        return self._heads(BLOCKS, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * STEP_BYTES)
+
+    def _heads(self, blocks: int, of_head: int, size: int) -> int:
+        """So many that a launch has these blocks, and more if their keys have at most this size."""
+        p = self.problem
+        keys = p.batch * p.N * (p.d + p.dv) * p.dtype.numpy.itemsize
+        return max(-(-blocks // max(of_head, 1)), size // max(keys, 1))
 
     def steps_of_heads(self, wanted: int) -> Iterator[tuple[slice, slice]]:
         """The key heads of each step of "gather", and the query heads that they serve.
 
-        As many in each, and about as many as wanted: more would take memory, and places in caches.
+        As many in each, and about as many as wanted: more would take memory.
         """
         p = self.problem
         count = -(-p.kv_heads // max(min(wanted, p.kv_heads), 1))

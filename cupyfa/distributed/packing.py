@@ -26,9 +26,14 @@ def packed(*arrays: Any, room: int | None = None) -> Any:
     batch, heads, rows, _ = arrays[0].shape
     columns = sum(x.shape[3] for x in arrays)
     made = new(arrays[0], (rows if room is None else room, batch, heads, columns))
-    for part, x in _columns(made[:rows], arrays):
-        copy_to(part, x)
+    pack(made[:rows], *arrays)
     return made
+
+
+def pack(made: Any, *arrays: Any) -> None:
+    """Copies arrays to the columns of a packed one, which may have another dtype."""
+    for part, x in _columns(made, arrays):
+        copy_to(part, x)
 
 
 def add_to(made: Any, *arrays: Any) -> None:
@@ -46,8 +51,8 @@ def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def copy_to(made: Any, array: Any) -> None:
-    """Copies an array into another one, which may have another dtype."""
-    if made.dtype == array.dtype:
+    """Copies an array, or a number, into an array that may have another dtype."""
+    if made.dtype == getattr(array, "dtype", None):
         made, array = in_words(made, array)
     made[...] = array
 

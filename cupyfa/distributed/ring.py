@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
+from cupyfa.distributed.packing import add_to, copy_to, new, pack, packed, unpacked
 from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
@@ -41,7 +41,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
     """dq, dk and dv of this rank's rows and keys."""
-    dq = zeros(of_rows[0], of_rows[0].shape, job.sums)
+    sums: dict[int, Any] = {}  # of gradients of rows, by the first row
     now, total = packed(k, v), None  # keys, and the gradients of those of the step before
     columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
     for owner in _owners(job):
@@ -49,23 +49,39 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         if total is not None:
             travelling.append((total, (owner + 1) % ranks))
         arriving = _passed_on(job, *travelling)
-        made = zeros(now, now.shape, job.sums)
+        made, unseen = new(now, now.shape, job.sums), {*job.k_shards.parts(owner)}
         for rows in job.rows:
             own = [x[:, :, rows.at] for x in of_rows]
             for keys in _seen(job, rows, owner):
                 ks, vs = unpacked(now[keys.at], *columns)
                 first = rows.rows.start, keys.rows.start
                 of_q, *of_keys = job.differentiate(own, ks, vs, *first)
-                dq[:, :, rows.at] += of_q
-                add_to(made[keys.at], *of_keys)
+                sums[rows.start] = _added(job, sums.get(rows.start), of_q)
+                (pack if keys in unseen else add_to)(made[keys.at], *of_keys)
+                unseen.discard(keys)
+        for keys in unseen:
+            made[keys.at] = 0
         arrived = arriving()
         if total is not None:
             made += arrived.pop()
         total, now = made, arrived[0] if arrived else now
     if ranks > 1:
         (total,) = _passed_on(job, (total, (job.group.rank + 1) % ranks))()
-    dk, dv = unpacked(total, *columns)
-    return dq.astype(k.dtype), dk.astype(k.dtype, order="C"), dv.astype(k.dtype, order="C")
+    dq, dk, dv = (new(x, x.shape) for x in (of_rows[0], k, v))
+    for rows in job.rows:
+        copy_to(dq[:, :, rows.at], sums.get(rows.start, 0))
+    for gradient, x in zip((dk, dv), unpacked(total, *columns)):
+        copy_to(gradient, x)
+    return dq, dk, dv
+
+
+def _added(job: Job, total: Any, x: Any) -> Any:
+    """A sum of gradients; one alone is not converted."""
+    if total is None:
+        return x
+    total = total.astype(job.sums, copy=False)
+    total += x
+    return total
 
 
 def _owners(job: Job) -> Iterator[int]:
