@@ -15,6 +15,7 @@ import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import AttentionOptions, DeviceError, Problem, SimulatorFault, Unsupported
 from cupyfa.distributed import agreement, arguments, job
+from cupyfa.distributed.packing import copy_to, in_words
 from cupyfa.distributed.shards import Shards
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
@@ -294,6 +295,20 @@ def test_every_row_is_of_one_rank(order, n, count):
 def test_zigzag_balances_a_causal_mask():
     shards = Shards.of(64, 4, "zigzag")
     assert {sum(row + 1 for x in own for row in x) for own in shards.ranges} == {64 * 65 // 8}
+
+
+@pytest.mark.parametrize(
+    "columns, first, word",
+    [(8, 0, 16), (8, 8, 16), (4, 4, 8), (6, 2, 4), (3, 0, 2), (8, 1, 2)],
+)
+def test_words_are_as_large_as_places_allow(columns, first, word):
+    whole = np.arange(2 * 3 * 16, dtype=np.float16).reshape(2, 3, 16)
+    part, made = whole[..., first : first + columns], np.zeros((2, 3, columns), np.float16)
+    assert whole.ctypes.data % 16 == 0
+    assert {x.itemsize for x in in_words(part)} == {word}
+    copy_to(made, part)
+    np.testing.assert_array_equal(made, part)
+    assert in_words(whole.T)[0].dtype == np.float16
 
 
 def test_shard_takes_any_axis():
