@@ -376,6 +376,9 @@ class Cuda(Backend):
             prepared.forget()
         cupy.get_default_memory_pool().free_all_blocks()
 
+    def variable(self, prepared: Any, name: str, size: int) -> Any:
+        return cupy.ndarray(size, np.uint8, prepared.variable(name))
+
     def resources(self, prepared: Any) -> dict[str, int]:
         names = {"registers": "NUM_REGS", "spilled bytes": "LOCAL_SIZE_BYTES"}
         return {what: prepared.attribute(name) for what, name in names.items()}

@@ -1,8 +1,11 @@
 #pragma once
 // The block's dynamic shared memory as one struct. TMA's swizzle needs multiples of 1024 bytes.
+#include <timeline.cuh>
 
 template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
+  timeline::event(timeline::shared_begins,
+                  unsigned(__cvta_generic_to_shared(dynamic_shared_memory)));
   return *reinterpret_cast<Shared*>(dynamic_shared_memory);
 }
