@@ -207,7 +207,9 @@ def record(
     backend.synchronize()
     progress(3, 3, "running")
     entries, lost = _entries(backend.download(log), chosen, recording)
-    barriers = _Barriers.of(names, backend.download(members) if names else None)
+    table = backend.download(members) if members is not None else None
+    texts = source.texts(chosen)
+    barriers = _Barriers.of(names, table, texts)
     made = Timeline(
         kernel=kernel.name,
         entry=chosen.entry,
@@ -224,7 +226,7 @@ def record(
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
     )
-    marks = _marks(chosen)
+    marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
     if block is None:
         return _of_all_blocks(made, entries, marks)
     return _of_block(made, entries, barriers, marks, backend.limits.clock)
@@ -298,21 +300,33 @@ def _entries(
 class _Barriers:
     """The names of barriers in shared memory, from where the members of struct Shared are."""
 
-    def __init__(self, found: Sequence[tuple[int, str, int, int]]) -> None:
+    def __init__(
+        self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
+    ) -> None:
+        self._named = named or {}
         self._starts = [start for start, *_ in found]
         self._found = found
         self.base = 0  # where struct Shared begins
 
     @classmethod
-    def of(cls, names: Sequence[str], table: np.ndarray | None) -> _Barriers:
-        """From the sizes and alignments of members, and of elements, as the compiler has them."""
+    def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
+        """From the sizes and alignments of members, and of elements, as the compiler has them.
+
+        In ``texts`` are constants that named barriers are called by.
+        """
         found, at = [], 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
         for name, (size, alignment, element, full) in zip(names, rows):
             at = -(-at // alignment) * alignment
             found.append((at, name, element, full))
             at += size
-        return cls(found)
+        called = {x for text in texts for x in _CALLED.findall(text)}
+        numbers = (x for text in texts for x in _NUMBER.findall(text))
+        return cls(found, {int(number): name for name, number in numbers if name in called})
+
+    def named(self, number: int) -> str:
+        """The name of a named barrier."""
+        return self._named.get(number, f"named barrier {number}")
 
     def name(self, address: int) -> str:
         """As "K full", or "barrier +64" where no member is known."""
@@ -329,12 +343,9 @@ class _Barriers:
         return f"{name} {'full' if number < full else 'empty'}"
 
 
+_CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
+_NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
-
-
-def _marks(launch: PlannedLaunch) -> dict[int, str]:
-    """The names of a launch's own phases by the numbers that are recorded."""
-    return {_hash(x): x for text in source.texts(launch) for x in _MARK.findall(text)}
 
 
 def _hash(name: str) -> int:
@@ -349,7 +360,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     if entry.kind is Kind.BARRIER_WAIT:
         return f"wait: {barriers.name(entry.argument)}"
     if entry.kind is Kind.NAMED_WAIT:
-        return f"wait: named barrier {entry.argument}"
+        return f"wait: {barriers.named(entry.argument)}"
     if entry.kind is Kind.MARKED:
         return marks.get(entry.argument, "mark")
     return NAMES[entry.kind]

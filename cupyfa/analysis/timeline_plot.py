@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
-from cupyfa.analysis.timeline_summary import lines, shares
+from cupyfa.analysis.timeline_summary import lines, shares, working
 from cupyfa.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
@@ -28,7 +28,7 @@ _COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
 _UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
 _TILES = 6  # of a long timeline, shown at its beginning and at its end
 _ARROWS = 80  # at most
-_NAMED = 0.035  # of the width: phases from this length on bear their names
+_CHARACTER, _MARGIN = 0.0072, 0.004  # of the width: of a name in a phase
 
 
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
@@ -82,11 +82,7 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
 
 
 def _shown_warps(timeline: Timeline) -> list[int]:
-    """The warps that take part: others end at once."""
-    total: dict[int, float] = defaultdict(float)
-    for x in timeline.phases:
-        total[x.warp] += x.length
-    return sorted(warp for warp, time in total.items() if time > 0.05 * timeline.end)
+    return sorted({warp for _, warp in working(timeline)})
 
 
 def _draw_window(
@@ -106,13 +102,13 @@ def _draw_window(
     _bars(axes, under)
     _draw_arrows(axes, timeline, place, shown)
     for x in phases:
-        length = min(x.end, high) - max(x.start, low)
-        if length > _NAMED * (high - low) * max(len(_short(x.name)) / 8, 0.5):
+        length, name = min(x.end, high) - max(x.start, low), _short(x.name)
+        if name and length > (_CHARACTER * len(name) + _MARGIN) * (high - low):
             dark = _COLOUR[x.kind] in (_BLUE, _GREEN, _VERMILION)
             axes.text(
                 max(x.start, low) + length / 2,
                 place[x.warp] - 0.1,
-                _short(x.name),
+                name,
                 fontsize=6,
                 color="white" if dark else "black",
                 horizontalalignment="center",

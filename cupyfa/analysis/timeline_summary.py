@@ -10,7 +10,7 @@ from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
 
-_SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do
+_SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do, or only copy
 Interval = tuple[float, float]
 
 
@@ -37,27 +37,40 @@ def shares(timeline: Timeline) -> list[Share]:
 
     A phase is idle from the end of a warp to that of its block.
     """
-    ends: dict[int, float] = defaultdict(float)
-    by_warp: dict[tuple[int, int], list[Span]] = defaultdict(list)
-    for x in timeline.phases:
-        ends[x.block] = max(ends[x.block], x.end)
-        by_warp[x.block, x.warp].append(x)
-    starts = {b: min(x.start for x in timeline.phases if x.block == b) for b in ends}
-    lengths = {block: ends[block] - starts[block] for block in ends}
-    working = {
-        key: own
-        for key, own in by_warp.items()
-        if sum(x.length for x in own) > _SHORT * lengths[key[0]]
-    }
-    total = sum(lengths[block] for block, _ in working) or 1.0
-    found: dict[str, list[Span]] = defaultdict(list)
-    for (block, warp), own in working.items():
+    extents, found = _extents(timeline), defaultdict[str, list[Span]](list)
+    warps = working(timeline)
+    total = sum(extents[block][1] - extents[block][0] for block, _ in warps) or 1.0
+    for (block, warp), own in warps.items():
         for x in own:
             found[x.name].append(x)
-        if (last := max(x.end for x in own)) < ends[block]:
-            found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, ends[block]))
+        last, end = max(x.end for x in own), extents[block][1]
+        if last < end:
+            found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
     rows = [_share(name, spans, total) for name, spans in found.items()]
     return sorted(rows, key=lambda row: -row.share)
+
+
+def _extents(timeline: Timeline) -> dict[int, Interval]:
+    """Where each block begins and ends."""
+    made: dict[int, Interval] = {}
+    for x in timeline.phases:
+        start, end = made.get(x.block, (x.start, x.end))
+        made[x.block] = min(start, x.start), max(end, x.end)
+    return made
+
+
+def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
+    """The phases of each warp, by block and warp, without the warps that end at once."""
+    extents, found = _extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
+    for x in timeline.phases:
+        found[x.block, x.warp].append(x)
+    copying = {(x.block, x.warp) for x in timeline.copies}
+
+    def works(key: tuple[int, int], own: Sequence[Span]) -> bool:
+        start, end = extents[key[0]]
+        return key in copying or sum(x.length for x in own) > _SHORT * (end - start)
+
+    return {key: own for key, own in found.items() if works(key, own)}
 
 
 def _share(name: str, spans: Sequence[Span], total: float) -> Share:
@@ -78,9 +91,10 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
 def facts(timeline: Timeline) -> dict[str, float]:
     """Figures of the whole timeline, by name; only those that it has.
 
-    Of one block: its time, and in percent the time in which products are under way, that of
-    softmax meanwhile, and the longest gap between products. Of all blocks: how many run at a time,
-    the time that the last blocks take while others have ended, and idle multiprocessors.
+    Of one block: its time; in percent the time in which products are under way, that between them,
+    and the part of softmax that is computed meanwhile; the longest gap between products. Of all
+    blocks: how many run at a time, the time that the last blocks take after the first
+    multiprocessor is idle, and the part of the time in which multiprocessors are idle.
     """
     if not timeline.phases:
         return {}
@@ -94,8 +108,9 @@ def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     if busy:
         found["products_%"] = 100 * _total(busy) / timeline.end
         gaps = [after - end for (_, end), (after, _) in pairwise(busy)]
-        found["longest_gap"] = max(gaps, default=0.0)
-        found["gaps"] = sum(gaps)
+        if gaps:
+            found["gaps_%"] = 100 * sum(gaps) / timeline.end
+            found["longest_gap"] = max(gaps)
     if busy and softmax:
         both = sum(_shared(busy, x.start, x.end) for x in softmax)
         found["softmax_overlap_%"] = 100 * both / (sum(x.length for x in softmax) or 1.0)
@@ -108,10 +123,7 @@ def _products(timeline: Timeline) -> Iterable[Span]:
 
 
 def _facts_of_all(timeline: Timeline) -> dict[str, float]:
-    blocks: dict[int, Interval] = {}
-    for x in timeline.phases:
-        start, end = blocks.get(x.block, (x.start, x.end))
-        blocks[x.block] = min(start, x.start), max(end, x.end)
+    blocks = _extents(timeline)
     of_place: dict[int, list[Interval]] = defaultdict(list)
     for block, interval in blocks.items():
         of_place[timeline.places.get(block, 0)].append(interval)
@@ -151,7 +163,8 @@ def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
 _TEXTS = {
     "time": "{:,.0f} {unit}",
     "products_%": "products are under way {:.0f} % of the time",
-    "longest_gap": "at most {:,.0f} {unit} between two of them",
+    "gaps_%": "tensor cores idle {:.1f} % between two of them",
+    "longest_gap": "at most {:,.0f} {unit}",
     "softmax_overlap_%": "{:.0f} % of softmax is computed meanwhile",
     "blocks": "{:.0f} blocks",
     "blocks_at_a_time": "at most {:.0f} at a time",
@@ -165,11 +178,11 @@ def lines(timeline: Timeline) -> list[str]:
     """The same as text: what was recorded, the figures, the longest wait, and what to doubt."""
     unit = timeline.unit
     blocks = f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
-    head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}: {timeline.problem}"
+    head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
     known = facts(timeline)
     text = ", ".join(_TEXTS[x].format(y, unit=unit) for x, y in known.items() if x in _TEXTS)
     waits = [x for x in shares(timeline) if x.phase.startswith("wait")]
-    made = [head, text]
+    made = [head, timeline.problem, text]
     if waits:
         one = max(waits, key=lambda x: x.longest)
         made.append(

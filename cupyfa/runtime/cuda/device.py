@@ -377,7 +377,8 @@ class Cuda(Backend):
         cupy.get_default_memory_pool().free_all_blocks()
 
     def variable(self, prepared: Any, name: str, size: int) -> Any:
-        return cupy.ndarray(size, np.uint8, prepared.variable(name))
+        address, dtype = prepared.variable(name), np.dtype(np.uint8)
+        return _unowned(address, (size,), dtype, (1,), runtime.getDevice(), owner=prepared)
 
     def resources(self, prepared: Any) -> dict[str, int]:
         names = {"registers": "NUM_REGS", "spilled bytes": "LOCAL_SIZE_BYTES"}
