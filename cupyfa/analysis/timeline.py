@@ -33,9 +33,9 @@ from cupyfa.runtime.launcher import Launcher, compiled
 from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
-CAPACITY = 4096  # entries of a warp
-_FEW = 256  # the same where all blocks are recorded, on a GPU
-_MOST_BYTES = 2**30  # of the entries of all blocks
+CAPACITY = 16384  # entries of a warp of one block
+_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded
+_MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
 _TIMES = 5  # runs with and without a recording, to compare
@@ -261,14 +261,13 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
         if not 0 <= block < count:
             raise ValueError(f"block {block} is not there: {launch.entry} has {count} blocks")
         return Recording(block, 1, CAPACITY)
-    measured = backend.name == "cuda"
-    made = Recording(0, count, _FEW if measured else CAPACITY, detailed=not measured)
-    if _log_bytes(launch, made) > _MOST_BYTES:
+    capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
+    if capacity < _FEWEST:
         raise Unsupported(
-            f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 30} GiB; give "
+            f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
             "smaller sizes, or one --block"
         )
-    return made
+    return Recording(0, count, capacity, detailed=backend.name != "cuda")
 
 
 def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:

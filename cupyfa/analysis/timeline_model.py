@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cupyfa.analysis.timeline import Entry
 
 # Cycles.
-COPY_LATENCY = 700  # from the start of a copy to its first bytes
-COPY_BYTES = 32  # that come in a cycle
+COPY_LATENCY = 600  # from the start of a copy to its first bytes
+COPY_BYTES = 64  # that come in a cycle
 WGMMA_COLUMNS = 2  # of 64 rows and 16 of the sum, in a cycle
 MMA = 6.5  # of one 16x8x16 in a quarter of the multiprocessor
 ELEMENT = 5  # of softmax, for each element of a lane

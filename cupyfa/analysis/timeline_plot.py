@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
@@ -28,6 +29,7 @@ _COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
 _UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
 _TILES = 6  # of a long timeline, shown at its beginning and at its end
 _ARROWS = 80  # at most
+_LINE = 120  # characters of the text above a picture
 _CHARACTER, _MARGIN = 0.0072, 0.004  # of the width: of a name in a phase
 
 
@@ -129,17 +131,19 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Rectangles of spans: (span, top, height, colour)."""
-    from matplotlib.collections import PolyCollection
+    """Rectangles of spans: (span, top, height, colour). Those of one colour are one path."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Line
 
-    corners = [
-        [(x.start, top), (x.end, top), (x.end, top + height), (x.start, top + height)]
-        for x, top, height, _ in bars
-    ]
-    colours = [colour for *_, colour in bars]
-    axes.add_collection(
-        PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.15)
-    )
+    codes = (Line.MOVETO, Line.LINETO, Line.LINETO, Line.LINETO, Line.CLOSEPOLY)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for x, top, height, colour in bars:
+        bottom = top + height
+        found[colour] += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom)]
+        found[colour].append((x.start, top))
+    for colour, corners in found.items():
+        path = Line(corners, codes * (len(corners) // len(codes)))
+        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.15))
 
 
 def _draw_arrows(
@@ -184,7 +188,7 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
-    text = lines(timeline)
+    text = [part for line in lines(timeline) for part in wrap(line, _LINE)]
     figure.text(0.0, 1 + (0.17 * len(text) - 0.02) / height, text[0], fontsize=9, fontweight="bold")
     for number, line in enumerate(text[1:], 1):
         figure.text(0.0, 1 + (0.17 * (len(text) - number) - 0.02) / height, line, fontsize=8)

@@ -34,13 +34,14 @@ def _fraction(percentage: str) -> float:
 )
 @options.format_option
 def compare(before: str, after: str, fail_slower: float | None, form: str) -> None:
-    """Compare two files of `cupyfa bench --save`, or of `timeline --save`: A before, B after.
+    """Compare two files of `cupyfa bench --save`: A before, B after.
 
     FASTER or SLOWER if the medians differ by more than two standard errors; else SAME, or UNCLEAR
     if two standard errors are more than ten percent. They follow from the spread of the rounds, the
     drift within each run, and the drift between the runs, which kernels of unchanged code show;
-    they are at least one percent. Times of the simulator are not compared. Of timelines it shows by
-    how much each phase of a warp has become longer or shorter.
+    they are at least one percent. Times of the simulator are not compared.
+
+    Of two files of `cupyfa timeline --save` it shows by how much each phase has changed.
     """
     if all(map(timeline_trace.is_timeline, (before, after))):
         options.refuse_idle("timelines have no verdict", "fail_slower")

@@ -90,8 +90,9 @@ def timeline(
     form: str,
     **sizes: Any,
 ) -> None:
-    """Record one launch of KERNEL: what each warp does, and for what it waits.
+    """Record what each warp does and waits for.
 
+    One launch of KERNEL is recorded, and one block of it, or where all of its blocks run.
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
     table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
     the multiprocessor; in the simulator those of a simple model.
