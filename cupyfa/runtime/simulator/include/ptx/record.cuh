@@ -1,5 +1,5 @@
 #pragma once
-// The memory of a timeline. There are no clocks: the order of all entries is recorded, from which
+// The memory of a timeline. There are no clocks: the order of a block's entries is recorded, from which
 // the host computes times by a model. So that it knows what the work is, products and copies count
 // here what they do, and the next entry of the warp says it.
 #include <simulator.h>
@@ -20,7 +20,7 @@ __attribute__((visibility("default"))) extern int timeline_members[];
 namespace simulator {
 
 constexpr int timeline_works = 3;  // kinds of work, which are the last ones
-inline unsigned long long timeline_order = 0;
+inline unsigned long long timeline_order[timeline_blocks];  // entries of each block so far
 inline unsigned timeline_work[timeline_blocks * timeline_warps][timeline_works];
 
 // The warp's number if its first lane is in a block that is recorded, else -1.
@@ -37,7 +37,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void append(int warp, un
   TimelineLog& log = timeline_log[warp];
   const unsigned index = log.count++;
   if (index >= timeline_capacity) return;
-  const unsigned long long order = __atomic_fetch_add(&timeline_order, 1, __ATOMIC_RELAXED);
+  const unsigned long long order = timeline_order[warp / int(timeline_warps)]++;
   log.entries[index] = {unsigned(order), unsigned(order >> 32), kind, argument};
 }
 
