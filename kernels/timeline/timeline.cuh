@@ -16,6 +16,10 @@ __device__ __forceinline__ void event(Kind kind, unsigned argument = 0, unsigned
   if (is_recorded(kind)) record(amount << 8 | kind, argument);
 }
 
+__device__ __forceinline__ void begin_shared(const void* memory) {
+  event(shared_begins, unsigned(__cvta_generic_to_shared(memory)));
+}
+
 struct [[maybe_unused]] Phase {
   Kind kind;
 

@@ -5,7 +5,6 @@
 template <class Shared>
 __device__ __forceinline__ Shared& shared_memory() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_memory[];
-  timeline::event(timeline::shared_begins,
-                  unsigned(__cvta_generic_to_shared(dynamic_shared_memory)));
+  timeline::begin_shared(dynamic_shared_memory);
   return *reinterpret_cast<Shared*>(dynamic_shared_memory);
 }

@@ -1,7 +1,7 @@
 #pragma once
-// The memory of a timeline. There are no clocks: the order of a block's entries is recorded, from which
-// the host computes times by a model. So that it knows what the work is, products and copies count
-// here what they do, and the next entry of the warp says it.
+// The memory of a timeline. There are no clocks: the order of a block's entries is recorded, from
+// which the host computes times by a model. So that it knows what the work is, products and copies
+// count here what they do, and the next entry of the warp says it.
 #include <simulator.h>
 #include <tile/timeline_kinds.cuh>
 
