@@ -18,8 +18,8 @@ SHARED = tuple(
     for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
 )
 SHARED_LINES = 763
-# So do those that every header with a barrier or a product includes for `cupyfa timeline`; the lines
-# in which they are used do nothing that a reader has to follow.
+# So do those that every header with a barrier or a product includes for `cupyfa timeline`; lines in
+# which they are used do nothing that a reader has to follow.
 MARKS = ("include/timeline.cuh", "tile/timeline_kinds.cuh")
 MARKS_LINES = 58
 MARK = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <timeline.cuh>\n", re.MULTILINE)
