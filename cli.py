@@ -38,6 +38,7 @@ from cupyfa.commands.roofline import roofline
 from cupyfa.commands.run import run
 from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
+from cupyfa.commands.timeline import timeline
 from cupyfa.commands.tune import tune
 from cupyfa.commands.watching import own_process
 
@@ -190,6 +191,7 @@ for command in (
     show,
     memory,
     profile,
+    timeline,
     cache,
     doctor,
     tune,

@@ -5,6 +5,7 @@ from collections import Counter
 
 import click
 
+from cupyfa.analysis import timeline_trace
 from cupyfa.bench.compare import compare as compared, differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
@@ -39,7 +40,14 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
     if two standard errors are more than ten percent. They follow from the spread of the rounds, the
     drift within each run, and the drift between the runs, which kernels of unchanged code show;
     they are at least one percent. Times of the simulator are not compared.
+
+    Of two files of `cupyfa timeline --save` it shows by how much each phase has changed.
     """
+    if all(map(timeline_trace.is_timeline, (before, after))):
+        options.refuse_idle("timelines have no verdict", "fail_slower")
+        saved = map(timeline_trace.load, (before, after))
+        click.echo(render(timeline_trace.compared(*saved), form))
+        return
     old, new = Results.load(before), Results.load(after)
     for difference in differences(old, new):
         options.note(difference)

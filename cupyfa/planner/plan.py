@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import DType
-from cupyfa.ladder.kernel import Kernel, Launch, Matmul
+from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
 from cupyfa.modifiers import LENGTHS
 from cupyfa.operations import Operation
 from cupyfa.problem import Problem, round_up
@@ -62,6 +62,16 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Recording:
+    """What a launch records of its run: see kernels/timeline/timeline.cuh."""
+
+    first: int  # the first block that is recorded
+    blocks: int  # how many are
+    capacity: int  # entries of a warp
+    detailed: bool = True  # every phase; else where blocks begin and end, and their results
+
+
+@dataclass(frozen=True)
 class PlannedLaunch:
     """One launch with every number decided; its file, constants and dtypes make the source text."""
 
@@ -77,10 +87,16 @@ class PlannedLaunch:
     arguments: tuple[Argument, ...] = ()
     mods: str = "struct Mods {};"  # that struct and the functions of texts, in C++
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
+    recording: Recording | None = None  # what it records of its run, if anything
 
     @property
     def entry(self) -> str:
         return self.launch.entry
+
+    @property
+    def warps(self) -> int:
+        """The warps of a block."""
+        return cdiv(self.threads, 32)
 
     @property
     def numbers(self) -> Mapping[str, int]:

@@ -12,6 +12,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
+RECORDING = KERNELS / "timeline"  # headers that stand in for some of INCLUDE in recorded launches
 # Comments, strings and characters, whichever begins first.
 _NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 # Where macros may make names: by ##, and in the name of an include.
@@ -26,10 +27,12 @@ def text(launch: PlannedLaunch) -> str:
     cache key, when a header changes.
     """
     headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
-    header = [f"#include <{name}>" for name in headers]
+    header = [*_recording(launch), *(f"#include <{name}>" for name in headers)]
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
+    if launch.recording:
+        file = _recorded(file, launch.entry)
     above = [*header, *([launch.mods] if "#include" in launch.mods else [])]
     reached = includes.reached("\n".join([*above, file]), include_folders(launch))
     words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
@@ -48,6 +51,18 @@ def text(launch: PlannedLaunch) -> str:
             "",
         ]
     )
+
+
+def file_of(launch: PlannedLaunch) -> str:
+    """The text of a launch's own file."""
+    return _read(KERNELS / launch.path, launch.entry)
+
+
+def texts(launch: PlannedLaunch) -> list[str]:
+    """The text of a launch's own file, and of all headers that it includes."""
+    file = file_of(launch)
+    reached = includes.reached(file, include_folders(launch))
+    return [file, *(x.decode(errors="replace") for x in reached.values())]
 
 
 def headers(launch: PlannedLaunch) -> set[str]:
@@ -95,4 +110,58 @@ def _constant(name: str, value: int | float) -> str:
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Where a launch's includes are looked for: next to a user's own file, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
-    return (*own, INCLUDE, KERNELS)
+    recording = (RECORDING,) if launch.recording else ()
+    return (*own, *recording, INCLUDE, KERNELS)
+
+
+def _recording(launch: PlannedLaunch) -> list[str]:
+    """What stands above the text of a launch that is recorded; __syncthreads is a phase there."""
+    if launch.recording is None:
+        return []
+    numbers = {
+        "timeline_first": launch.recording.first,
+        "timeline_blocks": launch.recording.blocks,
+        "timeline_warps": launch.warps,
+        "timeline_capacity": launch.recording.capacity,
+    }
+    return [
+        *(f"constexpr unsigned {name} = {value};" for name, value in numbers.items()),
+        _constant("timeline_detailed", launch.recording.detailed),
+        "#include <timeline.cuh>",
+        "#define __syncthreads() (timeline::begin_block_wait(), (__syncthreads)(), "
+        "timeline::end_block_wait())",
+    ]
+
+
+def _recorded(file: str, entry: str) -> str:
+    """A kernel's file that records the whole kernel, and says where members of Shared are."""
+    head = re.search(rf"\b{entry}\s*\(", _NO_CODE.sub(lambda x: " " * len(x[0]), file))
+    if head:
+        body = file.find("{", _closing(file, head.end() - 1))
+        file = f"{file[: body + 1]} timeline::Block timeline_block;{file[body + 1 :]}"
+    values = (
+        f"sizeof(Shared::{x}), alignof(decltype(Shared::{x})), "
+        f"timeline::Member<decltype(Shared::{x})>::bytes, "
+        f"timeline::Member<decltype(Shared::{x})>::full"
+        for x in members(file)
+    )
+    listed = ",\n    ".join(values) or "0"
+    return f'{file}\nextern "C" {{\n__device__ int timeline_members[] = {{\n    {listed}}};\n}}'
+
+
+def members(file: str) -> list[str]:
+    """The names of the members of a file's struct Shared, which are objects and arrays of them."""
+    body = re.search(r"^struct Shared \{$(.*?)^\};$", file, re.MULTILINE | re.DOTALL)
+    bare = _NO_CODE.sub("", body[1]) if body else ""
+    declared = re.findall(r"^  [\w:]+(?:<.*?>)?\s+(\w[^();]*);", bare, re.MULTILINE)
+    return [re.split(r"\W", x.strip(), maxsplit=1)[0] for one in declared for x in one.split(",")]
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis ends that begins at a place."""
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        if depth == 0:
+            return at
+    return len(text)

@@ -243,6 +243,10 @@ class Backend(ABC):
         call()
         return None
 
+    @abstractmethod
+    def variable(self, prepared: Any, name: str, size: int) -> Any:
+        """The bytes of a global variable of a compiled kernel, as an array of this backend."""
+
     def resources(self, prepared: Any) -> dict[str, int]:
         """Registers and spilled bytes of a thread, where known."""
         return {}

@@ -15,6 +15,7 @@
 #include <backward/parts/store_gradient.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
@@ -44,6 +45,7 @@ struct OwnRows {
 // dQ += dS K, of dS in registers.
 __device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc][depth],
                                               Queries& dQ, const OwnRows& own, int lane) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];

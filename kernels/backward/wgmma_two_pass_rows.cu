@@ -13,6 +13,7 @@
 #include <backward/parts/row_sums.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
 constexpr int own_rows = consumers * warpgroup_rows;
@@ -80,6 +81,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
+  const timeline::Phase phase(timeline::softmax, Bk / 2);
   Sums<Bk> slopes;
   const bool is_full = task.is_full<Bk>(first_key);
   const int own_key = first_key + 2 * (threadIdx.x % 4);
@@ -101,6 +103,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
 // dP becomes dS = PS * (dP - delta), without the scale.
 __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
                                            float factor) {
+  const timeline::Phase phase(timeline::softmax, Bk / 2);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i)
     dP[i] = weighted_gradient(PS[i], dP[i], rows.delta[i / 2 % 2], factor);

@@ -24,6 +24,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;                      // of Q and K, filled up with zeros
 constexpr int sharing = d > 128 || dv > 128 ? 2 : 1;             // warps that share 16 rows
@@ -92,6 +93,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
 // S = Q K^T for the warp's rows and its share of the columns.
 __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[Bc][depth],
                                                 Fragments<step, Bc>& S) {
+  const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, sharing);
   const AlongRows<depth> keys(K, 0, task.lane);
   const int begin = task.part * share, end = min(begin + share, depth / step);
@@ -119,6 +121,7 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
                                                 Fragments<step, Bc>& S,
                                                 Fragments<step, own_width>& O, OwnRows& rows,
                                                 int first_key) {
+  const timeline::Phase phase(timeline::products);
   const DownColumns<width> values(V, task.part * own_width, task.lane);
   real sum[1][2] = {};
 #pragma unroll

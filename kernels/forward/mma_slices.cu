@@ -23,6 +23,7 @@
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int col_warps = Bc / Wc;  // that share a row
 using OwnRows = Rows<Wr>;
@@ -124,6 +125,7 @@ struct Part {
 // S += Q K^T over a slice of d.
 __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>& S,
                                                 const Part& own) {
+  const timeline::Phase phase(timeline::products);
   const int first_key = own.col_warp * Wc, lane = own.lane;
 #pragma unroll
   for (int k = 0; k < Bd / step; ++k) {
@@ -141,6 +143,7 @@ __device__ __forceinline__ void multiply_scores(Slice& slice, Fragments<Wr, Wc>&
 // O += P V over a slice of keys; `key` is the column of the first one in P.
 __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fragments<Wr, Wv>& O,
                                                 int key, const Part& own) {
+  const timeline::Phase phase(timeline::products);
   const int first_chunk = own.col_warp * Wv / in_chunk, lane = own.lane;
 #pragma unroll
   for (int k = 0; k < Bv / step; ++k) {

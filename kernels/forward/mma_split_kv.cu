@@ -25,6 +25,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int whole = step * in_operand;
 constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up with zeros
@@ -100,6 +101,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
                             int batch, int head, int heads, int all_rows, int lane) {
+  const timeline::Phase phase(timeline::epilogue);
   const int M = rows.extent.M, stored = ragged ? all_rows : M;  // rows of each head
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {

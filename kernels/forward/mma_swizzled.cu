@@ -19,6 +19,7 @@
 #include <tile/swizzle.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of V and O
@@ -76,6 +77,7 @@ __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigne
 // S = Q K^T for the warp's rows and the tile's keys.
 __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (&K)[Bc][depth],
                                                 Fragments<Wr, Bc>& S, int first_row, int lane) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < depth / step; ++k) {
     unsigned a[Wr / step][4];  // of rows 0-7 and 8-15; then the same of the next 8 columns
@@ -91,6 +93,7 @@ __device__ __forceinline__ void multiply_scores(scalar (&Q)[Br][depth], scalar (
 // O += P V: two fragments of P side by side are an operand of this product.
 __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fragments<Wr, Bc>& P,
                                                 Fragments<Wr, width>& O, int lane) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
     unsigned a[Wr / step][4];

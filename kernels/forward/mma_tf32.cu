@@ -21,6 +21,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of V and O
@@ -47,6 +48,7 @@ __device__ __forceinline__ void load_rounded(unsigned (&r)[4], const operand* ro
 // S = Q K^T for the warp's rows and the tile's keys.
 __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc][depth],
                                                 Fragments<Wr, Bc>& S, int first_row, int lane) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < depth / rank; ++k) {
     unsigned a[Wr / step][4];
@@ -73,6 +75,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, operand (&K)[Bc]
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragments<Wr, Bc>& S,
                                                 Fragments<Wr, width>& O, OwnRows& rows,
                                                 int first_key, int lane) {
+  const timeline::Phase phase(timeline::products);
   float sum[Wr / step][2] = {};
   lane = opaque(lane);
 #pragma unroll

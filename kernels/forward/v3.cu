@@ -17,6 +17,7 @@
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
 #include <ptx/wmma.cuh>
+#include <timeline.cuh>
 
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
@@ -79,6 +80,7 @@ __device__ void fetch_sums(float (&old)[rounds], Tensor<real> O_sum, int batch, 
 
 // S += Q K^T over the slices of Q and K in shared memory.
 __device__ void multiply_scores(const Shared& shared, WarpTile& S) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < Bd; k += step) {
 #pragma unroll
@@ -94,6 +96,7 @@ __device__ void multiply_scores(const Shared& shared, WarpTile& S) {
 
 // O = P V for the slice of V in shared memory.
 __device__ void multiply_output(const Shared& shared, WarpTile& O) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < Bc; k += step) {
 #pragma unroll

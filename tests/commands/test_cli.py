@@ -458,8 +458,9 @@ def test_commands_are_one_family():
                 about.append(option.help.partition("  [default")[0])
             families.setdefault(option.opts[0], {}).setdefault(str(about), []).append(names)
     differing = {name: found for name, found in families.items() if len(found) > 1}
-    # `cache warm` and `compile` take lists; `new --from RUNG`, `roofline --from FILE`.
-    assert set(differing) == {"-d", "--arch", "--from"}
+    # `cache warm` and `compile` take lists; `new --from RUNG`, `roofline --from FILE`; `timeline`
+    # also prints a trace.
+    assert set(differing) == {"-d", "--arch", "--from", "--format"}
 
 
 _KERNEL = "KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record"

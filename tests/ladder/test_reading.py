@@ -18,6 +18,11 @@ SHARED = tuple(
     for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
 )
 SHARED_LINES = 763
+# So do those that every header with a barrier or a product includes for `cupyfa timeline`; lines in
+# which they are used do nothing that a reader has to follow.
+MARKS = ("include/timeline.cuh", "tile/timeline_kinds.cuh")
+MARKS_LINES = 58
+MARK = re.compile(r"^ *(?:const )?timeline::.*;\n|^#include <timeline.cuh>\n", re.MULTILINE)
 
 
 def own_files(rung):
@@ -145,12 +150,12 @@ def headers(name):
     return {
         path: content.decode()
         for path, content in reached.items()
-        if not path.as_posix().endswith(SHARED)
+        if not path.as_posix().endswith((*SHARED, *MARKS))
     }
 
 
 def lines(text):
-    return text.count("\n")
+    return MARK.sub("", text).count("\n")
 
 
 def limit(name):
@@ -180,7 +185,7 @@ def test_a_step_of_the_ladder_is_short(before, name):
 
     A changed line counts once: the larger one of the lines added and the lines removed.
     """
-    old, new = (path_of(x).read_text().splitlines() for x in (before, name))
+    old, new = (MARK.sub("", path_of(x).read_text()).splitlines() for x in (before, name))
     changes = [x[0] for x in difflib.unified_diff(old, new, n=0) if x[:3] not in ("---", "+++")]
     first_used = [text for path, text in headers(name).items() if path not in headers(before)]
     changed = max(changes.count("+"), changes.count("-"))
@@ -198,6 +203,9 @@ def test_every_rung_is_a_step_or_begins_a_family(operation):
 def test_the_headers_that_all_kernels_share():
     found = [INCLUDE / name for name in SHARED if (INCLUDE / name).exists()]
     assert sum(lines(path.read_text()) for path in found) <= SHARED_LINES
+    ours = [path for path in INCLUDE.rglob("*.cuh") if path.as_posix().endswith(MARKS)]
+    assert len(ours) == len(MARKS)
+    assert sum(path.read_text().count("\n") for path in ours) <= MARKS_LINES
 
 
 def test_steps_are_of_kernels_that_exist_and_few_are_longer():

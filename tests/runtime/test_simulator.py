@@ -27,6 +27,7 @@ from helpers.device_code import (
 from helpers.threads import in_threads
 
 from cupyfa.errors import CompileError, SimulatorFault
+from cupyfa.planner import source as sources
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 pytestmark = pytest.mark.usefixtures("every_check")
@@ -614,18 +615,23 @@ def test_stack_frames_larger_than_a_fiber_do_not_compile():
                scalars=(np.int32(1),))  # fmt: skip
 
 
-def test_the_headers_compile_without_warnings(tmp_path):
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_headers_compile_without_warnings(tmp_path, recorded):
     folder = Path(machine.__file__).parent
     names = [path.relative_to(folder / "include") for path in folder.glob("include/**/*.cuh")]
     names = ["simulator.h", "cuda_fp16.h", "cuda_bf16.h", *sorted(names)]
-    text = "constexpr int threads = 32;\n"  # which the host sets
+    text = "constexpr int threads = 32;\nconstexpr bool timeline_detailed = true;\n"  # by the host
+    limits = ("first", "blocks", "warps", "capacity")
+    text += "".join(f"constexpr unsigned timeline_{x} = 2;\n" for x in limits)
     text += "".join(f"#include <{name}>\n" for name in names)
     text += "void f(int* a) {\n#pragma unroll\nfor (int i = 0; i < 4; ++i) a[i] = i;\n}\n"
     file = tmp_path / "all.cpp"
     file.write_text(text)
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-c"]
     for source in (file, folder / "runtime.cpp"):
-        command = [*machine.compiler(), *flags, f"-I{folder / 'include'}", str(source)]
+        ours = (sources.RECORDING, sources.INCLUDE) if recorded else (sources.INCLUDE,)
+        places = (f"-I{x}" for x in (folder / "include", *ours))
+        command = [*machine.compiler(), *flags, *places, str(source)]
         command += ["-o", str(tmp_path / "out.o")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -31,6 +31,10 @@ class Kernel:
         """A CU_FUNC_ATTRIBUTE, such as NUM_REGS."""
         return driver.funcGetAttribute(getattr(driver, _ATTRIBUTE + name), self.kernel.ptr)
 
+    def variable(self, name: str) -> int:
+        """The address of a global variable."""
+        return int(self._module.get_global_var(name))
+
     def set_attribute(self, name: str, value: int) -> None:
         driver.funcSetAttribute(self.kernel.ptr, getattr(driver, _ATTRIBUTE + name), value)
 

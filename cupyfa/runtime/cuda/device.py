@@ -376,6 +376,10 @@ class Cuda(Backend):
             prepared.forget()
         cupy.get_default_memory_pool().free_all_blocks()
 
+    def variable(self, prepared: Any, name: str, size: int) -> Any:
+        address, dtype = prepared.variable(name), np.dtype(np.uint8)
+        return _unowned(address, (size,), dtype, (1,), runtime.getDevice(), owner=prepared)
+
     def resources(self, prepared: Any) -> dict[str, int]:
         names = {"registers": "NUM_REGS", "spilled bytes": "LOCAL_SIZE_BYTES"}
         return {what: prepared.attribute(name) for what, name in names.items()}

@@ -95,6 +95,10 @@ class Simulator(Backend):
         block = launch.grid, launch.threads, launch.shared_bytes
         return machine.starter(kernel, sizes, regions, *block, self.schedule, self.workers)
 
+    def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:
+        found = (ctypes.c_uint8 * size).in_dll(prepared.code, name)
+        return np.ctypeslib.as_array(found).view(np.uint8)
+
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
         sums = np.float64 if out.dtype == np.float64 else np.float32
         group = a.shape[1] // b.shape[1] if b.shape[1] else 1

@@ -4,6 +4,7 @@
 #include <attention/score.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/tile_products.cuh>
+#include <timeline.cuh>
 
 // S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
 // modification's slope, before dropout. hides: whether the mask's text may hide a pair.
@@ -38,6 +39,7 @@ __device__ __forceinline__ void compute_P(real (&S)[m][n][4], real (&PS)[m][n][4
                                           const RowStats (&stats)[rows], const Own& own,
                                           const TilePair<rows, keys>& pair,
                                           const Scorer<real>& scorer, int lane) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer, lane);
   else
@@ -49,6 +51,7 @@ template <class Own, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)[m][n][4],
                                            const RowStats (&stats)[rows], const Own& own, int lane,
                                            real factor) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const real delta = stats[own.row + i * 8 + lane / 4].delta;

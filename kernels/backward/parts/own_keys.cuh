@@ -6,6 +6,7 @@
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <ptx/opaque.cuh>
+#include <timeline.cuh>
 
 // A block's keys, and the tiles of rows that see some of them, in each head of the group.
 template <int Br, int Bc>
@@ -114,6 +115,7 @@ struct Own {
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const RowSums<Br>& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
                                         Pairs&& pairs) const {
+    const timeline::Phase phase(timeline::softmax, Br / 2);
     if (reads_places && !pair.is_whole())
       exponentiate<true, true>(S, factors, sums, scorer, pair, pairs);
     else if (pair.is_full())
@@ -167,6 +169,7 @@ struct Own {
   template <int Br>
   __device__ __forceinline__ void compute_dS(const Sums<Br>& PS, Sums<Br>& dP,
                                              const RowSums<Br>& sums, float factor) const {
+    const timeline::Phase phase(timeline::softmax, Br / 2);
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
@@ -183,6 +186,7 @@ template <bool of_V, int count, class Task, int d, int dv, class Stats>
 __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<scalar> gradient,
                                                 const Own& own, const Task& task,
                                                 const Repair<d, dv, scalar, Stats>& repair) {
+  const timeline::Phase phase(timeline::epilogue);
   const int first = task.first_key + own.first_key();
   if (all_finite(sums))
     store_gradient<of_V ? dv : d>(sums, of_V ? task.extent.kept_factor() : repair.scorer.scale,

@@ -5,6 +5,7 @@
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/store_gradient.cuh>
 #include <backward/parts/warp_part.cuh>
+#include <timeline.cuh>
 
 // Stores a warp's part of dK or dV, or computes it again if it is not finite.
 template <bool of_V, int d, int dv, class T, class Stats, class Own>
@@ -12,6 +13,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 Tensor<scalar> gradient, const Own& own,
                                                 const Repair<d, dv, T, Stats>& repair, int group,
                                                 int first_key, int lane) {
+  const timeline::Phase phase(timeline::epilogue);
   const int first = first_key + own.row;
   if (all_finite(sums))
     store_gradient<of_V ? dv : d>(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale,

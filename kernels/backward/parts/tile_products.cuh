@@ -6,6 +6,7 @@
 #include <tile/async_copy.cuh>
 #include <tile/chunk_addresses.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 static_assert(sizeof(operand) != 4, "these tensor-core products take 16-bit numbers or doubles");
 
@@ -39,6 +40,7 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
                                                     operand (&B)[other][length], const Own& own,
                                                     int lane) {
+  const timeline::Phase phase(timeline::products);
   const ChunkAddresses of_A(A, own.row + lane % 16, lane / 16);
   const ChunkAddresses of_B(B, own.col + lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll at_once
@@ -57,6 +59,7 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
                                                operand (&A)[height][length],
                                                operand (&B)[other][columns], const Own& own,
                                                int lane) {
+  const timeline::Phase phase(timeline::products);
 #pragma unroll
   for (int k = 0; k < other / step; ++k) {
     unsigned a[rows][4];

@@ -11,12 +11,14 @@
 #include <attention/stored.cuh>
 #include <forward/parts/mma_products.cuh>
 #include <ptx/unpack_e4m3.cuh>
+#include <timeline.cuh>
 
 // S = Q K^T for the warp's rows and the tile's keys, times factor(key) for each 8 keys.
 template <int Br, int columns, int Bc, int pairs, int m, int n, class Factor>
 __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
                                                      operand (&K)[Bc][pairs], float (&S)[m][n][4],
                                                      int first_row, int lane, Factor factor) {
+  const timeline::Phase phase(timeline::products);
   const auto queries = [&](int row, int k) {
     const operand* chunk = at(Q, first_row + row + lane / 4, 2 * k + lane % 4 / 2);
     return *reinterpret_cast<const uint2*>(chunk + lane % 2 * 4);
@@ -58,6 +60,7 @@ __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
                                                      float (&S)[m][keys][4], float (&O)[m][cols][4],
                                                      Rows<m * step, pack_gqa>& rows, int lane,
                                                      Factor factor) {
+  const timeline::Phase phase(timeline::products);
   float sum[m][2] = {};
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {

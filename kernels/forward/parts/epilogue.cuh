@@ -6,6 +6,7 @@
 #include <attention/score.cuh>
 #include <ptx/pack.cuh>
 #include <tile/store.cuh>
+#include <timeline.cuh>
 
 // Writes the warp's 16 rows of O from column `first_col` on.
 template <int dv, int blocks>
@@ -36,6 +37,7 @@ struct Epilogue {
   template <int blocks>
   __device__ __forceinline__ void operator()(float (&sums)[1][blocks][4], const Rows<step>& rows,
                                              const RowTile& task) const {
+    const timeline::Phase phase(timeline::epilogue);
     const int lane = threadIdx.x % warp_size;
     if (needs_repair(sums, rows)) {
       repair_rows<d, dv>(Q, K, V, O, lse, rows, task.batch, task.head, task.head / group, scorer);

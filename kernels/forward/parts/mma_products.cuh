@@ -6,6 +6,7 @@
 #include <forward/parts/multiply_fragments.cuh>
 #include <ptx/mma.cuh>
 #include <tile/chunk_addresses.cuh>
+#include <timeline.cuh>
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
@@ -13,6 +14,7 @@ static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numb
 template <int Br, int columns, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], operand (&K)[Bc][depth],
                                                 float (&S)[m][n][4], int first_row, int lane) {
+  const timeline::Phase phase(timeline::products);
   const ChunkAddresses queries(Q, first_row + lane % 16, lane / 16);
   const auto keys = [&](int row, int chunk) {
     const int own_row = lane / 16 * 8 + lane % 8, own_chunk = lane / 8 % 2;
@@ -37,6 +39,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
                                                 float (&O)[m][cols][4],
                                                 Rows<m * step, pack_gqa>& rows, int first_key,
                                                 int lane) {
+  const timeline::Phase phase(timeline::products);
   const auto values = [&](int row, int chunk) {
     if constexpr (width > 128) return ChunkAddresses(V, lane % 16, lane / 16)(row, chunk);
     return SharedAddress(at(V, row + lane % 16, chunk + lane / 16));  // fewer registers
@@ -65,6 +68,7 @@ template <int cols, int pack_gqa, int Br, int columns, int m, int n>
 __device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4],
                              Tensor<scalar> out, int batch, int head, int first_row, int M,
                              int own_row, int lane) {
+  const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
 #pragma unroll

@@ -7,6 +7,7 @@
 #include <forward/parts/half_parts.cuh>
 #include <ptx/mma.cuh>
 #include <tile/chunk_addresses.cuh>
+#include <timeline.cuh>
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
@@ -35,6 +36,7 @@ template <int at_once = 1, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
+  const timeline::Phase phase(timeline::products);
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
@@ -68,6 +70,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 float (&O)[m][width / 8][4],
                                                 const float (&weight)[m][2], int lane,
                                                 int first_row = 0) {
+  const timeline::Phase phase(timeline::products);
   unsigned high[n / 2][m][4], low[n / 2][m][4];
 #pragma unroll
   for (int i = 0; i < n / 2 * m * 4; ++i) {

@@ -4,12 +4,14 @@
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 // Four lanes share each row: of four rows, each lane computes the logarithm of one.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void finish_rows(real (&O)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, Tensor<real> lse,
                                             int batch, int head, int lane, bool has_lse = true) {
+  const timeline::Phase phase(timeline::epilogue);
   real own_sum = 0, own_maximum = 0;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {

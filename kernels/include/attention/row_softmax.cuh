@@ -4,6 +4,7 @@
 
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 // The maximum of a tile's scores in each row, in all lanes; masked scores become -infinity. Each
 // fmax waits for the one before it: a warp with only 16 rows takes even and odd keys apart, so that
@@ -40,6 +41,7 @@ __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
 template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2]) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   real maximum[m][2];
   find_maxima<masked>(S, rows, first_key, lane, maximum);
   bool risen = false;
@@ -91,6 +93,7 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   real sum[m][2] = {};
 #pragma unroll
   for (int j = 0; j < n; ++j) exponentiate(S, j, rows, sum);

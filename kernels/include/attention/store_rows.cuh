@@ -3,12 +3,14 @@
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 // Each lane writes its elements of the `cols` columns of O singly: rows of a view may be unaligned.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void store_rows(const real (&O)[m][n][4],
                                            const Rows<m * step, pack_gqa>& rows, Tensor<scalar> out,
                                            int batch, int head, int lane, int first_col = 0) {
+  const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.row(i / 2, i % 2);

@@ -40,12 +40,14 @@ __device__ __forceinline__ void bulk_commit_group() {
 
 // Waits until this thread's stores have read shared memory.  cp.async.bulk.wait_group.read
 __device__ __forceinline__ void bulk_wait_group_read() {
+  const timeline::Phase waiting(timeline::store_wait);
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // Waits until this thread's stores are complete and visible to it.
 // cp.async.bulk.wait_group
 __device__ __forceinline__ void bulk_wait_group() {
+  const timeline::Phase waiting(timeline::store_wait);
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 // Asynchronous copies from global to shared memory.
+#include <timeline.cuh>
 
 // Copies the first `bytes` of 16 bytes and writes zeros for the rest; both addresses are multiples
 // of 16. sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
@@ -25,6 +26,7 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int b
 
 // Ends a group of this thread's copies.  cp.async.commit_group
 __device__ __forceinline__ void cp_async_commit_group() {
+  timeline::event(timeline::copies_begun);
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -34,6 +36,7 @@ __device__ __forceinline__ void cp_async_commit_group() {
 // data visible to other threads.  cp.async.wait_group
 template <int pending>
 __device__ __forceinline__ void cp_async_wait_group() {
+  const timeline::Phase waiting(timeline::copy_wait, pending);
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
   }

@@ -1,6 +1,7 @@
 #pragma once
 // Barriers in shared memory (PTX: mbarrier). A phase completes when `arrivals` threads have arrived
 // and all expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one.
+#include <timeline.cuh>
 
 struct Barrier {
   unsigned long long state;
@@ -23,12 +24,14 @@ __device__ __forceinline__ void fence_barrier_init() {
 }
 
 __device__ __forceinline__ void arrive(Barrier& barrier) {
+  timeline::event(timeline::barrier_arrive, shared_address(&barrier));
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
 
 // Arrives, and adds `bytes` to what the phase expects.  mbarrier.arrive.expect_tx
 __device__ __forceinline__ void arrive_expect_tx(Barrier& barrier, int bytes) {
+  timeline::event(timeline::barrier_arrive, shared_address(&barrier), bytes);
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
       "r"(bytes)
@@ -37,6 +40,7 @@ __device__ __forceinline__ void arrive_expect_tx(Barrier& barrier, int bytes) {
 
 // Waits until a phase is complete; a new barrier has completed phase 1.  mbarrier.try_wait.parity
 __device__ __forceinline__ void wait(Barrier& barrier, int phase) {
+  const timeline::Phase waiting(timeline::barrier_wait, shared_address(&barrier));
   asm volatile(
       "{.reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

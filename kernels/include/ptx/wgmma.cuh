@@ -54,6 +54,7 @@ __device__ __forceinline__ void wgmma_fence() {
 
 // Ends a group of products.  wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit_group() {
+  timeline::event(timeline::products_begun);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
@@ -68,6 +69,7 @@ __device__ __forceinline__ void read_after_here(float (&d)[count]) {
 // wgmma.wait_group
 template <int pending, int count>
 __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
+  const timeline::Phase waiting(timeline::product_wait, pending);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
   read_after_here(d);
 }
@@ -75,6 +77,7 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
 // The same without reading D: operands of the groups that have ended may be overwritten.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
+  const timeline::Phase waiting(timeline::product_wait, pending);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 

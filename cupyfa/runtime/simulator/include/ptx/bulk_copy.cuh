@@ -33,11 +33,13 @@ inline void bulk_commit_group() {
 
 // Waits until this thread's stores have read shared memory.
 inline void bulk_wait_group_read(simulator::Here here = {}) {
+  const timeline::Phase waiting(timeline::store_wait);
   simulator_end_stores(here.file, here.line);
 }
 
 // Waits until this thread's stores are complete and visible to it.
 inline void bulk_wait_group(simulator::Here here = {}) {
+  const timeline::Phase waiting(timeline::store_wait);
   simulator_end_stores(here.file, here.line);
   simulator_make_additions();
 }

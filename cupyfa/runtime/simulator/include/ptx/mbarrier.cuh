@@ -4,6 +4,7 @@
 //
 // Bytes arrive as late as on any device: in a wait. A wait that never ends is a fault.
 #include <simulator.h>
+#include <timeline.cuh>
 
 struct Barrier {
   unsigned long long state;
@@ -24,15 +25,18 @@ inline void fence_barrier_init() {
 }
 
 inline void arrive(Barrier& barrier, simulator::Here here = {}) {
+  timeline::event(timeline::barrier_arrive, shared_address(&barrier));
   simulator_arrive(&barrier, 0, "arrive", here.file, here.line);
 }
 
 // Arrives, and adds `bytes` to what the phase expects.
 inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
+  timeline::event(timeline::barrier_arrive, shared_address(&barrier), bytes);
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);
 }
 
 // Waits until a phase is complete; a new barrier has completed phase 1.
 inline void wait(Barrier& barrier, int phase, simulator::Here here = {}) {
+  const timeline::Phase waiting(timeline::barrier_wait, shared_address(&barrier));
   simulator_wait(&barrier, phase, here.file, here.line);
 }

@@ -8,6 +8,7 @@
 //
 // So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
 #include <ptx/pack.cuh>
+#include <timeline.cuh>
 
 namespace simulator {
 
@@ -129,6 +130,7 @@ template <class T>
 inline void multiply_add(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                          simulator::Here here = {}) {
   simulator::check_whole_warp("multiplies matrices in a warp of less than 32 threads", here);
+  timeline::event(timeline::worked_mma, 0, 1);
   simulator::Operands mine = simulator::widen_operands<T>(a, b0, b1);
   simulator::multiply_operands(d, simulator::warp_gather(mine, "multiply_add", here));
 }

@@ -1,13 +1,16 @@
 #pragma once
 // The block's sixteen barriers. Barrier 0 is that of __syncthreads; `threads` counts whole warps.
 #include <simulator.h>
+#include <timeline.cuh>
 
 // Waits until `threads` threads have arrived at the barrier.
 inline void barrier_sync(int id, int threads, simulator::Here here = {}) {
+  const timeline::Phase waiting(timeline::named_wait, id, threads);
   simulator::barrier(id, threads, true, "barrier_sync", here);
 }
 
 // Arrives without waiting: what this thread wrote is seen by those that wait.
 inline void barrier_arrive(int id, int threads, simulator::Here here = {}) {
+  timeline::event(timeline::named_arrive, id, threads);
   simulator::barrier(id, threads, false, "barrier_arrive", here);
 }

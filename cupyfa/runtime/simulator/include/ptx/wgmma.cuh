@@ -55,6 +55,7 @@ inline void wgmma_fence(simulator::Here here = {}) {
 
 // Ends a group of products.
 inline void wgmma_commit_group(simulator::Here here = {}) {
+  timeline::event(timeline::products_begun);
   simulator_commit_products(here.file, here.line);
 }
 
@@ -66,6 +67,7 @@ inline void read_after_here(float (&)[count]) {}
 template <int pending, int count>
 inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
+  const timeline::Phase waiting(timeline::product_wait, pending);
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
@@ -73,6 +75,7 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
+  const timeline::Phase waiting(timeline::product_wait, pending);
   simulator_wait_for_products(pending, nullptr, here.file, here.line);
 }
 
@@ -93,6 +96,7 @@ constexpr void check_columns() {
 template <class T, int count>
 inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
+  timeline::event(timeline::worked_wgmma, 0, 2 * count);
   if (a.rows != 0 || b.rows != 0) simulator::fault("multiplies A or B by_columns", here);
   simulator_multiply(d, nullptr, a.address, b.address, 0, 2 * count, simulator::format<T>, added,
                      here.file, here.line);
@@ -103,6 +107,7 @@ template <class T, int count>
 inline void multiply_columns(float (&d)[count], Matrix a, Matrix b, bool added,
                              simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
+  timeline::event(timeline::worked_wgmma, 0, 2 * count);
   if (a.rows != 0) simulator::fault("multiplies A by_columns", here);
   if (b.rows == 0) simulator::fault("multiplies columns of B by_rows", here);
   simulator_multiply(d, nullptr, a.address, b.address, b.rows, 2 * count, simulator::format<T>,
@@ -114,6 +119,7 @@ template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
+  timeline::event(timeline::worked_wgmma, 0, 2 * count);
   if (sizeof(T) == 1 && b.rows != 0) simulator::fault("multiplies B of e4m3 by_columns", here);
   if (sizeof(T) == 2 && b.rows == 0)
     simulator::fault("multiplies A in registers with B by_rows", here);

@@ -1,0 +1,567 @@
+"""Timelines: what each warp of a block does and waits for, recorded in one launch of a kernel.
+
+The launch is compiled with the headers of kernels/timeline, which write an entry with the time
+where a phase begins and ends. On a GPU these are the clocks of the multiprocessor and of the
+device; in the simulator the order of the entries, from which ``timeline_model`` computes times.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa import blocks as block_masks
+from cupyfa.analysis import timeline_model
+from cupyfa.bench import sweeps, timing
+from cupyfa.errors import Unsupported
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner import source
+from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
+from cupyfa.planner.select import plan as plan_of
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.launcher import Launcher, compiled
+from cupyfa.runtime.workspace import allocated
+from cupyfa.verify.case import Case
+
+CAPACITY = 16384  # entries of a warp of one block
+_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded
+_MOST_BYTES = 2**28  # of the entries of all blocks
+_ENTRY_BYTES = 16
+_ENDED = 0x80
+_TIMES = 5  # runs with and without a recording, to compare
+
+
+class Kind(IntEnum):
+    """The kinds of entries: enum Kind of timeline_kinds.cuh."""
+
+    IN_BLOCK = 0
+    BARRIER_WAIT = 1
+    NAMED_WAIT = 2
+    BLOCK_WAIT = 3
+    COPY_WAIT = 4
+    PRODUCT_WAIT = 5
+    STORE_WAIT = 6
+    PRODUCTS = 7
+    SOFTMAX = 8
+    EPILOGUE = 9
+    MARKED = 10
+    BARRIER_ARRIVE = 11
+    NAMED_ARRIVE = 12
+    COPIES_BEGUN = 13
+    PRODUCTS_BEGUN = 14
+    SHARED_BEGINS = 15
+    PLACED = 16
+    WORKED_WGMMA = 17
+    WORKED_MMA = 18
+    WORKED_COPIES = 19
+
+
+# What phases are called; one that waits for a barrier also has the barrier's name.
+NAMES = {
+    Kind.IN_BLOCK: "other",
+    Kind.BARRIER_WAIT: "wait",
+    Kind.NAMED_WAIT: "wait",
+    Kind.BLOCK_WAIT: "wait: __syncthreads",
+    Kind.COPY_WAIT: "wait: cp.async",
+    Kind.PRODUCT_WAIT: "wait: wgmma",
+    Kind.STORE_WAIT: "wait: stores",
+    Kind.PRODUCTS: "mma",
+    Kind.SOFTMAX: "softmax",
+    Kind.EPILOGUE: "epilogue",
+    Kind.MARKED: "mark",
+}
+
+
+class Entry(NamedTuple):
+    """What a warp wrote: a kind, whether it ends, and two numbers that the kind explains."""
+
+    time: float
+    block: int
+    warp: int
+    kind: Kind
+    ended: bool
+    amount: int
+    argument: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time of a warp: a phase, or copies or products that are under way."""
+
+    block: int
+    warp: int
+    kind: Kind
+    name: str
+    start: float
+    end: float
+    bytes: int = 0
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From a warp that starts or frees something to the end of another's wait for it."""
+
+    block: int
+    start_warp: int
+    start: float
+    end_warp: int
+    end: float
+    is_copy: bool
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the warps of some blocks did. Times are cycles, or of all blocks microseconds."""
+
+    kernel: str
+    entry: str
+    problem: str
+    device: str
+    modelled: bool  # whether times come from the model of the simulator
+    grid: int  # blocks of the launch
+    warps: int  # of a block
+    blocks: tuple[int, ...]  # that were recorded
+    phases: tuple[Span, ...]
+    copies: tuple[Span, ...] = ()
+    products: tuple[Span, ...] = ()  # of wgmma, from their start to the end of the wait for them
+    arrows: tuple[Arrow, ...] = ()
+    places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
+    multiprocessors: int = 1
+    is_detailed: bool = True
+    unit: str = "cycles"
+    nanoseconds: float = 1.0  # of a unit
+    lost: int = 0  # entries for which there was no room
+    milliseconds: float | None = None  # of the launch without a recording
+    recorded_milliseconds: float | None = None  # and with it
+
+    @property
+    def overhead(self) -> float | None:
+        """By how much the recording makes the launch longer, as a fraction."""
+        if not self.milliseconds or not self.recorded_milliseconds:
+            return None
+        return self.recorded_milliseconds / self.milliseconds - 1
+
+    @property
+    def end(self) -> float:
+        return max((x.end for x in self.phases), default=0.0)
+
+
+def record(
+    kernel: Kernel,
+    case: Case,
+    backend: Backend,
+    *,
+    launch: str | None = None,
+    block: int | None = None,
+    tiles: Mapping[str, int] | None = None,
+    progress: Progress = no_progress,
+) -> Timeline:
+    """Runs a kernel and records one of its launches.
+
+    ``launch`` is the entry point, by default that named like the kernel, or the first whose name
+    begins so. ``block`` is the number of the block whose warps are recorded; with None all blocks
+    are, but only where each begins and ends and stores results.
+
+    Raises ValueError for a launch or a block that there is not, and Unsupported if there are more
+    blocks than there is memory for.
+    """
+    plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
+    chosen = _chosen(plan, launch)
+    recording = _recording(chosen, block, backend)
+    steps = tuple(replace(x, recording=recording) if x is chosen else x for x in plan.steps)
+    recorded = replace(plan, steps=steps)
+    progress(0, 3, "compiling")
+    kernels = compiled(backend, recorded)
+    progress(1, 3, "drawing inputs")
+    readable = block_masks.readable(backend, recorded, case.inputs(backend, kernel))
+    arrays = dict(timing.placed(backend, readable, {}))
+    arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
+    addresses = tuple(map(backend.address, arrays.values()))
+    launcher = Launcher(backend, recorded, arrays, kernels)
+    program = kernels[id(chosen.launch)]
+    log = backend.variable(program, "timeline_log", _log_bytes(chosen, recording))
+    names = source.members(source.file_of(chosen))
+    members = backend.variable(program, "timeline_members", 16 * len(names)) if names else None
+    progress(2, 3, "running")
+    times = None
+    if backend.name == "cuda":
+        plain = Launcher(backend, plan, arrays)
+        calls = (partial(x, addresses, backend.stream) for x in (plain, launcher))
+        times = [min(backend.time(x) for _ in range(_TIMES)) for x in calls]
+    log[...] = 0
+    launcher(addresses, backend.stream)
+    backend.synchronize()
+    progress(3, 3, "running")
+    entries, lost = _entries(backend.download(log), chosen, recording)
+    table = backend.download(members) if members is not None else None
+    texts = source.texts(chosen)
+    barriers = _Barriers.of(names, table, texts)
+    made = Timeline(
+        kernel=kernel.name,
+        entry=chosen.entry,
+        problem=str(plan.problem),
+        device=backend.limits.device,
+        modelled=backend.name != "cuda",
+        grid=_blocks(chosen),
+        warps=chosen.warps,
+        blocks=tuple(sorted({x.block for x in entries})),
+        phases=(),
+        multiprocessors=backend.limits.multiprocessors,
+        is_detailed=block is not None,
+        lost=lost,
+        milliseconds=times[0] if times else None,
+        recorded_milliseconds=times[1] if times else None,
+    )
+    marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
+    if block is None:
+        return _of_all_blocks(made, entries, marks)
+    return _of_block(made, entries, barriers, marks, backend.limits.clock)
+
+
+def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
+    """The launch that is recorded."""
+    there = [x for x in plan.programs if all(x.grid)]
+    if not there:
+        raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
+    if name is not None:
+        for one in there:
+            if one.entry == name:
+                return one
+        known = ", ".join(x.entry for x in there)
+        raise ValueError(f"{plan.kernel.name} has no launch {name!r}; it has {known}")
+    usual = plan.kernel.name
+    alike = [x for x in there if x.entry == usual] or [
+        x for x in there if x.entry.startswith(usual)
+    ]
+    return (alike or there)[0]
+
+
+def _blocks(launch: PlannedLaunch) -> int:
+    x, y, z = launch.grid
+    return x * y * z
+
+
+def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Recording:
+    count = _blocks(launch)
+    if block is not None:
+        if not 0 <= block < count:
+            raise ValueError(f"block {block} is not there: {launch.entry} has {count} blocks")
+        return Recording(block, 1, CAPACITY)
+    capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
+    if capacity < _FEWEST:
+        raise Unsupported(
+            f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
+            "smaller sizes, or one --block"
+        )
+    return Recording(0, count, capacity, detailed=backend.name != "cuda")
+
+
+def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
+    return recording.blocks * launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
+
+
+def _entries(
+    log: np.ndarray, launch: PlannedLaunch, recording: Recording
+) -> tuple[list[Entry], int]:
+    """The entries of all warps in their own order, and how many were lost."""
+    shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
+    words = log.view(np.uint32).reshape(shape)
+    counts = words[:, :, 0, 0]
+    made = []
+    for block, warp in np.argwhere(counts > 0).tolist():
+        own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
+        for low, high, kind, argument in own.tolist():
+            ended = bool(kind & _ENDED)
+            what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
+            here = recording.first + block
+            made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
+    lost = np.maximum(counts.astype(np.int64) - recording.capacity, 0).sum()
+    return made, int(lost)
+
+
+# Names
+
+
+class _Barriers:
+    """The names of barriers in shared memory, from where the members of struct Shared are."""
+
+    def __init__(
+        self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
+    ) -> None:
+        self._named = named or {}
+        self._starts = [start for start, *_ in found]
+        self._found = found
+        self.base = 0  # where struct Shared begins
+
+    @classmethod
+    def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
+        """From the sizes and alignments of members, and of elements, as the compiler has them.
+
+        In ``texts`` are constants that named barriers are called by.
+        """
+        found, at = [], 0
+        rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
+        for name, (size, alignment, element, full) in zip(names, rows):
+            at = -(-at // alignment) * alignment
+            found.append((at, name, element, full))
+            at += size
+        called = {x for text in texts for x in _CALLED.findall(text)}
+        numbers = (x for text in texts for x in _NUMBER.findall(text))
+        return cls(found, {int(number): name for name, number in numbers if name in called})
+
+    def named(self, number: int) -> str:
+        """The name of a named barrier."""
+        return self._named.get(number, f"named barrier {number}")
+
+    def name(self, address: int) -> str:
+        """As "K full", or "barrier +64" where no member is known."""
+        offset = address - self.base
+        index = bisect_right(self._starts, offset) - 1
+        if index < 0:
+            return f"barrier +{offset}"
+        start, name, element, full = self._found[index]
+        name = re.sub(r"_?pipeline$", "", name) or "pipeline"
+        within = (offset - start) % element
+        if not full:
+            return name
+        number = within // 8
+        return f"{name} {'full' if number < full else 'empty'}"
+
+
+_CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
+_NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
+_MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
+
+
+def _hash(name: str) -> int:
+    """FNV-1a, as timeline.cuh has it."""
+    value = 2166136261
+    for byte in name.encode():
+        value = (value ^ byte) * 16777619 % 2**32
+    return value
+
+
+def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
+    if entry.kind is Kind.BARRIER_WAIT:
+        return f"wait: {barriers.name(entry.argument)}"
+    if entry.kind is Kind.NAMED_WAIT:
+        return f"wait: {barriers.named(entry.argument)}"
+    if entry.kind is Kind.MARKED:
+        return marks.get(entry.argument, "mark")
+    return NAMES[entry.kind]
+
+
+# From entries to phases
+
+
+def _of_block(
+    made: Timeline,
+    entries: Sequence[Entry],
+    barriers: _Barriers,
+    marks: Mapping[int, str],
+    clock: float | None,
+) -> Timeline:
+    """The timeline of one block, in cycles from its beginning."""
+    nanoseconds = 1.0
+    if made.modelled:
+        entries = timeline_model.timed(entries)
+    else:
+        rate = _cycles_per_nanosecond(entries) or clock or 1.0
+        nanoseconds = 1 / rate
+    entries = [x for x in entries if x.kind is not Kind.PLACED]
+    origin = min((x.time for x in entries), default=0)
+    entries = [x._replace(time=x.time - origin) for x in entries]
+    barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
+    by_warp = _by_warp(entries)
+    phases = [x for own in by_warp.values() for x in _phases(own, barriers, marks)]
+    copies, arrows = _copies(by_warp, barriers)
+    return replace(
+        made,
+        phases=tuple(phases),
+        copies=tuple(copies),
+        products=tuple(x for own in by_warp.values() for x in _products(own)),
+        arrows=tuple(arrows),
+        nanoseconds=nanoseconds,
+    )
+
+
+def _by_warp(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
+    found: dict[tuple[int, int], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        found[entry.block, entry.warp].append(entry)
+    return found
+
+
+def _phases(
+    entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
+) -> Iterator[Span]:
+    """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
+    open_: list[Entry] = []
+    since = entries[0].time if entries else 0
+
+    def until(now: float) -> Iterator[Span]:
+        if open_ and now > since:
+            top = open_[-1]
+            name = _name(top, barriers, marks)
+            yield Span(top.block, top.warp, top.kind, name, since, now)
+
+    for entry in entries:
+        if entry.kind > Kind.MARKED:
+            continue
+        if entry.ended:
+            if not any(x.kind is entry.kind for x in open_):
+                continue  # its beginning was recorded by other lanes, or lost
+            yield from until(entry.time)
+            while open_.pop().kind is not entry.kind:
+                continue
+        else:
+            yield from until(entry.time)
+            open_.append(entry)
+        since = entry.time
+    if entries:
+        yield from until(entries[-1].time)
+
+
+def _products(entries: Sequence[Entry]) -> Iterator[Span]:
+    """The groups of wgmma of one warp, each to the end of the wait for it."""
+    under_way: list[Entry] = []
+    pending = 0
+    for entry in entries:
+        if entry.kind is Kind.PRODUCTS_BEGUN:
+            under_way.append(entry)
+        elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
+            pending = entry.argument
+        elif entry.kind is Kind.PRODUCT_WAIT:
+            while len(under_way) > pending:
+                begun = under_way.pop(0)
+                yield Span(
+                    entry.block, entry.warp, Kind.PRODUCTS_BEGUN, "wgmma", begun.time, entry.time
+                )
+
+
+def _copies(
+    by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
+) -> tuple[list[Span], list[Arrow]]:
+    """Copies to the end of the first wait for them; arrows to waits for copies and for room."""
+    copies: list[Span] = []
+    arrows: list[Arrow] = []
+    waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
+    for (block, warp), own in by_warp.items():
+        begun = None
+        for entry in own:
+            if entry.kind is Kind.BARRIER_WAIT and not entry.ended:
+                begun = entry
+            elif entry.kind is Kind.BARRIER_WAIT and begun:
+                waits[block, begun.argument].append((entry.time, warp, entry.time - begun.time))
+        copies += _asynchronous_copies(own)
+    for found in waits.values():
+        found.sort()
+    for (block, warp), own in by_warp.items():
+        for entry in (x for x in own if x.kind is Kind.BARRIER_ARRIVE):
+            found = waits[block, entry.argument]
+            following = found[bisect_left(found, (entry.time, -1, 0)) :]
+            first = next(iter(following), None)
+            if first is None:
+                continue
+            name = barriers.name(entry.argument).removesuffix(" full")
+            if entry.amount:
+                copies.append(
+                    Span(block, warp, Kind.COPIES_BEGUN, name, entry.time, first[0], entry.amount)
+                )
+            if first[1] != warp:
+                arrows.append(
+                    Arrow(block, warp, entry.time, first[1], first[0], bool(entry.amount))
+                )
+    return copies, arrows
+
+
+def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
+    """The groups of cp.async of one warp, each to the end of the wait for it."""
+    under_way: list[Entry] = []
+    pending = 0
+    for entry in entries:
+        if entry.kind is Kind.COPIES_BEGUN:
+            under_way.append(entry)
+        elif entry.kind is Kind.COPY_WAIT and not entry.ended:
+            pending = entry.argument
+        elif entry.kind is Kind.COPY_WAIT:
+            while len(under_way) > pending:
+                begun = under_way.pop(0)
+                yield Span(
+                    entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
+                )
+
+
+# All blocks
+
+
+def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
+    """The rate of the multiprocessors' clocks, from blocks that were placed twice."""
+    cycles = time = 0.0
+    for own in _by_warp(entries).values():
+        places = [x for x in own if x.kind is Kind.PLACED]
+        ends = [x for x in own if x.kind is Kind.IN_BLOCK]
+        if len(places) >= 2 and len(ends) >= 2:
+            cycles += ends[-1].time - ends[0].time
+            time += places[-1].time - places[0].time
+    return cycles / time if time > 0 and cycles > 0 else None
+
+
+def _of_all_blocks(made: Timeline, entries: Sequence[Entry], marks: Mapping[int, str]) -> Timeline:
+    """The timeline of all blocks, in microseconds from the beginning of the first."""
+    if made.modelled:
+        entries, places = timeline_model.scheduled(entries, made.multiprocessors)
+        entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
+    else:
+        entries, places = _on_one_clock(entries)
+    kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
+    entries = [x for x in entries if x.kind in kept]
+    origin = min((x.time for x in entries), default=0)
+    entries = [x._replace(time=x.time - origin) for x in entries]
+    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    return replace(
+        made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
+    )
+
+
+def _on_one_clock(entries: Sequence[Entry]) -> tuple[list[Any], dict[int, int]]:
+    """Entries in microseconds of the device's clock, and the multiprocessor of each block.
+
+    The clocks of multiprocessors differ by constants, which the entries of places tell.
+    """
+    rate = _cycles_per_nanosecond(entries) or 1.0
+    by_warp = _by_warp(entries)
+    places: dict[int, int] = {}
+    offsets: dict[int, list[float]] = defaultdict(list)
+    for (block, _), own in by_warp.items():
+        for before, after in pairwise(own):
+            if Kind.PLACED in (before.kind, after.kind) and before.kind is not after.kind:
+                place, other = (before, after) if before.kind is Kind.PLACED else (after, before)
+                places[block] = place.argument
+                offsets[place.argument].append(place.time - other.time / rate)
+    shift = {sm: float(np.median(found)) for sm, found in offsets.items()}
+    return [
+        x._replace(time=(x.time / rate + shift[places[x.block]]) / 1e3)
+        for x in entries
+        if x.kind is not Kind.PLACED and x.block in places
+    ], places
+
+
+def standard(record: Kernel, sizes: Mapping[str, Any], *, small: bool) -> Case:
+    """The case of a kernel with these sizes."""
+    (usual,) = sweeps.problems(record.operation, sizes, record, small=small)
+    return Case(record.operation, usual)

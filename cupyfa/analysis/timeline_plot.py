@@ -1,0 +1,269 @@
+"""Pictures of timelines: rows are warps, or multiprocessors, and colours are phases."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.analysis.timeline_summary import lines, shares, working
+from cupyfa.report.plots import INK, PALE, check, new_figure, write
+
+# The colours of Okabe and Ito, which the colour-blind distinguish.
+_BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
+_YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
+_GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
+    "waits for a copy or for room": (_YELLOW, (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT)),
+    "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
+    "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
+    "mma": (_BLUE, (Kind.PRODUCTS,)),
+    "softmax": (_GREEN, (Kind.SOFTMAX,)),
+    "epilogue": (_PURPLE, (Kind.EPILOGUE,)),
+    "own phase": (_ORANGE, (Kind.MARKED,)),
+    "other": (PALE, (Kind.IN_BLOCK,)),
+}
+_COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
+_UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
+_TILES = 6  # of a long timeline, shown at its beginning and at its end
+_ARROWS = 80  # at most
+_LINE = 120  # characters of the text above a picture
+_CHARACTER, _MARGIN = 0.0072, 0.004  # of the width: of a name in a phase
+
+
+def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
+    """Draws a timeline to an .svg or .png file.
+
+    Of a block: a row for each warp, under it what it has under way, and arrows from the start of a
+    copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
+    first and the last time that are shown; by default all, or of long timelines both ends. Of all
+    blocks: a row for each multiprocessor. Raises ValueError for another suffix and for a window
+    without time, Unsupported without matplotlib.
+    """
+    path = Path(path)
+    check(path)
+    if not timeline.phases:
+        raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
+    if window is not None and not window[0] < window[1]:
+        raise ValueError(f"the window {window[0]:g}:{window[1]:g} is empty; its end comes last")
+    said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
+    figure = _block_figure if timeline.is_detailed else _grid_figure
+    write(lambda: figure(timeline, window), path, f"Timeline of {timeline.entry}", "; ".join(said))
+
+
+def _windows(timeline: Timeline, window: tuple[float, float] | None) -> list[tuple[float, float]]:
+    if window is not None:
+        return [window]
+    counts: dict[int, int] = defaultdict(int)
+    for x in timeline.phases:
+        counts[x.warp] += x.kind is Kind.SOFTMAX
+    tiles = max(counts.values(), default=0) / 2
+    if tiles <= 2 * _TILES:
+        return [(0.0, timeline.end)]
+    length = timeline.end * _TILES / tiles
+    return [(0.0, length), (timeline.end - length, timeline.end)]
+
+
+def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
+    windows = _windows(timeline, window)
+    warps = _shown_warps(timeline)
+    row = 0.26 if len(warps) <= 12 else 0.2
+    height = len(windows) * (row * len(warps) + 0.55)
+    figure = new_figure(height)
+    axes = figure.subplots(len(windows), 1, squeeze=False)[:, 0]
+    figure.subplots_adjust(
+        left=0.09, right=0.995, bottom=0.3 / height, top=1, hspace=0.55 / (row * len(warps))
+    )
+    for one, shown in zip(axes, windows):
+        _draw_window(one, timeline, warps, shown)
+    axes[-1].set_xlabel(timeline.unit)
+    _add_texts(figure, timeline, _legend(timeline))
+    return figure
+
+
+def _shown_warps(timeline: Timeline) -> list[int]:
+    return sorted({warp for _, warp in working(timeline)})
+
+
+def _draw_window(
+    axes: Any, timeline: Timeline, warps: Sequence[int], shown: tuple[float, float]
+) -> None:
+    low, high = shown
+    place = {warp: row for row, warp in enumerate(warps)}
+
+    def seen(spans: Iterable[Span]) -> list[Span]:
+        return [x for x in spans if x.warp in place and x.end > low and x.start < high]
+
+    phases = seen(timeline.phases)
+    _bars(axes, [(x, place[x.warp] - 0.38, 0.56, _COLOUR[x.kind]) for x in phases])
+    copies, products = _UNDER_WAY.values()
+    under = [(x, place[x.warp] + 0.22, 0.08, copies) for x in seen(timeline.copies)]
+    under += [(x, place[x.warp] + 0.31, 0.1, products) for x in seen(timeline.products)]
+    _bars(axes, under)
+    _draw_arrows(axes, timeline, place, shown)
+    for x in phases:
+        length, name = min(x.end, high) - max(x.start, low), _short(x.name)
+        if name and length > (_CHARACTER * len(name) + _MARGIN) * (high - low):
+            dark = _COLOUR[x.kind] in (_BLUE, _GREEN, _VERMILION)
+            axes.text(
+                max(x.start, low) + length / 2,
+                place[x.warp] - 0.1,
+                name,
+                fontsize=6,
+                color="white" if dark else "black",
+                horizontalalignment="center",
+                verticalalignment="center",
+                clip_on=True,
+            )
+    axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
+    axes.set_yticks(range(len(warps)), [f"warp {x}" for x in warps], fontsize=8)
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.spines["left"].set_visible(False)
+
+
+def _short(name: str) -> str:
+    """What a phase is called where there is little room; colours say the rest."""
+    short = name.removeprefix("wait: ").replace("named barrier", "bar").replace("__", "")
+    return {"other": "", "wgmma": ""}.get(short, short)
+
+
+def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
+    """Rectangles of spans: (span, top, height, colour). Those of one colour are one path."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Line
+
+    codes = (Line.MOVETO, Line.LINETO, Line.LINETO, Line.LINETO, Line.CLOSEPOLY)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for x, top, height, colour in bars:
+        bottom = top + height
+        found[colour] += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom)]
+        found[colour].append((x.start, top))
+    for colour, corners in found.items():
+        path = Line(corners, codes * (len(corners) // len(codes)))
+        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.15))
+
+
+def _draw_arrows(
+    axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
+) -> None:
+    """Arrows that begin and end in the window; where there are many, those to copies."""
+    low, high = shown
+    found = [
+        x
+        for x in timeline.arrows
+        if x.start_warp in place and x.end_warp in place and low <= x.start and x.end <= high
+    ]
+    if len(found) > _ARROWS:
+        found = [x for x in found if x.is_copy][:_ARROWS]
+    for x in found:
+        colour = INK if x.is_copy else "#8c959f"
+        axes.annotate(
+            "",
+            (x.end, place[x.end_warp] - 0.1),
+            (x.start, place[x.start_warp] + 0.2),
+            arrowprops={
+                "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
+                "color": colour,
+                "linewidth": 0.6,
+                "linestyle": "-" if x.is_copy else (0, (3, 2)),
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )
+
+
+def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+    """The names and colours that a picture has."""
+    kinds = {x.kind for x in timeline.phases}
+    found = [(name, colour) for name, (colour, own) in _GROUPS.items() if kinds & {*own}]
+    spans = (timeline.copies, timeline.products)
+    return found + [x for x, own in zip(_UNDER_WAY.items(), spans) if own]
+
+
+def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]]) -> None:
+    """What was recorded above the picture, and the meaning of the colours below it."""
+    from matplotlib.patches import Patch
+
+    height = figure.get_figheight()
+    text = [part for line in lines(timeline) for part in wrap(line, _LINE)]
+    figure.text(0.0, 1 + (0.17 * len(text) - 0.02) / height, text[0], fontsize=9, fontweight="bold")
+    for number, line in enumerate(text[1:], 1):
+        figure.text(0.0, 1 + (0.17 * (len(text) - number) - 0.02) / height, line, fontsize=8)
+    figure.legend(
+        handles=[Patch(facecolor=colour, edgecolor=INK, linewidth=0.3) for _, colour in legend],
+        labels=[name for name, _ in legend],
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.02),
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        handlelength=1.4,
+    )
+
+
+# All blocks
+
+
+def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
+    """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
+    rows = _rows(timeline)
+    places = sorted({place for place, _ in rows.values()})
+    lanes = 1 + max(lane for _, lane in rows.values())
+    height = max(2.0, min(8.0, 0.3 * len(places) * lanes))
+    figure = new_figure(height)
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.09, right=0.995, bottom=0.3 / height, top=1)
+    order = {place: number for number, place in enumerate(places)}
+    bars = []
+    tasks: dict[int, int] = defaultdict(int)
+    last_kind: dict[int, Kind] = {}
+    warp_of = _busiest_warps(timeline)
+    for x in timeline.phases:
+        if x.warp != warp_of[x.block]:
+            continue
+        if x.kind is not Kind.EPILOGUE and last_kind.get(x.block) is Kind.EPILOGUE:
+            tasks[x.block] += 1
+        last_kind[x.block] = x.kind
+        place, lane = rows[x.block]
+        shade = (x.block + tasks[x.block]) % 2
+        colour = _PURPLE if x.kind is Kind.EPILOGUE else (_BLUE, _SKY)[shade]
+        if x.kind is Kind.MARKED:
+            colour = _ORANGE
+        bars.append((x, order[place] + lane / lanes - 0.45, 0.9 / lanes, colour))
+    _bars(axes, bars)
+    axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
+    step = max(1, len(places) // 12)
+    axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
+    axes.tick_params(length=0)
+    axes.set_xlabel(timeline.unit)
+    names = [("a block or a task", _BLUE), ("the next one", _SKY), ("epilogue", _PURPLE)]
+    _add_texts(figure, timeline, names)
+    return figure
+
+
+def _busiest_warps(timeline: Timeline) -> dict[int, int]:
+    """Of each block the warp with the most phases, which stands for it."""
+    counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for x in timeline.phases:
+        counts[x.block][x.warp] += 1
+    return {block: max(own, key=lambda warp: (own[warp], -warp)) for block, own in counts.items()}
+
+
+def _rows(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
+    spans: dict[int, tuple[float, float]] = {}
+    for x in timeline.phases:
+        start, end = spans.get(x.block, (x.start, x.end))
+        spans[x.block] = min(start, x.start), max(end, x.end)
+    free: dict[int, list[float]] = defaultdict(list)
+    rows = {}
+    for block, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+        place = timeline.places.get(block, 0)
+        lanes = free[place]
+        lane = next((i for i, time in enumerate(lanes) if time <= start), len(lanes))
+        lanes[lane:] = [end, *lanes[lane + 1 :]]
+        rows[block] = place, lane
+    return rows

@@ -1,0 +1,201 @@
+"""What a timeline shows, in numbers: the shares of phases, waits, overlap and idle tensor cores."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from cupyfa.analysis.timeline import Kind, Span, Timeline
+
+_SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do, or only copy
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Share:
+    """A phase in all warps that take part in the kernel; times are in the timeline's unit."""
+
+    phase: str
+    share: float  # of the time of these warps, in percent
+    mean: float  # time of a warp that has this phase
+    times: float  # how often such a warp has it
+    longest: float
+    longest_warp: int
+    longest_at: float  # when it begins
+
+    def row(self) -> dict[str, Any]:
+        """A row of a table."""
+        made = asdict(self)
+        return {"phase": made.pop("phase"), "share_%": made.pop("share"), **made}
+
+
+def shares(timeline: Timeline) -> list[Share]:
+    """The phases of a timeline, the longest first; warps that end at once are left out.
+
+    A phase is idle from the end of a warp to that of its block.
+    """
+    extents, found = _extents(timeline), defaultdict[str, list[Span]](list)
+    warps = working(timeline)
+    total = sum(extents[block][1] - extents[block][0] for block, _ in warps) or 1.0
+    for (block, warp), own in warps.items():
+        for x in own:
+            found[x.name].append(x)
+        last, end = max(x.end for x in own), extents[block][1]
+        if last < end:
+            found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
+    rows = [_share(name, spans, total) for name, spans in found.items()]
+    return sorted(rows, key=lambda row: -row.share)
+
+
+def _extents(timeline: Timeline) -> dict[int, Interval]:
+    """Where each block begins and ends."""
+    made: dict[int, Interval] = {}
+    for x in timeline.phases:
+        start, end = made.get(x.block, (x.start, x.end))
+        made[x.block] = min(start, x.start), max(end, x.end)
+    return made
+
+
+def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
+    """The phases of each warp, by block and warp, without the warps that end at once."""
+    extents, found = _extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
+    for x in timeline.phases:
+        found[x.block, x.warp].append(x)
+    copying = {(x.block, x.warp) for x in timeline.copies}
+
+    def works(key: tuple[int, int], own: Sequence[Span]) -> bool:
+        start, end = extents[key[0]]
+        return key in copying or sum(x.length for x in own) > _SHORT * (end - start)
+
+    return {key: own for key, own in found.items() if works(key, own)}
+
+
+def _share(name: str, spans: Sequence[Span], total: float) -> Share:
+    warps = len({(x.block, x.warp) for x in spans})
+    time = sum(x.length for x in spans)
+    longest = max(spans, key=lambda x: x.length)
+    return Share(
+        name,
+        100 * time / total,
+        time / warps,
+        len(spans) / warps,
+        longest.length,
+        longest.warp,
+        longest.start,
+    )
+
+
+def facts(timeline: Timeline) -> dict[str, float]:
+    """Figures of the whole timeline, by name; only those that it has.
+
+    Of one block: its time; in percent the time in which products are under way, that between them,
+    and the part of softmax that is computed meanwhile; the longest gap between products. Of all
+    blocks: how many run at a time, the time that the last blocks take after the first
+    multiprocessor is idle, and the part of the time in which multiprocessors are idle.
+    """
+    if not timeline.phases:
+        return {}
+    return _facts_of_block(timeline) if timeline.is_detailed else _facts_of_all(timeline)
+
+
+def _facts_of_block(timeline: Timeline) -> dict[str, float]:
+    found = {"time": timeline.end}
+    busy = merged((x.start, x.end) for x in _products(timeline))
+    softmax = [x for x in timeline.phases if x.kind is Kind.SOFTMAX]
+    if busy:
+        found["products_%"] = 100 * _total(busy) / timeline.end
+        gaps = [after - end for (_, end), (after, _) in pairwise(busy)]
+        if gaps:
+            found["gaps_%"] = 100 * sum(gaps) / timeline.end
+            found["longest_gap"] = max(gaps)
+    if busy and softmax:
+        both = sum(_shared(busy, x.start, x.end) for x in softmax)
+        found["softmax_overlap_%"] = 100 * both / (sum(x.length for x in softmax) or 1.0)
+    return found
+
+
+def _products(timeline: Timeline) -> Iterable[Span]:
+    """When products are under way: groups of wgmma, and mma.sync of any warp."""
+    return [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
+
+
+def _facts_of_all(timeline: Timeline) -> dict[str, float]:
+    blocks = _extents(timeline)
+    of_place: dict[int, list[Interval]] = defaultdict(list)
+    for block, interval in blocks.items():
+        of_place[timeline.places.get(block, 0)].append(interval)
+    first_free = min(max(end for _, end in own) for own in of_place.values())
+    busy = sum(_total(merged(own)) for own in of_place.values())
+    together = max(sum(s <= start < e for s, e in blocks.values()) for start, _ in blocks.values())
+    return {
+        "time": timeline.end,
+        "blocks": float(len(blocks)),
+        "blocks_at_a_time": float(together),
+        "waves": len(blocks) / together,
+        "tail": timeline.end - first_free,
+        "idle_multiprocessors_%": 100 * (1 - busy / (timeline.end * timeline.multiprocessors)),
+    }
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The union of intervals, in order."""
+    made: list[Interval] = []
+    for start, end in sorted(intervals):
+        if made and start <= made[-1][1]:
+            made[-1] = made[-1][0], max(made[-1][1], end)
+        else:
+            made.append((start, end))
+    return made
+
+
+def _total(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
+    """The part of an interval that is in a union of intervals."""
+    return sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
+
+
+_TEXTS = {
+    "time": "{:,.0f} {unit}",
+    "products_%": "products are under way {:.0f} % of the time",
+    "gaps_%": "tensor cores idle {:.1f} % between two of them",
+    "longest_gap": "at most {:,.0f} {unit}",
+    "softmax_overlap_%": "{:.0f} % of softmax is computed meanwhile",
+    "blocks": "{:.0f} blocks",
+    "blocks_at_a_time": "at most {:.0f} at a time",
+    "waves": "{:.2f} waves",
+    "tail": "the last blocks run {:,.1f} {unit} after the first multiprocessor is idle",
+    "idle_multiprocessors_%": "multiprocessors are idle {:.1f} % of the time",
+}
+
+
+def lines(timeline: Timeline) -> list[str]:
+    """The same as text: what was recorded, the figures, the longest wait, and what to doubt."""
+    unit = timeline.unit
+    blocks = f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
+    head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
+    known = facts(timeline)
+    text = ", ".join(_TEXTS[x].format(y, unit=unit) for x, y in known.items() if x in _TEXTS)
+    waits = [x for x in shares(timeline) if x.phase.startswith("wait")]
+    made = [head, timeline.problem, text]
+    if waits:
+        one = max(waits, key=lambda x: x.longest)
+        made.append(
+            f"the longest wait: warp {one.longest_warp} from {one.longest_at:,.0f} on, "
+            f"{one.longest:,.0f} {unit}, {one.phase.removeprefix('wait: ')}"
+        )
+    if timeline.modelled:
+        made.append("times are those of a simple model, not measured")
+    elif timeline.overhead is not None:
+        made.append(
+            f"recording made the launch {100 * timeline.overhead:.1f} % longer: "
+            f"{timeline.milliseconds:.4g} ms without, {timeline.recorded_milliseconds:.4g} ms with"
+        )
+    if timeline.lost:
+        made.append(f"{timeline.lost} entries had no room: the end of some warps is missing")
+    return made

@@ -1,0 +1,184 @@
+"""Timelines as files: traces for Perfetto and Chrome, which also hold the summary to compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cupyfa import store
+from cupyfa.analysis.timeline import Span, Timeline
+from cupyfa.analysis.timeline_summary import facts, lines, shares
+
+_WGMMA = 1000  # added to a warp's number for the row of its products
+_OWN = "cupyfa"  # what only this program reads
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The trace as a value for JSON: https://ui.perfetto.dev opens it.
+
+    A process is a block, or of all blocks a multiprocessor; its threads are warps, or blocks.
+    """
+    return {
+        "displayTimeUnit": "ns",
+        "traceEvents": [*_names(timeline), *_events(timeline)],
+        _OWN: {
+            "timeline": 1,
+            "kernel": timeline.kernel,
+            "entry": timeline.entry,
+            "problem": timeline.problem,
+            "device": timeline.device,
+            "modelled": timeline.modelled,
+            "unit": timeline.unit,
+            "lines": lines(timeline),
+            "facts": facts(timeline),
+            "phases": [x.row() for x in shares(timeline)],
+        },
+    }
+
+
+def save(timeline: Timeline, path: str | Path) -> None:
+    """Writes the trace to a file, whole or not at all."""
+    store.write_whole(Path(path), json.dumps(trace(timeline), separators=(",", ":")).encode())
+
+
+def _place(timeline: Timeline, x: Span) -> dict[str, int]:
+    if timeline.is_detailed:
+        return {"pid": x.block, "tid": x.warp}
+    return {"pid": timeline.places.get(x.block, 0), "tid": x.block}
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    said = set()
+    for x in timeline.phases:
+        place = _place(timeline, x)
+        if timeline.is_detailed:
+            process, thread = f"block {x.block}", f"warp {x.warp}"
+        else:
+            process, thread = f"multiprocessor {place['pid']}", f"block {x.block}"
+        for what, name, where in (
+            ("process_name", process, {"pid": place["pid"]}),
+            ("thread_name", thread, place),
+        ):
+            if (key := (what, *where.values())) not in said:
+                said.add(key)
+                yield {"ph": "M", "name": what, **where, "args": {"name": name}}
+    for warp in sorted({x.warp for x in timeline.products}):
+        where = {"pid": timeline.blocks[0], "tid": _WGMMA + warp}
+        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"wgmma of warp {warp}"}}
+
+
+def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    microseconds = timeline.nanoseconds / 1e3
+    spans = timeline.phases
+    if not timeline.is_detailed:
+        spans = tuple(_blocks(timeline))
+    for x in spans:
+        yield {
+            "ph": "X",
+            "name": x.name,
+            "cat": x.kind.name.lower(),
+            "ts": round(x.start * microseconds, 4),
+            "dur": round(x.length * microseconds, 4),
+            **_place(timeline, x),
+        }
+    for x in timeline.products:
+        place = {"pid": x.block, "tid": _WGMMA + x.warp}
+        times = {"ts": round(x.start * microseconds, 4), "dur": round(x.length * microseconds, 4)}
+        yield {"ph": "X", "name": x.name, "cat": "wgmma", **times, **place}
+    for number, x in enumerate(timeline.copies):
+        common = {"cat": "copy", "name": f"copy of {x.name}", "id": number, **_place(timeline, x)}
+        size = {"args": {"bytes": x.bytes}} if x.bytes else {}
+        yield {"ph": "b", "ts": round(x.start * microseconds, 4), **common, **size}
+        yield {"ph": "e", "ts": round(x.end * microseconds, 4), **common}
+    for number, arrow in enumerate(timeline.arrows):
+        name = {"cat": "flow", "name": "copy" if arrow.is_copy else "room", "id": number}
+        start = {"pid": arrow.block, "tid": arrow.start_warp}
+        end = {"pid": arrow.block, "tid": arrow.end_warp}
+        yield {"ph": "s", "ts": round(arrow.start * microseconds, 4), **name, **start}
+        end_time = round(arrow.end * microseconds, 4)
+        yield {"ph": "f", "bp": "e", "ts": end_time, **name, **end}
+
+
+def _blocks(timeline: Timeline) -> Iterator[Span]:
+    """Of all blocks those phases that some warp of a block has, once for each block."""
+    first = {block: min(x.warp for x in own) for block, own in _by_block(timeline).items()}
+    longest: dict[int, int] = {}
+    for block, own in _by_block(timeline).items():
+        counts: dict[int, int] = {}
+        for x in own:
+            counts[x.warp] = counts.get(x.warp, 0) + 1
+        longest[block] = max(counts, key=lambda warp: (counts[warp], -warp))
+    for x in timeline.phases:
+        if x.warp == longest.get(x.block, first[x.block]):
+            yield x
+
+
+def _by_block(timeline: Timeline) -> Mapping[int, Sequence[Span]]:
+    found: dict[int, list[Span]] = {}
+    for x in timeline.phases:
+        found.setdefault(x.block, []).append(x)
+    return found
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file has of a timeline."""
+
+    kernel: str
+    entry: str
+    problem: str
+    device: str
+    modelled: bool
+    unit: str
+    facts: Mapping[str, float]
+    phases: Sequence[Mapping[str, Any]]
+
+
+def is_timeline(path: str | Path) -> bool:
+    """Whether a file is a trace of ``save``, and not one of measurements."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "timeline" in (content.get(_OWN) or ())
+
+
+def load(path: str | Path) -> Saved:
+    """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
+    try:
+        own = json.loads(Path(path).read_text(encoding="utf-8"))[_OWN]
+        return Saved(**{name: own[name] for name in Saved.__dataclass_fields__})
+    except OSError as error:
+        raise type(error)(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} was not written by cupyfa timeline --save ({type(error).__name__}: {error})"
+        ) from None
+
+
+def compared(before: Saved, after: Saved) -> list[dict[str, Any]]:
+    """A row for each phase of two timelines: its time in a warp before and after, and the change.
+
+    Phases that changed most come first. Raises ValueError where times are not of one kind.
+    """
+    if before.modelled != after.modelled or before.unit != after.unit:
+        kinds = (f"{'modelled' if x.modelled else 'measured'} {x.unit}" for x in (before, after))
+        raise ValueError(f"times differ in kind: {' and '.join(kinds)}; record both alike")
+    old, new = ({x["phase"]: x for x in saved.phases} for saved in (before, after))
+    rows = []
+    for phase in dict.fromkeys((*old, *new)):
+        was, now = (found.get(phase, {}).get("mean", 0.0) for found in (old, new))
+        rows.append(
+            {
+                "phase": phase,
+                f"before_{before.unit}": was,
+                f"after_{after.unit}": now,
+                "change": now - was,
+                "before_%": old.get(phase, {}).get("share_%", 0.0),
+                "after_%": new.get(phase, {}).get("share_%", 0.0),
+            }
+        )
+    return sorted(rows, key=lambda row: -abs(row["change"]))

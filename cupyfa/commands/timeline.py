@@ -1,0 +1,132 @@
+"""``cupyfa timeline``."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupyfa.analysis import timeline as timelines, timeline_trace
+from cupyfa.analysis.timeline_plot import draw
+from cupyfa.analysis.timeline_summary import lines, shares
+from cupyfa.bench import sweeps
+from cupyfa.commands import options
+from cupyfa.commands.bench import check_target
+from cupyfa.ladder.lookup import operation_of, record_named
+from cupyfa.planner.select import select
+from cupyfa.report import plots
+from cupyfa.report.tables import FORMATS, render
+from cupyfa.runtime.select import backend_named
+from cupyfa.verify.case import Case
+
+PERFETTO = "perfetto"
+ALL = "all"
+
+
+class _Block(click.ParamType):
+    """A block's number, or all."""
+
+    name = "NUMBER|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == ALL or isinstance(value, int):
+            return value
+        if not str(value).isdigit():
+            self.fail(f"{value!r} is neither a number from 0 nor {ALL}", param, ctx)
+        return int(value)
+
+
+class _Window(click.ParamType):
+    """Two times, as 0:5000."""
+
+    name = "START:END"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, tuple):
+            return value
+        try:
+            start, end = map(float, value.split(":"))
+        except ValueError:
+            self.fail(f"{value!r} is not two times; write 0:5000", param, ctx)
+        return start, end
+
+
+@click.command()
+@options.kernel_argument
+@options.problem_options(small=False)
+@options.input_options
+@options.tile_options
+@click.option("--launch", help="The launch to record, by its entry point; --block is one of it.")
+@click.option(
+    "--block", type=_Block(), default=0, help="The block whose warps are shown; all shows blocks."
+)
+@click.option("--plot", type=options.FILE, help="Draw the timeline to an .svg or .png file.")
+@click.option(
+    "--zoom", type=_Window(), help="The times that the picture shows.  [default: both ends]"
+)
+@click.option(
+    "--save", type=options.FILE, help="Write a trace for https://ui.perfetto.dev and `compare`."
+)
+@options.backend_option
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice((*FORMATS, PERFETTO)),
+    default="table",
+    help="Output format; perfetto prints the trace.",
+)
+def timeline(
+    kernel: str,
+    seed: int,
+    values: str,
+    layout: str,
+    launch: str | None,
+    block: int | str,
+    plot: Path | None,
+    zoom: tuple[float, float] | None,
+    save: Path | None,
+    backend: str,
+    tiles: dict[str, int],
+    form: str,
+    **sizes: Any,
+) -> None:
+    """Record what each warp does and waits for.
+
+    One launch of KERNEL is recorded, and one block of it, or where all of its blocks run.
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
+    table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
+    the multiprocessor; in the simulator those of a simple model.
+    """
+    for path in filter(None, (plot, save)):
+        check_target(path)
+    if plot:
+        plots.check(plot)
+    if zoom and not plot:
+        options.refuse_idle("without --plot there is no picture", "zoom")
+    on = backend_named(backend)
+    operation = operation_of(kernel)
+    options.refuse_foreign([operation], *sizes)
+    records = [] if kernel == "auto" else [record_named(kernel)]
+    (problem,) = sweeps.problems(operation, sizes, *records, small=on.name == "simulator")
+    record = records[0] if records else select("auto", operation, problem, on.limits)
+    case = Case(operation, problem, seed, values, layout)
+    with options.progress_bar("recording") as progress, on.working_on(None):
+        found = timelines.record(
+            record,
+            case,
+            on,
+            launch=launch,
+            block=None if block == ALL else int(block),
+            tiles=tiles,
+            progress=progress,
+        )
+    if plot:
+        draw(found, plot, zoom)
+    if save:
+        timeline_trace.save(found, save)
+    if form == PERFETTO:
+        click.echo(json.dumps(timeline_trace.trace(found)))
+        return
+    if form == "table":
+        click.echo("\n".join(lines(found)) + "\n")
+    click.echo(render([x.row() for x in shares(found)], form))

@@ -1,0 +1,31 @@
+#pragma once
+// What a timeline distinguishes; cupyfa/analysis/timeline.py has the same numbers. Phases first,
+// which begin and end; then events of a moment.
+
+namespace timeline {
+
+enum Kind : unsigned {
+  in_block,        // from the kernel's first line to its end
+  barrier_wait,    // for a barrier in shared memory, by its address
+  named_wait,      // for a named barrier, by its number
+  block_wait,      // in __syncthreads
+  copy_wait,       // for groups of cp.async, but as many as the argument says
+  product_wait,    // for groups of wgmma, likewise
+  store_wait,      // for bulk stores
+  products,        // mma.sync
+  softmax,         // scores become P, or P and dP become dS
+  epilogue,        // results are divided, rounded and stored
+  marked,          // a phase of the kernel's own, by the hash of its name
+  barrier_arrive,  // at a barrier in shared memory; the amount is how many bytes it expects
+  named_arrive,    // at a named barrier, without waiting
+  copies_begun,    // a group of cp.async ends
+  products_begun,  // a group of wgmma ends
+  shared_begins,   // the address of the block's dynamic shared memory
+  placed,          // the clock is the device's, in nanoseconds; the argument is the multiprocessor
+  worked_wgmma,    // of the simulator: columns of wgmma, of 64 rows and 16 of the sum each
+  worked_mma,      // products of mma.sync, as the 16x8x16 of 16-bit numbers
+  worked_copies,   // bytes of cp.async
+  ended = 0x80,    // added to the number of a phase that ends
+};
+
+}  // namespace timeline

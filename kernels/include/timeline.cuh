@@ -1,0 +1,27 @@
+#pragma once
+// What warps do and wait for, for `cupyfa timeline`. Everything here is empty and costs nothing: a
+// launch that is recorded gets kernels/timeline/timeline.cuh in its place.
+
+#include <tile/timeline_kinds.cuh>
+
+namespace timeline {
+
+// A phase lasts as long as the object.
+struct [[maybe_unused]] Phase {
+  __device__ __forceinline__ Phase(Kind, unsigned = 0, unsigned = 0) {}
+  Phase(const Phase&) = delete;
+};
+
+// Something that takes no time.
+__device__ __forceinline__ void event(Kind, unsigned = 0, unsigned = 0) {}
+// Where the block's dynamic shared memory is.
+__device__ __forceinline__ void begin_shared(const void*) {}
+
+}  // namespace timeline
+
+// A phase of your own: `const auto phase = mark("name");` lasts to the end of its block. As a
+// statement by itself it marks a moment.
+template <int size>
+__device__ __forceinline__ timeline::Phase mark(const char (&)[size]) {
+  return timeline::Phase(timeline::marked);
+}

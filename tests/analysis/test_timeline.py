@@ -1,0 +1,308 @@
+"""Timelines: what is recorded in the simulator, the model of times, clocks, traces, and no cost."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from helpers import own_kernel
+from helpers.cli import SIMULATOR, cli, refused, strict
+
+from cupyfa import Unsupported
+from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
+from cupyfa.analysis.resources import limits_of
+from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
+from cupyfa.analysis.timeline_plot import draw
+from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner import source as sources
+from cupyfa.planner.plan import Recording
+from cupyfa.planner.select import plan
+from cupyfa.runtime.simulator import Simulator
+
+SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
+OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
+
+
+def recorded(name, block=0, **sizes):
+    kernel = record_named(name)
+    return record(
+        kernel, standard(kernel, {**SIZES, **sizes}, small=True), Simulator(), block=block
+    )
+
+
+@pytest.fixture(scope="module")
+def overlap():
+    """A block of wgmma_overlap: a warp that copies, and warpgroups that take turns."""
+    return recorded("wgmma_overlap")
+
+
+# What it costs where nothing is recorded
+
+
+def without_marks(folder):
+    """The folder of kernels without every line that records anything."""
+    copied = shutil.copytree(sources.KERNELS, folder / "kernels")
+    for path in (x for x in copied.rglob("*.cu*") if "timeline" not in x.name):
+        text = path.read_text()
+        kept = re.sub(r"^ *(const )?timeline::[^;]*;\n", "", text, flags=re.MULTILINE)
+        path.write_text(kept.replace("#include <timeline.cuh>\n", ""))
+    return copied
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wgmma_overlap",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mma_split_kv", "wgmma_two_pass")),
+    ],
+)
+def test_without_a_recording_the_code_is_that_without_marks(name, tmp_path):
+    compiler = pytest.importorskip("cupyfa.runtime.cuda.compiler")
+    kernel, bare = record_named(name), without_marks(tmp_path)
+    (problem,) = [standard(kernel, {}, small=False).problem]
+    removed = 0
+    for launch in plan(kernel, problem, limits_of("90")).programs:
+        file = sources.file_of(launch)
+        own = (bare / launch.path).read_text()
+        text = sources.text(launch)
+        folders = sources.include_folders(launch)
+        there = [bare / x.relative_to(sources.KERNELS) for x in folders]
+        assert file in text and all(x.is_dir() for x in there)
+        arch = launch.target or "90"
+        codes = [
+            compiler.compile_text(x, "x.cu", arch, y, to_ptx=True, log=False)[0].decode()
+            for x, y in ((text, folders), (text.replace(file, own), there))
+        ]
+        codes = [re.sub(r"_INTERNAL_\w+?_x_cu_[0-9a-f]{8}", "", x) for x in codes]
+        assert codes[0] == codes[1]
+        reached = sources.texts(launch)
+        removed += sum(len(re.findall(r"timeline::(?:Phase|event)\b", x)) for x in reached)
+    assert removed > 4, "there were marks to leave out"
+
+
+def test_a_recorded_launch_compiles_for_a_gpu_too():
+    compiler = pytest.importorskip("cupyfa.runtime.cuda.compiler")
+    kernel = record_named("mma_async")
+    problem = standard(kernel, {}, small=False).problem
+    (launch,) = plan(kernel, problem, limits_of("80")).programs
+    for detailed in (True, False):
+        made = replace(launch, recording=Recording(0, 2, 64, detailed))
+        text, folders = sources.text(made), sources.include_folders(made)
+        code, _ = compiler.compile_text(text, "x.cu", "80", folders, to_ptx=True, log=False)
+        phases = len(re.findall(rb"%clock64", code))
+        assert (phases > 12) == detailed and phases >= 2
+        assert b"timeline_log" in code and b"%smid" in code
+
+
+# What is recorded
+
+
+def test_the_kinds_are_those_of_the_header():
+    text = (sources.INCLUDE / "tile" / "timeline_kinds.cuh").read_text()
+    names = re.findall(r"^  (\w+),", text, re.MULTILINE)
+    assert [x.upper() for x in names] == [x.name for x in Kind]
+    assert f"ended = {timelines._ENDED:#x}" in text
+    functions = (
+        set(re.findall(r"^(?:struct|__device__)[^;{]*?(\w+)(?:\(| \{)", x, re.MULTILINE))
+        for x in (
+            (folder / "timeline.cuh").read_text() for folder in (sources.INCLUDE, sources.RECORDING)
+        )
+    )
+    off, on = functions
+    assert off <= on and {"event", "Phase", "mark"} <= off
+
+
+def test_phases_of_a_warp_follow_each_other_without_gaps(overlap):
+    for warp in range(overlap.warps):
+        own = [x for x in overlap.phases if x.warp == warp]
+        assert own[0].start < overlap.end and own[0].kind is Kind.IN_BLOCK
+        assert all(a.end == b.start for a, b in pairwise(own))
+    assert overlap.lost == 0 and overlap.modelled and overlap.blocks == (0,)
+
+
+def test_barriers_have_the_names_of_their_members(overlap):
+    names = {x.name for x in overlap.phases}
+    assert {"wait: K full", "wait: V full", "wait: Q full", "wait: K empty"} <= names
+    assert {"softmax", "epilogue", "wait: wgmma", "wait: __syncthreads"} <= names
+    assert "wait: dS_full" in {x.name for x in recorded("wgmma_columns", M=64, N=128).phases}
+
+
+def test_copies_end_in_waits_and_arrows_join_them(overlap):
+    tiles = 3
+    assert sum(x.name == "K" for x in overlap.copies) == tiles
+    assert {x.bytes for x in overlap.copies if x.name == "K"} == {128 * 64 * 2}
+    ends = {(x.warp, x.end) for x in overlap.phases if x.kind is Kind.BARRIER_WAIT}
+    assert {(x.end_warp, x.end) for x in overlap.arrows} <= ends
+    assert all(x.start_warp == 0 for x in overlap.arrows if x.is_copy)
+    assert any(x.end_warp == 0 for x in overlap.arrows if not x.is_copy)
+
+
+def test_products_overlap_with_softmax_only_where_the_rung_says_so(overlap):
+    before, after = (facts(x)["softmax_overlap_%"] for x in (recorded("wgmma"), overlap))
+    assert after > before
+
+
+def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
+    script = own_kernel.write(
+        tmp_path,
+        cu=('extern "C"', '#include <timeline.cuh>\n\nextern "C"'),
+    )
+    cu = tmp_path / "mine.cu"
+    text = cu.read_text()
+    assert "__syncthreads" not in text
+    place = text.index("{", text.index("mine("))
+    cu.write_text(
+        f'{text[: place + 1]}\n  {{ const auto phase = mark("own"); __syncthreads(); }}\n'
+        f"{text[place + 1 :]}"
+    )
+    kernel = record_named(f"{script}:mine")
+    case = standard(kernel, {"batch": 1, "heads": 1, "M": 9, "N": 7, "d": 8}, small=True)
+    found = record(kernel, case, Simulator(), block=0)
+    assert {x.name for x in found.phases} == {"other", "own", "wait: __syncthreads"}
+
+
+def test_blocks_and_launches_that_are_not_there():
+    with pytest.raises(ValueError, match=r"block 7 is not there: wgmma_overlap has 1 blocks"):
+        recorded("wgmma_overlap", block=7)
+    kernel = record_named("wgmma_two_pass")
+    case = standard(kernel, SIZES, small=True)
+    with pytest.raises(ValueError, match="it has .*wgmma_two_pass_columns, wgmma_two_pass_rows"):
+        record(kernel, case, Simulator(), block=0, launch="wgmma")
+    huge = standard(record_named("fa2"), {"M": 2**24}, small=True)
+    with pytest.raises(Unsupported, match="give smaller sizes, or one --block"):
+        record(record_named("fa2"), huge, Simulator(), block=None)
+
+
+def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
+    found = recorded("wgmma_persistent", block=None, heads=8)
+    assert found.blocks == (0, 1, 2, 3) and sorted(found.places.values()) == [0, 1, 2, 3]
+    ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
+    assert len(ends) > 2
+    assert facts(found)["waves"] == 1
+
+
+# Clocks and the model
+
+
+def entry(time, warp, kind, ended=False, argument=0, amount=0, block=0):
+    return Entry(time, block, warp, kind, ended, amount, argument)
+
+
+def test_clocks_of_multiprocessors_are_joined_by_that_of_the_device():
+    entries, rate = [], 1.5
+    for block, (begin, end, clock) in enumerate([(1000, 3000, 70_000), (1500, 3500, 5_000_000)]):
+        at = [clock, clock + rate * (end - begin)]
+        entries += [
+            entry(begin, 0, Kind.PLACED, argument=9 + block, block=block),
+            entry(at[0], 0, Kind.IN_BLOCK, block=block),
+            entry(at[1], 0, Kind.IN_BLOCK, ended=True, block=block),
+            entry(end, 0, Kind.PLACED, argument=9 + block, block=block),
+        ]
+    found, places = timelines._on_one_clock(entries)
+    assert places == {0: 9, 1: 10}
+    assert [x.time for x in found] == pytest.approx([1.0, 3.0, 1.5, 3.5])
+
+
+def test_a_modelled_wait_ends_when_the_copy_is_there():
+    address, size = 64, 3200
+    entries = [
+        entry(0, 0, Kind.BARRIER_ARRIVE, argument=address, amount=size),
+        entry(1, 1, Kind.BARRIER_WAIT, argument=address),
+        entry(2, 1, Kind.BARRIER_WAIT, ended=True),
+    ]
+    times = [x.time for x in model.timed(entries)]
+    start = times[0]
+    assert times[2] == start + size / model.COPY_BYTES + model.COPY_LATENCY > times[1]
+
+
+def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
+    unit = model._Unit()
+    assert [unit.use(0, 10), unit.use(0, 10), unit.use(100, 10)] == [10, 20, 110]
+    assert unit.use(5, 30) == 50
+    assert unit.use(0, 60) == 170
+
+
+# Pictures, traces, the command
+
+
+def small(**changed):
+    phases = (
+        Span(0, 0, Kind.IN_BLOCK, "other", 0, 10),
+        Span(0, 0, Kind.SOFTMAX, "softmax", 10, 40),
+        Span(0, 1, Kind.BARRIER_WAIT, "wait: K full", 0, 90),
+        Span(0, 1, Kind.IN_BLOCK, "other", 90, 100),
+    )
+    made = Timeline(
+        kernel="k",
+        entry="k",
+        problem="p",
+        device="x",
+        modelled=False,
+        grid=1,
+        warps=2,
+        blocks=(0,),
+        phases=phases,
+        products=(Span(0, 0, Kind.PRODUCTS_BEGUN, "wgmma", 0, 25),),
+    )
+    return replace(made, **changed)
+
+
+def test_shares_are_of_the_time_of_warps_that_work():
+    rows = {x.phase: x.share for x in shares(small())}
+    assert rows == {"wait: K full": 45, "idle": 30, "softmax": 15, "other": 10}
+    assert facts(small())["softmax_overlap_%"] == 50
+    text = "\n".join(lines(small(milliseconds=2.0, recorded_milliseconds=2.5, lost=3)))
+    assert "warp 1 from 0 on, 90 cycles, K full" in text
+    assert "25.0 % longer" in text and "3 entries had no room" in text
+
+
+def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    shorter = tuple(replace(x, end=x.end - 20 * (x.kind is Kind.SOFTMAX)) for x in small().phases)
+    for file, one in zip(files, (small(), small(phases=shorter))):
+        traces.save(one, file)
+    rows = strict(cli("compare", *files, "--format", "json").stdout)
+    assert {x["phase"]: x["change"] for x in rows if x["change"]} == {"softmax": -20, "idle": 20}
+    traces.save(overlap, files[1])
+    assert "record both alike" in refused("compare", *files, code=2)
+    events = json.loads(files[1].read_text())["traceEvents"]
+    complete = [x for x in events if x["ph"] == "X"]
+    assert len(complete) == len(overlap.phases) + len(overlap.products)
+    assert all(x["dur"] >= 0 and {"pid", "tid", "name", "ts"} <= x.keys() for x in complete)
+    assert sum(x["ph"] == "s" for x in events) == sum(x["ph"] == "f" for x in events) > 0
+
+
+def test_the_command(tmp_path):
+    picture, trace = tmp_path / "x.svg", tmp_path / "x.json"
+    done = cli("timeline", "wgmma_overlap", *OPTIONS, "--plot", picture, "--save", trace)
+    assert "times are those of a simple model, not measured" in done.stdout
+    svg = picture.read_text()
+    assert "warp 4" in svg and "waits for wgmma" in svg and "K full" in svg
+    assert traces.load(trace).kernel == "wgmma_overlap"
+    printed = cli("timeline", "wgmma_overlap", *OPTIONS, "--format", "perfetto").stdout
+    assert strict(printed)["traceEvents"] == json.loads(trace.read_text())["traceEvents"]
+
+
+def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
+    said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
+    assert "'x' is neither a number from 0 nor all" in said
+    assert "12 is not two times" in refused(
+        "timeline", "fa2", "--plot", tmp_path / "x.png", "--zoom", "12", code=2
+    ).replace("'", "")
+    with pytest.raises(ValueError, match="is empty; its end comes last"):
+        draw(overlap, tmp_path / "x.png", (5, 5))
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw(small(phases=()), tmp_path / "x.png")
+
+
+def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiprocessor(tmp_path):
+    tile = (Span(0, 0, Kind.SOFTMAX, "softmax", 2 * i, 2 * i + 1) for i in range(100))
+    draw(small(phases=tuple(tile)), tmp_path / "x.svg")
+    assert (tmp_path / "x.svg").read_text().count(">warp 0<") == 2
+    blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
+    places = {i: i // 2 for i in range(8)}
+    draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
+    assert "SM 3" in (tmp_path / "y.svg").read_text()
