@@ -451,6 +451,27 @@ def test_progress_is_reported_for_each_piece(far):
     assert told[0][2].startswith("fa2 on batch=4")
 
 
+@pytest.mark.parametrize(
+    "dtype, kernel, batch, heads, M, taken",
+    [
+        ("float32", "wgmma_fp16x2", 4, 16, 8192, 4),  # 2 heads are 33 MiB
+        ("float64", "mma_f64", 4, 16, 2048, 16),
+        ("float16", "wgmma_persistent", 64, 16, 512, 16),  # the bus takes longer by far
+    ],
+)
+def test_pieces_have_tiles_for_a_device_where_kernels_take_a_while(
+    dtype, kernel, batch, heads, M, taken
+):
+    p = Problem.of_sizes(batch=batch, heads=heads, M=M, N=M, d=128, dtype=dtype)
+    limits = Limits("a device", shared_bytes=232448, arch="90")
+    plan = planning.plan(LADDER["forward"][kernel], p, limits)
+    made = pieces.cut(
+        *(plan, lambda part: planning.plan(plan.kernel, part, limits, **plan.constants)),
+        *(33 << 20, 10**12),
+    )
+    assert {len(x.kv_heads) for x in made} == {taken}
+
+
 def pinned(far, shape, dtype=np.float32):
     return far.pinned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 

@@ -26,6 +26,9 @@ from cupyfa.runtime.workspace import allocated
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
 _MOST_PARTS = 64  # whose plans are kept for a plan
+TFLOPS = 100  # of a kernel that was not measured
+BUS = 50e9  # bytes that go to a device in a second
+_SHOWS = 0.25  # of the time of copies
 _LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
 _LEAST_RUN = 1 << 18  # bytes
 _FEWER = "call it for fewer batch elements or heads"
@@ -226,6 +229,8 @@ class _Cutting:
                 h = _largest(h, lambda x: self._fits(b, x, m, n))
             if "M" in self.divisible and not self._fits(b, h, m, n):
                 m = self._rows(b, h, n)
+            elif "heads" in self.divisible:
+                h = self._busy_heads(b, h)
         m, n = self._within_heads(b, h, m, n)
         return b, h, m, n
 
@@ -243,6 +248,23 @@ class _Cutting:
 
         counts = range(1, max(p.M // least, 1))  # of pieces, but for the most
         return rows(1 + bisect_left(counts, True, key=lambda x: self._fits(b, h, rows(x), n)))
+
+    def _busy_heads(self, b: int, h: int) -> int:
+        """The heads of a piece: more than are wanted where these would leave a device idle.
+
+        The last tiles of a causal mask have the most work. With one tile for each multiprocessor
+        the device waits for them, which shows where kernels take a while beside the copies.
+        """
+        p, size = self.plan.problem, self.plan.constants.get("Br", 1)
+        sent = sum(x in self.plan.arrays and self.plan.stored_bytes(x) for x in self.axes)
+        _, tflops = self.plan.tflops or (0, TFLOPS)
+        if self.plan.operation.flops(p) / (tflops * 1e12) < _SHOWS * sent / BUS:
+            return h
+        tiles = b * p.group * cdiv(p.M, size)
+        more = range(h, p.kv_heads + 1)
+        enough = next((x for x in more if x * tiles >= _LEAST_TILES // 2), p.kv_heads)
+        even = cdiv(p.kv_heads, max(p.kv_heads // enough, 1))
+        return even if self.bytes(b, even, p.M, p.N)[0] <= self.most else h
 
     def shared_by(self, axis: str) -> int:
         """The bytes of arrays whose elements serve all of an axis, but not the other of both."""

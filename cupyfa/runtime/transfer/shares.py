@@ -14,6 +14,8 @@ import numpy as np
 
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.transfer.pieces import (
+    BUS,
+    TFLOPS,
     Cut,
     Piece,
     PieceOfSequences,
@@ -23,8 +25,6 @@ from cupyfa.runtime.transfer.pieces import (
     is_divisible,
 )
 
-_TFLOPS = 100  # of a kernel that was not measured
-_BUS = 50e9  # bytes that go to a device in a second
 _LEAST_PIECES = 4  # of sequences, for each device
 _UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
 Unit = list[Piece]  # one piece, or those whose results are merged
@@ -110,10 +110,10 @@ class _Work:
         steps = {"batch": ("batch", 1), "heads": ("kv_heads", 1)}
         steps["M"] = "rows", plan.constants.get("Br", 1)
         self.axes = [steps[x] for x in steps if x in divisible_axes(plan)]
-        _, tflops = plan.tflops or (0, _TFLOPS)
+        _, tflops = plan.tflops or (0, TFLOPS)
         seconds = (
             sum(map(self._flops, pieces)) / (tflops * 1e12),
-            sum(map(self._bytes, pieces)) / _BUS,
+            sum(map(self._bytes, pieces)) / BUS,
         )
         self.of_piece = cache(self._flops if seconds[0] > seconds[1] else self._bytes)
 
