@@ -676,9 +676,9 @@ def decode(
         a precision or a "top-left" mask.
 
     window, scale, softcap, score_mod, mask_mod, out_dtype, alibi_slopes, sink, captured, kernel,
-    backend, tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many keys a
-    sequence has. With ``check`` all that is written is compared with the reference, and lengths and
-    pages in GPU memory are looked at too. float32 is not rounded.
+    backend, tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many
+    keys a sequence has. With ``check`` all that is written is compared with the reference, and
+    lengths and pages in GPU memory are looked at too. float32 is not rounded.
 
     Kernels read lengths and page tables when they run, and grids are made for the capacity. So
     nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
@@ -696,8 +696,8 @@ def decode(
 
     # fmt: off
     fixed = (
-        interleaved, window, scale, softcap, score_mod, mask_mod, out_dtype, options, splits, kernel,
-        backend, tiles, return_lse, captured, *unknown,
+        interleaved, window, scale, softcap, score_mod, mask_mod, out_dtype, options, splits,
+        kernel, backend, tiles, return_lse, captured, *unknown,
     )
     # fmt: on
     last = None

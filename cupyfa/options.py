@@ -365,6 +365,7 @@ class AttentionOptions:
             "last rounding.  [default: that of the inputs]",
             read=_read_out_dtype,
             choices=tuple(DTYPES),
+            tried=("float32",),
             features={"out_dtype": lambda value: value is not None},
         ),
     )

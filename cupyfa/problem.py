@@ -785,8 +785,13 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
         )
 
 
+def can_give(name: str | None, dtype: DType) -> bool:
+    """Whether results of inputs of a dtype may be in the one that is named."""
+    return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)
+
+
 def _check_out_dtype(name: str | None, dtype: DType) -> None:
-    if name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2):
+    if can_give(name, dtype):
         return
     which = f"{dtype.name!r} or 'float32'" if dtype.itemsize == 2 else f"{dtype.name!r}"
     raise ValueError(

@@ -25,7 +25,7 @@ from cupyfa.modifiers import ALIBI, BIAS, DLSE, MAPS, MASK, SEEDS, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import TEXTS, Problem
+from cupyfa.problem import TEXTS, Problem, can_give
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.tasks import refuse_long
@@ -222,7 +222,7 @@ class Fuzz:
 
     def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
         """A problem of a usual size with the dtype, head dimensions and options of a group."""
-        dtype = turns.choose("dtype", self._dtypes)
+        dtype = self._dtype(turns)
         few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
         if self._operation == "softmax":
@@ -287,6 +287,9 @@ class Fuzz:
             return min(pick.choice((16, 64)) * pick.randrange(1, 4) + pick.choice((-1, 1)), most)
         return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
 
+    def _dtype(self, turns: "_Turns") -> str:
+        return turns.choose("dtype", self._dtypes)
+
     def _options(self, turns: "_Turns") -> dict[str, Any]:
         """Mask, sides of the window and other options of a group; sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
@@ -300,6 +303,8 @@ class Fuzz:
         for name in other_options():
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
+            if name == "out_dtype":
+                tried = [x for x in tried if can_give(x, DTYPES[self._dtype(turns)])]
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
         return found | self._dropout(turns) | dict(self.options or {})
 

@@ -19,7 +19,7 @@ from cupyfa import forms
 from cupyfa.dtypes import DTYPES
 from cupyfa.modifiers import BIAS, MASK
 from cupyfa.options import OPTIONS, Window
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, can_give
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.fuzz import MODIFIED, OF_SEQUENCES, other_options
 
@@ -82,6 +82,8 @@ def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
 
     A ragged batch has no arrays of pairs, nor their wrt. An offset needs its own mask.
     """
+    if not can_give(options.get("out_dtype"), p.dtype):
+        return False
     is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
     is_paged = p.pages or forms.PAGE_SIZE in arrays
     if p.offset is not None and (is_ragged or is_paged or options.keys() & {"causal", "window"}):
@@ -389,7 +391,11 @@ def _paired(axes: Axes, count: int) -> list[Choice]:
 
 
 def _is_valid(chosen: Choice) -> bool:
-    """Whether kv_heads divides heads and scores are no larger than "huge" makes them."""
+    """Whether kv_heads divides heads, results may have their dtype, and scores are no larger than
+    "huge" makes them.
+    """
+    if not can_give(chosen.get("out_dtype"), DTYPES[chosen["dtype"]]):
+        return False
     is_huge = chosen["values"] == "huge" and chosen.get("scale") not in (None, 0.0)
     return not is_huge and chosen.get("heads", 1) % chosen.get("kv_heads", 1) == 0
 
