@@ -404,15 +404,15 @@ def attention_backward(
 
     q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
-    the shape of out and the dtype of q. With ``out_dtype="float32"`` out is of float32, and so are
-    dq, dk and dv. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
+    the shape of out and the dtype of q. With ``out_dtype="float32"`` out is in float32, and dq, dk
+    and dv, too. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
     of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
     returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
     floats. ``grads`` has an array for each of them, or None for a new one.
     ``own``, ``return_own`` and ``devices`` are as for ``attention``.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
-    dtypes of their arrays (see out_dtype), then the arrays of ``return_own``; dk and dv are sums over the query
+    dtypes of their arrays, then the arrays of ``return_own``; dk and dv are sums over the query
     heads that share a key head. The gradient of a row that sees no key is 0.
 
     Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but

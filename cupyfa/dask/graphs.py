@@ -14,10 +14,12 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from cupyfa.dask.strips import Strip, met_by, ranges, tile_of
-from cupyfa.dask.tasks import Attend, Differentiate, Merge
+from cupyfa.dask.tasks import Attend, Differentiate, Merge, output
 from cupyfa.dask.texts import places
+from cupyfa.ladder import lookup
+from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import AttentionOptions
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, can_give
 
 Key = tuple[Any, ...]  # the name of an array or task, and then its place
 Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an array
@@ -114,7 +116,7 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
     """out and lse. fan_in: how many parts are merged at a time; None gathers the keys."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
-    attend = Attend(parts.options, parts.captured, how)
+    attend = Attend(_options_of_parts(parts, how, fan_in), parts.captured, how)
     merge = Merge({x: how[x] for x in ("backend", "check")})
     tile = tile_of(how["tiles"])
     graph: Graph = {}
@@ -131,11 +133,12 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
                 graph[made[-1]] = attend, (q.name, b, h, i, 0), *of_keys, x.skipped, offset
             results[b, h, i] = _merged(graph, merge, (f"{name}-merge", b, h, i), made, fan_in)
     tasks = _Tasks.of(name, graph, arrays)
-    out = {(*place, 0): (getitem, x, 0) for place, x in results.items()}
+    dtype = parts.problem.out_dtype.numpy
+    out = {(*place, 0): (output, x, dtype) for place, x in results.items()}
     lse = {place: (getitem, x, 1) for place, x in results.items()}
     chunks = q.chunks[:3]
     return (
-        tasks.array("out", out, (*chunks, v.chunks[3]), q, q.dtype),
+        tasks.array("out", out, (*chunks, v.chunks[3]), q, dtype),
         tasks.array("lse", lse, chunks, q, parts.problem.dtype.sums),
     )
 
@@ -162,7 +165,7 @@ def backward(
                 results[x][b, h, own.chunks[0], 0] = getitem, key, n
     tasks = _Tasks.of(name, graph, [*of_rows, parts.k, parts.v])
     return tuple(
-        tasks.array(f"d{x}", results[x], array.chunks, array, array.dtype)
+        tasks.array(f"d{x}", results[x], array.chunks, array, parts.problem.out_dtype.numpy)
         for x, array in arrays.items()
     )
 
@@ -185,6 +188,18 @@ class _Tasks:
         layers = {**self.graph.layers, name: layer}
         graph = HighLevelGraph(layers, {**self.graph.dependencies, name: {self.name}})
         return da.Array(graph, name, chunks, dtype=dtype, meta=like._meta)
+
+
+def _options_of_parts(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> AttentionOptions:
+    """The options of tasks of the forward pass: what is merged is not rounded before, if the kernel
+    can leave that out.
+    """
+    named = how["kernel"]
+    record = named if isinstance(named, Kernel) else lookup.kernel(named)
+    if fan_in is None or "out_dtype" not in record.features:
+        return parts.options
+    able = can_give("float32", parts.problem.dtype)
+    return replace(parts.options, out_dtype="float32") if able else parts.options
 
 
 def _token(parts: Parts, *others: Any) -> str:

@@ -303,10 +303,16 @@ class Fuzz:
         for name in other_options():
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
-            if name == "out_dtype":
-                tried = [x for x in tried if can_give(x, DTYPES[self._dtype(turns)])]
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        found["out_dtype"] = self._out_dtype(turns)
         return found | self._dropout(turns) | dict(self.options or {})
+
+    def _out_dtype(self, turns: "_Turns") -> str | None:
+        """float32 of some groups with 16-bit inputs."""
+        dtype = DTYPES[self._dtype(turns)]
+        able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
+        tried = [x for x in able if can_give(x, dtype)]
+        return turns.choose("out_dtype", (None, None, None, *tried))
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
         """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
@@ -454,6 +460,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "mask": p.right is not None,
         "window": p.left is not None,
         "offset": p.offset is not None,
+        "float32 results": p.out_dtype != p.dtype,
         "GQA": p.group > 1,
         "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
         **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
@@ -471,7 +478,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 def other_options() -> list[str]:
     """The options with values to try, besides those that grids have as axes of their own."""
-    own = ("causal", "window", "scale")
+    own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 

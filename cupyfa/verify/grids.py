@@ -273,6 +273,7 @@ _ODD: Axes = {
     "layout": _NEAR,
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
+_OF_RESULTS = 8  # cases with results in float32
 _OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
 # Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
 # rows that do not count, and rows of no sequence.
@@ -303,9 +304,12 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     odd = {**_ODD, "dtype": dtypes}
     yield from _paired(odd, _OF_ODD)
     odd["window"] = OPTIONS["window"].tried
-    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS))
+    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS) - _OF_RESULTS)
     for chosen, offset in zip(_paired({**odd, "causal": _MASKS[1:]}, len(_OFFSETS)), _OFFSETS):
         yield {**chosen, "offset": offset}
+    if narrow := [x for x in dtypes if DTYPES[x].itemsize == 2]:
+        for chosen in _paired({**odd, "dtype": narrow}, _OF_RESULTS):
+            yield {**chosen, "out_dtype": "float32"}
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
     for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):
@@ -391,11 +395,7 @@ def _paired(axes: Axes, count: int) -> list[Choice]:
 
 
 def _is_valid(chosen: Choice) -> bool:
-    """Whether kv_heads divides heads, results may have their dtype, and scores are no larger than
-    "huge" makes them.
-    """
-    if not can_give(chosen.get("out_dtype"), DTYPES[chosen["dtype"]]):
-        return False
+    """Whether kv_heads divides heads and scores are no larger than "huge" makes them."""
     is_huge = chosen["values"] == "huge" and chosen.get("scale") not in (None, 0.0)
     return not is_huge and chosen.get("heads", 1) % chosen.get("kv_heads", 1) == 0
 

@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], flo
   const bool aligned = is_aligned(gradient);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    StoredPair<result> pairs[n];
+    decltype(stored_pair<result>(0, 0)) pairs[n];
 #pragma unroll
     for (int j = 0; j < n; ++j) {
       const float (&sum)[4] = sums[i / 2][j];

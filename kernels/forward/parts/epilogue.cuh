@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
   const bool aligned = is_aligned(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    StoredPair<result> pairs[blocks];
+    decltype(stored_pair<result>(0, 0)) pairs[blocks];
 #pragma unroll
     for (int n = 0; n < blocks; ++n)
       pairs[n] = stored_pair<result>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
