@@ -19,8 +19,8 @@ dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
 import cupyfa.dask as parts  # noqa: E402  # after the check for Dask
-from cupyfa.dask.strips import met_by, ranges, tile_of  # noqa: E402
-from cupyfa.dask.texts import places  # noqa: E402
+from cupyfa.parts.strips import met_by, ranges, tile_of  # noqa: E402
+from cupyfa.parts.texts import places  # noqa: E402
 
 GRADIENTS = ("dQ", "dK", "dV")
 TILES = {"Br": 16, "Bc": 16}
@@ -310,9 +310,9 @@ WRONG = {
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
-    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and tasks read no arrays besides"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
     "mask": ({"mask": A}, Unsupported, "give causal=, window= or a mask_mod"),
-    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and tasks .*; leave it out"),
+    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
     "lengths": ({"lengths_k": [3]}, Unsupported, "call for the batch elements of each length"),
     "captured": (
         {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},

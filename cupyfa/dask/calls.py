@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 import dask.array as da
 
-from cupyfa import modifiers
-from cupyfa.api import BackendName, Tiles, given_tiles, unknown_argument
+from cupyfa.api import BackendName, Tiles
 from cupyfa.dask import graphs
-from cupyfa.dask.texts import places
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS, AttentionOptions, Causal
-from cupyfa.planner import select as planning
+from cupyfa.parts import arguments
+from cupyfa.parts.calls import planned
+from cupyfa.parts.texts import places
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
@@ -25,14 +25,7 @@ from cupyfa.runtime.select import adopt
 Keys = Literal["gather", "merge"]
 Pullback = Callable[..., tuple[da.Array, ...]]
 
-# Arguments of cupyfa.attention that are arrays, and what to give instead.
-_ARRAYS = {
-    modifiers.BIAS: "give a score_mod",
-    modifiers.MASK: "give causal=, window= or a mask_mod",
-    modifiers.ALIBI: "give a score_mod with captured numbers",
-    modifiers.SINK: "leave it out",
-    **dict.fromkeys(modifiers.PADDED, "call for the batch elements of each length"),
-}
+# Arguments of cupyfa.attention that are not here, and what to do.
 _ELSEWHERE = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     "out": "results are new Dask arrays, which dask.array.store writes into others",
@@ -196,12 +189,12 @@ class _Call:
         if not isinstance(keys, str) or keys not in ("gather", "merge"):
             raise ValueError(f"keys is {described(keys)}; use 'gather' or 'merge'")
         fan_in = whole("fan_in", fan_in, 2)
-        _refuse_others(function, others)
+        arguments.refuse_others("cupyfa.dask", function, others, _ELSEWHERE)
         for name, x in zip("qkv", (q, k, v)):
             _check_array(name, x)
         asked = {name: x for name, x in others.items() if name in OPTIONS}
-        chosen = _without_dropout(AttentionOptions.of(options, asked))
-        problem = Problem.of(q, k, v, options=chosen, operands=_numbers(captured))
+        chosen = arguments.without_dropout(AttentionOptions.of(options, asked))
+        problem = Problem.of(q, k, v, options=chosen, operands=arguments.numbers(captured))
         if limits is None:
             limits = adopt(backend, q=q._meta, k=k._meta, v=v._meta)[0].limits
         parts = graphs.Parts.of(q, k, v, problem, captured)
@@ -232,36 +225,11 @@ class _Call:
         deterministic: bool = False,
     ) -> dict[str, Any]:
         """What tasks hand on, with the kernel and its constants for the whole problem."""
-        problem, limits = self.parts.problem, self.limits
-        record = planning.select(kernel, operation, problem, limits, deterministic=deterministic)
-        plan = planning.plan(record, problem, limits, **given_tiles(tiles))
-        named = kernel if isinstance(kernel, Kernel) else record.name
-        return {**self.how, "kernel": named, "tiles": dict(plan.constants)}
-
-
-def _refuse_others(function: Callable[..., Any], others: Mapping[str, Any]) -> None:
-    """Raises for arguments of ``cupyfa.attention`` that tasks cannot have, and for unknown ones."""
-    given = {name: x for name, x in others.items() if x is not None}
-    for name, remedy in _ARRAYS.items():
-        if name in given:
-            raise Unsupported(
-                f"{name} is {described(given[name])}, and tasks read no arrays besides q, k and v; "
-                f"{remedy}"
-            )
-    for name, remedy in _ELSEWHERE.items():
-        if name in given:
-            raise TypeError(f"cupyfa.dask has no argument {name!r}; {remedy}")
-    if not others.keys() <= {*OPTIONS, *_ARRAYS, *_ELSEWHERE}:
-        raise unknown_argument(function, others, OPTIONS)
-
-
-def _without_dropout(options: AttentionOptions) -> AttentionOptions:
-    if options.dropout:
-        raise Unsupported(
-            f"dropout is {options.dropout}, and the numbers of queries and keys in the whole "
-            "problem decide which weights it drops, but tasks count from 0; leave it out"
-        )
-    return options
+        problem = self.parts.problem
+        return {
+            **self.how,
+            **planned(operation, problem, self.limits, kernel, tiles, deterministic=deterministic),
+        }
 
 
 def _check_array(name: str, array: Any) -> None:
@@ -281,22 +249,6 @@ def _check_array(name: str, array: Any) -> None:
             f"{name} has shape {array.shape}, and tasks are made by the sizes of chunks; call "
             f"{name}.compute_chunk_sizes() before"
         )
-
-
-def _numbers(captured: Mapping[str, Any] | None) -> tuple[modifiers.Operand, ...]:
-    """The numbers that texts read. Raises Unsupported for arrays."""
-    if captured is None:
-        return ()
-    if not isinstance(captured, Mapping):
-        raise TypeError(f'captured is {described(captured)}; give {{"name": number}}')
-    found = [modifiers.operand(name, x) for name, x in captured.items()]
-    for x in found:
-        if x.is_array:
-            raise Unsupported(
-                f"captured {x.name} is an array of shape {x.shape}, and tasks read no arrays "
-                "besides q, k and v; give numbers, or a formula in the text"
-            )
-    return tuple(sorted(found, key=lambda x: x.name))
 
 
 def _like(name: str, array: Any, result: da.Array, dtype: Any) -> da.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from operator import getitem
@@ -13,13 +13,11 @@ import dask.array as da
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cupyfa.dask.strips import Strip, met_by, ranges, tile_of
 from cupyfa.dask.tasks import Attend, Differentiate, Merge, output
-from cupyfa.dask.texts import places
-from cupyfa.ladder import lookup
-from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import AttentionOptions
-from cupyfa.problem import Problem, can_give
+from cupyfa.parts.calls import offset_of_part, options_of_parts, unrounded
+from cupyfa.parts.strips import Strip, met_by, ranges, tile_of
+from cupyfa.parts.texts import places
+from cupyfa.problem import Problem
 
 Key = tuple[Any, ...]  # the name of an array or task, and then its place
 Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an array
@@ -73,21 +71,9 @@ class Parts:
         batch, heads, *_ = self.k.numblocks
         return product(range(batch), range(heads))
 
-    @property
-    def options(self) -> AttentionOptions:
-        """The options of every task, without an offset: each task adds its own.
-
-        A "top-left" mask becomes a "bottom-right" one, since its position is part of the offset.
-        """
-        given = self.problem.options
-        return replace(given, causal="bottom-right" if given.causal else None, offset=None)
-
     def offset(self, first_row: int, first_key: int) -> int | None:
         """The position of a part's first query among its keys; None if nothing depends on it."""
-        p = self.problem
-        if not (p.is_masked or p.modifiers.reads_position):
-            return None
-        return p.first_position + first_row - first_key
+        return offset_of_part(self.problem, first_row, first_key)
 
     def keys_of(self, rows: range, tile: int) -> Strip:
         """The keys that rows see; from the first on, if a text counts keys."""
@@ -116,7 +102,10 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
     """out and lse. fan_in: how many parts are merged at a time; None gathers the keys."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
-    attend = Attend(_options_of_parts(parts, how, fan_in), parts.captured, how)
+    options = options_of_parts(parts.problem)
+    if fan_in is not None:
+        options = unrounded(options, parts.problem, how["kernel"])
+    attend = Attend(options, parts.captured, how)
     merge = Merge({x: how[x] for x in ("backend", "check")})
     tile = tile_of(how["tiles"])
     graph: Graph = {}
@@ -153,7 +142,7 @@ def backward(
     graph: Graph = {}
     results: dict[str, Graph] = {x: {} for x in arrays}
     for wrt, rows, keys in parts.differentiated(tile_of(how["tiles"])):
-        task = Differentiate(parts.options, parts.captured, how, wrt)
+        task = Differentiate(options_of_parts(parts.problem), parts.captured, how, wrt)
         offset = parts.offset(rows.start, keys.start)
         for b, h in parts.heads:
             key = f"{name}-{''.join(wrt)}", b, h, rows.chunks[0], keys.chunks[0]
@@ -188,18 +177,6 @@ class _Tasks:
         layers = {**self.graph.layers, name: layer}
         graph = HighLevelGraph(layers, {**self.graph.dependencies, name: {self.name}})
         return da.Array(graph, name, chunks, dtype=dtype, meta=like._meta)
-
-
-def _options_of_parts(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> AttentionOptions:
-    """The options of tasks of the forward pass: what is merged is not rounded before, if the kernel
-    can leave that out.
-    """
-    named = how["kernel"]
-    record = named if isinstance(named, Kernel) else lookup.kernel(named)
-    if fan_in is None or "out_dtype" not in record.features:
-        return parts.options
-    able = can_give("float32", parts.problem.dtype)
-    return replace(parts.options, out_dtype="float32") if able else parts.options
 
 
 def _token(parts: Parts, *others: Any) -> str:

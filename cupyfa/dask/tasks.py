@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyfa.api import attention, attention_backward
-from cupyfa.options import AttentionOptions
+from cupyfa.parts.calls import Call
 from cupyfa.runtime.merging import merge
 
 Chunks = Sequence[Any]  # side by side
 OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # dlse may be left out
 
 
-@dataclass(frozen=True)
-class Task:
-    """A call of the library on a part of the problem.
-
-    options: with the masks of the whole, and without an offset. captured: the numbers that texts
-    read. how: kernel, tiles, backend and check.
-    """
-
-    options: AttentionOptions
-    captured: Mapping[str, Any] | None
-    how: Mapping[str, Any]
-
-    def arguments(self, q: Any, k: Any, offset: int | None) -> dict[str, Any]:
-        """The arguments besides arrays, for a part whose query 0 is at this offset."""
-        options = self.options
-        is_masked = options.left is not None or options.right is not None
-        if not is_masked and 0 in (*q.shape[:3], k.shape[2]):
-            offset = None  # there is no pair for a text, and an offset would be refused
-        options = replace(options, offset=offset)
-        return {"options": options, "captured": self.captured, **self.how}
-
-
-class Attend(Task):
+class Attend(Call):
     """The attention of a chunk of rows to chunks of keys: (out, lse)."""
 
     def __call__(
@@ -49,7 +27,7 @@ class Attend(Task):
 
 
 @dataclass(frozen=True)
-class Differentiate(Task):
+class Differentiate(Call):
     """The gradients of ``wrt`` from some rows and keys; rows: chunks of the arrays OF_ROWS."""
 
     wrt: Sequence[str]

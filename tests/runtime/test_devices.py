@@ -1,10 +1,9 @@
 """NumPy arrays whose work several devices share, on simulated devices."""
 
-import queue
 import signal
 import threading
+import time
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,22 +37,6 @@ def small():
         patch.setattr(call, "_INLINE", 512)
         yield
     transfer.configure(**vars(before))
-
-
-@pytest.fixture
-def running(monkeypatch):
-    """The devices that compute a share now."""
-    found, compute = set(), devices._Spread._compute
-
-    def counted(self, device):
-        found.add(device)
-        try:
-            compute(self, device)
-        finally:
-            found.discard(device)
-
-    monkeypatch.setattr(devices._Spread, "_compute", counted)
-    return found
 
 
 def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
@@ -239,66 +222,49 @@ def test_progress_is_that_of_all_devices(far):
     assert threads == {threading.current_thread()}
 
 
-def still(far, monkeypatch):
-    """Device 0 stands still in its first launch, until ``opened`` is set; counts its launches."""
-    gate, launched = Gate(), []
-    far.gates[0, "launch"] = gate
-    monkeypatch.setattr(gate, "wait", lambda wait=gate.wait: launched.append(1) or wait())
-    return gate, launched
-
-
-def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch, running):
-    """Another one, which is at work then, begins no further piece, and is waited for."""
-    gate, launched = still(far, monkeypatch)
-    empty, fail = far.empty, devices._Spread._fail
+def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
+    """What is on its way to another one is waited for."""
+    gate = far.gates[0, "to"] = Gate()
+    empty = far.empty
 
     def failing(shape, dtype):
-        if far.device == 1:
-            assert gate.arrived.acquire(timeout=20)
-            raise cupyfa.OutOfMemory("no memory is left")
-        return empty(shape, dtype)
-
-    def failed(self, device, error):
-        fail(self, device, error)
-        gate.opened.set()
+        if far.device == 0:
+            return empty(shape, dtype)
+        assert gate.arrived.acquire(timeout=20)
+        threading.Timer(0.1, gate.opened.set).start()
+        raise cupyfa.OutOfMemory("no memory is left")
 
     q, k, v = arrays(4, 2, 60)
     with monkeypatch.context() as patch:
         patch.setattr(far, "empty", failing)
-        patch.setattr(devices._Spread, "_fail", failed)
         with pytest.raises(cupyfa.OutOfMemory, match="device 1: no memory is left"):
             cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1])
-    assert not running and len(launched) == 1
+    assert gate.opened.is_set()
     far.gates.clear()
     same(far, q, k, v, [0, 1])
 
 
-def test_ctrl_c_ends_the_work_of_all_devices(far, monkeypatch, running):
+def test_ctrl_c_ends_the_work_of_all_devices(far):
     """Also a second Ctrl-C, while the call waits for its devices."""
-    gate, launched = still(far, monkeypatch)
-    pressed = []
+    gate = far.gates[0, "to"] = Gate()
+    main, pressed = threading.current_thread(), []
+
+    def press_again():
+        time.sleep(0.1)
+        pressed.append(gate.opened.is_set())
+        signal.pthread_kill(main.ident, signal.SIGINT)
+        time.sleep(0.1)
+        gate.opened.set()
 
     def press(*_):
-        if not pressed:
-            assert gate.arrived.acquire(timeout=20)
-        pressed.append(set(running))
+        assert gate.arrived.acquire(timeout=20)
+        threading.Thread(target=press_again).start()
         signal.raise_signal(signal.SIGINT)
 
-    class Events(queue.SimpleQueue):
-        def get(self):
-            if len(pressed) == 1:
-                press()
-            elif pressed:
-                gate.opened.set()
-            return super().get()
-
     q, k, v = arrays(4, 2, 60)
-    with monkeypatch.context() as patch:
-        patch.setattr(devices, "queue", SimpleNamespace(SimpleQueue=Events))
-        with pytest.raises(KeyboardInterrupt):
-            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1], progress=press)
-    assert len(pressed) == 2 and all(0 in x for x in pressed)
-    assert not running and len(launched) == 1
+    with pytest.raises(KeyboardInterrupt):
+        cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1], progress=press)
+    assert pressed == [False] and gate.opened.is_set()
     far.gates.clear()
     same(far, q, k, v, [0, 1])
 

@@ -460,15 +460,36 @@ def test_progress_is_reported_for_each_piece(far):
     assert told[0][2].startswith("fa2 on batch=4")
 
 
+def pinned(far, shape, dtype=np.float32):
+    return far.pinned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+
+
 def test_pinned_arrays_need_no_buffers(far):
     host = arrays(2, 2, 64, 16)
-    q, k, v = (far.pinned(x.nbytes).view(x.dtype).reshape(x.shape) for x in host)
+    q, k, v = (pinned(far, x.shape) for x in host)
     for mine, x in zip((q, k, v), host):
         mine[...] = x
-    out = far.pinned(q.nbytes).view(q.dtype).reshape(q.shape)
+    out = pinned(far, q.shape)
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
     np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
     assert hosts[far][0].bytes == 0
+
+
+@pytest.mark.parametrize("least", [256, 1 << 18])
+def test_parts_of_pinned_arrays_need_no_buffers(far, monkeypatch, least):
+    """Each contiguous part of a strided array is copied by itself, unless it is small."""
+    monkeypatch.setattr(pieces, "_LEAST_RUN", least)
+    monkeypatch.setattr(pieces, "_LEAST_TILES", 1)
+    host = arrays(2, 4, 64, 16, kv_heads=1)
+    whole = [pinned(far, (*x.shape[:2], 80, 16)) for x in (*host, host[0])]
+    whole[3][...] = 7
+    q, k, v, out = (x[:, :, 8:72] for x in whole)
+    for mine, x in zip((q, k, v), host):
+        mine[...] = x
+    cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
+    np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
+    assert (np.delete(whole[3], np.s_[8:72], axis=2) == 7).all()
+    assert (hosts[far][0].bytes == 0) == (least == 256)
 
 
 def test_buffer_memory_is_bounded_reported_and_freed(far):

@@ -1,7 +1,8 @@
 """One call: a problem on its way through the device, piece by piece."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from cupyfa.modifiers import STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
+from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.transfer.host import Copies, Move, Transfer, bring, host_of, send
 from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot, Starts
 from cupyfa.runtime.transfer.shares import Share
@@ -74,10 +76,26 @@ class Call:
         self.started: list[Copies] = []
         self.merged: Merged | None = None
 
-    def run(self, progress: Callable[[int, int, str], None] | None) -> None:
+    def run(self, progress: Progress | None) -> None:
+        told, total, what = -1, len(self.cut.pieces), self.what if progress else ""
+        with closing(self.steps()) as steps:
+            for done in steps:
+                if progress is not None and done > told:
+                    told = done
+                    progress(done, total, what)
+
+    @property
+    def what(self) -> str:
+        """What is computed, for who watches."""
+        return f"{self.plan.kernel.name} on {self.plan.problem}"
+
+    def steps(self) -> Generator[int]:
+        """Does a part of the work for each item; items are how many pieces have been computed.
+
+        When the generator ends or is closed, nothing is on its way any more.
+        """
         pieces, count = self.cut.pieces, self.count
         later = int(count > 1)  # so that waiting for a kernel seldom keeps the bus waiting
-        what = f"{self.plan.kernel.name} on {self.plan.problem}" if progress else ""
         memory = self.memory()
         places: list[dict[str, Place]] = []
         sent: list[Copies] = []
@@ -87,6 +105,7 @@ class Call:
             for i in range(count):
                 places.append(self.placed(i, memory))
                 sent.append(self.moved(self.up, places[i], self.new_in(i), send))
+                yield 0
             self.cut.compile(self.backend)  # while the first pieces are on their way
             for i in range(len(pieces)):
                 sent[i].wait()
@@ -105,13 +124,11 @@ class Call:
                     self.up.wait(computed[i - later])
                     places.append(self.placed(next_one, memory))
                     sent.append(self.moved(self.up, places[next_one], self.new_in(next_one), send))
-                if progress is not None:
-                    progress(i, len(pieces), what)
+                yield i
             for i in range(max(len(pieces) - count, 0), len(pieces)):
                 self.finish(i, places, brought)
             self.down.synchronize()
-            if progress is not None:
-                progress(len(pieces), len(pieces), what)
+            yield len(pieces)
         finally:  # nothing may be on its way to memory that is given back
             self.wait_for_all()
 
@@ -181,10 +198,11 @@ class Call:
             place, host = places[name], places[name].host
             if host is None or not host.size:
                 continue
-            if place.pinned and host.flags.c_contiguous and host.shape == place.shape:
-                there, here = place.address, host.ctypes.data
-                to, source = (there, here) if move is send else (here, there)
-                lane.copy(to, source, host.nbytes)
+            if place.pinned and (runs := place.runs()):
+                for part, there in runs:
+                    here = part.ctypes.data
+                    to, source = (there, here) if move is send else (here, there)
+                    lane.copy(to, source, part.nbytes)
             else:
                 chunks.extend(place.slabs(self.grain))
         buffers = self.host.buffers[move]

@@ -10,19 +10,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import length_hint
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
 from cupyfa.problem import whole
 from cupyfa.runtime.backend import Backend, Lane, Mark
 
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
-
-_MOST_CALLERS = 64  # calls of a device at a time; others wait
 _POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own
 _LEAST = {"pinned_results": 0, "chunk_bytes": 16}  # any chunk has room for an element
 Move = Callable[..., None]  # send or bring
@@ -307,19 +302,7 @@ class Host:
         # In one step of the interpreter, so that Ctrl-C finds all tasks submitted, or none.
         deque(map(self._tasks[move].put, copies.tasks), maxlen=0)
 
-    @cached_property
-    def callers(self) -> ThreadPoolExecutor:
-        """Threads that start the copies and kernels of calls on several devices.
-
-        They stay, since launches keep what they wrote for a thread, such as tensor maps.
-        """
-        from concurrent.futures import ThreadPoolExecutor
-
-        return ThreadPoolExecutor(_MOST_CALLERS, f"cupyfa_call_{self.device}")
-
     def __del__(self) -> None:
-        if "callers" in vars(self):
-            self.callers.shutdown(wait=False)
         for tasks in self._tasks.values():
             for _ in range(self.chosen.threads):
                 tasks.put(None)  # after the remaining tasks

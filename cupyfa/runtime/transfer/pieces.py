@@ -27,6 +27,7 @@ _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
 _MOST_PARTS = 64  # whose plans are kept for a plan
 _LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
+_LEAST_RUN = 1 << 18  # bytes
 _FEWER = "call it for fewer batch elements or heads"
 Orders = Mapping[str, tuple[int, ...]]  # of the axes of arrays in memory, outer ones first
 Slot = Mapping[str, Any]  # device memory for the arrays of a piece
@@ -480,6 +481,21 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the memory
     pinned: bool
 
+    def runs(self) -> list[tuple[np.ndarray, int]]:
+        """The contiguous parts of the host's array, and their addresses on the device.
+
+        There are none if columns are padded there, or if parts are so small that starting their
+        copies takes longer than copying them to a buffer.
+        """
+        assert self.host is not None
+        outer = self.shape[: _strided_axes(self.host)]
+        size = self.host.nbytes // max(math.prod(outer), 1)
+        if self.host.shape != self.shape or (outer and size < _LEAST_RUN):
+            return []
+        return [
+            (self.host[index], self.address + i * size) for i, index in enumerate(np.ndindex(outer))
+        ]
+
     def slabs(self, most: int) -> Iterator[tuple[np.ndarray, int, tuple[int, ...]]]:
         """Parts of the host's array, and where each lies on the device: address and shape."""
         assert self.host is not None
@@ -492,6 +508,16 @@ class Place(NamedTuple):
             offset = sum(part.start * step for part, step in zip(index, steps))
             shape = tuple(part.stop - part.start for part in index)
             yield self.host[index], self.address + offset, shape
+
+
+def _strided_axes(array: np.ndarray) -> int:
+    """How many outer axes lie apart in memory: what they number is contiguous."""
+    step = array.itemsize
+    for axis in reversed(range(array.ndim)):
+        if array.shape[axis] > 1 and array.strides[axis] != step:
+            return axis + 1
+        step *= array.shape[axis]
+    return 0
 
 
 def slabs(shape: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:

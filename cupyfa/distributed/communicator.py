@@ -1,0 +1,127 @@
+"""What ranks send each other: the interface, with what follows from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cupyfa.distributed.packing import new
+from cupyfa.errors import DeviceError
+
+Pending = Callable[[], Any]  # waits for what was started, and gives its result
+Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or comes from
+
+
+class Group(ABC):
+    """Some ranks that compute together, as one of them sees it.
+
+    rank: the number of this one, from 0. ranks: how many there are. timeout: the seconds after
+    which a rank that waits for another gives up. sent: bytes that this rank has sent.
+
+    Every rank makes the same calls with the group in the same order. After a failure the group has
+    ended: each further call raises DeviceError.
+    """
+
+    rank: int
+    ranks: int
+    timeout: float
+
+    def __init__(self, rank: int, ranks: int, timeout: float) -> None:
+        self.rank, self.ranks, self.timeout = rank, ranks, timeout
+        self.sent = 0
+        self.calls = 0  # of attention and its gradients
+        self.kept: dict[Any, Any] = {}  # small arrays that calls use again
+        self.known: dict[Any, Any] = {}  # calls that were checked
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        """Starts to send and to receive arrays. Nobody changes them before it is waited for."""
+
+    @abstractmethod
+    def agree(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order; all are of one size. The process waits."""
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Ends the group: ranks that wait raise DeviceError, now or after the time-out."""
+
+    def settle(self) -> None:
+        """Waits until all that was started has arrived; for those that do not wait before."""
+        return
+
+    def close(self) -> None:
+        """Ends the group, when it is not needed any more; all ranks call it."""
+        self.abort("it was closed")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(self._raised(error))
+
+    def require_place(self, in_gpu: bool) -> None:
+        """Raises TypeError for arrays in a memory from which nothing is sent."""
+        return
+
+    def gather(self, array: Any) -> Pending:
+        """Starts to collect an array of every rank, all of one shape: [ranks, …]."""
+        whole = new(array, (self.ranks, *array.shape))
+        whole[self.rank] = array
+        sends = [(array, s) for s in self.others]
+        return _then(self.exchange(sends, [(whole[s], s) for s in self.others]), lambda: whole)
+
+    def reduce_scatter(self, parts: Any) -> Pending:
+        """Starts to add up parts[rank] of all ranks, parts [ranks, …], in the order of ranks."""
+        others = new(parts, parts.shape)
+        others[self.rank] = parts[self.rank]
+        sends = [(parts[s], s) for s in self.others]
+        arrived = self.exchange(sends, [(others[s], s) for s in self.others])
+
+        def total() -> Any:
+            result = others[0].copy()
+            for s in range(1, self.ranks):
+                result += others[s]
+            return result
+
+        return _then(arrived, total)
+
+    @property
+    def others(self) -> Iterator[int]:
+        """The other ranks, each rank beginning with the one after it."""
+        return ((self.rank + step) % self.ranks for step in range(1, self.ranks))
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Work of all ranks: if it fails here, the group ends, and the others do not wait."""
+        try:
+            yield
+            self.settle()
+        except BaseException as error:
+            self.abort(self._raised(error))
+            raise
+
+    def _raised(self, error: BaseException) -> str:
+        return f"rank {self.rank} raised {type(error).__name__}: {error}"
+
+
+def _then(arrived: Pending, result: Callable[[], Any]) -> Pending:
+    def wait() -> Any:
+        arrived()
+        return result()
+
+    return wait
+
+
+def ended(rank: int, reason: str) -> DeviceError:
+    """The error of a rank whose group has ended."""
+    return DeviceError(f"the group of rank {rank} has ended: {reason}; make a new one")
+
+
+def waited(rank: int, timeout: float, source: str) -> str:
+    """The reason why a rank gives up."""
+    return f"rank {rank} waited {timeout:g} s for {source}, which is dead, hangs or is slower"

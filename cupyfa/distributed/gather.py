@@ -1,0 +1,85 @@
+"""The schedule "gather": every rank collects all keys of some heads, and computes its own rows.
+
+While a step computes, the keys of the next heads arrive. The rows are those of one call on the
+whole arrays; gradients of keys are added up over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from cupyfa.distributed.communicator import Pending
+from cupyfa.distributed.job import Job
+from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
+
+Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
+
+
+def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """out and lse of this rank's rows."""
+    out = new(q, (*q.shape[:3], v.shape[3]), job.results)
+    lse = new(q, q.shape[:3], job.sums)
+    for _, heads, ks, vs in _steps(job, k, v, job.heads_of_rows()):
+        for part in job.rows:
+            at = (slice(None), heads, part.at)
+            found, lse[at] = job.attend(q[at], ks, vs, part.rows.start, 0)
+            copy_to(out[at], found)
+    return out, lse
+
+
+def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
+    """dq, dk and dv of this rank's rows and keys."""
+    dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
+    job = job.for_sums
+    arriving: list[tuple[slice, Pending]] = []
+
+    def add_up() -> None:
+        """Writes the gradients of the keys of a step, which all ranks have computed."""
+        kv_heads, total = arriving.pop()
+        found = unpacked(total()[: k.shape[2]], k.shape[3], v.shape[3])
+        dk[:, kv_heads], dv[:, kv_heads] = found
+
+    for kv_heads, heads, ks, vs in _steps(job, k, v, job.heads_of_keys()):
+        columns = ks.shape[3] + vs.shape[3]
+        total = zeros(ks, (ks.shape[2], *ks.shape[:2], columns), job.sums)
+        for part in job.rows:
+            at, keys = (slice(None), heads, part.at), job.seen(part.rows)
+            seen = slice(keys.start, keys.stop)
+            rows = [x[at] for x in of_rows]
+            first = part.rows.start, keys.start
+            found, *of_keys = job.differentiate(rows, ks[:, :, seen], vs[:, :, seen], *first)
+            copy_to(dq[at], found)
+            add_to(total[seen], *of_keys)
+        if arriving:
+            add_up()
+        arriving.append((kv_heads, _sent(job, total)))
+    if arriving:
+        add_up()
+    return dq, dk, dv
+
+
+def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
+    """All keys of ``most`` heads at a time; those of the next step are on their way before."""
+    shards, arriving = job.k_shards, None
+    for kv_heads, heads in (*job.steps_of_heads(most), (None, None)):
+        before = arriving
+        if kv_heads is not None:
+            message = packed(k[:, kv_heads], v[:, kv_heads], room=shards.most)
+            arriving = kv_heads, heads, job.group.gather(message)
+        if before is not None:
+            yield *before[:2], *_whole(job, before[2](), k.shape[3], v.shape[3])
+
+
+def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
+    """k and v [batch, heads, N, columns] from the messages of all ranks."""
+    ranks, most, *others = gathered.shape
+    by_rank = gathered.reshape(ranks * most, *others)
+    return unpacked(job.taken(by_rank, job.k_shards, "padded_places"), d, dv)
+
+
+def _sent(job: Job, total: Any) -> Pending:
+    """Starts to add up the gradients of keys from the rows of all ranks."""
+    shards = job.k_shards
+    room = job.put(total, shards, "padded_places", job.group.ranks * shards.most)
+    return job.group.reduce_scatter(room.reshape(job.group.ranks, shards.most, *total.shape[1:]))

@@ -1,0 +1,152 @@
+"""A call of all ranks, as the schedules see it: who has which rows, and calls on parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cupyfa.api import attention, attention_backward
+from cupyfa.distributed.communicator import Group
+from cupyfa.distributed.packing import in_words, new
+from cupyfa.distributed.shards import Part, Shards
+from cupyfa.parts.calls import Call, offset_of_part, unrounded
+from cupyfa.parts.strips import met_by, tile_of
+from cupyfa.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.merging import merge
+
+BLOCKS = 132  # the multiprocessors of a large GPU
+_ROWS_OF_BLOCK = 128  # or keys
+
+
+@dataclass(frozen=True)
+class Job:
+    """The whole problem, how its rows are divided, and what calls on parts are given.
+
+    q_shards, k_shards: of queries and of keys. call: of the forward or the backward kernel.
+    """
+
+    group: Group
+    problem: Problem
+    q_shards: Shards
+    k_shards: Shards
+    call: Call
+    backend: Backend
+    in_host: bool  # whether arrays are NumPy's
+
+    @cached_property
+    def rows(self) -> list[Part]:
+        """The queries of this rank."""
+        return self.q_shards.parts(self.group.rank)
+
+    @property
+    def results(self) -> np.dtype:
+        """The dtype of out, dq, dk and dv."""
+        return self.problem.out_dtype.numpy
+
+    @property
+    def for_sums(self) -> Job:
+        """The same whose calls on parts leave results in float32, to merge them or to add them."""
+        call, p = self.call, self.problem
+        return replace(
+            self, call=replace(call, options=unrounded(call.options, p, call.how["kernel"]))
+        )
+
+    @property
+    def sums(self) -> np.dtype:
+        """The dtype in which results of several ranks are added up."""
+        return self.problem.dtype.sums
+
+    def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
+        """out and lse of a part, whose first query and key have these numbers in the whole."""
+        offset = offset_of_part(self.problem, first_row, first_key)
+        return attention(q, k, v, return_lse=True, **self.call.arguments(q, k, offset))
+
+    def differentiate(
+        self, of_rows: Sequence[Any], k: Any, v: Any, first_row: int, first_key: int
+    ) -> tuple[Any, ...]:
+        """dq, dk and dv of a part. of_rows: q, dout, out and lse, and dlse if it is given."""
+        q, dout, out, lse, *dlse = of_rows
+        out = out.astype(self.call.options.out_dtype or q.dtype, copy=False)
+        offset = offset_of_part(self.problem, first_row, first_key)
+        more = self.call.arguments(q, k, offset)
+        return attention_backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
+
+    def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The attention to the keys of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        return merge(parts, backend=self.backend)
+
+    def sees(self, rows: range, keys: range) -> bool:
+        """Whether any of these queries sees any of these keys."""
+        p = self.problem
+        before = range(keys.start, keys.start)  # chunk 0, which is named if none is met
+        return 1 in met_by(rows, [before, keys], p.first_position, p.left, p.right, 1).chunks
+
+    def seen(self, rows: range) -> range:
+        """The keys between the first and the last one that any of these queries sees.
+
+        They begin at a whole tile, which keeps the order of sums; there is one if there are any.
+        """
+        p, tile = self.problem, tile_of(self.call.how["tiles"])
+        high = p.N if p.right is None else rows.stop + p.first_position + p.right
+        high = min(max(high, 1), p.N)
+        low = 0 if p.left is None else rows.start + p.first_position - p.left
+        return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
+
+    def heads_of_rows(self) -> int:
+        """Key heads whose query heads keep a large GPU busy for a while: blocks have some rows."""
+        p = self.problem
+        rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
+        return -(-3 * BLOCKS // max(p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), 1))
+
+    def heads_of_keys(self) -> int:
+        """The same where blocks have some keys, of which the first rows see a part."""
+        p = self.problem
+        keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
+        return -(-BLOCKS // max(p.batch * -(-keys // _ROWS_OF_BLOCK), 1))
+
+    def steps_of_heads(self, wanted: int) -> Iterator[tuple[slice, slice]]:
+        """The key heads of each step of "gather", and the query heads that they serve.
+
+        As many in each, and about as many as wanted: more would take memory, and places in caches.
+        """
+        p = self.problem
+        count = -(-p.kv_heads // max(min(wanted, p.kv_heads), 1))
+        step = max(-(-p.kv_heads // max(count, 1)), 1)
+        for first in range(0, p.kv_heads, step):
+            last = min(first + step, p.kv_heads)
+            yield slice(first, last), slice(p.group * first, p.group * last)
+
+    def taken(self, array: Any, shards: Shards, places: str) -> Any:
+        """Rows of an array [rows, …] in another order. places: the name of an array of Shards."""
+        index = self._index(shards, places)
+        if index is None:
+            return array[: shards.n]
+        (words,) = in_words(array)
+        return np.take(words, index, axis=0).view(array.dtype)
+
+    def put(self, array: Any, shards: Shards, places: str, room: int) -> Any:
+        """An array [room, …] that has the rows of another one at these places."""
+        whole = new(array, (room, *array.shape[1:]))
+        index = self._index(shards, places)
+        to, words = in_words(whole, array)
+        to[slice(shards.n) if index is None else index] = words
+        return whole
+
+    def _index(self, shards: Shards, places: str) -> Any:
+        """Places where the arrays are, kept for the next call; None if they are 0, 1, 2, …"""
+        key = shards, places, self.in_host
+        if key not in self.group.kept:
+            index = getattr(shards, places)
+            if (index == np.arange(shards.n)).all():
+                index = None
+            elif not self.in_host:
+                index = self.backend.upload(index)
+            self.group.kept[key] = index
+        return self.group.kept[key]

@@ -1,0 +1,188 @@
+"""The group of this process, from what its launcher says in the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from cupyfa.distributed.communicator import Group
+from cupyfa.distributed.in_threads import alone
+from cupyfa.distributed.rendezvous import ID_BYTES, shared_id
+from cupyfa.errors import DeviceError, described
+from cupyfa.problem import whole
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.select import backend_named
+
+# Names of rank, ranks, and rank on this host, by launcher.
+_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+_ADDRESS, _PORT = "localhost", 29400
+
+
+class Place(NamedTuple):
+    """Which rank a process is; device: its number on this host, for the GPU that it takes."""
+
+    rank: int
+    ranks: int
+    device: int
+
+
+def group(
+    rank: int | None = None,
+    ranks: int | None = None,
+    unique_id: bytes | None = None,
+    *,
+    device: int | None = None,
+    timeout: float = 60,
+    over: Literal["nccl", "mpi"] = "nccl",
+) -> Group:
+    """The group of all processes that a launcher has started, as this one sees it.
+
+    All processes call it at the same time. Without arguments it reads the environment of
+    ``python -m cupyfa.distributed``, mpirun or srun: RANK, WORLD_SIZE and LOCAL_RANK or the names
+    of these launchers. A process that nobody has launched is a group of one.
+
+    rank, ranks: which one this process is, from 0, and how many there are.
+    unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
+        if this program has imported it, else from MASTER_ADDR and MASTER_PORT, by default port
+        29400 of localhost.
+    device: the GPU, which becomes the current one; by default the rank on this host.
+    timeout: the seconds for which a rank waits for another one's message, including the work that
+        comes before it.
+    over: "nccl" sends arrays in GPU memory; "mpi" NumPy arrays, with mpi4py.
+
+    Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, DeviceError if
+    there is no GPU for this rank, if a port is taken, and if ranks do not come within the time-out.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout is {described(timeout)}; give seconds above 0")
+    if over == "mpi":
+        from cupyfa.distributed.mpi import MpiGroup
+
+        return MpiGroup(_mpi().COMM_WORLD, timeout)
+    if over != "nccl":
+        raise ValueError(f"over is {described(over)}; use 'nccl' or 'mpi'")
+    place = _place(rank, ranks, device, os.environ)
+    if place.ranks == 1:
+        return alone(timeout)
+    return _nccl_group(place, unique_id, timeout)
+
+
+def unique_id() -> bytes:
+    """The 128 bytes by which ranks find each other, for launchers of your own.
+
+    Rank 0 makes them and gives them to the others, and all call ``group(rank, ranks, unique_id)``.
+    """
+    from cupyfa.runtime.cuda import nccl
+
+    return nccl.unique_id()
+
+
+def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
+    cuda = _cuda(place.rank)
+    if place.device >= cuda.devices:
+        raise DeviceError(
+            f"rank {place.rank} takes device {place.device} of this host, which has "
+            f"{cuda.devices}; start as many ranks as GPUs, or give device="
+        )
+    cuda.use(place.device)
+    from cupyfa.distributed.nccl import NcclGroup
+    from cupyfa.runtime.cuda import nccl
+
+    name = _name(place, timeout) if name is None else name
+    if not isinstance(name, bytes) or len(name) != ID_BYTES:
+        raise ValueError(f"unique_id is {described(name)}; give the bytes of unique_id()")
+
+    def make() -> nccl.Nccl:
+        cuda.use(place.device)
+        return nccl.Nccl(place.rank, place.ranks, name)
+
+    engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
+    return NcclGroup(place.rank, place.ranks, timeout, engine)
+
+
+def _cuda(rank: int) -> Backend:
+    try:
+        return backend_named("cuda")
+    except DeviceError as error:
+        why = str(error).partition(";")[0]
+        raise DeviceError(
+            f"rank {rank} needs a GPU for NCCL: {why}; group(over='mpi') sends NumPy arrays, and "
+            "threads() tries a program in one process"
+        ) from error
+
+
+def _name(place: Place, timeout: float) -> bytes:
+    """What rank 0 made, by MPI where the program uses it, else by TCP."""
+    if "mpi4py.MPI" in sys.modules:
+        made = unique_id() if place.rank == 0 else None
+        name: bytes = _mpi().COMM_WORLD.bcast(made, root=0)
+        return name
+    address, port = os.environ.get("MASTER_ADDR", _ADDRESS), os.environ.get("MASTER_PORT", _PORT)
+    return shared_id(
+        place.rank, place.ranks, unique_id, address, _number("MASTER_PORT", port), timeout
+    )
+
+
+def _place(
+    rank: int | None, ranks: int | None, device: int | None, environment: Mapping[str, str]
+) -> Place:
+    """Which rank this process is, by its arguments or else by its launcher."""
+    names = next((x for x in _NAMES if {*x[:2]} <= environment.keys()), None)
+    if (rank is None) != (ranks is None):
+        raise ValueError(f"rank is {rank} and ranks is {ranks}; give both, or none of them")
+    if rank is None or ranks is None:
+        if names is None:
+            return Place(0, 1, 0)
+        rank, ranks = (_number(x, environment[x]) for x in names[:2])
+    ranks = whole("ranks", ranks, 1)
+    if not 0 <= whole("rank", rank, 0) < ranks:
+        raise ValueError(f"rank is {rank} of {ranks}; ranks count from 0")
+    if device is None:
+        device = _number(names[2], environment.get(names[2], rank)) if names else rank
+    return Place(rank, ranks, whole("device", device, 0))
+
+
+def _number(name: str, value: str | int) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value!r} in the environment; it must be a number") from None
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise ImportError(
+            f"group(over='mpi') needs mpi4py ({error}): pip install mpi4py, and an MPI library"
+        ) from None
+    return MPI
+
+
+def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
+    """What a function gives. Raises DeviceError if it blocks: it goes on in its thread."""
+    found: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(make())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if errors:
+        raise DeviceError(f"{what} failed: {errors[0]}") from errors[0]
+    if not found:
+        raise DeviceError(f"{what} were not made in {timeout:g} s; do all ranks run?")
+    return found[0]

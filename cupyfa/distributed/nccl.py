@@ -1,0 +1,157 @@
+"""Ranks that are processes with one GPU each, and send each other arrays in GPU memory by NCCL."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic, sleep
+from typing import Any, Protocol
+
+from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
+from cupyfa.distributed.packing import new
+from cupyfa.errors import DeviceError, Unsupported
+
+_SPIN = 1e-3  # seconds for which a rank asks again at once, before it sleeps
+_PAUSE = 1e-4
+_OTHERS = "messages of the other ranks"
+
+
+class Engine(Protocol):
+    """What a group needs of NCCL: ``cupyfa.runtime.cuda.nccl.Nccl``, or a test's own."""
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]: ...
+    @property
+    def is_capturing(self) -> bool: ...
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Any: ...
+    def gather(self, array: Any, into: Any) -> Any: ...
+    def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]: ...
+    def follow(self, event: Any) -> None: ...
+    def failure(self) -> str: ...
+    def abort(self) -> None: ...
+
+
+class NcclGroup(Group):
+    """The group as one process sees it.
+
+    Messages are queued, and computation waits for them on the GPU. A call returns when its last
+    message has arrived, while the GPU still computes: so it raises if a message does not arrive. A
+    watchdog ends the group if this process has waited for a message, or in a call of NCCL, longer
+    than the time-out.
+    """
+
+    def __init__(self, rank: int, ranks: int, timeout: float, engine: Engine) -> None:
+        super().__init__(rank, ranks, timeout)
+        self._engine = engine
+        self._queued: deque[tuple[Any, list[Any]]] = deque()  # events, and what each needs
+        self._reason = ""  # why the group has ended
+        self._ending = threading.Lock()
+        self._deadline: float | None = None  # of what this process waits for
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, name="cupyfa watchdog", daemon=True).start()
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self.sent += sum(x.nbytes for x, _ in sends)
+        with self._waiting():
+            event = self._engine.exchange(sends, recvs)
+        return self._pending(event, (sends, recvs), None)
+
+    def gather(self, array: Any) -> Pending:
+        whole = new(array, (self.ranks, *array.shape))
+        self.sent += array.nbytes * (self.ranks - 1)
+        with self._waiting():
+            event = self._engine.gather(array, whole)
+        return self._pending(event, (array, whole), whole)
+
+    def agree(self, message: bytes) -> list[bytes]:
+        if self._engine.is_capturing:
+            raise Unsupported(
+                "the current stream is captured as a CUDA graph, and this process waits for other "
+                "ranks in each call; call outside of the capture"
+            )
+        self.sent += len(message) * (self.ranks - 1)
+        with self._waiting():
+            event, read = self._engine.agree(message)
+        self._await(event)
+        return read()
+
+    def settle(self) -> None:
+        while self._queued:
+            self._await(self._queued[0][0])
+            self._queued.popleft()
+
+    def require_place(self, in_gpu: bool) -> None:
+        if not in_gpu:
+            raise TypeError(
+                "arrays lie in host memory, and NCCL sends those in GPU memory: give "
+                "cupy.asarray(q), and k and v likewise"
+            )
+
+    def close(self) -> None:
+        if not self._reason:
+            self.agree(b"closed")  # a rank that goes takes along what it has not sent yet
+        super().close()
+
+    def abort(self, reason: str) -> None:
+        with self._ending:
+            if self._reason:
+                return
+            self._reason = reason
+        self._done.set()
+        self._engine.abort()
+
+    def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
+        """Keeps arrays until computation waits for their messages.
+
+        Then their memory may be used again: by work that is queued later, and so is done later.
+        """
+        kept = [arrays, result]
+        self._queued.append((event, kept))
+
+        def wait() -> Any:
+            self._engine.follow(event)
+            _, result = kept
+            kept.clear()
+            return result
+
+        return wait
+
+    def _await(self, event: Any) -> None:
+        """Waits for an event as long as the group lives."""
+        begin = monotonic()
+        with self._waiting():
+            while not event.done:
+                if self._reason:
+                    raise self._ended()
+                if monotonic() - begin > _SPIN:
+                    if failure := self._engine.failure():
+                        self.abort(f"NCCL of rank {self.rank} failed: {failure}")
+                    sleep(_PAUSE)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What may block, watched; what NCCL raises becomes DeviceError."""
+        if self._reason:
+            raise self._ended()
+        self._deadline = monotonic() + self.timeout
+        try:
+            yield
+        except self._engine.failures as error:
+            self.abort(f"NCCL of rank {self.rank} failed: {error}")
+            raise self._ended() from error
+        finally:
+            self._deadline = None
+        if self._reason:
+            raise self._ended()
+
+    def _ended(self) -> DeviceError:
+        return ended(self.rank, self._reason)
+
+    def _watch(self) -> None:
+        """Ends the group if this process waits too long; the work of a thread."""
+        while not self._done.wait(min(self.timeout / 4, 1)):
+            deadline = self._deadline
+            if deadline is not None and monotonic() > deadline:
+                self.abort(waited(self.rank, self.timeout, _OTHERS))

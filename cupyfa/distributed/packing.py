@@ -1,0 +1,81 @@
+"""Messages: rows come first, so that those of a rank lie side by side, with k and v in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+
+from cupyfa.runtime.arrays import address_of
+
+_WORDS = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a GPU moves up to 16 bytes at a time
+
+
+def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
+    """A contiguous array with unspecified elements, where another one is."""
+    return np.empty_like(like, shape=shape, dtype=dtype, order="C")
+
+
+def packed(*arrays: Any, room: int | None = None) -> Any:
+    """Arrays [batch, heads, rows, columns] as one, [rows, batch, heads, all columns].
+
+    room: for how many rows; those after the last are unspecified.
+    """
+    batch, heads, rows, _ = arrays[0].shape
+    columns = sum(x.shape[3] for x in arrays)
+    made = new(arrays[0], (rows if room is None else room, batch, heads, columns))
+    for part, x in _columns(made[:rows], arrays):
+        copy_to(part, x)
+    return made
+
+
+def add_to(made: Any, *arrays: Any) -> None:
+    """Adds arrays to the columns of a packed one, which may have a larger dtype."""
+    for part, x in _columns(made, arrays):
+        part += x
+
+
+def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each array's columns of a packed one, and the array with its axes in that order."""
+    first = 0
+    for x in arrays:
+        yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)
+        first += x.shape[3]
+
+
+def copy_to(made: Any, array: Any) -> None:
+    """Copies an array into another one, which may have another dtype."""
+    if made.dtype == array.dtype:
+        made, array = in_words(made, array)
+    made[...] = array
+
+
+def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A contiguous array of zeros, where another one is."""
+    made = new(like, shape, dtype)
+    made[...] = 0
+    return made
+
+
+def in_words(*arrays: Any) -> list[Any]:
+    """Arrays of one dtype with their columns read as words, as large as all of them allow.
+
+    Copies of them take a fraction of the time.
+    """
+    size = 16
+    for x in arrays:
+        if x.strides[-1] != x.itemsize:
+            return [*arrays]
+        size = gcd(size, address_of(x), x.shape[-1] * x.itemsize, *x.strides[:-1])
+    return [x.view(_WORDS[size]) for x in arrays] if size in _WORDS else [*arrays]
+
+
+def unpacked(made: Any, *columns: int) -> list[Any]:
+    """The arrays [batch, heads, rows, columns] of a packed one, without a copy."""
+    whole, found, first = made.transpose(1, 2, 0, 3), [], 0
+    for count in columns:
+        found.append(whole[..., first : first + count])
+        first += count
+    return found

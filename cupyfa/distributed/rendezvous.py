@@ -1,0 +1,100 @@
+"""How processes find each other: rank 0 gives the others its 128 bytes of NCCL, by TCP."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from time import monotonic, sleep
+
+from cupyfa.errors import DeviceError
+
+ID_BYTES = 128
+_GREETING = b"cupyfa.distributed 1 "  # and then the rank, in 4 bytes
+_PAUSE = 0.05
+
+
+def shared_id(
+    rank: int, ranks: int, make: Callable[[], bytes], address: str, port: int, timeout: float
+) -> bytes:
+    """The 128 bytes that rank 0 makes.
+
+    address, port: where rank 0 listens, and the others ask. Raises DeviceError if the port is
+    taken, and if not all ranks come within ``timeout`` seconds.
+    """
+    deadline = monotonic() + timeout
+    if rank == 0:
+        made = make()
+        _give(made, ranks, address, port, deadline)
+        return made
+    return _ask(rank, address, port, deadline)
+
+
+def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> None:
+    """Waits for the other ranks, and gives each the bytes."""
+    missing = {*range(1, ranks)}
+    with _listening(address, port) as server:
+        while missing:
+            try:
+                server.settimeout(max(deadline - monotonic(), 1e-3))
+                asking, _ = server.accept()
+                with asking:
+                    asking.settimeout(max(deadline - monotonic(), 1e-3))
+                    rank = _greeted(asking)
+                    if rank in missing:
+                        asking.sendall(made)
+                        missing.remove(rank)
+            except TimeoutError:
+                few = ", ".join(map(str, sorted(missing)[:4]))
+                raise DeviceError(
+                    f"{len(missing)} of {ranks} ranks did not come to {address}:{port} in time, "
+                    f"among them {few}; is WORLD_SIZE right, and do they run?"
+                ) from None
+            except OSError:
+                continue  # this one asked and went
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((address, port), backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            what = f"port {port} of {address} is taken; set MASTER_PORT to another one on all ranks"
+        else:
+            what = f"rank 0 cannot listen on {address}:{port} ({error}); MASTER_ADDR is its own"
+        raise DeviceError(what) from error
+
+
+def _greeted(asking: socket.socket) -> int | None:
+    """The rank that asks; None if somebody else does."""
+    greeting = _read(asking, len(_GREETING) + 4)
+    return int.from_bytes(greeting[-4:]) if greeting.startswith(_GREETING) else None
+
+
+def _ask(rank: int, address: str, port: int, deadline: float) -> bytes:
+    while monotonic() < deadline:
+        try:
+            with socket.create_connection((address, port), deadline - monotonic()) as server:
+                server.sendall(_GREETING + rank.to_bytes(4))
+                made = _read(server, ID_BYTES)
+        except OSError:
+            sleep(_PAUSE)  # rank 0 does not listen yet
+            continue
+        if len(made) == ID_BYTES:
+            return made
+        raise DeviceError(
+            f"{address}:{port} answers rank {rank}, and not as rank 0 does; is another program "
+            "there, or another rank of this number?"
+        )
+    raise DeviceError(
+        f"rank {rank} did not reach rank 0 at {address}:{port} in time; does it run, and are "
+        "MASTER_ADDR and MASTER_PORT right?"
+    )
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """These bytes, or fewer if the other side has closed the connection."""
+    found = b""
+    while len(found) < size and (more := connection.recv(size - len(found))):
+        found += more
+    return found

@@ -1,0 +1,117 @@
+"""The schedule "ring": keys travel from rank to rank, and each computes what its rows see of them.
+
+The keys of the next step arrive while those of this one are computed. Results of steps are merged
+by their lse. Gradients of keys follow the keys by one step, and are at home after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from cupyfa.distributed.job import Job
+from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
+from cupyfa.distributed.shards import Part
+
+Result = tuple[Any, Any]  # out and lse
+
+# Results of some rows that are kept until they are merged.
+MOST_HELD = 8
+
+
+def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """out and lse of this rank's rows."""
+    job = job.for_sums
+    found: dict[int, list[Result]] = {x.start: [] for x in job.rows}  # by the first row
+    now, columns = packed(k, v), (k.shape[3], v.shape[3])
+    for owner in _owners(job):
+        is_last = owner == (job.group.rank + 1) % job.group.ranks
+        arriving = None if is_last else _passed_on(job, (now, owner))
+        for rows in job.rows:
+            parts = found[rows.start]
+            for keys in _seen(job, rows, owner):
+                ks, vs = unpacked(now[keys.at], *columns)
+                first = rows.rows.start, keys.rows.start
+                parts.append(job.attend(q[:, :, rows.at], ks, vs, *first))
+            if len(parts) > MOST_HELD:
+                parts[:] = [_merged(job, parts)]
+        if arriving is not None:
+            (now,) = arriving()
+    return _results(job, q, v, found)
+
+
+def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
+    """dq, dk and dv of this rank's rows and keys."""
+    job = job.for_sums
+    dq = zeros(of_rows[0], of_rows[0].shape, job.sums)
+    now, total = packed(k, v), None  # keys, and the gradients of those of the step before
+    columns, ranks = (k.shape[3], v.shape[3]), job.group.ranks
+    for owner in _owners(job):
+        travelling = [] if owner == (job.group.rank + 1) % ranks else [(now, owner)]
+        if total is not None:
+            travelling.append((total, (owner + 1) % ranks))
+        arriving = _passed_on(job, *travelling)
+        made = zeros(now, now.shape, job.sums)
+        for rows in job.rows:
+            own = [x[:, :, rows.at] for x in of_rows]
+            for keys in _seen(job, rows, owner):
+                ks, vs = unpacked(now[keys.at], *columns)
+                first = rows.rows.start, keys.rows.start
+                of_q, *of_keys = job.differentiate(own, ks, vs, *first)
+                dq[:, :, rows.at] += of_q
+                add_to(made[keys.at], *of_keys)
+        arrived = arriving()
+        if total is not None:
+            made += arrived.pop()
+        total, now = made, arrived[0] if arrived else now
+    if ranks > 1:
+        (total,) = _passed_on(job, (total, (job.group.rank + 1) % ranks))()
+    dk, dv = unpacked(total, *columns)
+    return tuple(x.astype(job.results, order="C") for x in (dq, dk, dv))
+
+
+def _owners(job: Job) -> Iterator[int]:
+    """The rank whose keys this one has in each step, beginning with its own."""
+    return ((job.group.rank - step) % job.group.ranks for step in range(job.group.ranks))
+
+
+def _seen(job: Job, rows: Part, owner: int) -> list[Part]:
+    """The keys of a rank that some rows see any of."""
+    return [x for x in job.k_shards.parts(owner) if job.sees(rows.rows, x.rows)]
+
+
+def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
+    """Starts to send arrays to the next rank; waiting gives those of the rank before.
+
+    Each comes with the rank whose keys it belongs to: what arrives is of the rank before that one.
+    """
+    group, sizes = job.group, job.k_shards.sizes
+    sends = [(x, (group.rank + 1) % group.ranks) for x, _ in arrays]
+    rooms = [new(x, (sizes[owner - 1], *x.shape[1:])) for x, owner in arrays]
+    arrived = group.exchange(sends, [(x, (group.rank - 1) % group.ranks) for x in rooms])
+
+    def wait() -> list[Any]:
+        arrived()
+        return rooms
+
+    return wait
+
+
+def _merged(job: Job, parts: Sequence[Result]) -> Result:
+    """The results of several parts as one, with out in the dtype of sums."""
+    return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
+
+
+def _results(job: Job, q: Any, v: Any, found: Mapping[int, Sequence[Result]]) -> Result:
+    """out and lse; rows that have seen no key have 0 and -infinity."""
+    out = new(q, (*q.shape[:3], v.shape[3]), job.results)
+    lse = new(q, q.shape[:3], job.sums)
+    for rows in job.rows:
+        at, parts = (slice(None), slice(None), rows.at), found[rows.start]
+        if not parts:
+            out[at], lse[at] = 0, -float("inf")
+            continue
+        is_even = len({x.dtype for x, _ in parts}) == 1
+        total, lse[at] = job.merge(parts) if is_even else _merged(job, parts)
+        copy_to(out[at], total)
+    return out, lse

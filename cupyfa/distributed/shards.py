@@ -1,0 +1,127 @@
+"""Which rows of a sequence each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from cupyfa.distributed.communicator import Group
+from cupyfa.errors import described
+from cupyfa.problem import whole
+
+Order = Literal["zigzag", "contiguous"]
+
+
+def rows(n: int, group: Group, *, order: Order = "zigzag") -> list[range]:
+    """The rows of a sequence of n that this rank holds, one range after the other.
+
+    order: "zigzag" cuts the sequence into 2 · ranks ranges and gives rank r the ranges r and
+        2 · ranks - 1 - r: under a causal mask all ranks have equal work. "contiguous" gives each
+        rank one range. Ranges differ by at most one row, and are empty if there are too few.
+
+    Raises ValueError for another order, and for n below 0.
+    """
+    return Shards.of(whole("n", n, 0), group.ranks, order).ranges[group.rank]
+
+
+def shard(array: Any, group: Group, *, axis: int = 2, order: Order = "zigzag") -> Any:
+    """The part of a whole array that this rank holds: its ``rows`` along an axis, in a new array.
+
+    By default the axis is that of rows in [batch, heads, rows, d].
+    """
+    own = rows(array.shape[axis], group, order=order)
+    before = (slice(None),) * (axis % array.ndim)
+    return np.concatenate([array[(*before, slice(x.start, x.stop))] for x in own], axis=axis)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows that lie side by side in the sequence, and where they are in a rank's array."""
+
+    rows: range
+    start: int
+
+    @property
+    def at(self) -> slice:
+        return slice(self.start, self.start + len(self.rows))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The ranges of rows of every rank."""
+
+    n: int
+    ranks: int
+    order: str
+
+    @classmethod
+    def of(cls, n: int, ranks: int, order: str) -> Shards:
+        if not isinstance(order, str) or order not in ("zigzag", "contiguous"):
+            raise ValueError(f"order is {described(order)}; use 'zigzag' or 'contiguous'")
+        return _kept(n, ranks, order)
+
+    @cached_property
+    def ranges(self) -> list[list[range]]:
+        """The ranges of each rank, in the order in which it holds them."""
+        count = 2 * self.ranks if self.order == "zigzag" else self.ranks
+        cuts = [self.n * i // count for i in range(count + 1)]
+        found = [range(*x) for x in pairwise(cuts)]
+        if self.order == "contiguous":
+            return [[x] for x in found]
+        return [[found[r], found[-1 - r]] for r in range(self.ranks)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many rows each rank has."""
+        return [sum(map(len, x)) for x in self.ranges]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """How many rows the ranks before each rank have, and the number of all."""
+        return [0, *accumulate(self.sizes)]
+
+    @cached_property
+    def most(self) -> int:
+        return max(self.sizes)
+
+    def parts(self, rank: int) -> list[Part]:
+        """The ranges of a rank that are not empty; those that touch are one."""
+        found: list[range] = []
+        for x in self.ranges[rank]:
+            if found and x.start == found[-1].stop:
+                found[-1] = range(found[-1].start, x.stop)
+            elif len(x):
+                found.append(x)
+        starts = accumulate(map(len, found), initial=0)
+        return [Part(x, start) for x, start in zip(found, starts)]
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Where each row is in the arrays of all ranks, one after the other."""
+        return self._places(self.starts)
+
+    @cached_property
+    def padded_places(self) -> np.ndarray:
+        """The same if every rank has room for as many rows as the one that has most."""
+        return self._places([rank * self.most for rank in range(self.ranks)])
+
+    @cached_property
+    def by_rank(self) -> np.ndarray:
+        """The rows in the order in which the ranks hold them, rank after rank."""
+        return np.concatenate([np.arange(x.start, x.stop) for own in self.ranges for x in own])
+
+    def _places(self, starts: Sequence[int]) -> np.ndarray:
+        found = np.empty(self.n, np.intp)
+        for rank, start in zip(range(self.ranks), starts):
+            for x in self.parts(rank):
+                first = start + x.start
+                found[x.rows.start : x.rows.stop] = np.arange(first, first + len(x.rows))
+        return found
+
+
+_kept = lru_cache(Shards)  # with their places, which every call of the same sizes needs

@@ -1,0 +1,71 @@
+"""Arguments of ``cupyfa.attention`` that calls on parts of a problem cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cupyfa import modifiers
+from cupyfa.api import unknown_argument
+from cupyfa.errors import Unsupported, described
+from cupyfa.options import OPTIONS, AttentionOptions
+
+# Arguments that are arrays, and what to give instead.
+_ARRAYS = {
+    modifiers.BIAS: "give a score_mod",
+    modifiers.MASK: "give causal=, window= or a mask_mod",
+    modifiers.ALIBI: "give a score_mod with captured numbers",
+    modifiers.SINK: "leave it out",
+    **dict.fromkeys(modifiers.PADDED, "call for the batch elements of each length"),
+}
+
+
+def refuse_others(
+    where: str,
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    elsewhere: Mapping[str, str],
+) -> None:
+    """Raises for arguments that parts cannot have, and for unknown ones.
+
+    where: the module of the function. elsewhere: arguments of ``cupyfa.attention`` that it does not
+    have, and what to write.
+    """
+    found = {name: x for name, x in given.items() if x is not None}
+    for name, remedy in _ARRAYS.items():
+        if name in found:
+            raise Unsupported(
+                f"{name} is {described(found[name])}, and parts read no arrays besides q, k and v; "
+                f"{remedy}"
+            )
+    for name, remedy in elsewhere.items():
+        if name in found:
+            raise TypeError(f"{where} has no argument {name!r}; {remedy}")
+    if not given.keys() <= {*OPTIONS, *_ARRAYS, *elsewhere}:
+        raise unknown_argument(function, given, OPTIONS)
+
+
+def without_dropout(options: AttentionOptions) -> AttentionOptions:
+    """The options. Raises Unsupported if they drop weights."""
+    if options.dropout:
+        raise Unsupported(
+            f"dropout is {options.dropout}, and the numbers of queries and keys in the whole "
+            "problem decide which weights it drops, but parts count from 0; leave it out"
+        )
+    return options
+
+
+def numbers(captured: Mapping[str, Any] | None) -> tuple[modifiers.Operand, ...]:
+    """The numbers that texts read. Raises Unsupported for arrays."""
+    if captured is None:
+        return ()
+    if not isinstance(captured, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": number}}')
+    found = [modifiers.operand(name, x) for name, x in captured.items()]
+    for x in found:
+        if x.is_array:
+            raise Unsupported(
+                f"captured {x.name} is an array of shape {x.shape}, and parts read no arrays "
+                "besides q, k and v; give numbers, or a formula in the text"
+            )
+    return tuple(sorted(found, key=lambda x: x.name))

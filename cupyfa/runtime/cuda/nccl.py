@@ -1,0 +1,134 @@
+"""NCCL: a rank of a communicator between processes that each have one GPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import cupy
+import numpy as np
+
+_REMEDY = 'pip install "nvidia-nccl-cu12>=2.18.1,<3", or with CUDA 13 nvidia-nccl-cu13'
+# Copies of other ranks' arrays begin before the kernels that are queued at the same time.
+_HIGHEST_PRIORITY = -5  # a device takes the nearest one that it has
+
+
+@cache
+def _library() -> Any:
+    """CuPy's module of NCCL. Raises ImportError if there is no NCCL."""
+    # NVLink multicast, which NCCL would take by itself, needs the fabric manager of the host; on
+    # shared hosts a process that ends badly can take it from all others.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    with warnings.catch_warnings(action="ignore"):
+        from cupy.cuda import nccl
+    if not nccl.available:
+        raise ImportError(f"NCCL is not installed: {_REMEDY}")
+    return nccl
+
+
+def unique_id() -> bytes:
+    """The 128 bytes by which ranks find each other; rank 0 makes them, and must stay alive."""
+    return bytes(_library().get_unique_id())
+
+
+class Nccl:
+    """A rank on the current device. Work is queued in a stream of its own.
+
+    Creating it waits for all ranks, and connects each with each.
+    """
+
+    def __init__(self, rank: int, ranks: int, name: bytes) -> None:
+        self._nccl = _library()
+        self._ranks = ranks
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._communicator = self._nccl.NcclCommunicator(ranks, name, rank)
+        self._connect(rank)
+
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """What calls of NCCL raise."""
+        return (self._nccl.NcclError,)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the work of the current stream is captured as a CUDA graph."""
+        return bool(cupy.cuda.get_current_stream().is_capturing())
+
+    def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> Any:
+        """Queues messages (contiguous array, rank); the event of their end."""
+        self._follow_computation()
+        uint8 = self._nccl.NCCL_UINT8
+        self._nccl.groupStart()  # a send alone may block until its receipt is queued
+        try:
+            for x, peer in sends:
+                if x.nbytes:
+                    self._communicator.send(x.data.ptr, x.nbytes, uint8, peer, self._stream.ptr)
+            for x, peer in recvs:
+                if x.nbytes:
+                    self._communicator.recv(x.data.ptr, x.nbytes, uint8, peer, self._stream.ptr)
+        finally:
+            self._nccl.groupEnd()
+        return self._event()
+
+    def gather(self, array: Any, into: Any) -> Any:
+        """Queues the collection of all ranks' arrays [ranks, …]; the event of its end."""
+        self._follow_computation()
+        if array.nbytes:
+            self._gather(array, into)
+        return self._event()
+
+    def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]:
+        """Queues the collection of messages: an event, and what reads them after that."""
+        with self._stream:
+            own = cupy.asarray(np.frombuffer(message, np.uint8))
+            whole = cupy.empty((self._ranks, len(message)), np.uint8)
+        self._gather(own, whole)
+
+        def read() -> list[bytes]:
+            return [x.tobytes() for x in whole.get(stream=self._stream)]
+
+        return self._event(), read
+
+    def follow(self, event: Any) -> None:
+        """Work that is queued in the current stream from now on begins after an event."""
+        cupy.cuda.get_current_stream().wait_event(event)
+
+    def failure(self) -> str:
+        """What NCCL has found wrong since, or nothing."""
+        try:
+            self._communicator.check_async_error()
+        except self.failures as error:
+            return str(error)
+        return ""
+
+    def abort(self) -> None:
+        """Ends all that is queued, also if another thread waits in a call."""
+        self._communicator.abort()
+
+    def _gather(self, array: Any, into: Any) -> None:
+        self._communicator.allGather(
+            array.data.ptr, into.data.ptr, array.nbytes, self._nccl.NCCL_UINT8, self._stream.ptr
+        )
+
+    def _connect(self, rank: int) -> None:
+        """The first messages of two ranks connect them, which is slow and may block."""
+        room = cupy.zeros((2, self._ranks), np.uint8)
+        others = [x for x in range(self._ranks) if x != rank]
+        sends, recvs = ([(row[x : x + 1], x) for x in others] for row in room)
+        self.exchange(sends, recvs)
+        self.gather(room[0, :1], room[1])
+        self._stream.synchronize()
+
+    def _follow_computation(self) -> None:
+        """What is queued from now on begins after the work of the current stream."""
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(cupy.cuda.get_current_stream())
+        self._stream.wait_event(event)
+
+    def _event(self) -> Any:
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self._stream)
+        return event

@@ -1,0 +1,453 @@
+"""Ranks that are processes: how they are launched, find each other, and give up."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import ranks as program
+
+import cupyfa.distributed as ranks
+from cupyfa import DeviceError, Unsupported
+from cupyfa.distributed import joining, rendezvous
+from cupyfa.distributed.__main__ import _free_port
+from cupyfa.distributed.nccl import NcclGroup
+from cupyfa.planner.source import ROOT
+
+PROGRAM = Path(program.__file__)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+def launched(count, *command, options=(), timeout=60):
+    return subprocess.run(
+        [sys.executable, "-m", "cupyfa.distributed", "-n", str(count), *options, *command],
+        env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=timeout,
+    )  # fmt: skip
+
+
+def script(folder, text):
+    file = folder / "script.py"
+    file.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{text}")
+    return str(file)
+
+
+def test_the_launcher_gives_each_process_a_rank(tmp_path):
+    names = "'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR'"
+    text = f"sys.stdout.write(' '.join([os.environ[x] for x in ({names})] + sys.argv[1:]) + '\\n')"
+    done = launched(2, script(tmp_path, text), "--mine", "-n", "3")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"{x} {x} 2 localhost --mine -n 3" for x in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault, status",
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL)],
+)
+def test_the_launcher_ends_the_others_if_a_process_fails(tmp_path, fault, status):
+    text = f"if rank == 1: {fault}\nelse: time.sleep(600)"
+    done = launched(2, script(tmp_path, text), options=("--grace", "0"))
+    assert done.returncode == status, done.stderr
+
+
+def test_the_launcher_refuses_what_it_cannot_start(tmp_path):
+    assert "'nothing.py' does not exist" in launched(2, "nothing.py").stderr
+    assert "0 is not in the range" in launched(0, str(PROGRAM)).stderr
+
+
+# Rendezvous
+
+
+def met(count, *, port, make=lambda: bytes(range(128)), asking=None, timeout=5.0):
+    """What each rank gets, or its error."""
+    found = {}
+
+    def run(rank):
+        try:
+            found[rank] = rendezvous.shared_id(rank, count, make, "localhost", port, timeout)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(x,)) for x in asking or range(count)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    return found
+
+
+def test_ranks_get_the_bytes_of_rank_0():
+    port = _free_port()
+    made = iter([bytes(range(128))])  # only once
+    assert met(4, port=port, make=lambda: next(made)) == dict.fromkeys(range(4), bytes(range(128)))
+
+
+def test_ranks_that_do_not_come():
+    found = met(4, port=_free_port(), asking=(0, 2), timeout=0.3)
+    assert isinstance(found[0], DeviceError)
+    assert "2 of 4 ranks did not come" in str(found[0]) and "1, 3; is WORLD" in str(found[0])
+    (found,) = met(4, port=_free_port(), asking=(3,), timeout=0.2).values()
+    assert "rank 3 did not reach rank 0" in str(found)
+
+
+def test_a_port_that_is_taken():
+    with rendezvous._listening("localhost", 0) as other:
+        port = other.getsockname()[1]
+        found = met(2, port=port, asking=(0,))[0]
+    assert isinstance(found, DeviceError) and f"port {port} of localhost is taken" in str(found)
+
+
+def test_a_server_that_is_another_program():
+    with rendezvous._listening("localhost", 0) as other:
+
+        def answer():
+            connection, _ = other.accept()
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request")
+            connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        found = met(2, port=other.getsockname()[1], asking=(1,))[1]
+        thread.join()
+    assert isinstance(found, DeviceError) and "not as rank 0 does" in str(found)
+
+
+def test_others_who_ask_are_ignored():
+    """They get nothing, and ranks get theirs."""
+    port = _free_port()
+
+    def curious():
+        import socket
+
+        while True:
+            try:
+                with socket.create_connection(("localhost", port), 5) as server:
+                    server.sendall(b"GET / HTTP/1.1\r\nHost: a host\r\n\r\n")
+                    return rendezvous._read(server, 1)
+            except ConnectionRefusedError:
+                pass
+            except ConnectionResetError:
+                return b""
+
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(curious()))
+    thread.start()
+    server = threading.Thread(target=lambda: met(2, port=port, asking=(0,)))
+    server.start()
+    thread.join()
+    assert met(2, port=port, asking=(1,))[1] == bytes(range(128))
+    server.join()
+    assert answers == [b""]
+
+
+# The group of a process
+
+LAUNCHERS = [
+    ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}, (1, 4, 0)),
+    ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3)),
+    ({"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}, (9, 16, 1)),
+    ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 2, 0)),
+    ({}, (0, 1, 0)),
+]
+
+
+@pytest.mark.parametrize("environment, place", LAUNCHERS)
+def test_places_of_launchers(environment, place):
+    assert joining._place(None, None, None, environment) == place
+
+
+def test_places_that_are_given():
+    of_other = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+    assert joining._place(2, 3, None, {}) == (2, 3, 2)
+    assert joining._place(2, 3, 7, of_other) == (2, 3, 7)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"rank": 3, "ranks": 3}, "rank is 3 of 3; ranks count from 0"),
+        ({"rank": 0}, "rank is 0 and ranks is None; give both"),
+        ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
+        ({"timeout": 0}, "timeout is 0; give seconds above 0"),
+        ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
+    ],
+    ids=lambda x: None,
+)
+def test_wrong_groups(given, message):
+    with pytest.raises(ValueError, match=message):
+        ranks.group(**given)
+
+
+def test_a_wrong_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "one")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="RANK is 'one' in the environment; it must be a number"):
+        ranks.group()
+
+
+def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
+    for names in joining._NAMES:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    x = np.ones((1, 1, 8, 8), "f4")
+    with ranks.group() as group:
+        assert ranks.attention(x, x, x, group=group, backend="simulator").shape == x.shape
+
+
+def test_without_a_gpu(no_device):
+    with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
+        ranks.group(0, 2)
+
+
+def test_without_mpi4py(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match="pip install mpi4py"):
+        ranks.group(over="mpi")
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
+    """And without NCCL one line says what to install."""
+    import cupy
+
+    from cupyfa.runtime.cuda import nccl
+
+    monkeypatch.setattr(cupy.cuda, "nccl", SimpleNamespace(available=False), raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_NVLS_ENABLE")
+    nccl._library.cache_clear()
+    with pytest.raises(ImportError, match=r'pip install "nvidia-nccl-cu12>=.* CUDA 13 nvidia-nccl'):
+        ranks.unique_id()
+    assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0")
+
+
+def test_connections_that_are_not_made():
+    never = threading.Event()
+    with pytest.raises(DeviceError, match=r"they were not made in 0.1 s; do all ranks run"):
+        joining._within(0.1, never.wait, "they")
+    never.set()
+
+
+# The watchdog
+
+
+class Event:
+    def __init__(self, done):
+        self.done = done
+
+
+class Engine:
+    """NCCL of a rank alone. With a fault nothing arrives, until it is aborted."""
+
+    failures = (ZeroDivisionError,)
+    is_capturing = False
+
+    def __init__(self, fault=None):
+        self.fault, self.error = fault, ""
+        self.aborted = threading.Event()
+        self.events = []
+
+    def exchange(self, sends, recvs):
+        if self.fault == "blocks":  # as the first message to a rank that has died
+            assert self.aborted.wait(20)
+            raise ZeroDivisionError("aborted")
+        if self.fault == "raises":
+            raise ZeroDivisionError("remote process exited")
+        return self._event()
+
+    def gather(self, array, into):
+        into[...] = array
+        return self._event()
+
+    def agree(self, message):
+        return self._event(), lambda: [message]
+
+    def follow(self, event):
+        pass
+
+    def failure(self):
+        return self.error
+
+    def abort(self):
+        for x in self.events:
+            x.done = True
+        self.aborted.set()
+
+    def _event(self):
+        self.events.append(Event(done=self.fault is None))
+        return self.events[-1]
+
+
+X = np.ones(4, "f4")
+
+
+@contextmanager
+def ending(engine, timeout, message):
+    """A group, whose work has to end with this error, soon after the time-out, and for good."""
+    group = NcclGroup(0, 2, timeout, engine)
+    begin = time.monotonic()
+    with pytest.raises(
+        DeviceError, match=f"the group of rank 0 has ended: .*{message}.*make a new"
+    ):
+        yield group
+    assert time.monotonic() - begin < timeout + 5
+    assert engine.aborted.is_set()
+    with pytest.raises(DeviceError, match=message):
+        group.agree(b"")
+
+
+def test_a_message_that_does_not_come_ends_the_group():
+    with ending(Engine("silent"), 0.2, "rank 0 waited 0.2 s for messages") as group:
+        group.agree(b"digest")
+    with ending(Engine("silent"), 0.2, "rank 0 waited 0.2 s") as group, group.calling():
+        group.exchange([(X, 1)], [(X.copy(), 1)])()  # does not wait
+
+
+def test_a_call_of_nccl_that_blocks_ends_the_group():
+    with ending(Engine("blocks"), 0.2, "rank 0 waited 0.2 s") as group:
+        group.exchange([(X, 1)], [(X.copy(), 1)])
+
+
+def test_an_error_of_nccl_ends_the_group():
+    with ending(Engine("raises"), 30, "NCCL of rank 0 failed: remote process exited") as group:
+        group.exchange([(X, 1)], [])
+    engine = Engine("silent")
+    engine.error = "a network error"
+    with ending(engine, 30, "NCCL of rank 0 failed: a network error") as group:
+        group.agree(b"digest")
+
+
+def test_another_error_in_a_call_ends_the_group():
+    engine = Engine()
+    group = NcclGroup(0, 2, 30, engine)
+    with pytest.raises(KeyError), group.calling():
+        raise KeyError("mine")
+    with pytest.raises(DeviceError, match="rank 0 raised KeyError: 'mine'"):
+        group.gather(X)
+    assert engine.aborted.is_set()
+
+
+def test_a_group_that_is_closed_has_no_watchdog():
+    with NcclGroup(0, 2, 30, Engine()) as group:
+        watchdog = next(x for x in threading.enumerate() if x.name == "cupyfa watchdog")
+    watchdog.join(5)
+    assert not watchdog.is_alive()
+    with pytest.raises(DeviceError, match="it was closed"):
+        group.agree(b"")
+
+
+def test_arrays_are_kept_until_computation_waits_for_their_messages():
+    engine = Engine("silent")
+    with NcclGroup(0, 2, 30, engine) as group:
+        array = X.copy()
+        alive = weakref.ref(array)
+        pending = group.gather(array)
+        del array
+        assert alive() is not None and group.sent == X.nbytes
+        np.testing.assert_array_equal(pending(), [X, X])
+        assert alive() is None
+        engine.fault, engine.events[0].done = None, True
+        group.settle()
+        assert not group._queued
+
+
+def test_calls_are_not_captured():
+    engine = Engine()
+    with NcclGroup(0, 2, 30, engine) as group:
+        engine.is_capturing = True
+        with pytest.raises(Unsupported, match="is captured as a CUDA graph"):
+            ranks.attention(X, X, X, group=group, backend="simulator")
+        engine.is_capturing = False
+
+
+def test_nccl_takes_arrays_in_gpu_memory():
+    with (
+        NcclGroup(0, 2, 30, Engine()) as group,
+        pytest.raises(TypeError, match=r"NCCL sends those in GPU memory: give cupy.asarray\(q\)"),
+    ):
+        group.require_place(in_gpu=False)
+
+
+# Processes
+
+
+def require_right(done, count):
+    assert done.returncode == 0, done.stdout + done.stderr
+    right = [f"rank {x} of {count} is right" for x in range(count)]
+    assert sorted(x for x in done.stdout.splitlines() if x.startswith("rank")) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["compare", "wrong"])
+def test_ranks_of_mpi(what):
+    pytest.importorskip("mpi4py")
+    if not (mpiexec := shutil.which("mpiexec")):
+        pytest.skip("there is no mpiexec")
+    command = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", str(PROGRAM), "mpi", what, "30"]
+    done = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120
+    )
+    require_right(done, 2)
+
+
+EXAMPLE = ROOT / "examples" / "distributed_attention.py"
+
+
+def require_examples_lines(done, count):
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(x for x in done.stdout.splitlines() if x.startswith("rank"))
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"rank {rank} of {count}: gradients (1, 4, {64 // count}, 8), ")
+    assert len(lines) == count
+
+
+@pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+def test_the_example_by_itself(schedule):
+    options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
+    require_examples_lines(launched(1, str(EXAMPLE), *options), 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["gather", "heads", "ring"])
+def test_the_example_on_two_gpus(two_gpus, schedule):
+    options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
+    require_examples_lines(launched(2, str(EXAMPLE), *options, timeout=300), 2)
+
+
+@pytest.fixture
+def two_gpus(cuda):
+    if cuda.devices < 2:
+        pytest.skip(f"needs two GPUs, and {cuda.devices} is visible")
+    from cupyfa.runtime.cuda import nccl
+
+    try:
+        nccl._library()
+    except ImportError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["compare", "wrong"])
+def test_ranks_of_nccl(two_gpus, what):
+    require_right(launched(2, str(PROGRAM), "nccl", what, "60", timeout=300), 2)
+
+
+@pytest.mark.gpu
+def test_a_rank_that_is_killed(two_gpus):
+    """The other one raises within the time-out and 5 s."""
+    how = {"options": ("--grace", "60"), "timeout": 300}
+    done = launched(2, str(PROGRAM), "nccl", "killed", "20", **how)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 0 of 2 is right" in done.stdout, done.stderr
