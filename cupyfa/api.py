@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import E4M3, DType, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3, DType, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -30,6 +30,7 @@ from cupyfa.options import (
     AttentionOptions,
     Causal,
     OptionKeywords,
+    OutDtype,
     Precision,
     Text,
     Window,
@@ -160,7 +161,7 @@ def attention(
     mask: Any = None,
     mask_mod: Text = None,
     captured: Mapping[str, Any] | None = None,
-    out_dtype: str | None = None,
+    out_dtype: OutDtype | None = None,
     sink: Any = None,
     lengths_q: Any = None,
     lengths_k: Any = None,
@@ -636,7 +637,7 @@ def decode(
     softcap: float | None = None,
     score_mod: Text = None,
     mask_mod: Text = None,
-    out_dtype: str | None = None,
+    out_dtype: OutDtype | None = None,
     alibi_slopes: Any = None,
     sink: Any = None,
     captured: Mapping[str, Any] | None = None,
@@ -1462,7 +1463,8 @@ def _out_dtype(how: How, dtype: DType) -> np.dtype:
     """The dtype of the output of a call on inputs of a dtype."""
     options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
     name = getattr(options, "out_dtype", None) or asked.get("out_dtype")
-    return dtype_named(name).numpy if name else dtype.numpy
+    known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
+    return (known or dtype).numpy
 
 
 def _prepared(

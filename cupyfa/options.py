@@ -18,6 +18,7 @@ FLOAT8 = "float8_e4m3"
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
+OutDtype = Literal["float16", "bfloat16", "float32", "float64"]
 MASKS = ("bottom-right", "top-left")
 FARTHEST = 2**30  # of query 0 from key 0
 DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
@@ -71,7 +72,7 @@ class OptionKeywords(TypedDict, total=False):
     softcap: float | None
     score_mod: Text
     mask_mod: Text
-    out_dtype: str | None
+    out_dtype: OutDtype | None
     dropout: float
     dropout_seed: Any  # an int, or an array of one
     dropout_offset: Any
