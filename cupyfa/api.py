@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import E4M3, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3, DType, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -30,6 +30,7 @@ from cupyfa.options import (
     AttentionOptions,
     Causal,
     OptionKeywords,
+    OutDtype,
     Precision,
     Text,
     Window,
@@ -160,6 +161,7 @@ def attention(
     mask: Any = None,
     mask_mod: Text = None,
     captured: Mapping[str, Any] | None = None,
+    out_dtype: OutDtype | None = None,
     sink: Any = None,
     lengths_q: Any = None,
     lengths_k: Any = None,
@@ -222,6 +224,9 @@ def attention(
         bits and by default 0, choose the weights: ``dropout_mask`` shows them. Each may also be an
         array of one whole number, NumPy's or CuPy's, which kernels read when they run: so a
         captured CUDA graph takes other weights each time. Of it the lowest 64 and 32 bits count.
+    out_dtype: "float32" gives out of float16 and bfloat16 inputs in float32, in which it is summed,
+        without its last rounding: for parts that are merged or added. By default out has the dtype
+        of the inputs.
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -238,7 +243,8 @@ def attention(
         default the current one. The bits are those of one GPU, but for kernels whose sums depend on
         the number of heads or rows.
 
-    Returns out [..., heads, M, dv] of the dtype and kind of the inputs, in ``out`` if it is given;
+    Returns out [..., heads, M, dv] of the dtype (see out_dtype) and kind of the inputs, in ``out``
+    if it is given;
     with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
     in float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity, or its
     sink.
@@ -258,7 +264,7 @@ def attention(
     how: How = (
         "forward", kernel, backend, options, layout, tiles, return_lse, _NO_OWN,
         # In the order of OPTIONS.
-        precision, causal, window, offset, scale, softcap, score_mod, mask_mod,
+        precision, causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype,
         dropout, dropout_seed, dropout_offset,
     )
     # fmt: on
@@ -399,7 +405,8 @@ def attention_backward(
 
     q, k, v and the options (causal, window, …) are those of the call of ``attention``; ``out``
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
-    the shape of out. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
+    the shape of out and the dtype of q. With ``out_dtype="float32"`` out is in float32, and dq, dk
+    and dv, too. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
     of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
     returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
     floats. ``grads`` has an array for each of them, or None for a new one.
@@ -630,6 +637,7 @@ def decode(
     softcap: float | None = None,
     score_mod: Text = None,
     mask_mod: Text = None,
+    out_dtype: OutDtype | None = None,
     alibi_slopes: Any = None,
     sink: Any = None,
     captured: Mapping[str, Any] | None = None,
@@ -668,10 +676,10 @@ def decode(
     options: all options of attention that are no arrays, as one AttentionOptions; without dropout,
         a precision or a "top-left" mask.
 
-    window, scale, softcap, score_mod, mask_mod, alibi_slopes, sink, captured, kernel, backend,
-    tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many keys a
-    sequence has. With ``check`` all that is written is compared with the reference, and lengths and
-    pages in GPU memory are looked at too. float32 is not rounded.
+    window, scale, softcap, score_mod, mask_mod, out_dtype, alibi_slopes, sink, captured, kernel,
+    backend, tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many
+    keys a sequence has. With ``check`` all that is written is compared with the reference, and
+    lengths and pages in GPU memory are looked at too. float32 is not rounded.
 
     Kernels read lengths and page tables when they run, and grids are made for the capacity. So
     nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
@@ -689,8 +697,8 @@ def decode(
 
     # fmt: off
     fixed = (
-        interleaved, window, scale, softcap, score_mod, mask_mod, options, splits, kernel, backend,
-        tiles, return_lse, captured, *unknown,
+        interleaved, window, scale, softcap, score_mod, mask_mod, out_dtype, options, splits,
+        kernel, backend, tiles, return_lse, captured, *unknown,
     )
     # fmt: on
     last = None
@@ -706,8 +714,9 @@ def decode(
         raise TypeError("k and v are the keys and values of the same tokens; give both or none")
     if interleaved and rotary is None:
         raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
-    asked = {"window": window, "scale": scale, "softcap": softcap}
-    chosen = _options_of_decoding(options, {**asked, "score_mod": score_mod, "mask_mod": mask_mod})
+    asked: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
+    asked |= {"score_mod": score_mod, "mask_mod": mask_mod, "out_dtype": out_dtype}
+    chosen = _options_of_decoding(options, asked)
     shared = None if prefix is None else _prefixes(backend, prefix, q, cache, check)
     step = last or decoding.step(
         *(backend, q, cache, None if k is None else (k, v), rotary),
@@ -716,7 +725,7 @@ def decode(
         prefix_keys=None if shared is None or rotary is None else shared.keys,
     )
     if out is not None and step.is_moved:  # before anything is written
-        _check_out(out, (*step.q.shape[:3], step.v.shape[3]), step.q.dtype)
+        _check_out(out, (*step.q.shape[:3], step.v.shape[3]), _out_dtype_of(step, chosen))
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         chosen = replace(chosen, precision="float32")
     kernel = _kernel_of_tokens(step.q, step.k, kernel, splits)
@@ -816,7 +825,7 @@ def _decoded_in_parts(shared: Prefixes, call: _Decoding, *, new: int) -> Any:
     step, write = call.step, call.write
     out = None if step.is_moved else call.out
     if out is not None:  # before anything is written
-        _check_target(out, step)
+        _check_target(out, step, call.options)
     calls = _calls_of_parts(shared, call, new)
 
     def begin() -> None:
@@ -831,14 +840,19 @@ def _decoded_in_parts(shared: Prefixes, call: _Decoding, *, new: int) -> Any:
     return made if call.return_lse else made[0]
 
 
-def _check_target(out: Any, step: Step) -> None:
+def _out_dtype_of(step: Step, options: AttentionOptions) -> np.dtype:
+    return dtype_named(options.out_dtype or str(step.q.dtype)).numpy
+
+
+def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
     """Raises for a caller's array that cannot take the result."""
     from cupyfa.runtime.arrays import target
 
     shape = *step.q.shape[:3], step.v.shape[3]
     inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
     mine = writable_view(step.backend, "out", out)
-    target(step.backend, "out", mine, shape, step.q.dtype, inputs, lambda x: x)
+    dtype = _out_dtype_of(step, options)
+    target(step.backend, "out", mine, shape, dtype, inputs, lambda x: x)
 
 
 def _calls_of_parts(shared: Prefixes, call: _Decoding, new: int) -> list[tuple[How, Sequence[Any]]]:
@@ -1437,14 +1451,20 @@ def _compiled(
     backend, of = backend_named(backend), dtype_named(dtype)
     sizes = {name: _shape(f"the shape of {name}", x) for name, x in inputs.items()}
     with backend.working_on(None):
-        arrays = [
-            backend.empty(x, np.dtype(of.sums) if name == "lse" else of.numpy)
-            for name, x in sizes.items()
-        ]
+        dtypes = {"lse": of.sums, "out": _out_dtype(how, of)}
+        arrays = [backend.empty(x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
         if modified:
             how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
             arrays += [backend.empty(*x) for x in more]
     return _prepared(how, backend, arrays, keep=True, of_shapes=True)
+
+
+def _out_dtype(how: How, dtype: DType) -> np.dtype:
+    """The dtype of the output of a call on inputs of a dtype."""
+    options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
+    name = getattr(options, "out_dtype", None) or asked.get("out_dtype")
+    known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
+    return (known or dtype).numpy
 
 
 def _prepared(
@@ -1472,7 +1492,7 @@ def _prepared(
     if operation == "backward":
         for name, shape, of in (
             ("dout", out, problem.dtype.numpy),
-            ("out", out, problem.dtype.numpy),
+            ("out", out, problem.out_dtype.numpy),
             ("lse", lse, problem.dtype.sums),
         ):
             _check_like(name, inputs[name], shape, of)
@@ -1927,6 +1947,7 @@ def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) 
             "v: pass the out and lse that attention returned"
         )
     if str(array.dtype) != str(dtype):
+        other = "convert it, or give the out_dtype of that call" if name == "out" else "convert it"
         raise TypeError(
-            f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: convert it"
+            f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: {other}"
         )

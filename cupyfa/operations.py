@@ -35,7 +35,7 @@ from cupyfa.problem import Problem
 Arrays = Mapping[str, np.ndarray]
 # Of inputs and outputs; NumPy's dtype where the problem does not decide it.
 INPUT_KINDS = {
-    **{"scalar": None, "real": None, "float32": "f4", "float64": "f8"},
+    **{"scalar": None, "result": None, "real": None, "float32": "f4", "float64": "f8"},
     **{"int": "i4", "int32": "i4", "int64": "i8", "uint8": "u1", "bool": "?"},
 }
 
@@ -72,8 +72,8 @@ class Input:
     """An array of an operation or of a kernel, in most cases an input.
 
     axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
-    kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "real" that of sums, "int" int32; of
-        an array that a text reads its dtype.
+    kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "result" its ``out_dtype``, "real"
+        that of sums, "int" int32; of an array that a text reads its dtype.
     when: the problems that take it.
     draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
         By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
@@ -100,7 +100,8 @@ class Input:
         return prod(self.shape(p)) * self.dtype(p).itemsize
 
     def dtype(self, p: Problem) -> np.dtype:
-        kinds = {"scalar": p.dtype.numpy, "real": p.dtype.sums, "e4m3": E4M3}
+        kinds = {"scalar": p.dtype.numpy, "result": p.out_dtype.numpy, "real": p.dtype.sums}
+        kinds["e4m3"] = E4M3
         return np.dtype(kinds.get(self.kind) or INPUT_KINDS.get(self.kind) or self.kind)
 
 
@@ -112,8 +113,8 @@ def _form(array: Operand, p: Problem) -> tuple[int, ...]:
 class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
-    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind ("scalar" or "real")
-    of each array. ``reference(inputs, problem, roundings, excerpt)`` gives the expected results
+    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind of each
+    array. ``reference(inputs, problem, roundings, excerpt)`` gives the expected results
     with bounds for each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a
     multiply-add, and of a masked problem only the visible scores. What a kernel computes that has
     arrays or a reference of its own is derived from one of OPERATIONS: see ``Kernel.computes``.
@@ -393,6 +394,11 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
     return out, lse
 
 
+def _dtypes(p: Problem) -> dict[str, str]:
+    """The arguments of `tolerance` that say in which dtypes inputs and results are."""
+    return {"dtype": p.dtype.name, "out_dtype": p.out_dtype.name}
+
+
 def _expected_of_sequences(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
 ) -> ExpectedOfEach:
@@ -403,7 +409,7 @@ def _expected_of_sequences(
         first = one.number, heads.start or 0, one.first[0], 0
         how = _score_arguments(inputs, p, first, one.problem(p))
         how |= {"sink": _sink(inputs, slice(one.number, one.number + 1), heads)}
-        how |= {"dtype": p.dtype.name, "roundings": roundings}
+        how |= {**_dtypes(p), "roundings": roundings}
         own = (one.of(x, inputs[x][:, heads if x == "Q" else shared]) for x in "QKV")
         return tolerance.expected_attention(*own, **how)
 
@@ -434,7 +440,7 @@ def _expected_attention(
         first = (excerpt.batch, excerpt.head, excerpt.rows.start, 0)
         here = (slice(x, x + 1) for x in first[:2])
         sink = _sink(inputs, *here)
-    options = {"dtype": p.dtype.name, "roundings": roundings, **_score_arguments(inputs, p, first)}
+    options = {**_dtypes(p), "roundings": roundings, **_score_arguments(inputs, p, first)}
     return tolerance.expected_attention(*arrays, **options, sink=sink)
 
 
@@ -455,7 +461,7 @@ def _expected_gradients(
         arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
         dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
         how = _score_arguments(inputs, p, first, sequence)
-        how |= {"dtype": p.dtype.name, "roundings": roundings}
+        how |= {**_dtypes(p), "roundings": roundings}
         wrt = {x.name: inputs[x.input] for x in p.modifiers.differentiated if excerpt is None}
         found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink, wrt=wrt)
         names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
@@ -522,7 +528,7 @@ OPERATIONS = {
                 "K": Input("batch kv_heads N d"),
                 "V": Input("batch kv_heads N dv"),
             },
-            outputs={"O": ("batch heads M dv", "scalar"), "lse": ("batch heads M", "real")},
+            outputs={"O": ("batch heads M dv", "result"), "lse": ("batch heads M", "real")},
             reference=_expected_attention,
             flops=lambda p: 2 * p.heads * _scores(p) * (p.d + p.dv),
         ),
@@ -532,14 +538,14 @@ OPERATIONS = {
                 "Q": Input("batch heads M d"),
                 "K": Input("batch kv_heads N d"),
                 "V": Input("batch kv_heads N dv"),
-                "O": Input("batch heads M dv"),
+                "O": Input("batch heads M dv", "result"),
                 "lse": Input("batch heads M", "real"),
                 "dO": Input("batch heads M dv"),
             },
             outputs={
-                "dQ": ("batch heads M d", "scalar"),
-                "dK": ("batch kv_heads N d", "scalar"),
-                "dV": ("batch kv_heads N dv", "scalar"),
+                "dQ": ("batch heads M d", "result"),
+                "dK": ("batch kv_heads N d", "result"),
+                "dV": ("batch kv_heads N dv", "result"),
             },
             reference=_expected_gradients,
             flops=lambda p: 2 * p.batch * p.heads * visible_scores(p) * (3 * p.d + 2 * p.dv),

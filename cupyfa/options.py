@@ -10,6 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import described
 from cupyfa.expressions import POSITIONS, Expression
 
@@ -17,6 +18,7 @@ FLOAT8 = "float8_e4m3"
 PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
+OutDtype = Literal["float16", "bfloat16", "float32", "float64"]
 MASKS = ("bottom-right", "top-left")
 FARTHEST = 2**30  # of query 0 from key 0
 DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
@@ -70,6 +72,7 @@ class OptionKeywords(TypedDict, total=False):
     softcap: float | None
     score_mod: Text
     mask_mod: Text
+    out_dtype: OutDtype | None
     dropout: float
     dropout_seed: Any  # an int, or an array of one
     dropout_offset: Any
@@ -79,6 +82,14 @@ def _read_precision(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in PRECISIONS):
         return value
     raise ValueError(f"precision is {described(value)}; use one of {', '.join(PRECISIONS)}")
+
+
+def _read_out_dtype(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in DTYPES):
+        return value
+    raise ValueError(
+        f"out_dtype is {described(value)}; use 'float32', or leave it out for the dtype of q"
+    )
 
 
 def _read_causal(value: Any) -> str | None:
@@ -265,6 +276,8 @@ class AttentionOptions:
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
     mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
+    out_dtype: "float32" leaves the output and the gradients of float16 and bfloat16 inputs in
+        float32, in which they are summed; None rounds them to the dtype of the inputs.
     dropout: the probability with which a weight is set to 0, rounded to multiples of 1/16384; the
         others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
         bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
@@ -347,6 +360,16 @@ class AttentionOptions:
         _text("mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"),
     )
 
+    out_dtype: str | None = _field(
+        Option(
+            help="Dtype of the output and the gradients of 16-bit inputs: float32 leaves out their "
+            "last rounding.  [default: that of the inputs]",
+            read=_read_out_dtype,
+            choices=tuple(DTYPES),
+            tried=("float32",),
+            features={"out_dtype": lambda value: value is not None},
+        ),
+    )
     dropout: float = _field(
         Option(
             default=0.0,

@@ -90,6 +90,9 @@ class Problem:
                 "every key head must serve the same number of query heads"
             )
         _check_precision(self.precision, self.dtype)
+        _check_out_dtype(self.options.out_dtype, self.dtype)
+        if self.options.out_dtype == self.dtype.name:
+            object.__setattr__(self, "options", replace(self.options, out_dtype=None))
         _ = self.modifiers  # raises for texts and arrays that do not fit
         if self.is_ragged:
             self._check_ragged()
@@ -633,6 +636,11 @@ class Problem:
         return replace(self, M=M, N=N, operands=operands, lengths=None)
 
     @property
+    def out_dtype(self) -> DType:
+        """The dtype of the output and of the gradients of Q, K and V."""
+        return DTYPES[self.options.out_dtype or self.dtype.name]
+
+    @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
@@ -775,6 +783,20 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
         raise ValueError(
             f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
         )
+
+
+def can_give(name: str | None, dtype: DType) -> bool:
+    """Whether results of inputs of a dtype may be in the one that is named."""
+    return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)
+
+
+def _check_out_dtype(name: str | None, dtype: DType) -> None:
+    if can_give(name, dtype):
+        return
+    which = f"{dtype.name!r} or 'float32'" if dtype.itemsize == 2 else f"{dtype.name!r}"
+    raise ValueError(
+        f"out_dtype is {name!r}, and the dtype is {dtype.name}; give {which}, or leave it out"
+    )
 
 
 def _default_scale(d: int) -> float:

@@ -160,6 +160,19 @@ def test_gradients_of_lse_and_of_merged_keys():
     assert_close(computed(result, rows, *found), right, of.values(), merges=1)
 
 
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_merged_results_are_rounded_once(dtype):
+    given = arrays(**{**SIZES, "dtype": dtype})
+    chunked = cut(*given, {"batch": 1, "heads": 1, "rows": 40, "keys": 16})
+    how = {"keys": "merge", "fan_in": 2, "causal": True, **FORWARD}
+    out, pullback = parts.attention_vjp(*chunked, out_dtype="float32", **how)
+    gradients = pullback(out.astype(dtype))
+    (narrow,) = computed(parts.attention(*chunked, **how))
+    wide, *found = computed(out, *gradients)
+    assert {x.dtype.name for x in (out, wide, *gradients, *found)} == {"float32"}
+    np.testing.assert_array_equal(narrow, wide.astype(dtype))
+
+
 def test_rows_of_any_height():
     """With one row in a chunk, too."""
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 11, "N": 9})

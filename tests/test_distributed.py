@@ -89,7 +89,8 @@ def run(given, count, order="zigzag", schedule="gather", **options):
         out, lse = ranks.attention(q, k, v, return_lse=True, **FORWARD, **how)
         sent = group.sent
         grads = ranks.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **BACKWARD, **how)
-        assert [x.dtype for x in (out, *grads)] == [q.dtype] * 4 and lse.dtype == dlse.dtype
+        wanted = options.get("out_dtype", q.dtype)
+        assert [x.dtype for x in (out, *grads)] == [wanted] * 4 and lse.dtype == dlse.dtype
         return (out, lse, *grads), (sent, group.sent - sent)
 
     results, sent = zip(*ranks.threads(count, of_rank, timeout=20))
@@ -198,6 +199,17 @@ def test_bytes_are_those_of_the_formula(schedule, count, one_head_in_a_step):
     _, sent = run(given, count, schedule=schedule, causal=True)
     p = Problem.of(*given[:3])
     assert [*sent] == [formula(p, count, rank, schedule) for rank in range(count)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_results_of_16_bits_without_their_last_rounding(schedule):
+    given = arrays(**{**SIZES, "dtype": "float16"})
+    narrow, _ = run(given, 2, schedule=schedule, causal=True)
+    wide, _ = run(given, 2, schedule=schedule, causal=True, out_dtype="float32")
+    assert {x.dtype.name for x in wide} == {"float32"}
+    off = abs(wide[0].astype("float16") - narrow[0])
+    ulp = 0 if schedule != "ring" else np.spacing(abs(wide[0]).max().astype("float16"))
+    assert off.max() <= ulp and (wide[0] != narrow[0]).any()
 
 
 def test_gradients_of_keys_are_added_up_in_the_order_of_ranks():

@@ -34,6 +34,7 @@ VALUES = [
     *({"causal": True, "offset": -3}, {"window": (2, 1), "offset": 2**30}),
     *({"scale": -0.3}, {"scale": 1e-7, "window": (0, 0), "precision": "float16"}),
     {"dropout": 0.1, "dropout_seed": 2**64 - 1, "dropout_offset": 2**32 - 1},
+    {"out_dtype": "float32"},
 ]
 SIZES = {"M": 40, "N": 30, "d": 16, "heads": 2}
 

@@ -62,7 +62,7 @@ def peer(
     row = p.options.row()
     asked = [x for x in p.options.changed if (x, row[x]) != ("precision", "float32")]
     able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
-    never = ("precision", *DROPOUT)
+    never = ("precision", "out_dtype", *DROPOUT)
     others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
     others += _foreign(name, p)
     inputs = [arrays[x] for x in "QKV"]

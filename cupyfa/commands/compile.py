@@ -8,6 +8,7 @@ from cupyfa.analysis.resources import compilations, compile_launch, compiled_row
 from cupyfa.commands import options
 from cupyfa.dtypes import DTYPES
 from cupyfa.forms import NAMES
+from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.options import AttentionOptions
@@ -55,7 +56,8 @@ def compile_kernels(
     found = options.given_sizes(given)
     arrays = {name: found.pop(name) for name in NAMES if name in found}
     attention = AttentionOptions(**found)
-    wanted = dtypes or (("float32",) if attention.precision else tuple(DTYPES))
+    usual = ("float32",) if attention.precision else tuple(DTYPES)
+    wanted = dtypes or (HALF if attention.out_dtype == "float32" else usual)
     architectures = [x.strip() for x in arches.split(",")]
     planned = plans(chosen, architectures, wanted, d, dv, attention, tiles, arrays)
     rows = []

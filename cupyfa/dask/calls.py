@@ -69,16 +69,17 @@ def attention(
 
     keys: "gather": a task for each chunk of q takes all keys that its rows see, in one call.
         "merge": a task for each chunk of q and each chunk of keys that it sees, and tasks that
-        merge ``fan_in`` results at a time with ``cupyfa.merge``, in the order of the keys.
+        merge ``fan_in`` results at a time with ``cupyfa.merge``, in the order of the keys. These
+        results of 16-bit inputs are in float32, so that out is rounded once.
     kernel, tiles: as for ``cupyfa.attention``. They are chosen once, for the whole problem, by the
         process that calls; all tasks use them.
     backend: where tasks run: "cuda", "simulator", "auto", or a Simulator.
     limits: of the device to plan for, by default that of the calling process.
     check: also compare the result of each task with the reference.
     captured: the numbers that score_mod and mask_mod name.
-    options, others: causal, window, offset, scale, softcap, score_mod, mask_mod and precision, as
-        for ``cupyfa.attention``. Texts may name the score and position - key; with "gather" also
-        position and key alone; other places where their axis has one chunk.
+    options, others: causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype and
+        precision, as for ``cupyfa.attention``. Texts may name the score and position - key; with
+        "gather" also position and key alone; other places where their axis has one chunk.
 
     Returns the lazy array out [batch, heads, M, dv], with the chunks of q; with ``return_lse`` also
     lse [batch, heads, M] in float32 (float64 for float64). With "gather" out has the bits of one
@@ -122,11 +123,12 @@ def attention_vjp(
 ) -> tuple[Any, Pullback]:
     """``attention`` of Dask arrays, and the function that gives its gradients.
 
-    Returns out and ``pullback``; ``pullback(dout)`` takes a Dask array like out and gives the lazy
-    arrays dq, dk and dv, with the shapes, dtypes and chunks of q, k and v after rechunking. With
-    ``return_lse`` it returns (out, lse) and ``pullback``; ``pullback(dout, dlse)`` takes the
-    gradient of lse too. Compute out and the gradients together, ``dask.compute(out, *gradients)``:
-    else the attention is computed twice.
+    Returns out and ``pullback``; ``pullback(dout)`` takes a Dask array like out, of the dtype of q,
+    and gives the lazy arrays dq, dk and dv, with the shapes, dtypes and chunks of q, k and v after
+    rechunking; with ``out_dtype="float32"`` they are in float32. With ``return_lse`` it returns
+    (out, lse) and ``pullback``; ``pullback(dout, dlse)`` takes the gradient of lse too. Compute out
+    and the gradients together, ``dask.compute(out, *gradients)``: else the attention is computed
+    twice.
 
     A task for each chunk of q takes the keys that it sees and gives dq. A task for each chunk of k
     takes all rows that see it and gives dk and dv. So nothing is added up, at the price that the
@@ -145,9 +147,9 @@ def attention_vjp(
     out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
 
     def pullback(dout: da.Array, dlse: da.Array | None = None) -> tuple[da.Array, ...]:
-        of_rows = [_like("dout", dout, out), out, lse]
+        of_rows = [_like("dout", dout, out, call.parts.q.dtype), out, lse]
         if dlse is not None:
-            of_rows.append(_like("dlse", dlse, lse))
+            of_rows.append(_like("dlse", dlse, lse, lse.dtype))
         return graphs.backward(call.parts, how, of_rows)
 
     return ((out, lse) if return_lse else out), pullback
@@ -249,13 +251,14 @@ def _check_array(name: str, array: Any) -> None:
         )
 
 
-def _like(name: str, array: Any, result: da.Array) -> da.Array:
+def _like(name: str, array: Any, result: da.Array, dtype: Any) -> da.Array:
     """A gradient with the chunks of its result. Raises for one of another shape or dtype."""
     of = name.removeprefix("d")
     if not isinstance(array, da.Array):
         raise TypeError(f"{name} is {described(array)}; give a Dask array like {of}")
     if array.shape != result.shape:
         raise ValueError(f"{name} has shape {array.shape}; it must be {result.shape}, that of {of}")
-    if array.dtype != result.dtype:
-        raise TypeError(f"{name} is {array.dtype}; it must be {result.dtype}, as {of}: convert it")
+    if array.dtype != dtype:
+        like = of if dtype == result.dtype else "q"
+        raise TypeError(f"{name} is {array.dtype}; it must be {dtype}, as {like}: convert it")
     return array.rechunk(result.chunks)

@@ -13,8 +13,8 @@ import dask.array as da
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cupyfa.dask.tasks import Attend, Differentiate, Merge
-from cupyfa.parts.calls import offset_of_part, options_of_parts
+from cupyfa.dask.tasks import Attend, Differentiate, Merge, output
+from cupyfa.parts.calls import offset_of_part, options_of_parts, unrounded
 from cupyfa.parts.strips import Strip, met_by, ranges, tile_of
 from cupyfa.parts.texts import places
 from cupyfa.problem import Problem
@@ -102,7 +102,10 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
     """out and lse. fan_in: how many parts are merged at a time; None gathers the keys."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
-    attend = Attend(options_of_parts(parts.problem), parts.captured, how)
+    options = options_of_parts(parts.problem)
+    if fan_in is not None:
+        options = unrounded(options, parts.problem, how["kernel"])
+    attend = Attend(options, parts.captured, how)
     merge = Merge({x: how[x] for x in ("backend", "check")})
     tile = tile_of(how["tiles"])
     graph: Graph = {}
@@ -119,11 +122,12 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
                 graph[made[-1]] = attend, (q.name, b, h, i, 0), *of_keys, x.skipped, offset
             results[b, h, i] = _merged(graph, merge, (f"{name}-merge", b, h, i), made, fan_in)
     tasks = _Tasks.of(name, graph, arrays)
-    out = {(*place, 0): (getitem, x, 0) for place, x in results.items()}
+    dtype = parts.problem.out_dtype.numpy
+    out = {(*place, 0): (output, x, dtype) for place, x in results.items()}
     lse = {place: (getitem, x, 1) for place, x in results.items()}
     chunks = q.chunks[:3]
     return (
-        tasks.array("out", out, (*chunks, v.chunks[3]), q, q.dtype),
+        tasks.array("out", out, (*chunks, v.chunks[3]), q, dtype),
         tasks.array("lse", lse, chunks, q, parts.problem.dtype.sums),
     )
 
@@ -150,7 +154,7 @@ def backward(
                 results[x][b, h, own.chunks[0], 0] = getitem, key, n
     tasks = _Tasks.of(name, graph, [*of_rows, parts.k, parts.v])
     return tuple(
-        tasks.array(f"d{x}", results[x], array.chunks, array, array.dtype)
+        tasks.array(f"d{x}", results[x], array.chunks, array, parts.problem.out_dtype.numpy)
         for x, array in arrays.items()
     )
 

@@ -57,6 +57,11 @@ class Merge:
         return merge(parts, **self.how)
 
 
+def output(result: tuple[Any, Any], dtype: Any) -> Any:
+    """The output of a task in a dtype, to which parts in float32 are rounded once."""
+    return result[0].astype(dtype, copy=False)
+
+
 def _joined(chunks: Chunks, skipped: int) -> Any:
     """Chunks along the axis of rows as one array, on the device where they are."""
     whole = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=2)

@@ -232,8 +232,9 @@ def _check_axes(name: str, array: Any) -> None:
 def _check_rows(q: Any, v: Any, p: Problem, of_rows: Mapping[str, Any]) -> None:
     """Raises for dout, out, lse or dlse of another shape or dtype than this rank's results."""
     of_out, of_lse = (*q.shape[:3], v.shape[3]), tuple(q.shape[:3])
+    dtypes = {"dout": p.dtype.numpy, "out": p.out_dtype.numpy}
     for name, x in of_rows.items():
-        shape, dtype = (of_lse, p.dtype.sums) if "lse" in name else (of_out, p.dtype.numpy)
+        shape, dtype = (of_out, dtypes[name]) if name in dtypes else (of_lse, p.dtype.sums)
         if tuple(x.shape) != shape:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)}; it must be {shape} for this rank's rows"

@@ -55,8 +55,8 @@ def attention(
     kernel, tiles: as for ``cupyfa.attention``; they are chosen for the whole problem.
     check: also compare the result of each part with the reference.
     captured: the numbers that score_mod and mask_mod name.
-    options, others: causal, window, offset, scale, softcap, score_mod, mask_mod and precision, of
-        the whole sequence, as for ``cupyfa.attention``. Texts may name the score and
+    options, others: causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype and
+        precision, of the whole sequence, as for ``cupyfa.attention``. Texts may name the score and
         position - key, and what docs/many-gpus.md lists for the schedule.
 
     Returns out [batch, heads, rows, dv], with ``return_lse`` also lse [batch, heads, rows], of this
@@ -111,9 +111,9 @@ def attention_backward(
     default 0; give it on all ranks or on none. With ``deterministic`` every run with as many ranks
     gives the same bits.
 
-    Returns dq, dk and dv, like q, k and v. Each part's dk and dv are rounded to the dtype; their
-    sums over the ranks are of float32 (float64 for float64), in the order of ranks. Raises what
-    ``attention`` raises.
+    Returns dq, dk and dv, like q, k and v, or in float32 with ``out_dtype="float32"``, as out then
+    is. Each part's dk and dv have this dtype; their sums over the ranks are of float32 (float64 for
+    float64), in the order of ranks. Raises what ``attention`` raises.
     """
     how = {
         "M": M, "N": N, "order": order, "schedule": schedule, "kernel": kernel, "tiles": tiles,

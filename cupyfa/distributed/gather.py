@@ -18,7 +18,7 @@ Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
 
 def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """out and lse of this rank's rows."""
-    out = new(q, (*q.shape[:3], v.shape[3]))
+    out = new(q, (*q.shape[:3], v.shape[3]), job.results)
     lse = new(q, q.shape[:3], job.sums)
     for _, heads, ks, vs in _steps(job, k, v, job.heads_of_rows()):
         for part in job.rows:
@@ -30,7 +30,7 @@ def forward(job: Job, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
 
 def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...]:
     """dq, dk and dv of this rank's rows and keys."""
-    dq, dk, dv = (new(x, x.shape) for x in (of_rows[0], k, v))
+    dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
     arriving: list[tuple[slice, Pending]] = []
 
     def add_up() -> None:

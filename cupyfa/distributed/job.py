@@ -45,6 +45,11 @@ class Job:
         return self.q_shards.parts(self.group.rank)
 
     @property
+    def results(self) -> np.dtype:
+        """The dtype of out, dq, dk and dv."""
+        return self.problem.out_dtype.numpy
+
+    @property
     def sums(self) -> np.dtype:
         """The dtype in which results of several ranks are added up."""
         return self.problem.dtype.sums

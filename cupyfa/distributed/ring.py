@@ -67,7 +67,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         total, now = made, arrived[0] if arrived else now
     if ranks > 1:
         (total,) = _passed_on(job, (total, (job.group.rank + 1) % ranks))()
-    dq, dk, dv = (new(x, x.shape) for x in (of_rows[0], k, v))
+    dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
     for rows in job.rows:
         copy_to(dq[:, :, rows.at], sums.get(rows.start, 0))
     for gradient, x in zip((dk, dv), unpacked(total, *columns)):
@@ -118,7 +118,7 @@ def _merged(job: Job, parts: Sequence[Result]) -> Result:
 
 def _results(job: Job, q: Any, v: Any, found: Mapping[int, Sequence[Result]]) -> Result:
     """out and lse; rows that have seen no key have 0 and -infinity."""
-    out = new(q, (*q.shape[:3], v.shape[3]))
+    out = new(q, (*q.shape[:3], v.shape[3]), job.results)
     lse = new(q, q.shape[:3], job.sums)
     for rows in job.rows:
         at, parts = (slice(None), slice(None), rows.at), found[rows.start]

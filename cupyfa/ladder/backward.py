@@ -35,7 +35,7 @@ from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
 
-ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
+ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
 FEATURES = (*ALL_BUT_PLACES, "places", "dropout")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"

@@ -29,7 +29,7 @@ from cupyfa.modifiers import KEY_TILES
 from cupyfa.options import FLOAT8
 from cupyfa.problem import MOST, Problem, round_up, whole
 
-ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv")
+ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv", "out_dtype")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
 EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout")
 

@@ -199,7 +199,8 @@ class Kernel(_Record):
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
         "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
         elements in padded arrays), "paged" (keys and values in pages), "e4m3" (keys and values of
-        8 bits, with scales), and the options that modify scores.
+        8 bits, with scales), "out_dtype" (float32 results of 16-bit inputs: its files have the type
+        ``result`` for O, dQ, dK and dV), and the options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
         "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
         and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,
@@ -397,7 +398,7 @@ class Kernel(_Record):
             if name != "lse" or "lse" in self.features
         }
         known = operation.inputs_of(p)
-        operands = [name for name, x in known.items() if x.kind == "scalar"]
+        operands = [name for name, x in known.items() if x.kind in ("scalar", "result")]
         arrays = {name: inputs[name] for name in known}
         floats = {name: constants[name] for name in self.floats}
         shapes = {name: x.shape(p) for name, x in wanted.items()}

@@ -52,7 +52,7 @@ exp(r) - 1 of each weight.
 
 Half an eps of float8_e4m3 is 2**-4. Its plain computation rounds Q, K, V and P, each matrix scaled
 so that its largest number is in the last binade; scores and O stay float32, and O is rounded only
-to the dtype of the arrays. Tensor cores keep about 14 bits of a sum of such products, so the eps of
+to the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so the eps of
 the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
 infinity.
 
@@ -173,17 +173,24 @@ def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> l
 
 @np.errstate(all="ignore")
 def expected_attention(
-    q: Array, k: Array, v: Array, *, dtype: str, roundings: Roundings = (None,), **score: Any
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    dtype: str,
+    out_dtype: str | None = None,
+    roundings: Roundings = (None,),
+    **score: Any,
 ) -> ExpectedOfEach:
     """The attention "O" and "lse", with the bounds that this module's docstring describes.
 
     q, k, v and `score` (scale, masks, mods, sink): as for `reference.attention`. dtype: of the
-    inputs and O.
+    inputs. out_dtype: of O, by default the same.
     roundings: for each kernel the precision of `reference.PRECISIONS` to which it rounds operands
     by design, or None; kernels share most of the work. Where that rounding overflows in the plain
     computation, an element may hold anything.
     """
-    kernels = {rounding: Arithmetic(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
@@ -217,6 +224,7 @@ def expected_gradients(
     dout: Array,
     *,
     dtype: str,
+    out_dtype: str | None = None,
     roundings: Roundings = (None,),
     dlse: Array | None = None,
     sink: Array | None = None,
@@ -228,10 +236,11 @@ def expected_gradients(
     Also those of the arrays ``wrt`` that texts read, by their names.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
-    dlse are their gradients; the others are those of `expected_attention`. dK and dV are sums over
+    dlse are their gradients; out_dtype is that of out, dQ, dK and dV, and the others are those of
+    `expected_attention`. dK and dV are sums over
     the query heads that share a key head, dsink has the shape and dtype of sink.
     """
-    kernels = {rounding: Arithmetic(dtype, rounding) for rounding in roundings}
+    kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
@@ -259,7 +268,7 @@ def expected_gradients(
                 of_sinks[r].reshape(-1)[tile.where[0]] += _sink_bounds(work, kernel).sum(-1)
     for r, kernel in kernels.items():
         for name, bound in bounds[r].items():
-            add_rounding_of_results(value[name], bound, kernel, kernel.dtype)
+            add_rounding_of_results(value[name], bound, kernel, kernel.result)
     if sink is not None:
         over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
         value["dsink"] = sinks.sum(over)
@@ -338,22 +347,26 @@ class Arithmetic:
     """The dtype of a kernel's arrays, and the precision of the operands of its products.
 
     rounds_by_design: whether it may round more than its arrays and P to that precision.
-    coarsest: the precision of O, the coarser one of the arrays' and the operands'.
+    result: the dtype of O and of gradients, by default the arrays'.
+    coarsest: the precision of O, the coarser one of the arrays' and the operands'; or that of
+        results which are finer than the arrays.
     accumulator: np.finfo of the sums; eps: the spacing at 1 of sums of products.
     operand_unit, output_unit: the relative errors of rounding operands and results.
     """
 
-    def __init__(self, dtype: str, rounding: str | None = None) -> None:
+    def __init__(self, dtype: str, rounding: str | None = None, result: str | None = None) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
         if rounding not in (None, *reference.PRECISIONS):
             known = ", ".join(reference.PRECISIONS)
             raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
-        self.dtype, self.operands = dtype, rounding or dtype
+        self.dtype, self.operands, self.result = dtype, rounding or dtype, result or dtype
         self.rounds_by_design = rounding is not None
         is_float8 = self.operands == _FLOAT8  # which no result has
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
+        if self.result != dtype:
+            self.coarsest = self.result
         self.accumulator = np.finfo(np.float64 if self.operands == "float64" else np.float32)
         self.tiny = float(self.accumulator.smallest_normal)
         self.eps = _FLOAT8_SUMS if is_float8 else float(self.accumulator.eps)
@@ -467,7 +480,7 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, f
     orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
     for scaled in orders if kernel.is_narrow else "":
         out, lse, _ = work.attend(kernel.operands, scaled=scaled)
-        for i, plain in enumerate((reference.rounded(out, kernel.dtype), lse)):
+        for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
             errors[i] = max(errors[i], _largest(plain - exact[i]))
             if kernel.rounds_by_design:
                 overflown = ~np.isfinite(plain) & (plain != exact[i]) & ~np.isnan(exact[i])

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyfa.api import Tiles, given_tiles
+from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, can_give
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ def options_of_parts(p: Problem) -> AttentionOptions:
     """
     given = p.options
     return replace(given, causal="bottom-right" if given.causal else None, offset=None)
+
+
+def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> AttentionOptions:
+    """The options with float32 results of 16-bit inputs, for parts that are merged or added, if
+    the kernel can give them.
+    """
+    record = kernel if isinstance(kernel, Kernel) else lookup.kernel(kernel)
+    is_able = can_give("float32", p.dtype) and "out_dtype" in record.features
+    return replace(options, out_dtype="float32") if is_able else options
 
 
 def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:

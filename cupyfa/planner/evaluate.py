@@ -163,6 +163,7 @@ class _Planner:
             path=source_path(kernel, launch),
             dtype=p.dtype,
             operand=self.operand,
+            result=p.out_dtype,
             constants={
                 **self.constants,
                 **own,

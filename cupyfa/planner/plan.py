@@ -79,6 +79,7 @@ class PlannedLaunch:
     path: Path
     dtype: DType
     operand: DType  # that inputs are rounded to for products
+    result: DType  # of O, dQ, dK and dV
     constants: Mapping[str, int | float]
     grid: tuple[int, int, int]
     threads: int

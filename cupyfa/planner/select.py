@@ -385,6 +385,7 @@ def _is_for(tuned: Tuned, problem: Problem) -> bool:
 _MEANING = {
     "places": "places (masks, and scores that depend on arrays or positions)",
     "e4m3": "keys and values in e4m3",
+    "out_dtype": "out_dtype (results in float32)",
     "wrt": "wrt (gradients of arrays that change scores)",
 }
 

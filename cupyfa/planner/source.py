@@ -42,6 +42,7 @@ def text(launch: PlannedLaunch) -> str:
             *header,
             f"using scalar = {launch.dtype.scalar};",
             f"using operand = {launch.operand.scalar};",
+            f"using result = {launch.result.scalar};",
             f"using real = {launch.dtype.real};",
             *(_constant(name, value) for name, value in launch.constants.items() if name in named),
             *([launch.mods] if None in words or "Mods" in named else []),

@@ -680,6 +680,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
         path=Path(str(APPEND.file)),
         dtype=p.dtype,
         operand=p.dtype,
+        result=p.dtype,
         constants={
             **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
             **{"interleaved": interleaved, "page_size": cache.page_size or 0},

@@ -438,6 +438,7 @@ def _planned(
         path=Path(str(launch.file)),
         dtype=p.dtype,
         operand=p.dtype,
+        result=p.dtype,
         constants=constants,
         grid=(cdiv(p.batch * p.heads * p.M, rows_of_block), 1, 1),
         threads=constants["threads"],

@@ -269,6 +269,7 @@ def _planned(
         path=Path(str(launch.file)),
         dtype=p.dtype,
         operand=p.dtype,
+        result=p.dtype,
         constants={**constants, "threads": threads},
         grid=(count, 1, 1),
         threads=threads,

@@ -305,7 +305,7 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
             return _forward_by_kernel(p, arrays, backend)
     out, lse = exact_attention(arrays, p)
     with np.errstate(all="ignore"):
-        return {"O": out.astype(p.dtype.numpy), "lse": lse.astype(p.dtype.sums)}
+        return {"O": out.astype(p.out_dtype.numpy), "lse": lse.astype(p.dtype.sums)}
 
 
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from typing import Any, Unpack
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
 from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
+from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
@@ -137,9 +138,10 @@ def check(
         and 200 on a GPU.
     seed: of the drawn cases and of the inputs.
     dtypes: in place of the grid's.
-    options: of attention, in place of the grid's own; with a precision, inputs are float32 unless
-        dtypes are given. Arrays that change scores are forms of ``forms.operands``. With
-        ``lengths`` every case is a ragged batch of such sequences.
+    options: of attention, in place of the grid's own; with a precision, inputs are float32, and
+        with an out_dtype of float32 of 16 bits, unless dtypes are given. Arrays that change scores
+        are forms of ``forms.operands``. With ``lengths`` every case is a ragged batch of such
+        sequences.
     schedules: in how many orders of threads the simulator runs each case, each compared with the
         reference.
     reruns: how often each kernel runs again and must give the same bits.
@@ -229,6 +231,8 @@ def tasks_of(
     Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong ones, and both
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
+    if given.get("out_dtype") == "float32" and not dtypes:
+        dtypes = HALF
     how: Any = {
         "samples": samples,
         "seed": seed,

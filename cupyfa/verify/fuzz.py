@@ -25,7 +25,7 @@ from cupyfa.modifiers import ALIBI, BIAS, DLSE, MAPS, MASK, SEEDS, SINK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import TEXTS, Problem
+from cupyfa.problem import TEXTS, Problem, can_give
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.tasks import refuse_long
@@ -222,7 +222,7 @@ class Fuzz:
 
     def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
         """A problem of a usual size with the dtype, head dimensions and options of a group."""
-        dtype = turns.choose("dtype", self._dtypes)
+        dtype = self._dtype(turns)
         few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
         if self._operation == "softmax":
@@ -287,6 +287,9 @@ class Fuzz:
             return min(pick.choice((16, 64)) * pick.randrange(1, 4) + pick.choice((-1, 1)), most)
         return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
 
+    def _dtype(self, turns: "_Turns") -> str:
+        return turns.choose("dtype", self._dtypes)
+
     def _options(self, turns: "_Turns") -> dict[str, Any]:
         """Mask, sides of the window and other options of a group; sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
@@ -301,7 +304,15 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        found["out_dtype"] = self._out_dtype(turns)
         return found | self._dropout(turns) | dict(self.options or {})
+
+    def _out_dtype(self, turns: "_Turns") -> str | None:
+        """float32 of some groups with 16-bit inputs."""
+        dtype = DTYPES[self._dtype(turns)]
+        able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
+        tried = [x for x in able if can_give(x, dtype)]
+        return turns.choose("out_dtype", (None, None, None, *tried))
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
         """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
@@ -449,6 +460,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "mask": p.right is not None,
         "window": p.left is not None,
         "offset": p.offset is not None,
+        "float32 results": p.out_dtype != p.dtype,
         "GQA": p.group > 1,
         "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
         **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
@@ -466,7 +478,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 def other_options() -> list[str]:
     """The options with values to try, besides those that grids have as axes of their own."""
-    own = ("causal", "window", "scale")
+    own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 

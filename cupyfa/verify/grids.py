@@ -19,7 +19,7 @@ from cupyfa import forms
 from cupyfa.dtypes import DTYPES
 from cupyfa.modifiers import BIAS, MASK
 from cupyfa.options import OPTIONS, Window
-from cupyfa.problem import Problem
+from cupyfa.problem import Problem, can_give
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.fuzz import MODIFIED, OF_SEQUENCES, other_options
 
@@ -82,6 +82,8 @@ def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
 
     A ragged batch has no arrays of pairs, nor their wrt. An offset needs its own mask.
     """
+    if not can_give(options.get("out_dtype"), p.dtype):
+        return False
     is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
     is_paged = p.pages or forms.PAGE_SIZE in arrays
     if p.offset is not None and (is_ragged or is_paged or options.keys() & {"causal", "window"}):
@@ -271,6 +273,7 @@ _ODD: Axes = {
     "layout": _NEAR,
 }
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
+_OF_RESULTS = 8  # cases with results in float32
 _OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
 # Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
 # rows that do not count, and rows of no sequence.
@@ -301,9 +304,12 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     odd = {**_ODD, "dtype": dtypes}
     yield from _paired(odd, _OF_ODD)
     odd["window"] = OPTIONS["window"].tried
-    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS))
+    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS) - _OF_RESULTS)
     for chosen, offset in zip(_paired({**odd, "causal": _MASKS[1:]}, len(_OFFSETS)), _OFFSETS):
         yield {**chosen, "offset": offset}
+    if narrow := [x for x in dtypes if DTYPES[x].itemsize == 2]:
+        for chosen in _paired({**odd, "dtype": narrow}, _OF_RESULTS):
+            yield {**chosen, "out_dtype": "float32"}
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
     yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
     for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):

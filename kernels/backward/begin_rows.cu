@@ -7,7 +7,7 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes, has_dlse
+//   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/query_parts.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/sum_tile.cuh>
@@ -18,7 +18,7 @@ using Part = RegisterTile<Parts::width>;
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void begin_rows(
-    Tensor<const scalar> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
+    Tensor<const result> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
     Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
   const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Parts::count);

@@ -7,7 +7,7 @@
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
-//   the host sets: scalar, real, dv, threads, shared_bytes, has_dlse
+//   the host sets: scalar, result, real, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -16,7 +16,7 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "a warp sums a row");
 
-extern "C" __global__ __launch_bounds__(threads) void delta(Tensor<const scalar> O,
+extern "C" __global__ __launch_bounds__(threads) void delta(Tensor<const result> O,
                                                             Tensor<const scalar> dO, Tensor<real> D,
                                                             int M, int heads, Mods mods) {
   constexpr int rows = threads / warp_size;
@@ -24,7 +24,7 @@ extern "C" __global__ __launch_bounds__(threads) void delta(Tensor<const scalar>
   const int row = tile * rows + threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   real sum = 0;
   if (row < M) {
-    const scalar* output = O.row(batch, head, row);
+    const result* output = O.row(batch, head, row);
     const scalar* gradient = dO.row(batch, head, row);
     for (int col = lane; col < dv; col += warp_size) sum += real(output[col]) * real(gradient[col]);
   }

@@ -4,7 +4,8 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <backward/parts/finish_dQ.cuh>
 
 using Part = RegisterTile<QueryParts<Br, d, dv>::width>;
@@ -14,7 +15,7 @@ static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<scalar> dQ, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
+    Tensor<result> dQ, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);

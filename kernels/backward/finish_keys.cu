@@ -7,14 +7,15 @@
 //   sums, gradient [batch, kv_heads, N, width]    left [batch, heads, M, N]
 //   right [batch, heads, M, width]    lse [batch, heads, M]
 //   grid (max(cdiv(N * width, threads), 1) * kv_heads * batch)    block (threads)
-//   the host sets: scalar, real, width, scaled, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, width, scaled, threads, shared_bytes and options
+//   (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_keys(
-    Tensor<const real> sums, Tensor<scalar> gradient, Tensor<const scalar> left,
+    Tensor<const real> sums, Tensor<result> gradient, Tensor<const scalar> left,
     Tensor<const scalar> right, Tensor<const real> lse, Sizes sizes, int kv_heads, int group,
     real scale) {
   const long long elements = (long long)sizes.N * width;
@@ -36,5 +37,5 @@ extern "C" __global__ __launch_bounds__(threads) void finish_keys(
       }
     }
   }
-  gradient.row(batch, kv_head, key)[col] = scalar(scaled ? sum * scale : sum);
+  gradient.row(batch, kv_head, key)[col] = result(scaled ? sum * scale : sum);
 }

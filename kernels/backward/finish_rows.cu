@@ -7,14 +7,14 @@
 //   dQ_sum, dQ [batch, heads, M, d]    dS [batch, heads, M, N]    K [batch, kv_heads, N, d]
 //   lse [batch, heads, M]
 //   grid (max(cdiv(M * d, threads), 1) * heads * batch)    block (threads)
-//   the host sets: scalar, real, d, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, d, threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_rows(
-    Tensor<const real> dQ_sum, Tensor<scalar> dQ, Tensor<const scalar> dS, Tensor<const scalar> K,
+    Tensor<const real> dQ_sum, Tensor<result> dQ, Tensor<const scalar> dS, Tensor<const scalar> K,
     Tensor<const real> lse, Sizes sizes, int heads, int group, real scale) {
   const long long elements = (long long)sizes.M * d;
   const int tiles = max(int((elements + threads - 1) / threads), 1);
@@ -34,5 +34,5 @@ extern "C" __global__ __launch_bounds__(threads) void finish_rows(
       sum += real(dS.row(batch, head, row)[key]) * value;
     }
   }
-  dQ.row(batch, head, row)[col] = scalar(sum * scale);
+  dQ.row(batch, head, row)[col] = result(sum * scale);
 }

@@ -2,8 +2,8 @@
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, floats, dv, threads, shared_bytes, has_dlse, is_packed: a
-//   ragged batch has more tiles of sums than tiles of packed rows
+//   the host sets: scalar, result, real, Br, floats, dv, threads, shared_bytes, has_dlse,
+//   is_packed: a ragged batch has more tiles of sums than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/row_product.cuh>
 
@@ -15,7 +15,7 @@ constexpr int chunks = cdiv(dv, 8);
 constexpr int lanes = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;  // for a row
 constexpr int together = 4;  // rows that a thread's loads are under way for
 
-extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const scalar> O,
+extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const result> O,
                                                                 Tensor<const scalar> dO,
                                                                 Tensor<real> D, float* dQ_sum,
                                                                 int M, int heads, Mods mods) {

@@ -9,7 +9,7 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, sharing, stages, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, sharing, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/exp2_f64.cuh>
 #include <backward/parts/f64_products.cuh>
@@ -205,7 +205,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 // Stores a warp's part of dK or dV, or computes it again if it is not finite.
 template <bool of_V, class Own, class Repair>
 __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
-                                                Tensor<scalar> gradient, const Own& own,
+                                                Tensor<result> gradient, const Own& own,
                                                 const Repair& repair, int group, int first_key) {
   const int first = first_key + own.row;
   if (all_finite(sums))
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, real* dQ_sum,
-    Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale,
+    Tensor<result> dK, Tensor<result> dV, Sizes sizes, int kv_heads, int group, real scale,
     Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);

@@ -2,8 +2,8 @@
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `doubles` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads), a warp for each row
-//   the host sets: scalar, real, Br, doubles, dv, threads, shared_bytes, has_dlse, is_packed: a
-//   ragged batch has more tiles of sums than tiles of packed rows
+//   the host sets: scalar, result, real, Br, doubles, dv, threads, shared_bytes, has_dlse,
+//   is_packed: a ragged batch has more tiles of sums than tiles of packed rows
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -12,7 +12,7 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads % warp_size == 0, "a warp sums a row");
 
-extern "C" __global__ __launch_bounds__(threads) void mma_f64_delta(Tensor<const scalar> O,
+extern "C" __global__ __launch_bounds__(threads) void mma_f64_delta(Tensor<const result> O,
                                                                     Tensor<const scalar> dO,
                                                                     Tensor<real> D, real* dQ_sum,
                                                                     int M, int heads, Mods mods) {
@@ -22,7 +22,8 @@ extern "C" __global__ __launch_bounds__(threads) void mma_f64_delta(Tensor<const
   if (is_packed && batch > 0) return;
   const int lane = threadIdx.x % warp_size, end = min((tile + 1) * Br, M);
   for (int row = tile * Br + threadIdx.x / warp_size; row < end; row += threads / warp_size) {
-    const scalar *output = O.row(batch, head, row), *gradient = dO.row(batch, head, row);
+    const result* output = O.row(batch, head, row);
+    const scalar* gradient = dO.row(batch, head, row);
     real sum = 0;
     for (int col = lane; col < dv; col += warp_size) sum += real(output[col]) * real(gradient[col]);
     sum = warp_sum(sum);

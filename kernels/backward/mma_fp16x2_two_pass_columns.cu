@@ -13,9 +13,9 @@
 //   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, stages, row_slabs (those of row_maxima),
-//   of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
+//   row_maxima), of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and
+//   options (score.cuh)
 #include <backward/parts/half_gradients.cuh>
 #include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>
@@ -181,7 +181,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
     const int* V_exponents, const float* row_maxima, Tensor<const real> lse,
     Tensor<const real> delta, Tensor<const real> scale2, Tensor<const real> dO_units,
-    Tensor<const unsigned char> flags, Tensor<scalar> dK, Tensor<scalar> dV,
+    Tensor<const unsigned char> flags, Tensor<result> dK, Tensor<result> dV,
     Tensor<unsigned char> dK_flags, Tensor<unsigned char> dV_flags, Sizes sizes, int kv_heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();

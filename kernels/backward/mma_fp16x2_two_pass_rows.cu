@@ -6,8 +6,8 @@
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
-//   options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
+//   and options (score.cuh)
 #include <backward/parts/part_rows.cuh>
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
@@ -83,7 +83,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
     Tensor<const operand> dO_high, Tensor<const operand> dO_low, const int* K_exponents,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const real> scale2,
-    Tensor<const real> dO_units, Tensor<unsigned char> flags, Tensor<scalar> dQ, Sizes sizes,
+    Tensor<const real> dO_units, Tensor<unsigned char> flags, Tensor<result> dQ, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);

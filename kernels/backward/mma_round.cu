@@ -3,7 +3,7 @@
 //   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
 //   options (score.cuh)
 #include <backward/parts/query_part.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -20,7 +20,7 @@ using Queries = QueryPart<Br, depth, warps, query_slices>;
 extern "C" __global__ __launch_bounds__(threads) void mma_round(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
     Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const float* dQ_sum,
-    Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
+    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   if (!extent.has_tile_of_rows(tile * Br)) return;

@@ -7,7 +7,7 @@
 //   P, dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   grid (max(cdiv(keys of the round, Br), 1) * (tiles of dv + tiles of d) * kv_heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc))
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <backward/parts/all_finite.cuh>
@@ -69,7 +69,7 @@ struct Source {
 // Writes the warp's keys of a gradient by the rows that see each: an infinity or NaN of another row
 // makes NaN of a product with 0.
 template <int cols>
-__device__ void repair(Tensor<scalar> gradient, const operand* left, Tensor<const operand> right,
+__device__ void repair(Tensor<result> gradient, const operand* left, Tensor<const operand> right,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int heads,
                        int group, int local_kv_head, int first_key, int first_col, float factor) {
   const int kv_heads = heads / group, kv_head = round.first_head / group + local_kv_head;
@@ -91,14 +91,14 @@ __device__ void repair(Tensor<scalar> gradient, const operand* left, Tensor<cons
                float(right.row(head / heads, head % heads, row)[col]);
       }
     }
-    gradient.row(kv_head / kv_heads, kv_head % kv_heads, key)[col] = scalar(sum * factor);
+    gradient.row(kv_head / kv_heads, kv_head % kv_heads, key)[col] = result(sum * factor);
   }
 }
 
 template <int cols>
 __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
                                          Tensor<const operand> right, Tensor<const real> lse,
-                                         Tensor<scalar> gradient, const Extent& extent,
+                                         Tensor<result> gradient, const Extent& extent,
                                          const Round& round, int heads, int group,
                                          int local_kv_head, int key, int col, float factor) {
   constexpr int width = own_width<cols>;
@@ -132,7 +132,7 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_columns(
     Tensor<const operand> Q, Tensor<const operand> dO, Tensor<const real> lse, const operand* P,
-    const operand* dS, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads, int group,
+    const operand* dS, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int group,
     int first_head, int first_key, int stride, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   constexpr int value_tiles = cdiv(dv, tile_width<dv>),

@@ -7,7 +7,7 @@
 //   dS: [heads of the round, M, stride], see gradient_slices.cuh
 //   dQ_sum: scratch, of each block as many floats as its tile has, if there are rounds of keys
 //   grid (tiles of d * cdiv(M, Br) * heads of the round)    block (32 * Br * Bc / (Wr * Wc))
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <backward/parts/all_finite.cuh>
@@ -60,7 +60,7 @@ __device__ __forceinline__ float4* saved(float* dQ_sum) {
 // Sums the thread's elements of a round again, by the keys that each row sees: a masked key's
 // infinity or NaN makes NaN of a product with 0. It works in memory, because a loop over registers
 // would have to be unrolled.
-__device__ void repair(float* dQ_sum, Tensor<scalar> dQ, const Head& dS, Tensor<const operand> K,
+__device__ void repair(float* dQ_sum, Tensor<result> dQ, const Head& dS, Tensor<const operand> K,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int batch,
                        int head, int kv_head, int first_row, int first_col, float scale) {
   const bool first = round.first_key == 0, last = round.first_key + round.stride >= extent.N;
@@ -83,13 +83,13 @@ __device__ void repair(float* dQ_sum, Tensor<scalar> dQ, const Head& dS, Tensor<
     if (!last)
       *kept = sum;
     else if (row < extent.M && col < d)
-      dQ.row(batch, head, row)[col] = scalar(sum * scale);
+      dQ.row(batch, head, row)[col] = result(sum * scale);
   }
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_rows(
     Tensor<const operand> K, Tensor<const real> lse, const operand* dS, float* dQ_sum,
-    Tensor<scalar> dQ, Sizes sizes, int heads, int group, int first_head, int first_key, int stride,
+    Tensor<result> dQ, Sizes sizes, int heads, int group, int first_head, int first_key, int stride,
     real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, row_tile, local_head] =

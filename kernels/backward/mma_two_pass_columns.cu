@@ -6,8 +6,8 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, operand, real, Br, Bc, warps, stages, d, dv, threads, shared_bytes
-//   and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/store_part.cuh>
 #include <ptx/cp_async.cuh>
@@ -114,8 +114,8 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
-    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK,
-    Tensor<scalar> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dK,
+    Tensor<result> dV, Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, kv_head, batch] = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
   const int first_key = tile * Bc;

@@ -7,8 +7,8 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes and
-//   options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
+//   and options (score.cuh)
 #include <backward/parts/call_rarely.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -103,7 +103,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
-    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dQ,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);

@@ -7,7 +7,7 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (query_blocks for tiles of rows, then blocks for tiles of keys)    block (threads)
-//   the host sets: scalar, real, rows_of_block, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, rows_of_block, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/stats_in_memory.cuh>
@@ -36,19 +36,19 @@ __device__ bool read_flags(bool (&flagged)[rows_of_block], Tensor<const unsigned
 
 // Adds up what the warps have of a row, and writes it.
 template <int cols>
-__device__ void write_row(Shared& shared, const RowSum<cols>& sum, scalar* row, real factor) {
+__device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, real factor) {
   sum.store(shared.sums[threadIdx.x / warp_size], real(1));
   __syncthreads();  // all warps' sums are there
   for (int col = threadIdx.x; col < cols; col += threads) {
     real total = 0;
     for (int warp = 0; warp < warps_of_block; ++warp) total += shared.sums[warp][col];
-    row[col] = scalar(total * factor);
+    row[col] = result(total * factor);
   }
   __syncthreads();  // before the sums of the next row overwrite them
 }
 
 // dQ of a row. Warps take keys in turn.
-__device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<scalar> dQ, int head,
+__device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result> dQ, int head,
                            int row) {
   const Extent& extent = inputs.extent;
   const RowStats own = inputs.stats(head, row);
@@ -62,7 +62,7 @@ __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<scalar>
 
 // dK, or dV, of a key. Warps take rows of each head in turn.
 template <bool of_V>
-__device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<scalar> gradient,
+__device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result> gradient,
                            int group, int key) {
   constexpr int cols = of_V ? dv : d;
   const int first = inputs.extent.row_begin(key) + threadIdx.x / warp_size;
@@ -83,8 +83,8 @@ __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<scalar>
 extern "C" __global__ __launch_bounds__(threads) void repair_part_gradients(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const unsigned char> flags,
-    Tensor<const unsigned char> dK_flags, Tensor<const unsigned char> dV_flags, Tensor<scalar> dQ,
-    Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int query_blocks, int heads, int kv_heads,
+    Tensor<const unsigned char> dK_flags, Tensor<const unsigned char> dV_flags, Tensor<result> dQ,
+    Tensor<result> dK, Tensor<result> dV, Sizes sizes, int query_blocks, int heads, int kv_heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int index = blockIdx.x;

@@ -7,7 +7,8 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dK_sum, dV_sum [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <backward/parts/gradients.cuh>
 #include <tile/shared.cuh>
 
@@ -25,7 +26,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dQ, Tensor<real> dK_sum,
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dQ, Tensor<real> dK_sum,
     Tensor<real> dV_sum, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Place at = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
@@ -69,6 +70,6 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
     const int row = i / d, col = i % d;
     if (first_row + row >= M) return;
     const real sum = shared.lse[row] == -infinity ? real(0) : shared.dQ[row][col] * scale;
-    dQ.row(batch, head, first_row + row)[col] = scalar(sum);
+    dQ.row(batch, head, first_row + row)[col] = result(sum);
   });
 }

@@ -5,7 +5,7 @@
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink, as the sinks
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
-//   the host sets: scalar, real, dv, threads, shared_bytes, has_dlse
+//   the host sets: scalar, result, real, dv, threads, shared_bytes, has_dlse
 #include <attention/texts.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
@@ -16,7 +16,7 @@ static_assert(shared_bytes == 0, "nothing is shared but the sums of warps");
 
 using Element = decltype(Mods::sink_)::Type;
 
-extern "C" __global__ __launch_bounds__(threads) void sink_gradient(Tensor<const scalar> O,
+extern "C" __global__ __launch_bounds__(threads) void sink_gradient(Tensor<const result> O,
                                                                     Tensor<const scalar> dO,
                                                                     Tensor<const real> lse,
                                                                     Element* d_sink, int M,
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void sink_gradient(Tensor<const
   for (int b = first; b < end; ++b) {
     const real sink = sink_of(mods.sink_, b, head);
     for (int row = warp; row < M; row += warps) {
-      const scalar* output = O.row(b, head, row);
+      const result* output = O.row(b, head, row);
       const scalar* gradient = dO.row(b, head, row);
       real delta = 0;
       for (int col = lane; col < dv; col += warp_size)

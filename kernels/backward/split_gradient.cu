@@ -19,8 +19,8 @@
 //   dO_high, dO_low [batch, heads, M, dv]: contiguous, filled up with zeros to a multiple of 16
 //   K_exponents [batch, kv_heads, d]    scale2, dO_units, delta, flags [batch, heads, M]
 //   grid (query_blocks for tiles of rows, then kv_heads * batch)    block (threads)
-//   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes,
-//   has_dlse and options (extent.cuh)
+//   the host sets: scalar, result, operand, real, slabs, rows_of_block, d, dv, threads,
+//   shared_bytes, has_dlse and options (extent.cuh)
 #include <attention/score.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/part_exponents.cuh>
@@ -38,7 +38,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 struct RowProduct {
   real sum = 0, size = 0;
 
-  __device__ __forceinline__ RowProduct(const scalar* output, const scalar* gradient, int lane) {
+  __device__ __forceinline__ RowProduct(const result* output, const scalar* gradient, int lane) {
     for (int col = lane; col < dv; col += warp_size) {
       const real product = real(output[col]) * real(gradient[col]);
       sum += product;
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale,
 }
 
 extern "C" __global__ __launch_bounds__(threads) void split_gradient(
-    Tensor<const scalar> Q, Tensor<const scalar> O, Tensor<const scalar> dO, const float* maxima,
+    Tensor<const scalar> Q, Tensor<const result> O, Tensor<const scalar> dO, const float* maxima,
     Tensor<operand> dO_high, Tensor<operand> dO_low, int* K_exponents, Tensor<const real> scale2,
     Tensor<real> dO_units, Tensor<real> delta, Tensor<unsigned char> flags, Sizes sizes,
     int query_blocks, int heads, int kv_heads, int group, real scale, Mods mods) {

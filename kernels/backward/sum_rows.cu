@@ -3,12 +3,12 @@
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, d, dv, threads, shared_bytes, has_dlse
+//   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/sum_tile.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
-extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const scalar> O,
+extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const result> O,
                                                                Tensor<const scalar> dO,
                                                                Tensor<const real> lse,
                                                                RowSums<Br>* row_sums, int M,

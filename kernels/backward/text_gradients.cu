@@ -9,8 +9,8 @@
 //   Q, O, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
-//   the host sets: scalar, real, d, dv, threads, shared_bytes, finds_largest, has_dlse, options and
-//   the tape of the texts
+//   the host sets: scalar, result, real, d, dv, threads, shared_bytes, finds_largest, has_dlse,
+//   options and the tape of the texts
 #include <attention/score.cuh>
 #include <backward/parts/exact_sums.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
@@ -20,7 +20,7 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void text_gradients(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const result> O,
     Tensor<const scalar> dO, Tensor<const real> lse, unsigned long long* largest, long long* sums,
     unsigned* flags, int bits, Sizes sizes, int heads, int group, real scale, Mods mods,
     Gradients gradients) {
@@ -32,8 +32,8 @@ extern "C" __global__ __launch_bounds__(threads) void text_gradients(
   const real sum = *lse.row(batch, head, row);
   if (sum == -infinity) return;
 
-  const scalar *query = Q.row(batch, head, row), *output = O.row(batch, head, row);
-  const scalar* gradient = dO.row(batch, head, row);
+  const scalar *query = Q.row(batch, head, row), *gradient = dO.row(batch, head, row);
+  const result* output = O.row(batch, head, row);
   real delta = 0;
   for (int col = lane; col < dv; col += warp_size) delta += real(output[col]) * real(gradient[col]);
   delta = warp_sum(delta) - gradient_of_lse(mods, batch, head, row);

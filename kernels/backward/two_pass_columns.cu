@@ -6,7 +6,8 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <backward/parts/gradients.cuh>
 #include <tile/shared.cuh>
 
@@ -25,7 +26,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 
 extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,
+    Tensor<const real> lse, Tensor<const real> delta, Tensor<result> dK, Tensor<result> dV,
     Sizes sizes, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Place at = place_of_keys<Bc>(blockIdx.x, sizes, mods, kv_heads);
@@ -66,11 +67,11 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   share_out<threads, Bc * d, 4>([&](int i, int) {
     const int key = i / d, col = i % d;
     if (first_key + key >= N) return;
-    dK.row(batch, kv_head, first_key + key)[col] = scalar(shared.dK[key][col] * scale);
+    dK.row(batch, kv_head, first_key + key)[col] = result(shared.dK[key][col] * scale);
   });
   share_out<threads, Bc * dv, 4>([&](int i, int) {
     const int key = i / dv, col = i % dv;
     if (first_key + key >= N) return;
-    dV.row(batch, kv_head, first_key + key)[col] = scalar(shared.dV[key][col]);
+    dV.row(batch, kv_head, first_key + key)[col] = result(shared.dV[key][col]);
   });
 }

@@ -10,8 +10,8 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, dS_stages, finishes, pair_bytes, batch_first,
-//   d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, pair_bytes,
+//   batch_first, d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/add_dQ.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
@@ -136,8 +136,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<scalar> dQ, Tensor<scalar> dK,
-    Tensor<scalar> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<result> dQ, Tensor<result> dK,
+    Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

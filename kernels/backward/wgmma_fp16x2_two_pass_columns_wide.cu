@@ -8,8 +8,8 @@
 //   row_maxima: see part_maxima.cu    stats: see part_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, operand, real, Br, Bc, stages, row_slabs (those of row_maxima), d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (those of row_maxima),
+//   d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/part_columns.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <tile/shared.cuh>
@@ -110,7 +110,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
     const int* K_exponents, const int* V_exponents, const float* row_maxima, const PartStats* stats,
-    Tensor<scalar> dK, Tensor<scalar> dV, Tensor<unsigned char> dK_flags,
+    Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
     Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();

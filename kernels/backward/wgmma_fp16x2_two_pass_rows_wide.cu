@@ -9,7 +9,7 @@
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, 64) * heads * batch)    block (384)
-//   the host sets: scalar, operand, real, Bk, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, operand, real, Bk, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/gradient_parts.cuh>
 #include <backward/parts/part_rows.cuh>
@@ -141,7 +141,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
     const int* K_exponents, Tensor<const real> lse, Tensor<const real> delta,
     Tensor<const real> scale2, Tensor<const real> dO_units, Tensor<unsigned char> flags,
-    Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
+    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

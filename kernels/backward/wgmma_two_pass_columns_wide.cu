@@ -6,7 +6,7 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/own_keys.cuh>
 #include <backward/parts/register_tile.cuh>
@@ -132,7 +132,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Tensor<scalar> dK, Tensor<scalar> dV, Sizes sizes, int heads,
+    const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

@@ -6,7 +6,7 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
-//   the host sets: scalar, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -142,7 +142,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Tensor<scalar> dQ, Sizes sizes, int heads, int group, real scale,
+    const RowSums<Br>* row_sums, Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

@@ -5,7 +5,7 @@
 //
 //   X [batch, heads, rows, width]
 //   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
-//   the host sets: scalar, operand, real, of_keys, of_sums, of_operands, width, threads,
+//   the host sets: result, operand, real, of_keys, of_sums, of_operands, width, threads,
 //   shared_bytes
 #include <attention/ragged.cuh>
 #include <tile/math.cuh>
@@ -15,7 +15,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 template <bool sums, bool operands>
 struct Element {
-  using Type = scalar;
+  using Type = result;
 };
 template <>
 struct Element<true, false> {

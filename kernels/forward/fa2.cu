@@ -8,7 +8,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -97,7 +98,7 @@ __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int batches, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Scorer<real> scorer = {scale, mods};
@@ -132,7 +133,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
 
     if (row < M) {
       for (int col = 0; col < dv; ++col) {
-        O.row(batch, head, row)[col] = scalar(shared.O[threadIdx.x][col] * softmax.inverse_sum());
+        O.row(batch, head, row)[col] = result(shared.O[threadIdx.x][col] * softmax.inverse_sum());
       }
       *lse.row(batch, head, row) = softmax.lse();
     }

@@ -8,7 +8,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/padding.cuh>
@@ -93,7 +94,7 @@ __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int batches, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const Scorer<real> scorer = {scale, mods};
@@ -132,7 +133,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     __syncthreads();  // every row's output and sum are there
     for (int i = 0; i < min(Br, M - tile * Br); ++i) {
       for (int col = threadIdx.x; col < dv; col += threads) {
-        O.row(batch, head, tile * Br + i)[col] = scalar(shared.O[i][col] * shared.inverse_sum[i]);
+        O.row(batch, head, tile * Br + i)[col] = result(shared.O[i][col] * shared.inverse_sum[i]);
       }
     }
     __syncthreads();  // before the next tile of Q overwrites this one

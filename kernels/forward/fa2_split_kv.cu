@@ -10,7 +10,7 @@
 //   O_splits [batch, heads, M, num_splits, dv]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (threads)
-//   the host sets: scalar, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
@@ -135,7 +135,7 @@ __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
 }
 
 extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, real* O_splits, real* max_splits, real* sum_splits, int num_splits,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -181,7 +181,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
       if (num_splits > 1)
         O_splits[place * dv + col] = sums[row][i];
       else
-        O.row(batch, own_head, query)[col] = scalar(sums[row][i] * softmax.inverse_sum());
+        O.row(batch, own_head, query)[col] = result(sums[row][i] * softmax.inverse_sum());
     }
     if (threadIdx.x > 0) continue;
     if (num_splits > 1) {

@@ -9,13 +9,13 @@
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads), a thread has columns
-//   the host sets: scalar, real, dv, threads and options (score.cuh)
+//   the host sets: scalar, result, real, dv, threads and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/tensor.cuh>
 
 extern "C" __global__ __launch_bounds__(threads) void merge_rows(
-    const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<scalar> O,
+    const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
   if (num_splits == 1) return;  // its block has written the rows
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
@@ -33,7 +33,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_rows(
 #pragma unroll 4
     for (int i = 0; i < num_splits; ++i)
       sum += softmax.p(max_splits[first + i]) * O_splits[(first + i) * dv + col];
-    O.row(batch, head, row)[col] = scalar(sum * inverse);
+    O.row(batch, head, row)[col] = result(sum * inverse);
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
 }

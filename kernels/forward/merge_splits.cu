@@ -11,7 +11,8 @@
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, a lane four columns of each 128
-//   the host sets: scalar, operand, real, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, operand, real, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
 #include <attention/stored.cuh>
@@ -32,7 +33,7 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
 extern "C" __global__ __launch_bounds__(threads) void merge_splits(
-    const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<scalar> O,
+    const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   if (num_splits == 1) return;  // its block has written the rows
@@ -79,11 +80,11 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   const bool has_score =
       (has_sink || extent.kv_begin(row) < extent.kv_end(row)) && !(has_seat && sum == 0);
   bool wrong = !(sum < infinity) || (has_score && is_huge(maximum));
-  scalar* out = O.row(batch, head, row);
+  result* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {
     float total = 0;
     for (int i = 0; i < warps; ++i) total += shared.O[i][col];
-    out[col] = scalar(total * inverse);
+    out[col] = result(total * inverse);
     wrong |= total != total;
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);

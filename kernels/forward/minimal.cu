@@ -7,7 +7,8 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch): one block per head, so most of the GPU is idle    block (Bc)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -53,7 +54,7 @@ __device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& soft
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -93,7 +94,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
         if (tile < last)
           sums[col] = sum;
         else
-          O.row(batch, head, row)[col] = scalar(sum);
+          O.row(batch, head, row)[col] = result(sum);
       }
       *row_max.row(batch, head, row) = softmax.maximum;
       *row_sum.row(batch, head, row) = softmax.sum;

@@ -10,8 +10,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br * sharing)
-//   the host sets: scalar, operand, real, Br, Bc, stages, pack_gqa, d, dv, threads, shared_bytes
-//   and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, stages, pack_gqa, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -179,7 +179,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] =

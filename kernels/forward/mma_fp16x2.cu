@@ -5,7 +5,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
@@ -83,7 +83,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
     Tensor<const operand> Q_high, Tensor<const operand> Q_low, Tensor<const operand> K_high,
     Tensor<const operand> K_low, Tensor<const operand> V_high, Tensor<const operand> V_low,
     const int* V_exponents, Tensor<const real> scale2, Tensor<unsigned char> flags,
-    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
+    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] =
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);

@@ -9,7 +9,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -83,7 +83,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] =
@@ -130,7 +130,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
-  if constexpr (sizeof(scalar) == sizeof(operand))
+  if constexpr (sizeof(result) == sizeof(operand))
     store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, extent.M, own_row,
                                lane);
   else

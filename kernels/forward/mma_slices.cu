@@ -9,8 +9,8 @@
 //   O_sum: scratch for the tiles of O of each block, in float, if N > span
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d,
+//   dv, threads, shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
@@ -264,7 +264,7 @@ __device__ __forceinline__ void load_sums(Fragments<Wr, Wv>& O, const float4* fr
 
 // Writes the warp's part of a tile of O / sum; `to` is the thread's first row.
 __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const OwnRows& rows,
-                                             scalar* to, long long stride, bool aligned,
+                                             result* to, long long stride, bool aligned,
                                              int first_col, int M, const Part& own) {
   stride = opaque(stride);
   const int first_row = opaque(rows.first);
@@ -274,7 +274,7 @@ __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const O
     const float sum = rows.sum[i / 2][i % 2],
                 inverse = sum == 0 ? 0.0f : rows.extent.kept_factor() / sum;
     const bool inside = first_row + i * 8 < M;
-    if constexpr (sizeof(scalar) == sizeof(operand)) {
+    if constexpr (sizeof(result) == sizeof(operand)) {
       unsigned pairs[Wv / 8];
 #pragma unroll
       for (int n = 0; n < Wv / 8; ++n) {
@@ -294,7 +294,7 @@ __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const O
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<result> O,
     Tensor<real> lse, real* O_sum, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const int M = sizes.M, tiles = cdiv(M, Br);
@@ -346,7 +346,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
 
     const bool last = first_key + span >= tile.kv_end;
     if (last) add_up_sums(shared, rows, own);
-    scalar* out = O.row(batch, head, rows.first);
+    result* out = O.row(batch, head, rows.first);
     float4* saved = reinterpret_cast<float4*>(O_sum) +
                     static_cast<long long>(blockIdx.x) * (cdiv(dv, Bo) * fragments * threads) +
                     threadIdx.x;

@@ -9,7 +9,7 @@
 //   O_splits [batch, heads, M, num_splits, stored_width]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -125,7 +125,7 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
-    Tensor<const operand> Q, StoredKeys K, StoredValues V, Tensor<scalar> O, Tensor<real> lse,
+    Tensor<const operand> Q, StoredKeys K, StoredValues V, Tensor<result> O, Tensor<real> lse,
     float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -180,7 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     return;
   }
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
-  if constexpr (sizeof(scalar) == sizeof(operand))
+  if constexpr (sizeof(result) == sizeof(operand))
     store_output<dv, pack_gqa>(shared.Q, sums, O, same.batch, same.head, row, extent.M, own_row,
                                lane);
   else

@@ -7,7 +7,8 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
-//   the host sets: scalar, real, Br, Bc, Wr, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, Wr, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
@@ -109,7 +110,7 @@ __device__ __forceinline__ void multiply_output(scalar (&V)[Bc][width], const Fr
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_swizzled(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [index, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);

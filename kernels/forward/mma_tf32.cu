@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -145,7 +145,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
 }
 
 // Writes the warp's rows of O through shared memory, so that each lane stores 16 bytes.
-__device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tensor<scalar> out,
+__device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tensor<result> out,
                              int batch, int head, int first_row, int M, int own_row, int lane) {
   constexpr int chunks = width / in_chunk;
 #pragma unroll
@@ -165,7 +165,7 @@ __device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tens
     const int packed_row = first_row + own_row + row;
     if (packed_row >= M * pack_gqa) continue;
     const operand* from = at(shared.Q, own_row + row, chunk);
-    scalar* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
+    result* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
                  chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
@@ -176,7 +176,7 @@ __device__ void store_output(Shared& shared, const Fragments<Wr, width>& O, Tens
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
-    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<scalar> O,
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V, Tensor<result> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] =

@@ -8,7 +8,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, flags [batch, heads, M]
 //   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
-//   the host sets: scalar, real, rows_of_block, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, rows_of_block, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -117,14 +117,14 @@ __device__ void write_row(const Shared& shared, const Extent& extent, real scale
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     const int col = threadIdx.x + i * threads;
-    if (col < dv) out[col] = scalar(o[i] * inverse);
+    if (col < dv) out[col] = result(o[i] * inverse);
   }
   if (threadIdx.x == 0) *lse = log_maximum + log(sum);
 }
 
 extern "C" __global__ __launch_bounds__(threads) void repair_parts(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
-    Tensor<const unsigned char> flags, Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads,
+    Tensor<const unsigned char> flags, Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<rows_of_block>(blockIdx.x, sizes, mods, heads);

@@ -6,7 +6,7 @@
 //
 //   P [batch, heads, M, N]    V [batch, kv_heads, N, dv]    O [batch, heads, M, dv]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, dv, threads, shared_bytes and options (extent.cuh)
+//   the host sets: scalar, result, real, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
 #include <tile/tensor.cuh>
 
@@ -14,12 +14,12 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void repair_rows(Tensor<const scalar> P,
                                                                   Tensor<const scalar> V,
-                                                                  Tensor<scalar> O, Sizes sizes,
+                                                                  Tensor<result> O, Sizes sizes,
                                                                   int heads, int group) {
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, batch);
   const scalar* p = P.row(batch, head, row);
-  scalar* output = O.row(batch, head, row);
+  result* output = O.row(batch, head, row);
 
   for (int col = threadIdx.x; col < dv; col += threads) {
     if (!isnan(real(output[col]))) continue;
@@ -27,6 +27,6 @@ extern "C" __global__ __launch_bounds__(threads) void repair_rows(Tensor<const s
     for (int key = extent.kv_begin(row); key < extent.kv_end(row); ++key) {
       sum += real(p[key]) * real(V.row(batch, head / group, key)[col]);
     }
-    output[col] = scalar(sum);
+    output[col] = result(sum);
   }
 }

@@ -7,7 +7,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (threads)
-//   the host sets: scalar, real, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -45,7 +45,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer
 }
 
 extern "C" __global__ __launch_bounds__(threads) void v1(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -93,7 +93,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
         if (tile < last)
           sums[col] = sum;
         else
-          O.row(batch, head, row)[col] = scalar(sum);
+          O.row(batch, head, row)[col] = result(sum);
       }
       if (threadIdx.x == 0) {
         *row_max.row(batch, head, row) = softmax.maximum;

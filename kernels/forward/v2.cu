@@ -7,7 +7,8 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (32 * Br)
-//   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
+//   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -36,7 +37,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane,
 }
 
 extern "C" __global__ __launch_bounds__(threads) void v2(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -85,7 +86,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
         if (tile < last)
           sums[col] = sum;
         else
-          O.row(batch, head, row)[col] = scalar(sum);
+          O.row(batch, head, row)[col] = result(sum);
       }
       __syncwarp();  // every lane has read the row's old maximum and sum
       if (lane == 0) {

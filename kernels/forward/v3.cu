@@ -7,7 +7,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
-//   the host sets: scalar, real, Br, Bc, Wr, Wc, d, dv, threads, shared_bytes and options
+//   the host sets: scalar, result, real, Br, Bc, Wr, Wc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <cuda_fp16.h>
 #include <attention/online_softmax.cuh>
@@ -145,7 +145,7 @@ __device__ float softmax_row(Shared& shared, int row, int keys, int lane,
 }
 
 extern "C" __global__ __launch_bounds__(threads) void v3(
-    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O,
     Tensor<real> lse, Tensor<real> O_sum, Tensor<real> row_max, Tensor<real> row_sum, Sizes sizes,
     int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -213,7 +213,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
           if (tile < last)
             O_sum.row(batch, head, query)[slice + col] = sum;
           else
-            O.row(batch, head, query)[slice + col] = scalar(sum);
+            O.row(batch, head, query)[slice + col] = result(sum);
         });
         if constexpr (causal) __syncthreads();  // before V, which tile_output reads, is overwritten
       }

@@ -6,7 +6,7 @@
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
 //   pair_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/register_budget.cuh>
@@ -216,7 +216,7 @@ struct Consumer {
 // multiple of their bytes.
 template <int cols>
 __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
-                                                const OwnRows& rows, Tensor<scalar> out, int batch,
+                                                const OwnRows& rows, Tensor<result> out, int batch,
                                                 int head, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -240,7 +240,7 @@ __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
 struct Epilogue {
   const int* V_exponents;
   Tensor<unsigned char> flags;
-  Tensor<scalar> O;
+  Tensor<result> O;
   Tensor<real> lse;
   int kv_heads, group;
 
@@ -264,7 +264,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const int* V_exponents, Tensor<const real> scale2, Tensor<unsigned char> flags,
-    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, int batch,
+    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, int batch,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

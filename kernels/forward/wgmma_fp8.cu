@@ -10,7 +10,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
+//   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
@@ -236,7 +236,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
     const float* V_scale, Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
-    Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
+    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
@@ -270,7 +270,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   finish_rows(sums, rows, lse, batch, head, lane);
   const float unit[1][2] = {{consumer.scales.of_O, consumer.scales.of_O}};
   scale_rows(sums, unit);
-  if constexpr (sizeof(scalar) == 2)
+  if constexpr (sizeof(result) == 2)
     store_output<dv>(sums, rows, O, batch, head, lane);
   else
     store_rows<dv>(sums, rows, O, batch, head, lane);

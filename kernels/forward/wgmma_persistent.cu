@@ -5,7 +5,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv,
 //   Q_stages, batch_first, threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -232,7 +232,7 @@ struct Consumer {
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_persistent(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
-    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, Sizes sizes, int heads, int group,
+    Tensor<const operand> V, Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group,
     real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);

@@ -9,8 +9,8 @@
 //   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
 //   grid: any number of blocks, which share out cdiv(M, Br) * heads * batch row tiles
 //   block (128 + 2 * Br)
-//   the host sets: scalar, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv,
+//   threads, shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -291,7 +291,7 @@ struct Consumer {
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, Tensor<const operand> Q, Tensor<const operand> K,
-    Tensor<const operand> V, Tensor<scalar> O, Tensor<real> lse, real* O_sum, Sizes sizes,
+    Tensor<const operand> V, Tensor<result> O, Tensor<real> lse, real* O_sum, Sizes sizes,
     int heads, int group, real scale, int batch, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipeline(shared);

@@ -57,10 +57,10 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts(
         for (int j = 0; j < width; ++j) o[j] = fma(weight, real(part[j]), o[j]);
     }
     if (!carries || is_last) {
-      Columns result;
+      Columns made;
 #pragma unroll
-      for (int j = 0; j < width; ++j) result[j] = scalar(o[j]);
-      result.store(at(O, row), col, dv);
+      for (int j = 0; j < width; ++j) made[j] = scalar(o[j]);
+      made.store(at(O, row), col, dv);
     } else {
       for (int j = 0; j < min(width, dv - col); ++j) sum_of(j) = o[j];
     }

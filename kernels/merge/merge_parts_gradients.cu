@@ -32,16 +32,16 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts_gradients(
     scalar* gradient = at(gradients.part[i].out, row);
     real sum = 0;
     for (int col = lane * width; col < dv; col += lanes * width) {
-      Columns part, merged, dout, result;
+      Columns part, merged, dout, made;
       part.load(out, col, dv);
       merged.load(all, col, dv);
       dout.load(slope, col, dv);
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         sum = fma(real(dout[j]), real(part[j]) - real(merged[j]), sum);
-        result[j] = scalar(counts ? weight * real(dout[j]) : real(0));
+        made[j] = scalar(counts ? weight * real(dout[j]) : real(0));
       }
-      if (inside) result.store(gradient, col, dv);
+      if (inside) made.store(gradient, col, dv);
     }
 #pragma unroll
     for (int distance = lanes / 2; distance > 0; distance /= 2)

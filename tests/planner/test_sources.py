@@ -26,6 +26,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "#include <cuda_fp16.h>",
         "using scalar = __half;",
         "using operand = __half;",
+        "using result = __half;",
         "using real = float;",
         "constexpr int Br = 128;",
         "constexpr int Bc = 32;",

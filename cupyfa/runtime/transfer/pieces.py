@@ -17,7 +17,7 @@ from cupyfa.errors import OutOfMemory
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.modifiers import STARTS
 from cupyfa.planner.plan import Plan
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem import Problem, can_give, round_up
 from cupyfa.runtime.arrays import contiguous_strides
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher, compiled
@@ -305,7 +305,7 @@ class _Cutting:
     def _bytes(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
         """The bytes of all arrays of a piece, and of those that no other piece shares."""
         whole = self.plan.problem
-        part = self.plan_of(whole.part(b, h, range(m), range(n)))
+        part = self.plan_of(_unrounded(self.plan, whole.part(b, h, range(m), range(n))))
         numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads), "M": (m, whole.M)}
         cut_axes = {axis for axis, (mine, of_all) in numbers.items() if mine < of_all}
         shared = (x for x, axes in self.axes.items() if x in part.arrays and cut_axes - axes)
@@ -326,6 +326,16 @@ class _Cutting:
         )
 
 
+def _unrounded(whole: Plan, part: Problem) -> Problem:
+    """The problem of a part; of some of the keys with results that are rounded when they are
+    merged, if the kernel can leave that out.
+    """
+    is_able = can_give("float32", part.dtype) and "out_dtype" in whole.kernel.features
+    if part.N == whole.problem.N or not is_able:
+        return part
+    return part.with_options(out_dtype="float32")
+
+
 def _largest(total: int, fits: Callable[[int], bool]) -> int:
     """The largest even share that fits, at least one."""
     found = max(bisect_left(range(1, total + 1), True, key=lambda x: not fits(x)), 1)
@@ -337,11 +347,14 @@ class Cut:
 
     def __init__(self, whole: Plan, pieces: Sequence[Piece], plan_of: Planner) -> None:
         self.whole, self.pieces = whole, pieces
-        self.plans = [plan_of(piece.problem(whole.problem)) for piece in pieces]
-        self._distinct = {id(plan): plan for plan in self.plans}
-        self.bytes = max(map(needed, self._distinct.values()))  # of the largest piece
         self.of_sequences = isinstance(pieces[0], PieceOfSequences)
         self.by_keys = not self.of_sequences and len({piece.keys for piece in pieces}) > 1
+        parts = [piece.problem(whole.problem) for piece in pieces]
+        if self.by_keys:
+            parts = [_unrounded(whole, part) for part in parts]
+        self.plans = list(map(plan_of, parts))
+        self._distinct = {id(plan): plan for plan in self.plans}
+        self.bytes = max(map(needed, self._distinct.values()))  # of the largest piece
         axes = _axes_of(whole)
         self.axes = {name: axes[name].split() for name in whole.arrays if name in axes}
         self.sizes = {  # bytes of the largest part of each array

@@ -77,14 +77,14 @@ __device__ __forceinline__ void store_doubles(operand (&tile)[rows][keys],
 // of rows before `end`.
 template <int m, int n>
 __device__ __forceinline__ void write_gradient(const double (&sums)[m][n][4], double factor,
-                                               Tensor<scalar> gradient, int batch, int head,
+                                               Tensor<result> gradient, int batch, int head,
                                                int first_row, int end, int lane, int first_col,
                                                int end_col) {
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = first_row + i * 8 + lane / 4;
     if (row >= end) continue;
-    scalar* to = gradient.row(batch, head, row);
+    result* to = gradient.row(batch, head, row);
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;

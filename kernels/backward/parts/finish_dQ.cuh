@@ -15,7 +15,7 @@ template <int Br, int d, int dv>
 struct QuerySums {
   Repair<d, dv, scalar, StatsOfTiles<Br>> repair;
   const RegisterTile<QueryParts<Br, d, dv>::width>* parts;
-  Tensor<scalar> dQ;
+  Tensor<result> dQ;
 };
 
 // 16 rows of a part of a tile, number `own` of a warp; they may lie outside the array.

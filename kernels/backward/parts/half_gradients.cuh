@@ -198,7 +198,7 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
 // Writes rows of a gradient, of sums times factor * 2^power(column).
 template <int cols, int m, int n, class Power>
 __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
-                                             Tensor<scalar> gradient, int batch, int head,
+                                             Tensor<result> gradient, int batch, int head,
                                              int first, int end, int lane, Power power) {
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {

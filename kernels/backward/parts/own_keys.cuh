@@ -183,7 +183,7 @@ struct Own {
 
 // Stores the warp's 16 keys of dK or dV, or computes them again if they are not finite.
 template <bool of_V, int count, class Task, int d, int dv, class Stats>
-__device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<scalar> gradient,
+__device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<result> gradient,
                                                 const Own& own, const Task& task,
                                                 const Repair<d, dv, scalar, Stats>& repair) {
   const timeline::Phase phase(timeline::epilogue);

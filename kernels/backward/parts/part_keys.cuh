@@ -31,7 +31,7 @@ struct PartKeys {
   // scale of dK, in powers of two, is in the units of rows.
   template <bool of_V, int n>
   __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
-                                        Tensor<scalar> gradient, Tensor<unsigned char> flags,
+                                        Tensor<result> gradient, Tensor<unsigned char> flags,
                                         const int* exponents, float scale, int first,
                                         int lane) const {
     constexpr int cols = of_V ? dv : d;

@@ -7,7 +7,7 @@
 // hold. `exponents` are those of K's columns.
 template <int cols, int m, int n>
 __device__ __forceinline__ void store_dQ(const float (&sums)[m][n][4], const Largest<m>& largest,
-                                         const int* exponents, float scale, Tensor<scalar> dQ,
+                                         const int* exponents, float scale, Tensor<result> dQ,
                                          Tensor<unsigned char> flags, int batch, int head,
                                          int first, int end, int lane) {
 #pragma unroll

@@ -64,7 +64,8 @@ struct alignas(16) Repair {
 
   // dQ of rows `first` … `end` - 1, of at most `width` columns from `col` on, before col_end.
   template <int width>
-  __device__ void rows(Tensor<T> dQ, int head, int first, int end, int col, int col_end = d) const {
+  __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
+                       int col_end = d) const {
     for (int row = first; row < min(end, extent.M); ++row) {
       const RowStats own = stats(head, row);
       RowSum<width> sum(col, min(d, col_end));
@@ -78,7 +79,8 @@ struct alignas(16) Repair {
 
   // dK, or dV, of keys `first` … `end` - 1, summed over the `group` heads that share them.
   template <bool of_V, int width>
-  __device__ void keys(Tensor<T> gradient, int group, int first, int end, int first_col) const {
+  __device__ void keys(Tensor<result> gradient, int group, int first, int end,
+                       int first_col) const {
     for (int key = first; key < min(end, extent.N); ++key) {
       RowSum<width> sum(first_col, of_V ? dv : d);
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {

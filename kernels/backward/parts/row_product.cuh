@@ -6,9 +6,11 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
+using EightOfO = uint4[8 * sizeof(result) / sizeof(uint4)];
+
 // The sum of products of eight elements.
-__device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
-  const scalar* a = reinterpret_cast<const scalar*>(&x);
+__device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
+  const result* a = reinterpret_cast<const result*>(&x);
   const scalar* b = reinterpret_cast<const scalar*>(&y);
   float sum = 0;
 #pragma unroll
@@ -18,20 +20,20 @@ __device__ __forceinline__ float dot(const uint4& x, const uint4& y) {
 
 // rowsum(dO * O) of a row, for all of its lanes; 0 for one that is not there.
 template <int dv, int lanes>
-__device__ __forceinline__ float row_product(const Tensor<const scalar>& O,
+__device__ __forceinline__ float row_product(const Tensor<const result>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,
                                              int row, bool is_there) {
   const int lane = threadIdx.x % lanes;
   float sum = 0;
   if (is_there) {
-    const scalar* output = O.row(batch, head, row);
+    const result* output = O.row(batch, head, row);
     const scalar* gradient = dO.row(batch, head, row);
     if (dv % 8 == 0 && is_aligned(O) && is_aligned(dO)) {
 #pragma unroll 4
       for (int i = 0; i < cdiv(dv, 8 * lanes); ++i) {
         const int eight = i * lanes + lane;
         if (eight < dv / 8)
-          sum += dot(reinterpret_cast<const uint4*>(output)[eight],
+          sum += dot(reinterpret_cast<const EightOfO*>(output)[eight],
                      reinterpret_cast<const uint4*>(gradient)[eight]);
       }
     } else {

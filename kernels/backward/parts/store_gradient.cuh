@@ -1,7 +1,6 @@
 #pragma once
 // Gradients that a warp holds in the fragments of mma.cuh, written to memory.
 
-#include <ptx/pack.cuh>
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
 
@@ -9,17 +8,17 @@
 // columns from first_col on, before `end_col`, of rows before `end`.
 template <int columns, int m, int n>
 __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], float factor,
-                                               Tensor<scalar> gradient, int batch, int head,
+                                               Tensor<result> gradient, int batch, int head,
                                                int first_row, int end, int lane, int first_col = 0,
                                                int end_col = columns) {
   const bool aligned = is_aligned(gradient);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
-    unsigned pairs[n];
+    decltype(stored_pair<result>(0, 0)) pairs[n];
 #pragma unroll
     for (int j = 0; j < n; ++j) {
       const float (&sum)[4] = sums[i / 2][j];
-      pairs[j] = pack<scalar>(sum[i % 2 * 2] * factor, sum[i % 2 * 2 + 1] * factor);
+      pairs[j] = stored_pair<result>(sum[i % 2 * 2] * factor, sum[i % 2 * 2 + 1] * factor);
     }
     const int row = first_row + i * 8 + lane / 4;
     store_row<columns>(gradient.row(batch, head, row), pairs, first_col, aligned, row < end, lane,

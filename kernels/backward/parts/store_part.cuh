@@ -10,7 +10,7 @@
 // Stores a warp's part of dK or dV, or computes it again if it is not finite.
 template <bool of_V, int d, int dv, class T, class Stats, class Own>
 __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
-                                                Tensor<scalar> gradient, const Own& own,
+                                                Tensor<result> gradient, const Own& own,
                                                 const Repair<d, dv, T, Stats>& repair, int group,
                                                 int first_key, int lane) {
   const timeline::Phase phase(timeline::epilogue);

@@ -21,7 +21,7 @@ __device__ __forceinline__ Place place_of_sums(int& M, int heads,
 }
 
 template <int dv, int threads, int Br>
-__device__ __forceinline__ void sum_tile(Tensor<const scalar> O, Tensor<const scalar> dO,
+__device__ __forceinline__ void sum_tile(Tensor<const result> O, Tensor<const scalar> dO,
                                          Tensor<const real> lse, RowSums<Br>& sums, int tile,
                                          int head, int batch, int M, const Mods& mods) {
   constexpr int lanes = 8, together = threads / lanes;  // lanes of a row, rows at a time

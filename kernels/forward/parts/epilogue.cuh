@@ -4,22 +4,21 @@
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
-#include <ptx/pack.cuh>
 #include <tile/store.cuh>
 #include <timeline.cuh>
 
 // Writes the warp's 16 rows of O from column `first_col` on.
 template <int dv, int blocks>
 __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], const Rows<step>& rows,
-                                             Tensor<scalar> out, int batch, int head, int lane,
+                                             Tensor<result> out, int batch, int head, int lane,
                                              int first_col = 0) {
   const bool aligned = is_aligned(out);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    unsigned pairs[blocks];
+    decltype(stored_pair<result>(0, 0)) pairs[blocks];
 #pragma unroll
     for (int n = 0; n < blocks; ++n)
-      pairs[n] = pack<scalar>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
+      pairs[n] = stored_pair<result>(O[0][n][half * 2], O[0][n][half * 2 + 1]);
     const int row = rows.row(0, half);
     store_row<dv>(out.row(batch, head, row), pairs, first_col, aligned, row < rows.extent.M, lane);
   }
@@ -29,7 +28,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
 template <int d, int dv>
 struct Epilogue {
   Tensor<const operand> Q, K, V;
-  Tensor<scalar> O;
+  Tensor<result> O;
   Tensor<real> lse;
   int group;
   Scorer<real> scorer;

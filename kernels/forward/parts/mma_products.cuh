@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (
 // neighbouring lanes then store neighbouring 16 bytes.
 template <int cols, int pack_gqa, int Br, int columns, int m, int n>
 __device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4],
-                             Tensor<scalar> out, int batch, int head, int first_row, int M,
+                             Tensor<result> out, int batch, int head, int first_row, int M,
                              int own_row, int lane) {
   const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ void store_output(operand (&Q)[Br][columns], const float (&O)[m][n][4
     const int packed_row = first_row + own_row + row;
     if (packed_row >= M * pack_gqa) continue;
     const operand* from = at(Q, own_row + row, chunk);
-    scalar* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
+    result* to = out.row(batch, head * pack_gqa + packed_row % pack_gqa, packed_row / pack_gqa) +
                  chunk * in_chunk;
     if (aligned && count == in_chunk) {
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);

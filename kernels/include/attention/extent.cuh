@@ -4,8 +4,8 @@
 // the keys leave, kv_begin is the left end of a window.
 //
 // What the host writes above the text of every kernel:
-//  - types: scalar, that of the tensors; real, that of sums and lse (float; double for float64);
-//    operand, what tensor cores multiply (scalar, or the type to which it is rounded);
+//  - types: scalar, that of the tensors; result, of O, dQ, dK and dV; real, of sums and lse (float;
+//    double for float64); operand, what tensor cores multiply, which may be narrower than scalar;
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
 //  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
 

@@ -51,7 +51,7 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
 // unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
 // on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
 template <int d, int dv, class T, class Keys, class Scores>
-__device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
+__device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
                            const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
@@ -79,10 +79,10 @@ __device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, 
     real log_maximum = maximum * (scale2 * ln2);
     if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
     const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
-    scalar* out = O.row(batch, head, query) + first_col;
+    result* out = O.row(batch, head, query) + first_col;
 #pragma unroll
     for (int j = 0; j < count; ++j) {
-      if (first_col + j * warp_size < dv) out[j * warp_size] = scalar(o[j] * inverse);
+      if (first_col + j * warp_size < dv) out[j * warp_size] = result(o[j] * inverse);
     }
     if (first_col == 0) *lse.row(batch, head, query) = log_maximum + log(sum);
   }
@@ -96,7 +96,7 @@ __device__ __noinline__ void call_repair_row(Args... args) {
 
 // The same for all rows of a warp.
 template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
-__device__ void repair_rows(Tensor<const T> Q, Keys K, Keys V, Tensor<scalar> O, Tensor<real> lse,
+__device__ void repair_rows(Tensor<const T> Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,
                             const S& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);

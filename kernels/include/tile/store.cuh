@@ -1,7 +1,8 @@
 #pragma once
-// Rows of 16-bit numbers from the fragments of products: of each 8 columns, lane l of a quad has
-// columns 2 * (l % 4) and the next as a pair. The quad trades them for pieces of 16 bytes.
+// Rows of numbers from the fragments of products: of each 8 columns, lane l of a quad has columns
+// 2 * (l % 4) and the next as a pair. A quad trades pairs of 16 bits for pieces of 16 bytes.
 
+#include <ptx/pack.cuh>
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
@@ -22,27 +23,43 @@ __device__ __forceinline__ uint4 transpose_quad(uint4 x, int lane) {
   return x;
 }
 
+// Two floats as store_row() takes them: rounded to T, if it has 16 bits.
+template <class T>
+__device__ __forceinline__ auto stored_pair(float low, float high) {
+  if constexpr (sizeof(T) == sizeof(float))
+    return float2{low, high};
+  else
+    return pack<T>(low, high);
+}
+
 // Writes a row's numbers from column `first_col` on: those before `end`, a multiple of 8, and
 // before `cols`. `aligned` says that rows begin at multiples of 16 bytes. All lanes call this, also
 // for a row outside the tensor.
-template <int cols, int count>
-__device__ __forceinline__ void store_row(scalar* row, const unsigned (&pairs)[count],
-                                          int first_col, bool aligned, bool inside, int lane,
-                                          int end = cols) {
+template <int cols, class T, class Pair, int count>
+__device__ __forceinline__ void store_row(T* row, const Pair (&pairs)[count], int first_col,
+                                          bool aligned, bool inside, int lane, int end = cols) {
   end = min(cols, end);
   if (cols % 8 == 0 && aligned) {
+    if constexpr (sizeof(T) == sizeof(float)) {
 #pragma unroll
-    for (int n = 0; n < count; n += 4) {
-      const auto pair = [&](int i) { return n + i < count ? pairs[n + i] : 0; };
-      const uint4 piece = transpose_quad({pair(0), pair(1), pair(2), pair(3)}, lane);
-      const int own = n + lane % 4, col = first_col + own * 8;
-      if (inside && own < count && col < end) *reinterpret_cast<uint4*>(row + col) = piece;
+      for (int i = 0; i < count; ++i) {
+        const int col = first_col + i * 8 + 2 * (lane % 4);
+        if (inside && col < end) *reinterpret_cast<Pair*>(row + col) = pairs[i];
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < count; n += 4) {
+        const auto pair = [&](int i) { return n + i < count ? pairs[n + i] : 0; };
+        const uint4 piece = transpose_quad({pair(0), pair(1), pair(2), pair(3)}, lane);
+        const int own = n + lane % 4, col = first_col + own * 8;
+        if (inside && own < count && col < end) *reinterpret_cast<uint4*>(row + col) = piece;
+      }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < 2 * count; ++i) {
       const int col = first_col + i / 2 * 8 + 2 * (lane % 4) + i % 2;
-      if (inside && col < end) row[col] = reinterpret_cast<const scalar*>(&pairs[i / 2])[i % 2];
+      if (inside && col < end) row[col] = reinterpret_cast<const T*>(&pairs[i / 2])[i % 2];
     }
   }
 }

@@ -1,0 +1,147 @@
+"""out_dtype: results of 16-bit inputs in float32, which are those before their last rounding."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.gradients import BACKWARD, tiles_of
+from helpers.problems import FORWARD, usual_first
+
+import cupyfa
+from cupyfa import AttentionOptions, Case, Problem, Unsupported
+from cupyfa.numerics import tolerance
+from cupyfa.planner import select as planning
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
+
+SIZES = {"heads": 2, "kv_heads": 1, "M": 45, "N": 70, "causal": True}
+KERNELS = usual_first(k for k in (*FORWARD.values(), *BACKWARD.values()) if k.takes("float16"))
+GRADIENTS = ("dQ", "dK", "dV")
+
+
+def arrays(*shapes, dtype="float16"):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(x).astype(dtype) for x in shapes]
+
+
+def qkv(**more):
+    return arrays((2, 4, 40, 32), (2, 2, 50, 32), (2, 2, 50, 16), **more)
+
+
+def checked(kernel, backend, p, inputs):
+    tiles = tiles_of(kernel) if kernel.operation == "backward" else {}
+    plan = planning.plan(kernel, p, backend.limits, **tiles)
+    given = {**inputs, "O": inputs["O"].astype(p.out_dtype.numpy)} if "O" in inputs else inputs
+    return guard.checked(backend, plan, readable_inputs(plan, given), {})
+
+
+@pytest.mark.parametrize("dtype, d", [("float16", 64), ("bfloat16", 41)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_float32_results_round_to_those_of_16_bits(backend, kernel, dtype, d):
+    """Rows of 64 numbers are stored in pairs; the same gradients need the same O."""
+    p = Problem.of_sizes(**SIZES, d=d, dtype=dtype)
+    inputs = Case(kernel.operation, p).inputs()
+    narrow = checked(kernel, backend, p, inputs)
+    wide = checked(kernel, backend, p.with_options(out_dtype="float32"), inputs)
+    for name in {"O", *GRADIENTS} & narrow.keys():
+        assert wide[name].dtype == np.float32
+        rounded = wide[name].astype(p.dtype.numpy)
+        assert np.mean(wide[name] == rounded.astype(np.float32)) < 0.05, name
+        if name not in kernel.unordered:
+            np.testing.assert_array_equal(rounded, narrow[name])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_bound_of_float32_results_lacks_a_rounding(dtype):
+    p = Problem.of_sizes(**SIZES, d=32, dtype=dtype)
+    inputs = Case("forward", p).inputs()
+    given = [inputs[x] for x in "QKV"]
+    how = {"dtype": dtype, "scale": p.scale, "causal_offset": p.causal_offset}
+    narrow, wide = (
+        tolerance.expected_attention(*given, **how, out_dtype=x)[None]["O"]
+        for x in (None, "float32")
+    )
+    half = tolerance.Arithmetic(dtype).output_unit * np.abs(wide.value)
+    seen = wide.bound > 0
+    assert (narrow.bound - wide.bound >= 0.99 * half)[seen].all()
+
+
+def test_all_calls_give_float32():
+    q, k, v = qkv()
+    how = {"backend": "simulator", "out_dtype": "float32"}
+    (out, lse), back = cupyfa.attention_vjp(q, k, v, return_lse=True, **how)
+    prepared = cupyfa.compile(q.shape, k.shape, v.shape, dtype="bfloat16", **how)
+    assert {x.dtype.name for x in (out, *back(out.astype(q.dtype)))} == {"float32"}
+    assert prepared.plan.outputs["O"][1] == np.float32
+    shapes = (out.shape, q.shape, k.shape, v.shape, out.shape, lse.shape)
+    gradients = cupyfa.compile_backward(*shapes, dtype="float16", **how)
+    grads = [np.empty(x.shape, np.float32) for x in (q, k, v)]
+    assert gradients(out.astype(q.dtype), q, k, v, out, lse, grads=grads)[0] is grads[0]
+    of_lists = cupyfa.attention([q[0], q[1]], [k[0], k[1]], [v[0], v[1]], **how)
+    for x, y in zip(of_lists, out):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
+    by_options = cupyfa.attention(
+        q, k, v, options=AttentionOptions(out_dtype="float32"), backend="simulator"
+    )
+    np.testing.assert_array_equal(by_options, out)
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_decoding_gives_float32(prefix):
+    q, k, v, *shared = arrays(
+        *((2, 4, 1, 32), (2, 50, 2, 32), (2, 50, 2, 16), (1, 2, 9, 32), (1, 2, 9, 16))
+    )
+    cache = cupyfa.KVCache(k, v, np.array([30, 50], np.int32))
+    how = {"backend": "simulator", "prefix": tuple(shared) if prefix else None}
+    out = np.empty((2, 4, 1, 16), np.float32)
+    made = cupyfa.decode(q, cache, out=out, out_dtype="float32", check=True, **how)
+    assert made is out and not (made == made.astype(np.float16)).all()
+    with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32"):
+        cupyfa.decode(q, cache, out=out.astype(np.float16), out_dtype="float32", **how)
+
+
+def test_the_dtype_of_the_inputs_is_the_usual_one():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        p = Problem.of_sizes(**SIZES, d=8, dtype=dtype, out_dtype=dtype)
+        assert p == Problem.of_sizes(**SIZES, d=8, dtype=dtype) and p.out_dtype == p.dtype
+
+
+@pytest.mark.parametrize(
+    "dtype, out_dtype, error",
+    [
+        ("float16", "float64", "out_dtype is 'float64', and the dtype is float16; give 'float16' "),
+        ("float16", "bfloat16", "give 'float16' or 'float32', or leave it out"),
+        ("float32", "float16", "and the dtype is float32; give 'float32', or leave it out"),
+        ("float64", "float32", "and the dtype is float64; give 'float64', or leave it out"),
+        ("float16", np.float32, "use 'float32', or leave it out for the dtype of q"),
+        ("float16", "single", "out_dtype is 'single'; use 'float32'"),
+    ],
+)
+def test_other_dtypes_are_refused(dtype, out_dtype, error):
+    with pytest.raises(ValueError, match=error):
+        cupyfa.attention(*qkv(dtype=dtype), out_dtype=out_dtype, backend="simulator")
+
+
+def test_arrays_of_another_dtype_are_refused():
+    q, k, v = qkv()
+    how = {"backend": "simulator", "out_dtype": "float32"}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
+    narrow = out.astype(np.float16)
+    with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32 .*; give an"):
+        cupyfa.attention(q, k, v, out=narrow, **how)
+    with pytest.raises(TypeError, match="out is float16; expected is float32 .*: convert it, or"):
+        cupyfa.attention_backward(narrow, q, k, v, narrow, lse, **how)
+    with pytest.raises(TypeError, match="out is float32; .* or give the out_dtype of that call"):
+        cupyfa.attention_backward(narrow, q, k, v, out, lse, backend="simulator")
+    with pytest.raises(TypeError, match="dout is float32; expected is float16"):
+        cupyfa.attention_backward(out, q, k, v, out, lse, **how)
+    with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):
+        cupyfa.attention_backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)
+
+
+def test_a_kernel_without_it_is_refused(backend):
+    fa2 = FORWARD["fa2"]
+    other = replace(fa2, features=[x for x in fa2.features if x != "out_dtype"])
+    p = Problem.of_sizes(**SIZES, d=8, dtype="float16", out_dtype="float32")
+    with pytest.raises(Unsupported, match=r"it does not support out_dtype \(results in float32\)"):
+        planning.plan(other, p, backend.limits)
