@@ -30,7 +30,7 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int sharing = warps * step / Bc;    // warps of the same keys
 constexpr int own_rows = Br / sharing;        // of a tile
-constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
+constexpr int at_once = depth % 64 == 0 ? 4 : depth > 64 ? 1 : 2;  // steps of S and dP that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];

@@ -18,7 +18,7 @@
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
-constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
+constexpr int at_once = depth % 64 == 0 ? 4 : depth > 64 ? 1 : 2;  // steps of S and dP that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];

@@ -29,29 +29,63 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
   multiply(C, low, B_high);
 }
 
+// The fragments of a step of a product of a warp's rows with keys, both as parts.
+template <int m, int n>
+struct StepFragments {
+  unsigned high[m][4], low[m][4], key_high[n / 2][4], key_low[n / 2][4];
+};
+
 // S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
-// at_once steps of the sum unrolled.
+// at_once steps of the sum unrolled. With four the fragments of each step are loaded during the
+// one before.
 template <int at_once = 1, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
-  const ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
+  ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
   float C[m][n][4] = {};
-#pragma unroll at_once
-  for (int k = 0; k < depth / step; ++k) {
-    unsigned high[m][4], low[m][4];
+  const auto load = [&](StepFragments<m, n>& to, int k) {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
-      ldmatrix(high[i], queries(i * step, 2 * k));
-      ldmatrix(low[i], queries(Br + i * step, 2 * k));
+      ldmatrix(to.high[i], queries(i * step, 2 * k));
+      ldmatrix(to.low[i], queries(Br + i * step, 2 * k));
     }
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
-      unsigned b_high[4], b_low[4];
-      ldmatrix(b_high, keys(j * step, 2 * k));
-      ldmatrix(b_low, keys(Bc + j * step, 2 * k));
-      multiply_parts(S, C, j, high, low, b_high, b_low);
+      ldmatrix(to.key_high[j], keys(j * step, 2 * k));
+      ldmatrix(to.key_low[j], keys(Bc + j * step, 2 * k));
+    }
+  };
+  const auto multiply = [&](const StepFragments<m, n>& from) {
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j)
+      multiply_parts(S, C, j, from.high, from.low, from.key_high[j], from.key_low[j]);
+  };
+  constexpr int steps = depth / step;
+  if constexpr (at_once == 4 && steps % 4 == 0) {
+    constexpr int span = 4 * step * int(sizeof(operand));  // within which addresses are swizzled
+    StepFragments<m, n> fragments[2];
+    load(fragments[0], 0);
+#pragma unroll 1
+    for (int left = steps / 4; left > 0; --left) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (k == 3) {  // from the last step on to the first one, which is not used then
+          const int on = left > 1 ? span : span - depth * int(sizeof(operand));
+          queries.first.bytes += on;
+          keys.first.bytes += on;
+        }
+        load(fragments[(k + 1) % 2], (k + 1) % 4);
+        multiply(fragments[k % 2]);
+      }
+    }
+  } else {
+#pragma unroll at_once
+    for (int k = 0; k < steps; ++k) {
+      StepFragments<m, n> fragments;
+      load(fragments, k);
+      multiply(fragments);
     }
   }
 #pragma unroll
@@ -76,15 +110,21 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     split_pair<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1], high[k][row][i % 4], low[k][row][i % 4]);
   }
   const ChunkAddresses values(V[0], first_row + lane % 16, lane / 16);
+  unsigned b_high[2][4], b_low[2][4];  // of a step, and of the next
+  const auto load = [&](int i) {
+    const int j = i / (n / 2), k = i % (n / 2);
+    ldmatrix_trans(b_high[i % 2], values(k * step, 2 * j));
+    ldmatrix_trans(b_low[i % 2], values(Bc + k * step, 2 * j));
+  };
+  load(0);
 #pragma unroll
   for (int j = 0; j < width / step; ++j) {
     float sums[m][2][4] = {}, C[m][2][4] = {};
 #pragma unroll
     for (int k = 0; k < n / 2; ++k) {
-      unsigned b_high[4], b_low[4];
-      ldmatrix_trans(b_high, values(k * step, 2 * j));
-      ldmatrix_trans(b_low, values(Bc + k * step, 2 * j));
-      multiply_parts(sums, C, 0, high[k], low[k], b_high, b_low);
+      const int i = j * (n / 2) + k;
+      if (i + 1 < width / step * (n / 2)) load(i + 1);
+      multiply_parts(sums, C, 0, high[k], low[k], b_high[i % 2], b_low[i % 2]);
     }
 #pragma unroll
     for (int i = 0; i < m * 8; ++i) {
