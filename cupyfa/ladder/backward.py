@@ -32,7 +32,7 @@ from cupyfa.ladder.parts import (
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES
+from cupyfa.modifiers import KEY_TILES, ROW_TILES
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
@@ -444,6 +444,13 @@ def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
 
 
+def fp16x2_dV_shared(p: Problem, c: SimpleNamespace) -> int:
+    """The same without V, but for a row of it, where each warp has keys of its own."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    keys = 4 * (16 * c.warps * depth + width)
+    return keys + 4 * c.stages * c.Br * (depth + width) + 32 * c.Br + 8 * 16 * c.warps
+
+
 def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     """Two parts of Q, dO and `Qs` of K and V, and stats of rows."""
     widths = round_up(p.d, 16) + round_up(p.dv, 16)
@@ -452,7 +459,7 @@ def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
 
 def fp16x2_columns(of_K: bool, of_V: bool, when: Callable[[Problem], bool]) -> Launch:
     """The launch for dK and dV, or for one of them, whose sums then take all registers."""
-    return replace(
+    launch = replace(
         columns_launch(
             "mma_fp16x2_two_pass_columns",
             "",
@@ -467,6 +474,15 @@ def fp16x2_columns(of_K: bool, of_V: bool, when: Callable[[Problem], bool]) -> L
             "of_V": lambda p, c: of_V,
         },
         when=when,
+    )
+    if of_K:
+        return launch
+    return replace(  # without V in shared memory each warp has keys of its own
+        launch,
+        grid=lambda p, c: max(tiles_of(p, p.N, 16 * c.warps), 1) * p.kv_heads * p.batch,
+        shared=fp16x2_dV_shared,
+        constants={**launch.constants, "Bc": lambda p, c: 16 * c.warps},
+        walks={ROW_TILES: lambda p, c: (c.Br, 16 * c.warps)},
     )
 
 

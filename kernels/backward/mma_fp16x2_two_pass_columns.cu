@@ -34,7 +34,7 @@ constexpr int at_once = depth % 64 == 0 ? 4 : depth > 64 ? 1 : 2;  // steps of S
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];
-  operand V[2][Bc][width];
+  operand V[2][of_K ? Bc : 1][width];  // dV alone does not read it
   operand Q[stages][2][Br][depth];
   operand dO[stages][2][Br][width];
   PartStats stats[2][Br];
@@ -42,6 +42,7 @@ struct Shared {  // high parts, then low ones
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
+static_assert(of_K || sharing == 1, "the tile of V is where warps add up their sums");
 static_assert(Br % (sharing * step) == 0, "warps share out whole products");
 
 using Loads = PartLoads<threads, Br>;
@@ -56,16 +57,24 @@ struct Walk : WalkDown<Br, Bc> {
   int M;
 
   // The addresses of heads are computed here again: registers do not keep them.
-  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
-    const int batch = opaque(stats.batch), own_head = opaque(head);
-    PartsHead<depth>(Q_high, Q_low, batch, own_head, M).copy<threads>(shared.Q[stage], first_row);
-    PartsHead<width>(dO_high, dO_low, batch, own_head, M)
+  __device__ __forceinline__ void begin_Q(Shared& shared, int stage) const {
+    PartsHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(head), M)
+        .copy<threads>(shared.Q[stage], first_row);
+  }
+  __device__ __forceinline__ void begin_dO(Shared& shared, int stage) const {
+    PartsHead<width>(dO_high, dO_low, opaque(stats.batch), opaque(head), M)
         .copy<threads>(shared.dO[stage], first_row);
   }
   __device__ __forceinline__ void load_stats(Loads& loads) const {
     loads.load(stats, opaque(head), first_row, M);
   }
 };
+
+// All that was copied is there for all threads, and what they have read may be overwritten.
+__device__ __forceinline__ void meet() {
+  cp_async_wait_group<0>();
+  __syncthreads();
+}
 
 // The first key and row of each tile that a warp owns.
 struct Own {
@@ -83,8 +92,8 @@ struct Own {
 };
 
 // S^T, or dP^T.
-template <int columns>
-__device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
+template <int height, int columns>
+__device__ __forceinline__ void multiply_keys(operand (&keys)[2][height][columns],
                                               operand (&rows)[2][Br][columns], Weights& products,
                                               const Own& own) {
   multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
@@ -100,8 +109,36 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   multiply_output(B, weights, sums, factor, own.lane, own.row);
 }
 
-// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
-// begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
+// P^T of the tile, and what dS needs of it.
+template <bool masked>
+__device__ __forceinline__ void find_P(Shared& shared, int stage, Weights& P, Weights& PS,
+                                       const PartStats (&stats)[Br],
+                                       const TilePair<Br, Bc>& pair,
+                                       const Scorer<float>& scorer) {
+  const Own own;
+  multiply_keys(shared.K, shared.Q[stage], P, own);
+  compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
+}
+
+__device__ __forceinline__ void add_dV(Shared& shared, int stage, Weights& P, Sums<width>& dV,
+                                       Largest<1>& largest, const PartStats (&stats)[Br]) {
+  multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
+  add_product(dV, P, largest, shared.dO[stage]);
+}
+
+// dP becomes dS, then dK += dS^T Q.
+__device__ __forceinline__ void add_dK(Shared& shared, int stage, Weights& dP, const Weights& PS,
+                                       Sums<depth>& dK, Largest<1>& largest,
+                                       const PartStats (&stats)[Br], float kept_factor) {
+  compute_dS(dP, PS, stats, Own().scores(), kept_factor);
+  multiply_units<&PartStats::unit>(dP, stats, Own().scores());
+  add_product(dK, dP, largest, shared.Q[stage]);
+}
+
+// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO are
+// there when it begins, and the next tile's when it ends. With one only that is there which comes
+// first, and each of both is replaced while the other one is read. Unless it is `masked` every row
+// sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -111,42 +148,49 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   walk.advance();
   const bool more = walk.left > 0;
   Loads next;
-  if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
-  cp_async_commit_group();
-
+  if (stages == 2) {
+    if (more) walk.begin_Q(shared, 1 - stage), walk.begin_dO(shared, 1 - stage);
+    cp_async_commit_group();
+  }
   const PartStats(&stats)[Br] = shared.stats[turn];
-  Weights P = {}, PS;
-  {
-    const Own own;
-    multiply_keys(shared.K, shared.Q[stage], P, own);
-    compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
-  }
-  if constexpr (of_V) {
-    multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
-    if (!of_K && more) walk.load_stats(next);  // while the last products go on
-    add_product(dV, P, largest[1], shared.dO[stage]);
-  }
-  if constexpr (of_K) {
-    const Own own;
-    Weights dS = {};
-    multiply_keys(shared.V, shared.dO[stage], dS, own);
-    compute_dS(dS, PS, stats, own.scores(), pair.extent.kept_factor());
-    multiply_units<&PartStats::unit>(dS, stats, own.scores());
+  Weights P = {}, PS, dP = {};
+  if constexpr (!of_V) {
+    multiply_keys(shared.V, shared.dO[stage], dP, Own());
+    if (stages == 1) {
+      meet();  // Q is there, and dO is no longer read
+      if (more) walk.begin_dO(shared, 0);
+      cp_async_commit_group();
+    }
+    find_P<masked>(shared, stage, P, PS, stats, pair, scorer);
     if (more) walk.load_stats(next);
-    add_product(dK, dS, largest[0], shared.Q[stage]);
+    add_dK(shared, stage, dP, PS, dK, largest[0], stats, pair.extent.kept_factor());
+  } else {
+    find_P<masked>(shared, stage, P, PS, stats, pair, scorer);
+    if (stages == 1) meet();  // dO is there
+    if constexpr (of_K) {
+      multiply_keys(shared.V, shared.dO[stage], dP, Own());
+      add_dK(shared, stage, dP, PS, dK, largest[0], stats, pair.extent.kept_factor());
+      if (stages == 1) __syncthreads();  // Q is no longer read
+    }
+    if (stages == 1) {
+      if (more) walk.begin_Q(shared, 0);
+      cp_async_commit_group();
+    }
+    if (more) walk.load_stats(next);
+    add_dV(shared, stage, P, dV, largest[1], stats);
   }
   if (more) next.store(shared.stats[1 - turn]);
+  meet();  // the next tile, or what comes first of it, is there
   if (stages == 1) {
-    __syncthreads();  // before the next tile overwrites Q and dO
-    if (more) walk.begin_copies(shared, 0);
+    if (more) of_V ? walk.begin_dO(shared, 0) : walk.begin_Q(shared, 0);
     cp_async_commit_group();
   }
 }
 
 // Adds up the sums and maxima of warps that share keys, in one order: those of the first one are
 // whole then. The tile of keys, which is no longer read, has those of the others.
-template <int columns>
-__device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
+template <int height, int columns>
+__device__ __forceinline__ void join_sums(operand (&tile)[2][height][columns],
                                           float (&maxima)[sharing][Bc], Sums<columns>& sums,
                                           Largest<1>& largest) {
   if constexpr (sharing == 1) return;
@@ -201,11 +245,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
     if (of_K)
       PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
-    walk.begin_copies(shared, 0);
+    const bool both = stages == 2;  // else one comes after the other
+    if (both || of_V) walk.begin_Q(shared, 0);
+    if (both || !of_V) walk.begin_dO(shared, 0);
     cp_async_commit_group();
     first.store(shared.stats[0]);
-    cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    meet();
+    if (!both) of_V ? walk.begin_dO(shared, 0) : walk.begin_Q(shared, 0);
+    cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -213,8 +260,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
       step_down<false>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
-    cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
   }
   const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   const Own own;
