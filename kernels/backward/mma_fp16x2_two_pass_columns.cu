@@ -30,7 +30,11 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int sharing = warps * step / Bc;    // warps of the same keys
 constexpr int own_rows = Br / sharing;        // of a tile
-constexpr int at_once = depth % 64 == 0 ? 4 : depth > 64 ? 1 : 2;  // steps of S and dP that are unrolled
+// Steps of S and dP that are unrolled; with four of them fragments are loaded ahead. For sm_80
+// ptxas has no registers left for that where both sums are wide.
+constexpr bool looks_ahead =
+    depth % 64 == 0 && width % 64 == 0 && (__CUDA_ARCH__ >= 900 || !(of_K && of_V) || depth == 64);
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];

@@ -18,7 +18,9 @@
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
-constexpr int at_once = depth % 64 == 0 ? 4 : depth > 64 ? 1 : 2;  // steps of S and dP that are unrolled
+// Steps of S and dP that are unrolled; with four of them fragments are loaded ahead.
+constexpr bool looks_ahead = depth % 64 == 0 && width % 64 == 0 && Wr == step;
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
