@@ -22,6 +22,7 @@
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
 #include <ptx/cp_async.cuh>
+#include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
@@ -33,7 +34,7 @@ constexpr int own_rows = Br / sharing;        // of a tile
 // Steps of S and dP that are unrolled; with four of them fragments are loaded ahead. For sm_80
 // ptxas has no registers left for that where both sums are wide.
 constexpr bool looks_ahead =
-    depth % 64 == 0 && width % 64 == 0 && (__CUDA_ARCH__ >= 900 || !(of_K && of_V) || depth == 64);
+    depth % 64 == 0 && width % 64 == 0 && (on_hopper || !(of_K && of_V) || depth == 64);
 constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;
 
 struct Shared {  // high parts, then low ones
