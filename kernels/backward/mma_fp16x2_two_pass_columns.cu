@@ -117,8 +117,7 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
 // P^T of the tile, and what dS needs of it.
 template <bool masked>
 __device__ __forceinline__ void find_P(Shared& shared, int stage, Weights& P, Weights& PS,
-                                       const PartStats (&stats)[Br],
-                                       const TilePair<Br, Bc>& pair,
+                                       const PartStats (&stats)[Br], const TilePair<Br, Bc>& pair,
                                        const Scorer<float>& scorer) {
   const Own own;
   multiply_keys(shared.K, shared.Q[stage], P, own);

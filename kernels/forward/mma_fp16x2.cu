@@ -62,7 +62,9 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
-  if (seen) multiply_scores<depth % 64 == 0 ? 4 : 1>(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  if (seen)
+    multiply_scores<depth % 64 == 0 ? 4 : 1>(shared.Q, shared.K[buffer], S, task.own_row,
+                                             task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
