@@ -92,45 +92,22 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
 // S = Q K^T for the warp's rows and its share of the columns.
 __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[Bc][depth],
                                                 Fragments<step, Bc>& S) {
-  constexpr int steps = depth / step, share = cdiv(steps, sharing);
+  constexpr int share = cdiv(depth / step, sharing);
   const AlongRows<depth> keys(K, 0, task.lane);
-  const int begin = task.part * share, end = min(begin + share, steps);
-  const auto load_A = [&](double (&a)[8], int k) {
+  const int begin = task.part * share, end = min(begin + share, depth / step);
+#pragma unroll 2
+  for (int k = begin; k < end; ++k) {
+    double a[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const double2 pair = task.shared.Q[task.rows][k][i][task.lane];
       a[2 * i] = pair.x, a[2 * i + 1] = pair.y;
     }
-  };
-  if constexpr (Bc == step && steps % (2 * sharing) == 0) {
-    // Few keys: operands take as long as products, so those of the next step are loaded ahead.
-    double a[2][8], b[2][2][4];
-    const auto load = [&](int i, int k) {
-      load_A(a[i], k);
-      keys.load(b[i][0], 0, k);
-      keys.load(b[i][1], 8, k);
-    };
-    load(0, begin);
-#pragma unroll 1
-    for (int k = begin; k < end; k += 2) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        load(1 - i, i == 0 ? k + 1 : k + 2 < end ? k + 2 : begin);  // the last is not used
-        multiply_add_f64(S[0][0], a[i], b[i][0]);
-        multiply_add_f64(S[0][1], a[i], b[i][1]);
-      }
-    }
-  } else {
-#pragma unroll 2
-    for (int k = begin; k < end; ++k) {
-      double a[8];
-      load_A(a, k);
-#pragma unroll
-      for (int n = 0; n < Bc / 8; ++n) {
-        double b[4];
-        keys.load(b, n * 8, k);
-        multiply_add_f64(S[0][n], a, b);
-      }
+    for (int n = 0; n < Bc / 8; ++n) {
+      double b[4];
+      keys.load(b, n * 8, k);
+      multiply_add_f64(S[0][n], a, b);
     }
   }
 }
