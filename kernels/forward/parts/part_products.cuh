@@ -12,9 +12,9 @@ static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numb
 
 // Sums of the products with a low part: those of one operand's and of the other's, which do not wait
 // for each other where few products are under way.
-template <int m, int n>
+template <int m, int n, bool apart>
 struct LowSums {
-  static constexpr int kinds = m * n <= 2 ? 2 : 1;
+  static constexpr int kinds = apart ? 2 : 1;
   float sums[kinds][m][n][4] = {};
 
   __device__ __forceinline__ float operator()(int i, int j, int e) const {
@@ -24,8 +24,8 @@ struct LowSums {
 
 // D += A B and C += what low parts add, for 16 columns of A and 16 of B: D's fragments 2 j, 2 j
 // + 1.
-template <int m, int n>
-__device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], LowSums<m, n>& C, int j,
+template <int m, int n, bool apart>
+__device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], LowSums<m, n, apart>& C, int j,
                                                const unsigned (&high)[m][4],
                                                const unsigned (&low)[m][4],
                                                const unsigned (&B_high)[4],
@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], LowSums<m, n
   };
   multiply(C.sums[0], high, B_low);
   multiply(D, high, B_high);
-  multiply(C.sums[LowSums<m, n>::kinds - 1], low, B_high);
+  multiply(C.sums[apart], low, B_high);
 }
 
 // The fragments of a step of a product of a warp's rows with keys, both as parts.
@@ -56,7 +56,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
-  LowSums<m, n> C;
+  LowSums<m, n, m * n <= 2> C;
   const auto load = [&](StepFragments<m, n>& to, int k) {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
 #pragma unroll
   for (int j = 0; j < width / step; ++j) {
     float sums[m][2][4] = {};
-    LowSums<m, 2> C;
+    LowSums<m, 2, false> C;
 #pragma unroll
     for (int k = 0; k < n / 2; ++k) {
       const int i = j * (n / 2) + k;
