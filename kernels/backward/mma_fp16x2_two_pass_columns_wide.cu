@@ -47,6 +47,7 @@ struct Shared {  // high parts, then low ones
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br == 2 * step && threads == Bc / (2 * step) * team * warp_size, "a warp has 16 rows");
+static_assert(own_columns / step % 2 == 0, "what is loaded last has the first place");
 static_assert(depth <= team * own_columns && width <= team * own_columns, "each column has a warp");
 
 using Weights = float[1][2][4];
@@ -120,18 +121,19 @@ template <int columns>
 __device__ __forceinline__ void add_given(Sums& sums, const Given& given,
                                           operand (&B)[2][Br][columns]) {
   const Own own;
-  constexpr int across = own_columns / step, steps = Br / step * across;
-  if (columns < team * own_columns && own.col >= columns) return;
-  const ChunkAddresses values(B[0], own.lane % 16, own.col / in_chunk + own.lane / 16);
+  constexpr int across = own_columns / step;
+  constexpr bool whole = columns == team * own_columns;
+  if (!whole && own.col >= columns) return;
+  ChunkAddresses values(B[0], own.lane % 16, own.col / in_chunk + own.lane / 16);
   unsigned B_high[2][4], B_low[2][4];  // of a step, and of the next
-  const auto has = [&](int j) { return columns == team * own_columns || own.col + j * step < columns; };
-  const auto load = [&](int i) {
-    if (!has(i % across)) return;
-    ldmatrix_trans(B_high[i % 2], values(i / across * step, i % across * 2));
-    ldmatrix_trans(B_low[i % 2], values(Br + i / across * step, i % across * 2));
+  const auto has = [&](int j) { return whole || own.col + j * step < columns; };
+  const auto load = [&](int i, int j) {
+    if (!has(j)) return;
+    ldmatrix_trans(B_high[i], values(0, j * 2));
+    ldmatrix_trans(B_low[i], values(Br, j * 2));
   };
-  load(0);
-#pragma unroll
+  load(0, 0);
+#pragma unroll 1
   for (int k = 0; k < Br / step; ++k) {
     unsigned high[2][4], low[2][4];
     float factor[2][2];
@@ -147,12 +149,14 @@ __device__ __forceinline__ void add_given(Sums& sums, const Given& given,
     }
 #pragma unroll
     for (int j = 0; j < across; ++j) {
-      const int now = k * across + j;
-      if (now + 1 < steps) load(now + 1);
+      // From the last columns on to the next rows, or back to the first ones, which are not used.
+      constexpr int down = step * columns * int(sizeof(operand));
+      if (j == across - 1) values.first.bytes += k + 1 < Br / step ? down : -k * down;
+      load((j + 1) % 2, (j + 1) % across);
       if (!has(j)) continue;
       float main[2][2][4] = {};
       LowSums<2, 2, false> C;
-      multiply_parts(main, C, 0, high, low, B_high[now % 2], B_low[now % 2]);
+      multiply_parts(main, C, 0, high, low, B_high[j % 2], B_low[j % 2]);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int row = i / 8, half = i / 4 % 2, e = i % 4;
