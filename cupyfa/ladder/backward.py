@@ -444,6 +444,13 @@ def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
 
 
+def fp16x2_wide_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, and what keys share."""
+    widths = round_up(p.d, 16) + round_up(p.dv, 16)
+    given = 4 * c.Bc * c.Br + 4 * c.Bc * c.Br // 16
+    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + 2 * given + 8 * c.Bc
+
+
 def fp16x2_dV_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same without V, but for a row of it, where each warp has keys of its own."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
@@ -498,8 +505,13 @@ MMA_FP16X2_TWO_PASS = rung(
     launches=(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(True, True, lambda p: not has_wide_sums(p)),
-        fp16x2_columns(True, False, has_wide_sums),
-        fp16x2_columns(False, True, has_wide_sums),
+        replace(
+            fp16x2_columns(True, True, has_wide_sums),
+            entry="mma_fp16x2_two_pass_columns_wide",
+            threads=lambda p, c: 4 * c.Bc,
+            shared=fp16x2_wide_shared,
+            constants={"row_slabs": row_slabs},
+        ),
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",

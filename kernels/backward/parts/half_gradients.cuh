@@ -171,11 +171,11 @@ struct Largest {
 // is wrong there. All lanes of the row get the answer.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
-                                         int lane, HasNumbers has_numbers) {
+                                         int lane, HasNumbers has_numbers, int first_col = 0) {
   static_assert(2 * n <= 64, "a bit for each column of a lane");
   bool wrong = false, zero = false;
   const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
-  const auto column = [&](int j) { return j / 2 * 8 + 2 * (lane % 4) + j % 2; };
+  const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
     const bool held = fabs(at(j)) >= least && fabs(at(j)) < infinity;
@@ -199,10 +199,11 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
 template <int cols, int m, int n, class Power>
 __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
                                              Tensor<scalar> gradient, int batch, int head,
-                                             int first, int end, int lane, Power power) {
+                                             int first, int end, int lane, Power power,
+                                             int first_col = 0) {
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
-    const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+    const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
     if (col >= cols) continue;
     const int all = power(col), half = all >> 1;
 #pragma unroll

@@ -10,10 +10,22 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
+// Sums of the products with a low part: those of one operand's and of the other's, which do not wait
+// for each other where few products are under way.
+template <int m, int n, bool apart>
+struct LowSums {
+  static constexpr int kinds = apart ? 2 : 1;
+  float sums[kinds][m][n][4] = {};
+
+  __device__ __forceinline__ float operator()(int i, int j, int e) const {
+    return kinds == 1 ? sums[0][i][j][e] : sums[0][i][j][e] + sums[kinds - 1][i][j][e];
+  }
+};
+
 // D += A B and C += what low parts add, for 16 columns of A and 16 of B: D's fragments 2 j, 2 j
 // + 1.
-template <int m, int n>
-__device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m][n][4], int j,
+template <int m, int n, bool apart>
+__device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], LowSums<m, n, apart>& C, int j,
                                                const unsigned (&high)[m][4],
                                                const unsigned (&low)[m][4],
                                                const unsigned (&B_high)[4],
@@ -24,9 +36,9 @@ __device__ __forceinline__ void multiply_parts(float (&D)[m][n][4], float (&C)[m
     for (int i = 0; i < 2 * m; ++i)
       multiply_add<operand>(sums[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
   };
-  multiply(C, high, B_low);
+  multiply(C.sums[0], high, B_low);
   multiply(D, high, B_high);
-  multiply(C, low, B_high);
+  multiply(C.sums[apart], low, B_high);
 }
 
 // The fragments of a step of a product of a warp's rows with keys, both as parts.
@@ -44,7 +56,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
-  float C[m][n][4] = {};
+  LowSums<m, n, m * n <= 2> C;
   const auto load = [&](StepFragments<m, n>& to, int k) {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
@@ -91,7 +103,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
 #pragma unroll
   for (int i = 0; i < m * n * 4; ++i) {
     float& x = S[i / (4 * n)][i / 4 % n][i % 4];
-    x = fmaf(C[i / (4 * n)][i / 4 % n][i % 4], low_unit, x);
+    x = fmaf(C(i / (4 * n), i / 4 % n, i % 4), low_unit, x);
   }
 }
 
@@ -119,7 +131,8 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
   load(0);
 #pragma unroll
   for (int j = 0; j < width / step; ++j) {
-    float sums[m][2][4] = {}, C[m][2][4] = {};
+    float sums[m][2][4] = {};
+    LowSums<m, 2, false> C;
 #pragma unroll
     for (int k = 0; k < n / 2; ++k) {
       const int i = j * (n / 2) + k;
@@ -130,7 +143,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     for (int i = 0; i < m * 8; ++i) {
       const int row = i / 8, half = i / 4 % 2, e = i % 4;
       float& o = O[row][2 * j + half][e];
-      o = fmaf(fmaf(C[row][half][e], low_unit, sums[row][half][e]), weight[row][e / 2], o);
+      o = fmaf(fmaf(C(row, half, e), low_unit, sums[row][half][e]), weight[row][e / 2], o);
     }
   }
 }
