@@ -32,7 +32,7 @@ from cupyfa.ladder.parts import (
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES, ROW_TILES
+from cupyfa.modifiers import KEY_TILES
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv")
@@ -445,17 +445,10 @@ def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def fp16x2_wide_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, and what keys share."""
+    """Two parts of K, V, Q and dO, stats of two tiles of rows, weights and factors, flags."""
     widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    given = 4 * c.Bc * c.Br + 4 * c.Bc * c.Br // 16
-    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + 2 * given + 8 * c.Bc
-
-
-def fp16x2_dV_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same without V, but for a row of it, where each warp has keys of its own."""
-    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    keys = 4 * (16 * c.warps * depth + width)
-    return keys + 4 * c.stages * c.Br * (depth + width) + 32 * c.Br + 8 * 16 * c.warps
+    weights = (1 if c.Br == 16 else 2) * c.Bc * (4 * c.Br + 4 * c.Br // 16)
+    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + weights + 4 * c.Bc
 
 
 def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -464,38 +457,20 @@ def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Qr + c.Qs * c.Qc) * widths + 16 * c.Qr
 
 
-def fp16x2_columns(of_K: bool, of_V: bool, when: Callable[[Problem], bool]) -> Launch:
-    """The launch for dK and dV, or for one of them, whose sums then take all registers."""
-    launch = replace(
-        columns_launch(
-            "mma_fp16x2_two_pass_columns",
-            "",
-            lambda p, c: WARP * c.warps,
-            fp16x2_columns_shared,
-        ),
+def has_wide_sums(sizes: Problem | SimpleNamespace) -> bool:
+    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
+    return round_up(sizes.d, 16) + round_up(sizes.dv, 16) > 256
+
+
+def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
+    """The launch for dK and dV."""
+    return replace(
+        columns_launch(name, "", lambda p, c: WARP * c.warps, shared),
         args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
         f"{UNITS} dK dV dK_flags dV_flags sizes kv_heads group scale mods",
-        constants={
-            "row_slabs": row_slabs,
-            "of_K": lambda p, c: of_K,
-            "of_V": lambda p, c: of_V,
-        },
+        constants={"row_slabs": row_slabs},
         when=when,
     )
-    if of_K:
-        return launch
-    return replace(  # without V in shared memory each warp has keys of its own
-        launch,
-        grid=lambda p, c: max(tiles_of(p, p.N, 16 * c.warps), 1) * p.kv_heads * p.batch,
-        shared=fp16x2_dV_shared,
-        constants={**launch.constants, "Bc": lambda p, c: 16 * c.warps},
-        walks={ROW_TILES: lambda p, c: (c.Br, 16 * c.warps)},
-    )
-
-
-def has_wide_sums(p: Problem) -> bool:
-    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
-    return round_up(p.d, 16) + round_up(p.dv, 16) > 256
 
 
 MMA_FP16X2_TWO_PASS = rung(
@@ -504,14 +479,10 @@ MMA_FP16X2_TWO_PASS = rung(
     "float32 at its own accuracy: two passes on operands as two parts in float16",
     launches=(
         *SPLIT_FOR_GRADIENTS,
-        fp16x2_columns(True, True, lambda p: not has_wide_sums(p)),
-        replace(
-            fp16x2_columns(True, True, has_wide_sums),
-            entry="mma_fp16x2_two_pass_columns_wide",
-            threads=lambda p, c: 4 * c.Bc,
-            shared=fp16x2_wide_shared,
-            constants={"row_slabs": row_slabs},
+        fp16x2_columns(
+            "mma_fp16x2_two_pass_columns", fp16x2_columns_shared, lambda p: not has_wide_sums(p)
         ),
+        fp16x2_columns("mma_fp16x2_two_pass_columns_wide", fp16x2_wide_shared, has_wide_sums),
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
@@ -529,8 +500,12 @@ MMA_FP16X2_TWO_PASS = rung(
         ],
         up_to={
             64: [(32, 128, 8, 2, 128, 64, 16, 1)],
-            128: [(32, 128, 8, 1, 128, 32, 16, 1)],
-            256: [(32, 64, 8, 1, 64, 32, 16, 1)],
+            128: [(32, 128, 8, 1, 128, 64, 16, 1), (32, 128, 8, 1, 128, 32, 16, 1)],
+            256: [
+                (32, 64, 8, 1, 64, 32, 16, 1),
+                (32, 32, 4, 1, 64, 16, 16, 1),
+                (16, 32, 4, 1, 32, 16, 16, 1),
+            ],
         },
         on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks on rows share an SM
     ),
@@ -543,10 +518,15 @@ MMA_FP16X2_TWO_PASS = rung(
     },
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps divide the keys by 16, and those of the same keys the rows by 16": lambda c: (
-            16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
+        "warps divide the keys by 16, and those of the same keys the rows by 16; above d + dv = 256 "
+        "Br is 16 or 32, and four warps have 32 keys": lambda c: (
+            c.Br <= 32 and c.Bc % 32 == 0 and 8 * c.warps == c.Bc
+            if has_wide_sums(c)
+            else 16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
         ),
-        "stages is 1 or 2": lambda c: c.stages in (1, 2),
+        "stages is 1 or 2, and 1 above d + dv = 256": lambda c: (
+            c.stages in (1, 2)[: 1 if has_wide_sums(c) else 2]
+        ),
         "Qw and Qc are multiples of 16": lambda c: c.Qw % 16 == c.Qc % 16 == 0,
         "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),

@@ -6,7 +6,7 @@
 // two, by which P and dS are multiplied; then each key gets one for each tile.
 //
 // Where 16 keys have several warps, each takes some rows of every tile, and their sums are added at
-// the end. Where dK and dV do not fit into registers together, there is a launch for each.
+// the end. Where dK and dV of 16 keys do not fit into registers, there is another launch.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -14,8 +14,7 @@
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, operand, real, Br, Bc, warps, stages, row_slabs (those of row_maxima),
-//   of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/half_gradients.cuh>
 #include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>
@@ -31,15 +30,15 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int sharing = warps * step / Bc;    // warps of the same keys
 constexpr int own_rows = Br / sharing;        // of a tile
-// Steps of S and dP that are unrolled; with four of them fragments are loaded ahead. For sm_80
-// ptxas has no registers left for that where both sums are wide.
+// Whether fragments of S and dP are loaded ahead, which is 3 % faster. For sm_80 ptxas has no
+// registers left for that above d + dv = 128, and spills in the loop.
 constexpr bool looks_ahead =
-    depth % 64 == 0 && width % 64 == 0 && (on_hopper || !(of_K && of_V) || depth == 64);
-constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;
+    depth % 64 == 0 && width % 64 == 0 && (on_hopper || depth + width <= 128);
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];
-  operand V[2][of_K ? Bc : 1][width];  // dV alone does not read it
+  operand V[2][Bc][width];
   operand Q[stages][2][Br][depth];
   operand dO[stages][2][Br][width];
   PartStats stats[2][Br];
@@ -47,7 +46,6 @@ struct Shared {  // high parts, then low ones
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
-static_assert(of_K || sharing == 1, "the tile of V is where warps add up their sums");
 static_assert(Br % (sharing * step) == 0, "warps share out whole products");
 
 using Loads = PartLoads<threads, Br>;
@@ -97,8 +95,8 @@ struct Own {
 };
 
 // S^T, or dP^T.
-template <int height, int columns>
-__device__ __forceinline__ void multiply_keys(operand (&keys)[2][height][columns],
+template <int columns>
+__device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
                                               operand (&rows)[2][Br][columns], Weights& products,
                                               const Own& own) {
   multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
@@ -111,38 +109,12 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   const Own own;
   float factor[1][2];
   largest.raise(weights, factor);
-  multiply_output(B, weights, sums, factor, own.lane, own.row);
-}
-
-// P^T of the tile, and what dS needs of it.
-template <bool masked>
-__device__ __forceinline__ void find_P(Shared& shared, int stage, Weights& P, Weights& PS,
-                                       const PartStats (&stats)[Br], const TilePair<Br, Bc>& pair,
-                                       const Scorer<float>& scorer) {
-  const Own own;
-  multiply_keys(shared.K, shared.Q[stage], P, own);
-  compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
-}
-
-__device__ __forceinline__ void add_dV(Shared& shared, int stage, Weights& P, Sums<width>& dV,
-                                       Largest<1>& largest, const PartStats (&stats)[Br]) {
-  multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
-  add_product(dV, P, largest, shared.dO[stage]);
-}
-
-// dP becomes dS, then dK += dS^T Q.
-__device__ __forceinline__ void add_dK(Shared& shared, int stage, Weights& dP, const Weights& PS,
-                                       Sums<depth>& dK, Largest<1>& largest,
-                                       const PartStats (&stats)[Br], float kept_factor) {
-  compute_dS(dP, PS, stats, Own().scores(), kept_factor);
-  multiply_units<&PartStats::unit>(dP, stats, Own().scores());
-  add_product(dK, dP, largest, shared.Q[stage]);
+  multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
 // One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO are
-// there when it begins, and the next tile's when it ends. With one only that is there which comes
-// first, and each of both is replaced while the other one is read. Unless it is `masked` every row
-// sees every key.
+// there when it begins, and the next tile's when it ends. With one only Q is, and each of both is
+// replaced while the other one is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -157,44 +129,40 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     cp_async_commit_group();
   }
   const PartStats(&stats)[Br] = shared.stats[turn];
-  Weights P = {}, PS, dP = {};
-  if constexpr (!of_V) {
-    multiply_keys(shared.V, shared.dO[stage], dP, Own());
-    if (stages == 1) {
-      meet();  // Q is there, and dO is no longer read
-      if (more) walk.begin_dO(shared, 0);
-      cp_async_commit_group();
-    }
-    find_P<masked>(shared, stage, P, PS, stats, pair, scorer);
-    if (more) walk.load_stats(next);
-    add_dK(shared, stage, dP, PS, dK, largest[0], stats, pair.extent.kept_factor());
-  } else {
-    find_P<masked>(shared, stage, P, PS, stats, pair, scorer);
-    if (stages == 1) meet();  // dO is there
-    if constexpr (of_K) {
-      multiply_keys(shared.V, shared.dO[stage], dP, Own());
-      add_dK(shared, stage, dP, PS, dK, largest[0], stats, pair.extent.kept_factor());
-      if (stages == 1) __syncthreads();  // Q is no longer read
-    }
-    if (stages == 1) {
-      if (more) walk.begin_Q(shared, 0);
-      cp_async_commit_group();
-    }
-    if (more) walk.load_stats(next);
-    add_dV(shared, stage, P, dV, largest[1], stats);
+  Weights P = {}, PS, dS = {};
+  {
+    const Own own;
+    multiply_keys(shared.K, shared.Q[stage], P, own);
+    compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
   }
-  if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next tile, or what comes first of it, is there
+  if (stages == 1) meet();  // dO is there
+  {
+    const Own own;
+    multiply_keys(shared.V, shared.dO[stage], dS, own);
+    compute_dS(dS, PS, stats, own.scores(), pair.extent.kept_factor());
+    multiply_units<&PartStats::unit>(dS, stats, own.scores());
+  }
+  add_product(dK, dS, largest[0], shared.Q[stage]);
   if (stages == 1) {
-    if (more) of_V ? walk.begin_dO(shared, 0) : walk.begin_Q(shared, 0);
+    __syncthreads();  // Q is no longer read
+    if (more) walk.begin_Q(shared, 0);
+    cp_async_commit_group();
+  }
+  if (more) walk.load_stats(next);
+  multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
+  add_product(dV, P, largest[1], shared.dO[stage]);
+  if (more) next.store(shared.stats[1 - turn]);
+  meet();  // the next tile, or Q of it, is there
+  if (stages == 1) {
+    if (more) walk.begin_dO(shared, 0);
     cp_async_commit_group();
   }
 }
 
 // Adds up the sums and maxima of warps that share keys, in one order: those of the first one are
 // whole then. The tile of keys, which is no longer read, has those of the others.
-template <int height, int columns>
-__device__ __forceinline__ void join_sums(operand (&tile)[2][height][columns],
+template <int columns>
+__device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
                                           float (&maxima)[sharing][Bc], Sums<columns>& sums,
                                           Largest<1>& largest) {
   if constexpr (sharing == 1) return;
@@ -247,15 +215,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     Loads first;
     walk.load_stats(first);
     PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
-    if (of_K)
-      PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
-    const bool both = stages == 2;  // else one comes after the other
-    if (both || of_V) walk.begin_Q(shared, 0);
-    if (both || !of_V) walk.begin_dO(shared, 0);
+    PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
+    walk.begin_Q(shared, 0);
+    if (stages == 2) walk.begin_dO(shared, 0);
     cp_async_commit_group();
     first.store(shared.stats[0]);
     meet();
-    if (!both) of_V ? walk.begin_dO(shared, 0) : walk.begin_Q(shared, 0);
+    if (stages == 1) walk.begin_dO(shared, 0);
     cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
@@ -268,14 +234,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
   const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   const Own own;
   const int own_key = first_key + own.key;
-  if constexpr (of_K) {
-    join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
-    if (own.row == 0)
-      keys.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents, scale, own_key, own.lane);
-  }
-  if constexpr (of_V) {
-    join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
-    if (own.row == 0)
-      keys.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents, scale, own_key, own.lane);
-  }
+  join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
+  join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
+  if (own.row != 0) return;
+  keys.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents, scale, own_key, own.lane);
+  keys.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents, scale, own_key, own.lane);
 }

@@ -1,15 +1,16 @@
 // mma_fp16x2_two_pass_columns_wide: `mma_fp16x2_two_pass_columns` where dK and dV of 16 keys do not
 // fit into the registers of a warp. Four warps own 32 keys. Of P and dS of a tile each computes 16
-// keys and 16 rows, and gives them to the others as parts, with a power of two for each key. Each
-// then adds its 64 columns of dV += P^T dO and dK += dS^T Q.
+// keys and 16 rows (two of them do if a tile has only 16 rows), and gives them to the others as
+// parts, with a power of two for each key. Each then adds its 64 columns of dV += P^T dO and dK +=
+// dS^T Q.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
 //   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (4 * Bc)
-//   the host sets: scalar, operand, real, Br, Bc, row_slabs (those of row_maxima), d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
+//   the host sets: scalar, operand, real, Br, Bc, warps, row_slabs (those of row_maxima), d, dv,
+//   threads, shared_bytes and options (score.cuh)
 #include <backward/parts/half_gradients.cuh>
 #include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>
@@ -27,6 +28,7 @@ constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int team = 4;                       // warps of 32 keys
 constexpr int own_columns = 64;               // of a warp, of dK and of dV
 constexpr int ahead_of_K = depth % 64 == 0 ? 4 : 1, ahead_of_V = width % 64 == 0 ? 4 : 1;
+constexpr int givens = Br == step ? 1 : 2;  // tiles of 16 rows are for little shared memory
 
 struct alignas(16) Registers {
   unsigned of[4];
@@ -42,11 +44,12 @@ struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   PartStats stats[2][Br];
-  Given given[2];  // dS and P
-  unsigned char wrong[2][team][Bc];
+  Given given[givens];  // dS and P, or one after the other
+  unsigned char wrong[team][Bc];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(Br == 2 * step && threads == Bc / (2 * step) * team * warp_size, "a warp has 16 rows");
+static_assert(Br == step || Br == 2 * step, "a warp has 16 rows");
+static_assert(Bc % (2 * step) == 0 && warps == Bc / (2 * step) * team, "four warps own 32 keys");
 static_assert(own_columns / step % 2 == 0, "what is loaded last has the first place");
 static_assert(depth <= team * own_columns && width <= team * own_columns, "each column has a warp");
 
@@ -97,6 +100,21 @@ struct Own {
   }
 };
 
+// Whether the warp computes weights.
+__device__ __forceinline__ bool has_weights() {
+  return Br == 2 * step || Own().row < Br;
+}
+
+// What warps gave others of the same keys is there.
+__device__ __forceinline__ void meet_team() {
+  barrier_sync(1 + Own().group, team * warp_size);
+}
+
+// The place of a lane's key, of the first two in four lanes.
+__device__ __forceinline__ float& key_factor(Given& of, const Own& own) {
+  return of.factors[own.row / step][own.key + own.lane / 4 + own.lane % 4 * 8];
+}
+
 // Gives the warps of the same keys a warp's weights.
 __device__ __forceinline__ void give(Given& to, Weights& weights, Largest<1>& largest,
                                      const Own& own) {
@@ -106,14 +124,12 @@ __device__ __forceinline__ void give(Given& to, Weights& weights, Largest<1>& la
   Registers high, low;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float(&pair)[4] = weights[0][i / 2];
+    const float (&pair)[4] = weights[0][i / 2];
     split_pair<operand>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], high.of[i], low.of[i]);
   }
   parts[0][own.lane] = high;
   parts[1][own.lane] = low;
-  if (own.lane % 4 < 2)
-    to.factors[own.row / step][own.key + own.lane / 4 + own.lane % 4 * 8] =
-        own.lane % 4 == 0 ? factor[0][0] : factor[0][1];
+  if (own.lane % 4 < 2) key_factor(to, own) = factor[0][own.lane % 4 == 1];
 }
 
 // sums += A^T B of a tile, of weights of 32 keys for the warp's columns of B.
@@ -178,26 +194,33 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   const bool more = walk.left > 0;
   const PartStats(&stats)[Br] = shared.stats[turn];
   Loads next;
-  {
+  Weights P = {}, PS, dP = {};
+  if (has_weights()) {
     const Own own;
-    Weights P = {}, PS, dP = {};
-    multiply_scores<ahead_of_K>(shared.K, shared.Q, P, own.key, own.lane, own.row);
+    multiply_scores<ahead_of_K, true>(shared.K, shared.Q, P, own.key, own.lane, own.row);
     compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
-    meet();  // dO is there
-    multiply_scores<ahead_of_V>(shared.V, shared.dO, dP, own.key, own.lane, own.row);
+  }
+  meet();  // dO is there
+  if (has_weights()) {
+    const Own own;
+    multiply_scores<ahead_of_V, true>(shared.V, shared.dO, dP, own.key, own.lane, own.row);
     compute_dS(dP, PS, stats, own.scores(), pair.extent.kept_factor());
     multiply_units<&PartStats::unit>(dP, stats, own.scores());
     multiply_units<&PartStats::dO_unit>(P, stats, own.scores());
     give(shared.given[0], dP, largest[0], own);
-    give(shared.given[1], P, largest[1], own);
-    barrier_sync(1 + own.group, team * warp_size);  // all weights of the keys are there
+    if (givens == 2) give(shared.given[1], P, largest[1], own);
   }
+  meet_team();  // dS of the keys is there
   if (more) walk.load_stats(next);
   add_given(dK, shared.given[0], shared.Q);
-  __syncthreads();  // Q is no longer read
+  __syncthreads();  // Q and dS are no longer read
   if (more) walk.begin_Q(shared);
   cp_async_commit_group();
-  add_given(dV, shared.given[1], shared.dO);
+  if (givens == 1) {
+    if (has_weights()) give(shared.given[0], P, largest[1], Own());
+    meet_team();
+  }
+  add_given(dV, shared.given[givens - 1], shared.dO);
   if (more) next.store(shared.stats[1 - turn]);
   meet();  // the next Q is there
   if (more) walk.begin_dO(shared);
@@ -207,6 +230,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
 // Stores the warp's columns of dK, or of dV, and the flags of their keys.
 template <bool of_V, int row_slabs>
 __device__ __forceinline__ void store_keys(Shared& shared, const Sums& sums,
+                                           const Largest<1>& largest,
                                            const PartKeys<d, dv, row_slabs>& keys,
                                            Tensor<scalar> gradient, Tensor<unsigned char> flags,
                                            const int* exponents, float scale, int first_key) {
@@ -215,16 +239,20 @@ __device__ __forceinline__ void store_keys(Shared& shared, const Sums& sums,
   const int* own_exponents = exponents + keys.own_head * cols;
   const auto numbers = [&](int col) { return keys.has_numbers(of_V ? d + col : col); };
   const int first = own.group * 2 * step;
-  Largest<2> largest;
+  Given& given = shared.given[0];
+  if (has_weights() && own.lane % 4 < 2)
+    key_factor(given, own) = largest.weight[0][own.lane % 4 == 1];
+  __syncthreads();  // the largest weights are there
+  Largest<2> of_keys;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int key = first + i * 8 + own.lane / 4;
-    float& weight = largest.weight[i / 2][i % 2];
-    for (int k = 0; k < Br / step; ++k) weight = fmax(weight, shared.given[of_V].factors[k][key]);
-    const float least = !of_V && scale == 0 ? 0 : largest.least_sum(i / 2, i % 2);
+    float& weight = of_keys.weight[i / 2][i % 2];
+    for (int k = 0; k < Br / step; ++k) weight = fmax(weight, given.factors[k][key]);
+    const float least = !of_V && scale == 0 ? 0 : of_keys.least_sum(i / 2, i % 2);
     const bool wrong =
         own.col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, numbers, own.col);
-    if (own.lane % 4 == 0) shared.wrong[of_V][own.col / own_columns][key] = wrong;
+    if (own.lane % 4 == 0) shared.wrong[own.col / own_columns][key] = wrong;
   }
   const float factor = of_V ? keys.kept_factor : has_score_text ? scale : float(ln2);
   store_scaled<cols>(
@@ -233,7 +261,7 @@ __device__ __forceinline__ void store_keys(Shared& shared, const Sums& sums,
   __syncthreads();  // what is wrong is known
   for (int key = threadIdx.x; key < Bc && first_key + key < keys.N; key += threads) {
     bool wrong = false;
-    for (int i = 0; i < team; ++i) wrong |= shared.wrong[of_V][i][key] != 0;
+    for (int i = 0; i < team; ++i) wrong |= shared.wrong[i][key] != 0;
     *flags.row(keys.batch, keys.kv_head, first_key + key) = wrong;
   }
 }
@@ -277,13 +305,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
   }
   const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
-  const Own own;
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (own.lane % 4 < 2)
-      shared.given[i].factors[own.row / step][own.key + own.lane / 4 + own.lane % 4 * 8] =
-          largest[i].weight[0][own.lane % 4 == 1];
-  __syncthreads();  // the largest weights are there
-  store_keys<false>(shared, sums_K, keys, dK, dK_flags, K_exponents, scale, first_key);
-  store_keys<true>(shared, sums_V, keys, dV, dV_flags, V_exponents, scale, first_key);
+  store_keys<false>(shared, sums_K, largest[0], keys, dK, dK_flags, K_exponents, scale, first_key);
+  store_keys<true>(shared, sums_V, largest[1], keys, dV, dV_flags, V_exponents, scale, first_key);
 }

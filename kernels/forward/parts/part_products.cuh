@@ -10,8 +10,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Sums of the products with a low part: those of one operand's and of the other's, which do not wait
-// for each other where few products are under way.
+// Sums of the products with a low part. Those of one operand's and of the other's may be apart:
+// they do not wait for each other then, which tells where few products are under way.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;
@@ -50,13 +50,13 @@ struct StepFragments {
 // S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
 // at_once steps of the sum unrolled. With four the fragments of each step are loaded during the
 // one before.
-template <int at_once = 1, int Br, int Bc, int depth, int m, int n>
+template <int at_once = 1, bool apart = false, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
                                                 int first_row, int lane, int first_key = 0) {
   const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
   ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
-  LowSums<m, n, m * n <= 2> C;
+  LowSums<m, n, apart> C;
   const auto load = [&](StepFragments<m, n>& to, int k) {
 #pragma unroll
     for (int i = 0; i < m; ++i) {
@@ -107,8 +107,9 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, with V from first_row on, 16 columns at a time, with sums from zero.
-template <int Bc, int width, int m, int n>
+// O += weight * P V, with V from first_row on, 16 columns at a time, with sums from zero. Fragments
+// of V may be loaded ahead: each step's during the one before.
+template <bool ahead, int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],
                                                 float (&O)[m][width / 8][4],
@@ -128,7 +129,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     ldmatrix_trans(b_high[i % 2], values(k * step, 2 * j));
     ldmatrix_trans(b_low[i % 2], values(Bc + k * step, 2 * j));
   };
-  load(0);
+  if (ahead) load(0);
 #pragma unroll
   for (int j = 0; j < width / step; ++j) {
     float sums[m][2][4] = {};
@@ -136,7 +137,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
 #pragma unroll
     for (int k = 0; k < n / 2; ++k) {
       const int i = j * (n / 2) + k;
-      if (i + 1 < width / step * (n / 2)) load(i + 1);
+      if (i + ahead < width / step * (n / 2)) load(i + ahead);
       multiply_parts(sums, C, 0, high[k], low[k], b_high[i % 2], b_low[i % 2]);
     }
 #pragma unroll
