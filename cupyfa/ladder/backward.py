@@ -444,11 +444,21 @@ def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
 
 
-def fp16x2_wide_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of K, V, Q and dO, stats of two tiles of rows, weights and factors, flags."""
+def given_bytes(rows: int, across: int) -> int:
+    """What warps give each other of weights: parts, a factor for 16 of a row; and four flags."""
+    return rows * (4 * across + across // 4 + 4)
+
+
+def fp16x2_wide_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, or one of both."""
     widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    weights = (1 if c.Br == 16 else 2) * c.Bc * (4 * c.Br + 4 * c.Br // 16)
-    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + weights + 4 * c.Bc
+    given = (1 if c.Br == 16 else 2) * given_bytes(c.Bc, c.Br)
+    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + given
+
+
+def fp16x2_wide_rows_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of Q, dO, K and V, stats of rows and dS."""
+    return fp16x2_rows_shared(p, c) + given_bytes(c.Qr, c.Qc)
 
 
 def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -473,21 +483,28 @@ def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) 
     )
 
 
+def fp16x2_rows(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
+    """The launch for dQ."""
+    args = f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ"
+    return replace(two_pass_rows_launch(name, args, shared), when=when)
+
+
+def has_narrow_sums(p: Problem) -> bool:
+    return not has_wide_sums(p)
+
+
 MMA_FP16X2_TWO_PASS = rung(
     MMA_TWO_PASS,
     "mma_fp16x2_two_pass",
     "float32 at its own accuracy: two passes on operands as two parts in float16",
     launches=(
         *SPLIT_FOR_GRADIENTS,
+        fp16x2_columns("mma_fp16x2_two_pass_columns", fp16x2_columns_shared, has_narrow_sums),
         fp16x2_columns(
-            "mma_fp16x2_two_pass_columns", fp16x2_columns_shared, lambda p: not has_wide_sums(p)
+            "mma_fp16x2_two_pass_columns_wide", fp16x2_wide_columns_shared, has_wide_sums
         ),
-        fp16x2_columns("mma_fp16x2_two_pass_columns_wide", fp16x2_wide_shared, has_wide_sums),
-        two_pass_rows_launch(
-            "mma_fp16x2_two_pass_rows",
-            f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            fp16x2_rows_shared,
-        ),
+        fp16x2_rows("mma_fp16x2_two_pass_rows", fp16x2_rows_shared, has_narrow_sums),
+        fp16x2_rows("mma_fp16x2_two_pass_rows_wide", fp16x2_wide_rows_shared, has_wide_sums),
         REPAIR_PART_GRADIENTS,
     ),
     tiles=TileChoice.of(
@@ -502,33 +519,37 @@ MMA_FP16X2_TWO_PASS = rung(
             64: [(32, 128, 8, 2, 128, 64, 16, 1)],
             128: [(32, 128, 8, 1, 128, 64, 16, 1), (32, 128, 8, 1, 128, 32, 16, 1)],
             256: [
-                (32, 64, 8, 1, 64, 32, 16, 1),
-                (32, 32, 4, 1, 64, 16, 16, 1),
-                (16, 32, 4, 1, 32, 16, 16, 1),
+                (32, 64, 8, 1, 64, 32, 8, 1),
+                (32, 32, 4, 1, 32, 32, 8, 1),
+                (16, 32, 4, 1, 32, 16, 8, 1),
             ],
         },
         on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks on rows share an SM
     ),
     candidates={
         "Br": (16, 32),
-        "Bc": (64, 128, 192),
+        "Bc": (32, 64, 128, 192),
         "warps": (4, 8, 12),
         "stages": (1, 2),
-        **{"Qr": (64, 128, 192), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)},
+        **{"Qr": (32, 64, 128, 192), "Qc": (16, 32, 64), "Qw": (8, 16, 32), "Qs": (1, 2)},
     },
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
-        "warps divide the keys by 16, and those of the same keys the rows by 16; above d + dv = 256 "
-        "Br is 16 or 32, and four warps have 32 keys": lambda c: (
-            c.Br <= 32 and c.Bc % 32 == 0 and 8 * c.warps == c.Bc
-            if has_wide_sums(c)
-            else 16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
+        "warps divide the keys by 16, and those of the same keys the rows by 16": lambda c: (
+            has_wide_sums(c) or (16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0)
         ),
-        "stages is 1 or 2, and 1 above d + dv = 256": lambda c: (
-            c.stages in (1, 2)[: 1 if has_wide_sums(c) else 2]
-        ),
-        "Qw and Qc are multiples of 16": lambda c: c.Qw % 16 == c.Qc % 16 == 0,
+        "stages is 1 or 2": lambda c: c.stages in (1, 2),
+        "Qw and Qc are multiples of 16": lambda c: has_wide_sums(c) or c.Qw % 16 == c.Qc % 16 == 0,
         "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
+        "above d + dv = 256 Bc and Qr are multiples of 32, Br and Qc 16 or 32, warps Bc / 8, Qw 8, "
+        "stages and Qs 1": lambda c: (
+            not has_wide_sums(c)
+            or (
+                c.Bc % 32 == c.Qr % 32 == 0
+                and {c.Br, c.Qc} <= {16, 32}
+                and (8 * c.warps, c.Qw, c.stages, c.Qs) == (c.Bc, 8, 1, 1)
+            )
+        ),
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
     dtypes=("float32",),

@@ -20,8 +20,8 @@
 #include <backward/parts/walk_down.cuh>
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
+#include <ptx/arch.cuh>
 #include <ptx/cp_async.cuh>
-#include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>

@@ -128,7 +128,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   cp_async_commit_group();
   loads.store(shared.stats);
   meet();
-  if (stages == 1) keys.begin_K(shared, rows.kv_begin, 0);
+  if (stages == 1 && rows.kv_begin < rows.kv_end) keys.begin_K(shared, rows.kv_begin, 0);
   cp_async_commit_group();
   Queries sums = {};
   Largest<Wr / step> largest;

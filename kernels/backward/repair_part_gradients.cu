@@ -69,11 +69,16 @@ struct Pairs {
     real products[together] = {}, dP[together] = {};
     multiply_rows<d>(q, k, products);
     if (of != 'V') multiply_rows<dv>(grad, v, dP);
+    const Extent& of_head = inputs.extent.of_head(head);
 #pragma unroll
     for (int i = 0; i < together; ++i) {
       if (!are_seen(i)) continue;
-      const auto made = inputs.of_products(products[i], dP[i], head, row[i], key[i], stats[i]);
-      sum.add(of == 'V' ? made.p : made.dS, of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i]);
+      const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
+      const real p = exp2(score * log2e - stats[i].lse2);
+      const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
+      const real weight = of == 'V' ? of_head.dropped(p, row[i], key[i])
+                                    : score_gradient(p, kept_dP - stats[i].delta, slope);
+      sum.add(weight, of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i]);
     }
   }
 };

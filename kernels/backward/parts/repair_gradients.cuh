@@ -55,15 +55,10 @@ struct alignas(16) Repair {
     real product = 0, dP = 0;
     for (int j = threadIdx.x % warp_size; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
     for (int j = threadIdx.x % warp_size; j < dv; j += warp_size) dP += real(grad[j]) * real(v[j]);
-    return of_products(warp_sum(product), warp_sum(dP), head, row, key, own);
-  }
-  // The same from q·k and dO·v.
-  __device__ Pair of_products(real product, real dP, int head, int row, int key,
-                              const RowStats& own) const {
     const Extent& of_head = extent.of_head(head);
-    const auto [score, slope] = scorer.with_slope(product, of_head, row, key);
+    const auto [score, slope] = scorer.with_slope(warp_sum(product), of_head, row, key);
     const real p = exp2(score * log2e - own.lse2);
-    const real kept_dP = of_head.dropped(dP, row, key);
+    const real kept_dP = of_head.dropped(warp_sum(dP), row, key);
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
 

@@ -9,8 +9,6 @@
 // So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
 #include <ptx/pack.cuh>
 
-constexpr bool on_hopper = __CUDA_ARCH__ >= 900;
-
 // An address in shared memory, with which one can compute.
 struct SharedAddress {
   unsigned bytes;
