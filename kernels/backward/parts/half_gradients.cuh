@@ -168,7 +168,7 @@ struct Largest {
 };
 
 // Whether parts did not hold a row of fragments; has_numbers(col) says of a column that a sum of 0
-// is wrong there. All lanes of the row get the answer.
+// is wrong there. The sums' columns begin at first_col. All lanes of the row get the answer.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {
@@ -209,9 +209,8 @@ __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float
 #pragma unroll
     for (int i = 0; i < 2 * m; ++i) {
       const int row = first + i * 8 + lane / 4;
-      if (row < end)
-        gradient.row(batch, head, row)[col] =
-            sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half) * factor;
+      const float x = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half);
+      if (row < end) gradient.row(batch, head, row)[col] = x * factor;
     }
   }
 }
