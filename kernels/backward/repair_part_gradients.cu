@@ -37,16 +37,18 @@ __device__ bool read_flag(bool (&flagged)[rows_of_block], Tensor<const unsigned 
   return set;
 }
 
-// The sums of a[i][j] b[i][j] over the columns j of pairs of rows, each the same in all lanes.
+// A lane's sums of a[i][j] b[i][j] over the columns j of pairs of rows.
 template <int cols>
 __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together],
                                               const scalar* const (&b)[together],
                                               real (&products)[together]) {
-  for (int j = threadIdx.x % warp_size; j < cols; j += warp_size)
+#pragma unroll 4
+  for (int turn = 0; turn < cdiv(cols, warp_size); ++turn) {
+    const int j = turn * warp_size + threadIdx.x % warp_size;
+    if (cols % warp_size != 0 && j >= cols) break;
 #pragma unroll
     for (int i = 0; i < together; ++i) products[i] += real(a[i][j]) * real(b[i][j]);
-#pragma unroll
-  for (int i = 0; i < together; ++i) products[i] = warp_sum(products[i]);
+  }
 }
 
 // Pairs of one head that a warp computes together.
@@ -69,16 +71,32 @@ struct Pairs {
     real products[together] = {}, dP[together] = {};
     multiply_rows<d>(q, k, products);
     if (of != 'V') multiply_rows<dv>(grad, v, dP);
-    const Extent& of_head = inputs.extent.of_head(head);
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      if (!are_seen(i)) continue;
+      products[i] = warp_sum(products[i]);
+      if (of != 'V') dP[i] = warp_sum(dP[i]);
+    }
+    const Extent& of_head = inputs.extent.of_head(head);
+    real weights[together] = {};
+    bool seen[together];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      seen[i] = are_seen(i);
+      if (!seen[i]) continue;
       const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
       const real p = exp2(score * log2e - stats[i].lse2);
       const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
-      const real weight = of == 'V' ? of_head.dropped(p, row[i], key[i])
-                                    : score_gradient(p, kept_dP - stats[i].delta, slope);
-      sum.add(weight, of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i]);
+      weights[i] = of == 'V' ? of_head.dropped(p, row[i], key[i])
+                             : score_gradient(p, kept_dP - stats[i].delta, slope);
+    }
+#pragma unroll
+    for (int j = 0; j < RowSum<cols>::count; ++j) {
+      const int col = min(sum.first + j * warp_size, cols - 1);
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const real x = real((of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i])[col]);
+        if (seen[i]) sum.sums[j] += weights[i] * x;  // what is not seen may be NaN
+      }
     }
   }
 };
