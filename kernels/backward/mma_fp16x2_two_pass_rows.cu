@@ -128,7 +128,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   cp_async_commit_group();
   loads.store(shared.stats);
   meet();
-  if (stages == 1 && rows.kv_begin < rows.kv_end) keys.begin_K(shared, rows.kv_begin, 0);
+  if (stages == 1) keys.begin_K(shared, rows.kv_begin, 0);
   cp_async_commit_group();
   Queries sums = {};
   Largest<Wr / step> largest;
@@ -142,6 +142,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
       step_along<true>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
     buffer = stages - 1 - buffer;
   }
+  cp_async_wait_group<0>();  // of a tile whose rows see no key
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
   store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
               extent.M, lane);

@@ -108,7 +108,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   cp_async_commit_group();
   loads.store(shared.stats);
   meet();
-  if (rows.kv_begin < rows.kv_end) keys.begin_K(shared, rows.kv_begin);
+  keys.begin_K(shared, rows.kv_begin);
   cp_async_commit_group();
   TeamSums<depth> sums = {};
   Largest<1> largest;
@@ -120,6 +120,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
     else
       step_along<true>(shared, keys, pair, rows, sums, largest, scorer);
   }
+  cp_async_wait_group<0>();  // of a tile whose rows see no key
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
   shared.given.store<d, depth>(
       sums, largest, true, scale, dQ, batch, head, first_row, extent.M,

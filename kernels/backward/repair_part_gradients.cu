@@ -163,7 +163,7 @@ __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<scalar>
             of_V ? real(1) : inputs.scorer.scale);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void repair_part_gradients(
+extern "C" __global__ __launch_bounds__(threads, 1) void repair_part_gradients(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const unsigned char> flags,
     Tensor<const unsigned char> dK_flags, Tensor<const unsigned char> dV_flags, Tensor<scalar> dQ,
