@@ -46,7 +46,8 @@ struct alignas(16) Registers {
 template <int rows, int across>
 struct GivenWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
-  Registers parts[rows / step][across / step][2][warp_size];  // high, low
+  static constexpr int block = rows / team_rows * team * warp_size;  // its threads
+  Registers parts[rows / step][across / step][2][warp_size];         // high, low
   float factors[across / step][rows];
   unsigned char wrong[team][rows];
 
@@ -145,13 +146,13 @@ struct GivenWeights {
     const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
     if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
     __syncthreads();  // the largest weights are there
-    Largest<2> of_rows;
+    Largest<2> of_all;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = first + i * 8 + own.lane / 4;
-      float& weight = of_rows.weight[i / 2][i % 2];
+      float& weight = of_all.weight[i / 2][i % 2];
       for (int k = 0; k < across / step; ++k) weight = fmax(weight, factors[k][row]);
-      const float least = has_least ? of_rows.least_sum(i / 2, i % 2) : 0;
+      const float least = has_least ? of_all.least_sum(i / 2, i % 2) : 0;
       const bool is_not_held =
           col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, has_numbers, col);
       if (own.lane % 4 == 0) wrong[own.turn][row] = is_not_held;
@@ -159,7 +160,7 @@ struct GivenWeights {
     store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
                        col);
     __syncthreads();  // what is wrong is known
-    for (int row = threadIdx.x; row < rows && first_row + row < end; row += threads) {
+    for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
       bool is_not_held = false;
       for (int i = 0; i < team; ++i) is_not_held |= wrong[i][row] != 0;
       flag(first_row + row, is_not_held);
