@@ -444,35 +444,42 @@ def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
 
 
+def given_bytes(rows: int, across: int) -> int:
+    """What warps give each other of weights: parts, a factor for 16 of a row; and four flags."""
+    return rows * (4 * across + across // 4 + 4)
+
+
+def fp16x2_wide_columns_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, or one of both."""
+    widths = round_up(p.d, 16) + round_up(p.dv, 16)
+    given = (1 if c.Br == 16 else 2) * given_bytes(c.Bc, c.Br)
+    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + given
+
+
 def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
     """Two parts of Q, dO and `Qs` of K and V, and stats of rows."""
     widths = round_up(p.d, 16) + round_up(p.dv, 16)
     return 4 * (c.Qr + c.Qs * c.Qc) * widths + 16 * c.Qr
 
 
-def fp16x2_columns(of_K: bool, of_V: bool, when: Callable[[Problem], bool]) -> Launch:
-    """The launch for dK and dV, or for one of them, whose sums then take all registers."""
+def has_wide_sums(sizes: Problem | SimpleNamespace) -> bool:
+    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
+    return round_up(sizes.d, 16) + round_up(sizes.dv, 16) > 256
+
+
+def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
+    """The launch for dK and dV."""
     return replace(
-        columns_launch(
-            "mma_fp16x2_two_pass_columns",
-            "",
-            lambda p, c: WARP * c.warps,
-            fp16x2_columns_shared,
-        ),
+        columns_launch(name, "", lambda p, c: WARP * c.warps, shared),
         args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
         f"{UNITS} dK dV dK_flags dV_flags sizes kv_heads group scale mods",
-        constants={
-            "row_slabs": row_slabs,
-            "of_K": lambda p, c: of_K,
-            "of_V": lambda p, c: of_V,
-        },
+        constants={"row_slabs": row_slabs},
         when=when,
     )
 
 
-def has_wide_sums(p: Problem) -> bool:
-    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
-    return round_up(p.d, 16) + round_up(p.dv, 16) > 256
+def has_narrow_sums(p: Problem) -> bool:
+    return not has_wide_sums(p)
 
 
 MMA_FP16X2_TWO_PASS = rung(
@@ -481,9 +488,10 @@ MMA_FP16X2_TWO_PASS = rung(
     "float32 at its own accuracy: two passes on operands as two parts in float16",
     launches=(
         *SPLIT_FOR_GRADIENTS,
-        fp16x2_columns(True, True, lambda p: not has_wide_sums(p)),
-        fp16x2_columns(True, False, has_wide_sums),
-        fp16x2_columns(False, True, has_wide_sums),
+        fp16x2_columns("mma_fp16x2_two_pass_columns", fp16x2_columns_shared, has_narrow_sums),
+        fp16x2_columns(
+            "mma_fp16x2_two_pass_columns_wide", fp16x2_wide_columns_shared, has_wide_sums
+        ),
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
@@ -501,26 +509,36 @@ MMA_FP16X2_TWO_PASS = rung(
         ],
         up_to={
             64: [(32, 128, 8, 2, 128, 64, 16, 1)],
-            128: [(32, 128, 8, 1, 128, 32, 16, 1)],
-            256: [(32, 64, 8, 1, 64, 32, 16, 1)],
+            128: [(32, 128, 8, 1, 128, 64, 16, 1), (32, 128, 8, 1, 128, 32, 16, 1)],
+            256: [
+                (32, 64, 8, 1, 64, 32, 16, 1),
+                (32, 32, 4, 1, 32, 32, 16, 1),
+                (16, 32, 4, 1, 32, 16, 16, 1),
+            ],
         },
         on={"90": {64: [(32, 128, 8, 2, 128, 32, 32, 2)]}},  # two blocks on rows share an SM
     ),
     candidates={
         "Br": (16, 32),
-        "Bc": (64, 128, 192),
+        "Bc": (32, 64, 128, 192),
         "warps": (4, 8, 12),
         "stages": (1, 2),
-        **{"Qr": (64, 128, 192), "Qc": (32, 64), "Qw": (16, 32), "Qs": (1, 2)},
+        **{"Qr": (32, 64, 128, 192), "Qc": (16, 32, 64), "Qw": (16, 32), "Qs": (1, 2)},
     },
     rules={
         "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
         "warps divide the keys by 16, and those of the same keys the rows by 16": lambda c: (
-            16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0
+            has_wide_sums(c) or (16 * c.warps % c.Bc == 0 and c.Br * c.Bc % (256 * c.warps) == 0)
         ),
         "stages is 1 or 2": lambda c: c.stages in (1, 2),
         "Qw and Qc are multiples of 16": lambda c: c.Qw % 16 == c.Qc % 16 == 0,
         "Qr is a multiple of Qw": lambda c: c.Qr % c.Qw == 0,
+        "above d + dv = 256 Bc is a multiple of 32, Br 16 or 32, warps Bc / 8, and stages 1": (
+            lambda c: (
+                not has_wide_sums(c)
+                or (c.Bc % 32 == 0 and c.Br in (16, 32) and (8 * c.warps, c.stages) == (c.Bc, 1))
+            )
+        ),
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
     dtypes=("float32",),

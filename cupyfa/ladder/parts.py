@@ -14,7 +14,7 @@ UNITS = "scale2 dO_units flags"
 _THREADS = 256
 _ROWS = 128  # of a block that splits; a table of maxima is read for each
 _REPAIRED = 32  # rows of a block that repairs them
-_REPAIRED_GRADIENTS = 64  # the same of gradients, and keys
+_REPAIRED_GRADIENTS = 256  # the same of gradients, and keys
 _REPAIRING = 512  # threads among which the keys of a row, or the rows of a key, are divided
 
 

@@ -6,7 +6,7 @@
 // two, by which P and dS are multiplied; then each key gets one for each tile.
 //
 // Where 16 keys have several warps, each takes some rows of every tile, and their sums are added at
-// the end. Where dK and dV do not fit into registers together, there is a launch for each.
+// the end. Where dK and dV of 16 keys do not fit into registers, there is another launch.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -14,13 +14,13 @@
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
-//   row_maxima), of_K, of_V (whether it computes dK and dV), d, dv, threads, shared_bytes and
-//   options (score.cuh)
+//   row_maxima), d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/half_gradients.cuh>
 #include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
+#include <ptx/arch.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
@@ -30,7 +30,11 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int sharing = warps * step / Bc;    // warps of the same keys
 constexpr int own_rows = Br / sharing;        // of a tile
-constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
+// Whether fragments of S and dP are loaded ahead, which is 3 % faster. For sm_80 ptxas has no
+// registers left for that above d + dv = 128, and spills in the loop.
+constexpr bool looks_ahead =
+    depth % 64 == 0 && width % 64 == 0 && (on_hopper || depth + width <= 128);
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];
@@ -56,16 +60,24 @@ struct Walk : WalkDown<Br, Bc> {
   int M;
 
   // The addresses of heads are computed here again: registers do not keep them.
-  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
-    const int batch = opaque(stats.batch), own_head = opaque(head);
-    PartsHead<depth>(Q_high, Q_low, batch, own_head, M).copy<threads>(shared.Q[stage], first_row);
-    PartsHead<width>(dO_high, dO_low, batch, own_head, M)
+  __device__ __forceinline__ void begin_Q(Shared& shared, int stage) const {
+    PartsHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(head), M)
+        .copy<threads>(shared.Q[stage], first_row);
+  }
+  __device__ __forceinline__ void begin_dO(Shared& shared, int stage) const {
+    PartsHead<width>(dO_high, dO_low, opaque(stats.batch), opaque(head), M)
         .copy<threads>(shared.dO[stage], first_row);
   }
   __device__ __forceinline__ void load_stats(Loads& loads) const {
     loads.load(stats, opaque(head), first_row, M);
   }
 };
+
+// All that was copied is there for all threads, and what they have read may be overwritten.
+__device__ __forceinline__ void meet() {
+  cp_async_wait_group<0>();
+  __syncthreads();
+}
 
 // The first key and row of each tile that a warp owns.
 struct Own {
@@ -97,11 +109,12 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   const Own own;
   float factor[1][2];
   largest.raise(weights, factor);
-  multiply_output(B, weights, sums, factor, own.lane, own.row);
+  multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
-// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
-// begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
+// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO are
+// there when it begins, and the next tile's when it ends. With one only Q is, and each of both is
+// replaced while the other one is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -111,34 +124,37 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   walk.advance();
   const bool more = walk.left > 0;
   Loads next;
-  if (stages == 2 && more) walk.begin_copies(shared, 1 - stage);
-  cp_async_commit_group();
-
+  if (stages == 2) {
+    if (more) walk.begin_Q(shared, 1 - stage), walk.begin_dO(shared, 1 - stage);
+    cp_async_commit_group();
+  }
   const PartStats(&stats)[Br] = shared.stats[turn];
-  Weights P = {}, PS;
+  Weights P = {}, PS, dS = {};
   {
     const Own own;
     multiply_keys(shared.K, shared.Q[stage], P, own);
     compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
   }
-  if constexpr (of_V) {
-    multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
-    if (!of_K && more) walk.load_stats(next);  // while the last products go on
-    add_product(dV, P, largest[1], shared.dO[stage]);
-  }
-  if constexpr (of_K) {
+  if (stages == 1) meet();  // dO is there
+  {
     const Own own;
-    Weights dS = {};
     multiply_keys(shared.V, shared.dO[stage], dS, own);
     compute_dS(dS, PS, stats, own.scores(), pair.extent.kept_factor());
     multiply_units<&PartStats::unit>(dS, stats, own.scores());
-    if (more) walk.load_stats(next);
-    add_product(dK, dS, largest[0], shared.Q[stage]);
   }
-  if (more) next.store(shared.stats[1 - turn]);
+  add_product(dK, dS, largest[0], shared.Q[stage]);
   if (stages == 1) {
-    __syncthreads();  // before the next tile overwrites Q and dO
-    if (more) walk.begin_copies(shared, 0);
+    __syncthreads();  // Q is no longer read
+    if (more) walk.begin_Q(shared, 0);
+    cp_async_commit_group();
+  }
+  if (more) walk.load_stats(next);
+  multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
+  add_product(dV, P, largest[1], shared.dO[stage]);
+  if (more) next.store(shared.stats[1 - turn]);
+  meet();  // the next tile, or Q of it, is there
+  if (stages == 1) {
+    if (more) walk.begin_dO(shared, 0);
     cp_async_commit_group();
   }
 }
@@ -199,13 +215,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     Loads first;
     walk.load_stats(first);
     PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
-    if (of_K)
-      PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
-    walk.begin_copies(shared, 0);
+    PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
+    walk.begin_Q(shared, 0);
+    if (stages == 2) walk.begin_dO(shared, 0);
     cp_async_commit_group();
     first.store(shared.stats[0]);
-    cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    meet();
+    if (stages == 1) walk.begin_dO(shared, 0);
+    cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -213,20 +230,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
       step_down<false>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
-    cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
   }
   const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   const Own own;
   const int own_key = first_key + own.key;
-  if constexpr (of_K) {
-    join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
-    if (own.row == 0)
-      keys.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents, scale, own_key, own.lane);
-  }
-  if constexpr (of_V) {
-    join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
-    if (own.row == 0)
-      keys.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents, scale, own_key, own.lane);
-  }
+  join_sums(shared.K, shared.largest[0], sums_K, largest[0]);
+  join_sums(shared.V, shared.largest[1], sums_V, largest[1]);
+  if (own.row != 0) return;
+  keys.store<false>(sums_K, largest[0], dK, dK_flags, K_exponents, scale, own_key, own.lane);
+  keys.store<true>(sums_V, largest[1], dV, dV_flags, V_exponents, scale, own_key, own.lane);
 }

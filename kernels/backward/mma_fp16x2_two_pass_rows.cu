@@ -18,7 +18,10 @@
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
-constexpr int at_once = depth > 64 ? 1 : 2;   // steps of S and dP that are unrolled
+// Whether fragments of S and dP are loaded ahead, which is 8 % faster at d = 128. With 32 rows of a
+// warp at d = 64 ptxas spills then, and it is 3 % slower.
+constexpr bool looks_ahead = depth % 64 == 0 && width % 64 == 0 && Wr == step;
+constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
@@ -40,17 +43,25 @@ struct Keys {
   Tensor<const operand> K_high, K_low, V_high, V_low;
   int batch, head, N;
 
-  __device__ __forceinline__ void begin_copies(Shared& shared, int first_key, int stage) const {
-    const int own_batch = opaque(batch), own_head = opaque(head);
-    PartsHead<depth>(K_high, K_low, own_batch, own_head, N)
+  __device__ __forceinline__ void begin_K(Shared& shared, int first_key, int stage) const {
+    PartsHead<depth>(K_high, K_low, opaque(batch), opaque(head), N)
         .copy<threads>(shared.K[stage], first_key);
-    PartsHead<width>(V_high, V_low, own_batch, own_head, N)
+  }
+  __device__ __forceinline__ void begin_V(Shared& shared, int first_key, int stage) const {
+    PartsHead<width>(V_high, V_low, opaque(batch), opaque(head), N)
         .copy<threads>(shared.V[stage], first_key);
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. K and V are there when it begins, and the next are when
-// it ends. Unless it is `masked` every row sees every key.
+// All that was copied is there for all threads, and what they have read may be overwritten.
+__device__ __forceinline__ void meet() {
+  cp_async_wait_group<0>();
+  __syncthreads();
+}
+
+// One tile of keys: P, dS and dQ += dS K. With two stages K and V are there when it begins, and the
+// next are when it ends. With one only V is, and each of both is replaced while the other one is
+// read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -58,24 +69,29 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const Scorer<float>& scorer, int own_row, int lane) {
   const int next = rows.after<Bc>(pair.first_key);
   const bool more = next < rows.kv_end;
-  if (stages == 2 && more) keys.begin_copies(shared, next, 1 - buffer);
-  cp_async_commit_group();
+  if (stages == 2) {
+    if (more) keys.begin_K(shared, next, 1 - buffer), keys.begin_V(shared, next, 1 - buffer);
+    cp_async_commit_group();
+  }
   const OwnScores<false> own = {own_row + lane / 4, 2 * (lane % 4)};
   Weights P = {}, PS, dS = {};
+  multiply_scores<at_once>(shared.dO, shared.V[buffer], dS, own_row, lane);
+  if (stages == 1) {
+    meet();  // K is there, and V is no longer read
+    if (more) keys.begin_V(shared, next, 0);
+    cp_async_commit_group();
+  }
   multiply_scores<at_once>(shared.Q, shared.K[buffer], P, own_row, lane);
   compute_P<masked>(P, PS, shared.stats, own, pair, scorer);
-  multiply_scores<at_once>(shared.dO, shared.V[buffer], dS, own_row, lane);
   compute_dS(dS, PS, shared.stats, own, pair.extent.kept_factor());
   float factor[Wr / step][2];
   largest.raise(dS, factor);
-  multiply_output(shared.K[buffer], dS, dQ, factor, lane);
+  multiply_output<looks_ahead>(shared.K[buffer], dS, dQ, factor, lane);
+  meet();  // the next V is there, and these are no longer read
   if (stages == 1) {
-    __syncthreads();  // before the next tile overwrites K and V
-    if (more) keys.begin_copies(shared, next, 0);
+    if (more) keys.begin_K(shared, next, 0);
     cp_async_commit_group();
   }
-  cp_async_wait_group<0>();
-  __syncthreads();  // the next K and V are there, and these are no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_rows(
@@ -107,11 +123,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
              head, first_row, extent.M);
   PartsHead<depth>(Q_high, Q_low, batch, head, extent.M).copy<threads>(shared.Q, first_row);
   PartsHead<width>(dO_high, dO_low, batch, head, extent.M).copy<threads>(shared.dO, first_row);
-  keys.begin_copies(shared, rows.kv_begin, 0);
+  keys.begin_V(shared, rows.kv_begin, 0);
+  if (stages == 2) keys.begin_K(shared, rows.kv_begin, 0);
   cp_async_commit_group();
   loads.store(shared.stats);
-  cp_async_wait_group<0>();
-  __syncthreads();  // the tiles are there
+  meet();
+  if (stages == 1) keys.begin_K(shared, rows.kv_begin, 0);
+  cp_async_commit_group();
   Queries sums = {};
   Largest<Wr / step> largest;
   int buffer = 0;
@@ -124,6 +142,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
       step_along<true>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
     buffer = stages - 1 - buffer;
   }
+  cp_async_wait_group<0>();  // of a tile whose rows see no key
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
   store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
               extent.M, lane);

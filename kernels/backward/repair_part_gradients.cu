@@ -3,6 +3,8 @@
 //
 // Flags are rare: a block whose rows or keys have none returns at once. For a row with one,
 // the keys are divided among the warps of a block; for a key, the rows. The others are not touched.
+// Large problems have a few flags by chance, and the launch takes as long as one row then: what
+// several pairs need is on its way at the same time.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]
@@ -15,6 +17,7 @@
 
 constexpr int warps_of_block = threads / warp_size;
 constexpr int widest = d > dv ? d : dv;
+constexpr int together = widest > 64 ? 4 : 8;  // pairs of a warp that are under way
 
 struct Shared {
   real sums[warps_of_block][widest];
@@ -25,14 +28,78 @@ static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
 
 using Repairs = Repair<d, dv, scalar, StatsInMemory>;
 
-// Reads the flags of a block's rows. Returns whether one is set.
-__device__ bool read_flags(bool (&flagged)[rows_of_block], Tensor<const unsigned char> flags,
-                           int batch, int head, int first, int end) {
+// Reads the flag of a thread's row. Returns whether it is set.
+__device__ bool read_flag(bool (&flagged)[rows_of_block], Tensor<const unsigned char> flags,
+                          int batch, int head, int first, int end) {
   const int own = first + threadIdx.x;
   const bool set = threadIdx.x < rows_of_block && own < end && *flags.row(batch, head, own) != 0;
   if (threadIdx.x < rows_of_block) flagged[threadIdx.x] = set;
-  return __syncthreads_or(set);
+  return set;
 }
+
+// A lane's sums of a[i][j] b[i][j] over the columns j of pairs of rows.
+template <int cols>
+__device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together],
+                                              const scalar* const (&b)[together],
+                                              real (&products)[together]) {
+#pragma unroll 4
+  for (int turn = 0; turn < cdiv(cols, warp_size); ++turn) {
+    const int j = turn * warp_size + threadIdx.x % warp_size;
+    if (cols % warp_size != 0 && j >= cols) break;
+#pragma unroll
+    for (int i = 0; i < together; ++i) products[i] += real(a[i][j]) * real(b[i][j]);
+  }
+}
+
+// Pairs of one head that a warp computes together.
+struct Pairs {
+  int row[together], key[together];
+  RowStats stats[together];
+
+  // Adds to dQ, dK or dV of a warp's row or key what pairs give it that are_seen(number).
+  template <char of, int cols, class AreSeen>
+  __device__ __forceinline__ void add_to(RowSum<cols>& sum, const Repairs& inputs, int head,
+                                         AreSeen are_seen) const {
+    const scalar *q[together], *k[together], *grad[together], *v[together];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      q[i] = inputs.Q.row(inputs.batch, head, row[i]);
+      k[i] = inputs.K.row(inputs.batch, inputs.kv_head, key[i]);
+      grad[i] = inputs.dO.row(inputs.batch, head, row[i]);
+      v[i] = inputs.V.row(inputs.batch, inputs.kv_head, key[i]);
+    }
+    real products[together] = {}, dP[together] = {};
+    multiply_rows<d>(q, k, products);
+    if (of != 'V') multiply_rows<dv>(grad, v, dP);
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      products[i] = warp_sum(products[i]);
+      if (of != 'V') dP[i] = warp_sum(dP[i]);
+    }
+    const Extent& of_head = inputs.extent.of_head(head);
+    real weights[together] = {};
+    bool seen[together];
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      seen[i] = are_seen(i);
+      if (!seen[i]) continue;
+      const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
+      const real p = exp2(score * log2e - stats[i].lse2);
+      const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
+      weights[i] = of == 'V' ? of_head.dropped(p, row[i], key[i])
+                             : score_gradient(p, kept_dP - stats[i].delta, slope);
+    }
+#pragma unroll
+    for (int j = 0; j < RowSum<cols>::count; ++j) {
+      const int col = min(sum.first + j * warp_size, cols - 1);
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        const real x = real((of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i])[col]);
+        if (seen[i]) sum.sums[j] += weights[i] * x;  // what is not seen may be NaN
+      }
+    }
+  }
+};
 
 // Adds up what the warps have of a row, and writes it.
 template <int cols>
@@ -54,9 +121,18 @@ __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result>
   const RowStats own = inputs.stats(head, row);
   RowSum<d> sum(0, d);
   const int end = own.sees_keys() ? extent.kv_end(row) : 0;
-  for (int key = extent.kv_begin(row) + threadIdx.x / warp_size; key < end; key += warps_of_block)
-    if (extent.shown(row, key))
-      sum.add(inputs.pair(head, row, key, own).dS, inputs.K.row(inputs.batch, inputs.kv_head, key));
+  int key = extent.kv_begin(row) + threadIdx.x / warp_size;
+  for (; key < end; key += together * warps_of_block) {
+    Pairs pairs;
+#pragma unroll
+    for (int i = 0; i < together; ++i) {
+      pairs.row[i] = row, pairs.stats[i] = own;
+      pairs.key[i] = min(key + i * warps_of_block, end - 1);
+    }
+    pairs.add_to<'Q'>(sum, inputs, head, [&](int i) {
+      return key + i * warps_of_block < end && extent.shown(row, pairs.key[i]);
+    });
+  }
   write_row(shared, sum, dQ.row(inputs.batch, head, row), inputs.scorer.scale);
 }
 
@@ -69,18 +145,25 @@ __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result>
   RowSum<cols> sum(0, cols);
   for (int head = inputs.kv_head * group; head < (inputs.kv_head + 1) * group; ++head) {
     const Extent& extent = inputs.extent.of_head(head);
-    for (int row = first; row < extent.row_end(key, 1); row += warps_of_block) {
-      const RowStats own = inputs.stats(head, row);
-      if (!own.sees_keys() || !extent.sees(row, key)) continue;
-      const auto made = inputs.pair(head, row, key, own);
-      sum.add(of_V ? made.p : made.dS, (of_V ? inputs.dO : inputs.Q).row(inputs.batch, head, row));
+    const int end = extent.row_end(key, 1);
+    for (int row = first; row < end; row += together * warps_of_block) {
+      Pairs pairs;
+#pragma unroll
+      for (int i = 0; i < together; ++i) {
+        pairs.row[i] = min(row + i * warps_of_block, end - 1), pairs.key[i] = key;
+        pairs.stats[i] = inputs.stats(head, pairs.row[i]);
+      }
+      pairs.add_to<of_V ? 'V' : 'K'>(sum, inputs, head, [&](int i) {
+        return row + i * warps_of_block < end && pairs.stats[i].sees_keys() &&
+               extent.sees(pairs.row[i], key);
+      });
     }
   }
   write_row(shared, sum, gradient.row(inputs.batch, inputs.kv_head, key),
             of_V ? real(1) : inputs.scorer.scale);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void repair_part_gradients(
+extern "C" __global__ __launch_bounds__(threads, 1) void repair_part_gradients(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     Tensor<const real> lse, Tensor<const real> delta, Tensor<const unsigned char> flags,
     Tensor<const unsigned char> dK_flags, Tensor<const unsigned char> dV_flags, Tensor<result> dQ,
@@ -99,14 +182,14 @@ extern "C" __global__ __launch_bounds__(threads) void repair_part_gradients(
   if (first < 0 || first >= end) return;
   const Repairs inputs = {extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, kv_head};
   if (of_rows) {
-    if (!read_flags(shared.flagged[0], flags, batch, head, first, end)) return;
+    if (!__syncthreads_or(read_flag(shared.flagged[0], flags, batch, head, first, end))) return;
     for (int row = first; row < end; ++row)
       if (shared.flagged[0][row - first]) repair_row(shared, inputs, dQ, head, row);
     return;
   }
-  const bool some_of_K = read_flags(shared.flagged[0], dK_flags, batch, head, first, end);
-  const bool some_of_V = read_flags(shared.flagged[1], dV_flags, batch, head, first, end);
-  if (!some_of_K && !some_of_V) return;
+  const bool of_K = read_flag(shared.flagged[0], dK_flags, batch, head, first, end);
+  const bool of_V = read_flag(shared.flagged[1], dV_flags, batch, head, first, end);
+  if (!__syncthreads_or(of_K || of_V)) return;
   for (int key = first; key < end; ++key) {
     if (shared.flagged[0][key - first]) repair_key<false>(shared, inputs, dK, group, key);
     if (shared.flagged[1][key - first]) repair_key<true>(shared, inputs, dV, group, key);

@@ -23,6 +23,9 @@
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of V and O
+// Whether fragments are loaded ahead, which is 5 % faster at d = 64, with tiles of 64 keys 11 % at
+// d = 128, and 8 % slower at d = 256, where sums leave no registers for it.
+constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
 using OwnRows = PartRows<Wr, pack_gqa>;
 
 struct Shared {  // high parts, then low ones
@@ -62,7 +65,8 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   }
   cp_async_commit_group();
   Fragments<Wr, Bc> S = {};
-  if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
+  if (seen)
+    multiply_scores<looks_ahead ? 4 : 1>(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
     __syncthreads();  // V is there, and K is no longer read
@@ -73,7 +77,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     apply_scorer(task.scorer, S, rows, first_key, task.is_full<Bc>(first_key));
     float weight[Wr / step][2];
     weigh<masked>(S, O, rows, first_key, task.lane, weight);
-    multiply_output(shared.V[buffer], S, O, weight, task.lane);
+    multiply_output<looks_ahead>(shared.V[buffer], S, O, weight, task.lane);
   }
   cp_async_wait_group<0>();
   __syncthreads();  // the next K is there, and this tile is no longer read

@@ -97,6 +97,23 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "columns, rows, sizes",
+    [
+        ((16, 32, 4), (32, 16), {"d": 250, "dv": 40, "causal": True}),
+        ((32, 32, 4), (64, 32), {"d": 144, "dv": 200, "window": (17, 2)}),
+        ((16, 64, 8), (64, 16), {"d": 60, "dv": 256, "dropout": 0.2, "dropout_seed": 1}),
+    ],
+)
+def test_warps_that_share_sums_of_wide_heads(backend, columns, rows, sizes):
+    """Two or four warps of a team compute weights, and some have columns of d, of dv or of none."""
+    tiles = dict(zip(("Br", "Bc", "warps", "Qr", "Qc"), (*columns, *rows)))
+    sizes = {"heads": 2, "kv_heads": 1, "M": 40, "N": 70, **sizes}
+    kernel = BACKWARD["mma_fp16x2_two_pass"]
+    check_case(kernel, backend, sizes, **tiles, Qw=16, stages=1, Qs=1)
+
+
 @pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("empty", ["batch", "heads", "M", "N", "d", "dv"])

@@ -98,7 +98,7 @@ COPIES = REPAIR + "; asynchronous copies of rows, aligned or not"
 SLICES = COPIES + "; slices of d, dv and keys pass through one ring"
 HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
-PARTS = "products of parts, sums of gradients"
+PARTS = "products of parts, whose fragments are loaded ahead; sums of gradients"
 TEXTS = "all that texts compute with"
 LONGER = {
     "backward/mma_columns": (1105, GRADIENTS),
@@ -106,8 +106,9 @@ LONGER = {
         1269,
         GRADIENTS + "; the same of doubles, whose scores warps share",
     ),
-    "backward/mma_fp16x2_two_pass_columns": (1102, f"{COPIES}; {PARTS}"),
-    "backward/mma_fp16x2_two_pass_rows": (928, f"{COPIES}; {PARTS}"),
+    "backward/mma_fp16x2_two_pass_columns": (1170, f"{COPIES}; {PARTS}"),
+    "backward/mma_fp16x2_two_pass_columns_wide": (1273, f"{COPIES}; {PARTS}, shared by warps"),
+    "backward/mma_fp16x2_two_pass_rows": (1001, f"{COPIES}; {PARTS}"),
     "backward/mma_slices_backward_scores": (947, GRADIENTS),
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
@@ -124,7 +125,7 @@ LONGER = {
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (963, COPIES + "; fragments and an exponential of doubles"),
-    "forward/mma_fp16x2": (1033, COPIES + "; products of parts"),
+    "forward/mma_fp16x2": (1091, COPIES + "; products of parts, whose fragments are loaded ahead"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
     "forward/mma_split_kv": (1430, COPIES + ", in pages too; products of e4m3; results of splits"),

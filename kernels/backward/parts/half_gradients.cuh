@@ -168,14 +168,14 @@ struct Largest {
 };
 
 // Whether parts did not hold a row of fragments; has_numbers(col) says of a column that a sum of 0
-// is wrong there. All lanes of the row get the answer.
+// is wrong there. The sums' columns begin at first_col. All lanes of the row get the answer.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
-                                         int lane, HasNumbers has_numbers) {
+                                         int lane, HasNumbers has_numbers, int first_col = 0) {
   static_assert(2 * n <= 64, "a bit for each column of a lane");
   bool wrong = false, zero = false;
   const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
-  const auto column = [&](int j) { return j / 2 * 8 + 2 * (lane % 4) + j % 2; };
+  const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
     const bool held = fabs(at(j)) >= least && fabs(at(j)) < infinity;
@@ -199,18 +199,18 @@ __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, in
 template <int cols, int m, int n, class Power>
 __device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
                                              Tensor<result> gradient, int batch, int head,
-                                             int first, int end, int lane, Power power) {
+                                             int first, int end, int lane, Power power,
+                                             int first_col = 0) {
 #pragma unroll
   for (int j = 0; j < 2 * n; ++j) {
-    const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
+    const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
     if (col >= cols) continue;
     const int all = power(col), half = all >> 1;
 #pragma unroll
     for (int i = 0; i < 2 * m; ++i) {
       const int row = first + i * 8 + lane / 4;
-      if (row < end)
-        gradient.row(batch, head, row)[col] =
-            sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half) * factor;
+      const float x = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half);
+      if (row < end) gradient.row(batch, head, row)[col] = x * factor;
     }
   }
 }
