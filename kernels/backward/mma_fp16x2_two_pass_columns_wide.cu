@@ -7,8 +7,8 @@
 //   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
-//   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (those of row_maxima), d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (those of row_maxima),
+//   d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/given_weights.cuh>
 #include <backward/parts/part_keys.cuh>
 #include <backward/parts/walk_down.cuh>

@@ -9,6 +9,7 @@
 #include <ptx/cp_async.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/opaque.cuh>
+#include <timeline.cuh>
 
 constexpr int team = 4, team_rows = 2 * step;
 template <int columns>
@@ -85,6 +86,7 @@ struct GivenWeights {
   template <int columns>
   __device__ __forceinline__ void multiply(TeamSums<columns>& sums,
                                            operand (&B)[2][across][columns]) const {
+    const timeline::Phase phase(timeline::products);
     constexpr int width = own_columns<columns>, steps = width / step;
     static_assert(columns <= team * width && steps % 2 == 0, "what is loaded last has place 0");
     const TeamPlace own;
