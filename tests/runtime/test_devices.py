@@ -244,6 +244,30 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
     same(far, q, k, v, [0, 1])
 
 
+def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypatch):
+    """The first error is raised when all have been waited for."""
+    waited, launch, wait = [], pieces.Layout.launch, call.Call.wait_for_all
+
+    def failing(self, backend, slot):
+        if far.device == 0:
+            raise cupyfa.DeviceError("launch failed")
+        launch(self, backend, slot)
+
+    def failing_too(self):
+        wait(self)
+        waited.append(far.device)
+        if far.device == 1:
+            raise cupyfa.DeviceError("the kernel trapped")
+
+    q, k, v = arrays(6, 2, 60)
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces.Layout, "launch", failing)
+        patch.setattr(call.Call, "wait_for_all", failing_too)
+        with pytest.raises(cupyfa.DeviceError, match="device 0: launch failed"):
+            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1, 2])
+    assert sorted(waited) == [0, 1, 2]
+
+
 def test_ctrl_c_ends_the_work_of_all_devices(far):
     """Also a second Ctrl-C, while the call waits for its devices."""
     gate = far.gates[0, "to"] = Gate()

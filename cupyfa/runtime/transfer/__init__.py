@@ -13,7 +13,7 @@ The device holds a few pieces at a time, so a problem may be larger than its mem
 larger by itself is cut along its rows and its keys; partial results are merged by their lse.
 
 Several devices get shares of equal work: consecutive pieces, of which those on the boundary of two
-shares are cut. Each device has a thread that works on its pieces as if they were all.
+shares are cut. One thread starts the pieces of all devices in turns.
 """
 
 from cupyfa.runtime.transfer.call import Call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 
@@ -86,15 +86,24 @@ class _Spread:
                     if progress is not None and sum(done.values()) > told:
                         told = sum(done.values())
                         progress(told, total, what)
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        """Returns when nothing is on its way any more, even if Ctrl-C comes again."""
-        try:
-            for device, steps in self._steps.items():
-                with self._backend.on(device):
-                    steps.close()
-        except KeyboardInterrupt:
+        except BaseException:
             self._close()
             raise
+
+    def _close(self) -> None:
+        """Returns when nothing is on its way any more, even if Ctrl-C comes again.
+
+        The error that ended the call is raised, and no other one of a device.
+        """
+        left, pressed = [*self._steps.items()], None
+        while left:
+            device, steps = left[-1]
+            try:
+                with suppress(Exception), _working(self._backend, device):
+                    steps.close()
+            except KeyboardInterrupt as again:
+                pressed = again
+            else:
+                left.pop()
+        if pressed is not None:
+            raise pressed

@@ -29,6 +29,7 @@ _MOST_PARTS = 64  # whose plans are kept for a plan
 TFLOPS = 100  # of a kernel that was not measured
 BUS = 50e9  # bytes that go to a device in a second
 _SHOWS = 0.25  # of the time of copies
+_LARGER = 4  # times the bytes that are wanted, which a piece may have to keep a device busy
 _LEAST_TILES = 512  # of rows, in a piece that is cut along rows: they keep a device busy
 _LEAST_RUN = 1 << 18  # bytes
 _FEWER = "call it for fewer batch elements or heads"
@@ -255,16 +256,25 @@ class _Cutting:
         The last tiles of a causal mask have the most work. With one tile for each multiprocessor
         the device waits for them, which shows where kernels take a while beside the copies.
         """
-        p, size = self.plan.problem, self.plan.constants.get("Br", 1)
+        p, tile = self.plan.problem, self.plan.constants.get
         sent = sum(x in self.plan.arrays and self.plan.stored_bytes(x) for x in self.axes)
         _, tflops = self.plan.tflops or (0, TFLOPS)
         if self.plan.operation.flops(p) / (tflops * 1e12) < _SHOWS * sent / BUS:
             return h
-        tiles = b * p.group * cdiv(p.M, size)
-        more = range(h, p.kv_heads + 1)
-        enough = next((x for x in more if x * tiles >= _LEAST_TILES // 2), p.kv_heads)
-        even = cdiv(p.kv_heads, max(p.kv_heads // enough, 1))
-        return even if self.bytes(b, even, p.M, p.N)[0] <= self.most else h
+        of_head = p.group * cdiv(p.M, tile("Br", 1))
+        if "O" not in self.plan.outputs:  # of gradients a launch has tiles of keys
+            of_head = max(of_head, cdiv(p.N, tile("Bc", 1)))
+        enough = max(p.kv_heads // cdiv(_LEAST_TILES // 2, b * of_head), 1)  # of pieces
+        return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, self._is_moderate(b))))
+
+    def _is_moderate(self, b: int) -> Callable[[int], bool]:
+        """Whether pieces with some heads are not too large to be copied and computed in turns."""
+
+        def is_moderate(h: int) -> bool:
+            every, own = self.bytes(b, h, self.plan.problem.M, self.plan.problem.N)
+            return own <= _LARGER * self.wanted and every <= self.most // 2
+
+        return is_moderate
 
     def shared_by(self, axis: str) -> int:
         """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
