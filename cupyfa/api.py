@@ -244,10 +244,9 @@ def attention(
         the number of heads or rows.
 
     Returns out [..., heads, M, dv] of the dtype (see out_dtype) and kind of the inputs, in ``out``
-    if it is given;
-    with ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M]
-    in float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity, or its
-    sink.
+    if it is given; with ``return_lse`` also the natural logarithm of each row's sum of exp(score),
+    [..., heads, M] in float32 (float64 for float64). A row that sees no key has out = 0 and
+    lse = -infinity, or its sink.
 
     Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
     do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
@@ -413,8 +412,9 @@ def attention_backward(
     ``own``, ``return_own`` and ``devices`` are as for ``attention``.
 
     Returns the gradients in the order of ``wrt``, by default dq, dk and dv, with the shapes and
-    dtypes of their arrays, then the arrays of ``return_own``; dk and dv are sums over the query
-    heads that share a key head. The gradient of a row that sees no key is 0.
+    dtypes of their arrays (dq, dk and dv see out_dtype), then the arrays of ``return_own``; dk and
+    dv are sums over the query heads that share a key head. The gradient of a row that sees no key
+    is 0.
 
     Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but
     has to be.
@@ -453,8 +453,9 @@ def attention_vjp(
     """The attention of q, k and v, and the function that computes its gradients.
 
     Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
-    dk and dv. With ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout,
-    dlse)`` takes the gradient of lse too. ``kernel`` is passed to ``attention``;
+    dk and dv; dout has the dtype of q, also if out is in float32. With ``return_lse`` it returns
+    (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse too.
+    ``kernel`` is passed to ``attention``;
     ``backward_kernel`` and ``deterministic`` are passed to ``attention_backward``. The other
     arguments go to both, and each kernel gets the arrays of ``own`` that its record declares. The
     pullback keeps references to q, k, v, out and lse, and may be called several times; it uses

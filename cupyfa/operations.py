@@ -113,11 +113,11 @@ def _form(array: Operand, p: Problem) -> tuple[int, ...]:
 class Operation:
     """An operation on named arrays, each seen as [batch, heads, rows, columns].
 
-    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind of each
-    array. ``reference(inputs, problem, roundings, excerpt)`` gives the expected results
-    with bounds for each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a
-    multiply-add, and of a masked problem only the visible scores. What a kernel computes that has
-    arrays or a reference of its own is derived from one of OPERATIONS: see ``Kernel.computes``.
+    ``inputs`` are all that a problem may have. ``outputs`` are axes and kind of each array.
+    ``reference(inputs, problem, roundings, excerpt)`` gives the expected results with bounds for
+    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and of a
+    masked problem only the visible scores. What a kernel computes that has arrays or a reference of
+    its own is derived from one of OPERATIONS: see ``Kernel.computes``.
     """
 
     name: str

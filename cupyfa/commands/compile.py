@@ -57,7 +57,9 @@ def compile_kernels(
     arrays = {name: found.pop(name) for name in NAMES if name in found}
     attention = AttentionOptions(**found)
     usual = ("float32",) if attention.precision else tuple(DTYPES)
-    wanted = dtypes or (HALF if attention.out_dtype == "float32" else usual)
+    if (out_dtype := attention.out_dtype) is not None:
+        usual = HALF if out_dtype == "float32" else (out_dtype,)
+    wanted = dtypes or usual
     architectures = [x.strip() for x in arches.split(",")]
     planned = plans(chosen, architectures, wanted, d, dv, attention, tiles, arrays)
     rows = []

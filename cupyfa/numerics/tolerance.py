@@ -40,7 +40,8 @@ exp(sink - lse) * eps * (1.5 * |sink| + 3).
 the place of P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by r * Z; lse, and the
 errors of a row that all its weights share, are those of P.
 
-**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each. As in
+**Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each; O in
+float32 (out_dtype) is not rounded, nor in the plain computation. As in
 FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest
 error of the same attention computed plainly in that format (`reference.attention`, with K scaled
 and with S scaled). a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is
@@ -78,9 +79,9 @@ its walk, and its derivative x' has an error e' of that walk:
 where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. All this
 with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
-half of their smallest number, and rounds its results. Where a result is infinite or beyond its
-dtype's largest number, anything may stand; NaN must be NaN. A key that no query sees and a query
-that sees no key have gradients of exactly 0.
+half of their smallest number, and rounds its results, unless they are in float32. Where a result
+is infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key that no
+query sees and a query that sees no key have gradients of exactly 0.
 """
 
 import math
@@ -103,6 +104,7 @@ _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
 _LARGEST_E4M3 = 448.0
+_FEWEST_BETWEEN = 16  # elements that show a rounding
 _SMALL = 0.01  # a relative error of weights that is one of rounding
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
@@ -158,6 +160,31 @@ def require(verdicts: Iterable[Verdict], context: str) -> None:
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     if failed:
         raise WrongResult("\n  ".join([f"wrong result of {context}", *failed]))
+
+
+@np.errstate(all="ignore")
+def require_unrounded(
+    results: Mapping[str, Array], expected: Mapping[str, Expected], dtype: str, context: str
+) -> None:
+    """Raises WrongResult for float32 results that were rounded to a 16-bit dtype before.
+
+    Their bound allows for operands of that dtype, and so does not show it. Counted are elements
+    whose correct value is a quarter of a step from each number of the dtype: by chance a correct
+    kernel stores one of these numbers there for one element in thousands.
+    """
+    info = _finfo(dtype)
+    for name, actual in results.items():
+        value = expected[name].value
+        nearest = value.astype(info.dtype).astype(np.float64)
+        step = float(info.eps) * np.exp2(np.frexp(value)[1] - 1.0)
+        is_between = np.isfinite(nearest) & (np.abs(value - nearest) > step / 4)
+        is_rounded = actual.astype(info.dtype).astype(actual.dtype) == actual
+        count, rounded = is_between.sum(), (is_between & is_rounded).sum()
+        if count >= _FEWEST_BETWEEN and 2 * rounded > count:
+            raise WrongResult(
+                f"wrong result of {context}\n  {name}: {rounded} of {count} elements are {dtype} "
+                f"numbers in float32; leave out the rounding to {dtype} before they are stored"
+            )
 
 
 def compare(results: Mapping[str, Array], expected: Mapping[str, Expected]) -> list[Verdict]:

@@ -231,8 +231,8 @@ def tasks_of(
     Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong ones, and both
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
-    if given.get("out_dtype") == "float32" and not dtypes:
-        dtypes = HALF
+    if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
+        dtypes = HALF if out_dtype == "float32" else (out_dtype,)
     how: Any = {
         "samples": samples,
         "seed": seed,

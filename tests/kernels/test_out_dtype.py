@@ -66,6 +66,22 @@ def test_the_bound_of_float32_results_lacks_a_rounding(dtype):
     assert (narrow.bound - wide.bound >= 0.99 * half)[seen].all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_that_were_rounded_before_are_found(dtype):
+    """Not those whose correct values the dtype has, or nearly."""
+    values = np.random.default_rng(0).standard_normal((4, 64))
+    exact = values.astype(np.dtype(dtype)).astype("f8")
+    for value, is_right in ((values, False), (exact, True), (np.zeros((4, 64)), True)):
+        expected = {"O": tolerance.Expected(value, np.ones_like(value))}
+        tolerance.require_unrounded({"O": value.astype("f4")}, expected, dtype, "fa2")
+        rounded = {"O": exact.astype("f4") if value is values else value.astype("f4")}
+        if is_right:
+            tolerance.require_unrounded(rounded, expected, dtype, "fa2")
+            continue
+        with pytest.raises(cupyfa.WrongResult, match=rf"O: \d+ of \d+ elements are {dtype}"):
+            tolerance.require_unrounded(rounded, expected, dtype, "fa2")
+
+
 def test_all_calls_give_float32():
     q, k, v = qkv()
     how = {"backend": "simulator", "out_dtype": "float32"}
