@@ -176,8 +176,8 @@ def record(
     begins so. ``block`` is the number of the block whose warps are recorded; with None all blocks
     are, but only where each begins and ends and stores results.
 
-    Raises ValueError for a launch or a block that there is not, and Unsupported if there are more
-    blocks than there is memory for.
+    Raises ValueError for a launch or a block that there is not, and where nothing is recorded,
+    and Unsupported if there are more blocks than there is memory for.
     """
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
@@ -207,6 +207,11 @@ def record(
     backend.synchronize()
     progress(3, 3, "running")
     entries, lost = _entries(backend.download(log), chosen, recording)
+    if not entries:
+        raise ValueError(
+            f"no warp of {chosen.entry} recorded anything: its body is not where {chosen.path} has "
+            f"one; put the body of {chosen.entry} into its .cu file"
+        )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
     barriers = _Barriers.of(names, table, texts)

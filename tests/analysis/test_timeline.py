@@ -23,6 +23,14 @@ from cupyfa.planner.select import plan
 from cupyfa.runtime.simulator import Simulator
 
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
+ODD_MEMBERS = (
+    "int x : 3;",
+    "int f() { return 1; }",
+    "int (*x)(int);",
+    "struct X;",
+    "MORE",
+    "#if 1",
+)
 OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
 
 
@@ -162,6 +170,31 @@ def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
     case = standard(kernel, {"batch": 1, "heads": 1, "M": 9, "N": 7, "d": 8}, small=True)
     found = record(kernel, case, Simulator(), block=0)
     assert {x.name for x in found.phases} == {"other", "own", "wait: __syncthreads"}
+
+
+@pytest.mark.parametrize(
+    "body, names",
+    [
+        ("  unsigned char flags[4];\n  const float *x, **y;\n", "flags x y"),
+        ("\n    alignas(sizeof(int)) int tile[(a + b)];\n\tBarrier go, stop;", "tile go stop"),
+        ("  // <;>\n  Tile<max(a, b)> K[2][a < b ? 1 : 2];\n  int first = 4;\n", "K first"),
+        ("  static constexpr int x = 4;\n  using T = int;\n  Pipeline<1> Q;", "Q"),
+        *((f"  Barrier ready;\n  {odd}\n  Barrier gone;\n", "") for odd in ODD_MEMBERS),
+    ],
+)
+def test_members_of_shared_memory_have_names_if_all_are_understood(body, names):
+    for head in ("struct Shared {", "#include <x>\nstruct Shared {  // of a block\n"):
+        assert sources.members(f"{head}{body}}};\n") == names.split()
+    for head in ("struct Shared : Base {", "template <int n>\nstruct Shared {"):
+        assert sources.members(f"{head}{body}}};\n") == []
+
+
+def test_a_recording_is_in_the_body_of_the_entry_point():
+    declared = "void mine(int);  // mine(1) {\nint f() { return 1; }\n"
+    found = sources._recorded(f"{declared}void mine(int x) /* y */\n{{\n}}", "mine", "x.cu")
+    assert found.startswith(f"{declared}void mine(int x) /* y */\n{{ timeline::Block")
+    with pytest.raises(ValueError, match=r"put the body of mine into its \.cu file"):
+        sources._recorded('#include "body.cuh"\nvoid mine(int);\n', "mine", "x.cu")
 
 
 def test_blocks_and_launches_that_are_not_there():
