@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, cli, refused, strict
@@ -217,6 +218,19 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
     assert len(ends) > 2
     assert facts(found)["waves"] == 1
+
+
+def test_each_timed_run_begins_with_an_empty_log():
+    log, calls = np.ones(2), []
+
+    class Clock:
+        def time(self, call):
+            calls.append(log.any())
+            log[...] = 1
+            return len(calls)
+
+    assert timelines._shortest(Clock(), log, None) == 1
+    assert len(calls) == timelines._TIMES and not any(calls)
 
 
 # Clocks and the model
