@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -208,7 +208,7 @@ def record(
     launcher(addresses, backend.stream)
     backend.synchronize()
     progress(3, 3, "running")
-    entries, lost = _entries(backend.download(log), chosen, recording)
+    entries, full = _entries(backend.download(log), chosen, recording)
     if not entries:
         raise ValueError(
             f"no warp of {chosen.entry} recorded anything: its body is not where {chosen.path} has "
@@ -229,14 +229,14 @@ def record(
         phases=(),
         multiprocessors=backend.limits.multiprocessors,
         is_detailed=block is not None,
-        lost=lost,
+        lost=sum(full.values()),
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
     )
     marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
     if block is None:
-        return _of_all_blocks(made, entries, marks)
-    return _of_block(made, entries, barriers, marks, backend.limits.clock)
+        return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
+    return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
@@ -292,21 +292,37 @@ def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
 
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
-) -> tuple[list[Entry], int]:
-    """The entries of all warps in their own order, and how many were lost."""
+) -> tuple[list[Entry], dict[tuple[int, int], int]]:
+    """The entries of all warps in their own order; by block and warp how many were lost, if any."""
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
-    made = []
+    made, full = [], {}
     for block, warp in np.argwhere(counts > 0).tolist():
+        if counts[block, warp] > recording.capacity:
+            full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
             what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
             here = recording.first + block
             made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
-    lost = np.maximum(counts.astype(np.int64) - recording.capacity, 0).sum()
-    return made, int(lost)
+    return made, full
+
+
+def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
+    """The entries up to the first time from which those of a warp are lost; there all warps end."""
+    by_warp = _by_warp(entries)
+    times = [own[-1].time for key, own in by_warp.items() if key in full]
+    if not times:
+        return entries
+    end, made = min(times), []
+    for (block, warp), own in by_warp.items():
+        kept = [x for x in own if x.time <= end]
+        made += kept
+        if kept and (len(kept) < len(own) or (block, warp) in full):
+            made.append(Entry(end, block, warp, Kind.IN_BLOCK, True, 0, 0))
+    return made
 
 
 # Names
@@ -389,16 +405,17 @@ def _of_block(
     entries: Sequence[Entry],
     barriers: _Barriers,
     marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
     """The timeline of one block, in cycles from its beginning."""
     nanoseconds = 1.0
-    if made.modelled:
-        entries = timeline_model.timed(entries)
-    else:
+    if not made.modelled:
         rate = _cycles_per_nanosecond(entries) or clock or 1.0
         nanoseconds = 1 / rate
-    entries = [x for x in entries if x.kind is not Kind.PLACED]
+    entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
+    if made.modelled:
+        entries = timeline_model.timed(entries)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
@@ -537,15 +554,21 @@ def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
     return cycles / time if time > 0 and cycles > 0 else None
 
 
-def _of_all_blocks(made: Timeline, entries: Sequence[Entry], marks: Mapping[int, str]) -> Timeline:
+def _of_all_blocks(
+    made: Timeline,
+    entries: Sequence[Entry],
+    marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
+    clock: float | None,
+) -> Timeline:
     """The timeline of all blocks, in microseconds from the beginning of the first."""
     if made.modelled:
         entries, places = timeline_model.scheduled(entries, made.multiprocessors)
         entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
     else:
-        entries, places = _on_one_clock(entries)
+        entries, places = _on_one_clock(entries, clock)
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
-    entries = [x for x in entries if x.kind in kept]
+    entries = _complete([x for x in entries if x.kind in kept], full)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
@@ -554,12 +577,15 @@ def _of_all_blocks(made: Timeline, entries: Sequence[Entry], marks: Mapping[int,
     )
 
 
-def _on_one_clock(entries: Sequence[Entry]) -> tuple[list[Any], dict[int, int]]:
+def _on_one_clock(
+    entries: Sequence[Entry], clock: float | None
+) -> tuple[list[Any], dict[int, int]]:
     """Entries in microseconds of the device's clock, and the multiprocessor of each block.
 
-    The clocks of multiprocessors differ by constants, which the entries of places tell.
+    The clocks of multiprocessors differ by constants, which follow from the entries of places:
+    those have the time of the device, and the entries next to them that of the multiprocessor.
     """
-    rate = _cycles_per_nanosecond(entries) or 1.0
+    rate = _cycles_per_nanosecond(entries) or clock or 1.0
     by_warp = _by_warp(entries)
     places: dict[int, int] = {}
     offsets: dict[int, list[float]] = defaultdict(list)

@@ -183,6 +183,12 @@ def lines(timeline: Timeline) -> list[str]:
     text = ", ".join(_TEXTS[x].format(y, unit=unit) for x, y in known.items() if x in _TEXTS)
     waits = [x for x in shares(timeline) if x.phase.startswith("wait")]
     made = [head, timeline.problem, text]
+    if timeline.lost:
+        made.insert(
+            0,
+            f"{timeline.lost:,} entries had no room: all warps end here where the first were lost; "
+            "record less, with a smaller N or fewer marks",
+        )
     if waits:
         one = max(waits, key=lambda x: x.longest)
         made.append(
@@ -196,6 +202,4 @@ def lines(timeline: Timeline) -> list[str]:
             f"recording made the launch {100 * timeline.overhead:.1f} % longer: "
             f"{timeline.milliseconds:.4g} ms without, {timeline.recorded_milliseconds:.4g} ms with"
         )
-    if timeline.lost:
-        made.append(f"{timeline.lost} entries had no room: the end of some warps is missing")
     return made

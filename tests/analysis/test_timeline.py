@@ -250,9 +250,30 @@ def test_clocks_of_multiprocessors_are_joined_by_that_of_the_device():
             entry(at[1], 0, Kind.IN_BLOCK, ended=True, block=block),
             entry(end, 0, Kind.PLACED, argument=9 + block, block=block),
         ]
-    found, places = timelines._on_one_clock(entries)
+    found, places = timelines._on_one_clock(entries, None)
     assert places == {0: 9, 1: 10}
     assert [x.time for x in found] == pytest.approx([1.0, 3.0, 1.5, 3.5])
+    begun = [x for x in entries if not x.ended][:2]  # without ends the rate is that of the device
+    (found,), _ = timelines._on_one_clock(begun, 2.0)
+    assert found.time == pytest.approx(1.0)
+
+
+def test_all_warps_end_where_the_first_entries_were_lost():
+    entries = [
+        entry(0, 0, Kind.IN_BLOCK),
+        entry(2, 0, Kind.SOFTMAX),
+        entry(7, 0, Kind.SOFTMAX, ended=True),
+        entry(0, 1, Kind.IN_BLOCK),
+        entry(4, 1, Kind.BLOCK_WAIT),
+    ]
+    blank = small(phases=(), lost=9)
+    found = timelines._of_block(blank, entries, timelines._Barriers(()), {}, {(0, 1): 9}, 1.0)
+    assert [(x.warp, x.name, x.start, x.end) for x in found.phases] == [
+        (0, "other", 0, 2),
+        (0, "softmax", 2, 4),
+        (1, "other", 0, 4),
+    ]
+    assert lines(found)[0].startswith("9 entries had no room")
 
 
 def test_a_modelled_wait_ends_when_the_copy_is_there():
