@@ -275,7 +275,8 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
     count = _blocks(launch)
     if block is not None:
         if not 0 <= block < count:
-            raise ValueError(f"block {block} is not there: {launch.entry} has {count} blocks")
+            known = "0" if count == 1 else f"0 to {count - 1}"
+            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
         return Recording(block, 1, CAPACITY)
     capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
     if capacity < _FEWEST:

@@ -40,7 +40,7 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
     first and the last time that are shown; by default all, or of long timelines both ends. Of all
     blocks: a row for each multiprocessor. Raises ValueError for another suffix and for a window
-    without time, Unsupported without matplotlib.
+    without time or after the end, Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -48,6 +48,11 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
         raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
         raise ValueError(f"the window {window[0]:g}:{window[1]:g} is empty; its end comes last")
+    if window is not None and not (window[0] < timeline.end and window[1] > 0):
+        raise ValueError(
+            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
+            f"{timeline.end:g} {timeline.unit}"
+        )
     said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
     figure = _block_figure if timeline.is_detailed else _grid_figure
     write(lambda: figure(timeline, window), path, f"Timeline of {timeline.entry}", "; ".join(said))

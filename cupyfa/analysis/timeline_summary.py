@@ -161,27 +161,50 @@ def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
 
 
 _TEXTS = {
-    "time": "{:,.0f} {unit}",
+    "time": "{} {unit}",
     "products_%": "products are under way {:.0f} % of the time",
     "gaps_%": "tensor cores idle {:.1f} % between two of them",
-    "longest_gap": "at most {:,.0f} {unit}",
+    "longest_gap": "at most {} {unit}",
     "softmax_overlap_%": "{:.0f} % of softmax is computed meanwhile",
     "blocks": "{:.0f} blocks",
     "blocks_at_a_time": "at most {:.0f} at a time",
     "waves": "{:.2f} waves",
-    "tail": "the last blocks run {:,.1f} {unit} after the first multiprocessor is idle",
+    "tail": "the last blocks run {} {unit} after the first multiprocessor is idle",
     "idle_multiprocessors_%": "multiprocessors are idle {:.1f} % of the time",
 }
 
 
+_TIMES = ("time", "longest_gap", "tail")
+
+
+def _number(time: float) -> str:
+    """A time with three significant digits, or more before the point."""
+    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+
+
+def _unwanted_waits(timeline: Timeline) -> list[Span]:
+    """All waits but those for room of warps that copy, which are ahead then as they should be."""
+    copying = {(x.block, x.warp) for x in timeline.copies}
+    return [
+        x
+        for own in working(timeline).values()
+        for x in own
+        if x.name.startswith("wait")
+        and not (x.name.endswith(" empty") and (x.block, x.warp) in copying)
+    ]
+
+
 def lines(timeline: Timeline) -> list[str]:
-    """The same as text: what was recorded, the figures, the longest wait, and what to doubt."""
+    """The same as text: what was recorded, the figures, the longest wait, how exact times are."""
     unit = timeline.unit
     blocks = f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
     head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
     known = facts(timeline)
-    text = ", ".join(_TEXTS[x].format(y, unit=unit) for x, y in known.items() if x in _TEXTS)
-    waits = [x for x in shares(timeline) if x.phase.startswith("wait")]
+    text = ", ".join(
+        _TEXTS[x].format(_number(y) if x in _TIMES else y, unit=unit)
+        for x, y in known.items()
+        if x in _TEXTS
+    )
     made = [head, timeline.problem, text]
     if timeline.lost:
         made.insert(
@@ -189,11 +212,11 @@ def lines(timeline: Timeline) -> list[str]:
             f"{timeline.lost:,} entries had no room: all warps end here where the first were lost; "
             "record less, with a smaller N or fewer marks",
         )
-    if waits:
-        one = max(waits, key=lambda x: x.longest)
+    if waits := _unwanted_waits(timeline):
+        one = max(waits, key=lambda x: x.length)
         made.append(
-            f"the longest wait: warp {one.longest_warp} from {one.longest_at:,.0f} on, "
-            f"{one.longest:,.0f} {unit}, {one.phase.removeprefix('wait: ')}"
+            f"the longest wait: warp {one.warp} from {_number(one.start)} on, "
+            f"{_number(one.length)} {unit}, {one.name.removeprefix('wait: ')}"
         )
     if timeline.modelled:
         made.append("times are those of a simple model, not measured")

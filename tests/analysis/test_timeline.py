@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 
+import click
 import numpy as np
 import pytest
 from helpers import own_kernel
@@ -17,6 +18,7 @@ from cupyfa.analysis.resources import limits_of
 from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
 from cupyfa.analysis.timeline_plot import draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.commands import timeline as commands
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
@@ -24,6 +26,7 @@ from cupyfa.planner.select import plan
 from cupyfa.runtime.simulator import Simulator
 
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
+ODD_WINDOWS = ("12", "0:inf", "5:2", "nan:3", "a:b")
 ODD_MEMBERS = (
     "int x : 3;",
     "int f() { return 1; }",
@@ -201,7 +204,7 @@ def test_a_recording_is_in_the_body_of_the_entry_point():
 
 
 def test_blocks_and_launches_that_are_not_there():
-    with pytest.raises(ValueError, match=r"block 7 is not there: wgmma_overlap has 1 blocks"):
+    with pytest.raises(ValueError, match=r"wgmma_overlap has no block 7; give 0, or all"):
         recorded("wgmma_overlap", block=7)
     kernel = record_named("wgmma_two_pass")
     case = standard(kernel, SIZES, small=True)
@@ -327,6 +330,10 @@ def test_shares_are_of_the_time_of_warps_that_work():
     text = "\n".join(lines(small(milliseconds=2.0, recorded_milliseconds=2.5, lost=3)))
     assert "warp 1 from 0 on, 90 cycles, K full" in text
     assert "25.0 % longer" in text and "3 entries had no room" in text
+    room = (*small().phases[:2], Span(0, 1, Kind.BARRIER_WAIT, "wait: K empty", 0, 4.5678))
+    copies = (Span(0, 1, Kind.COPIES_BEGUN, "K", 1, 2),)
+    assert "4.57 µs, K empty" in "\n".join(lines(small(phases=room, unit="µs")))
+    assert "longest wait" not in "\n".join(lines(small(phases=room, copies=copies)))
 
 
 def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
@@ -336,6 +343,13 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
         traces.save(one, file)
     rows = strict(cli("compare", *files, "--format", "json").stdout)
     assert {x["phase"]: x["change"] for x in rows if x["change"]} == {"softmax": -20, "idle": 20}
+    traces.save(small(problem="q"), files[1])
+    assert "problem: p before, q after" in cli("compare", *files).stderr
+    measured, missing = tmp_path / "m.json", tmp_path / "no.json"
+    measured.write_text('{"rows": [], "environment": {}}')
+    said = refused("compare", files[0], measured, code=2)
+    assert f"{files[0]} is a timeline, and {measured} is none" in said
+    assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
     traces.save(overlap, files[1])
     assert "record both alike" in refused("compare", *files, code=2)
     events = json.loads(files[1].read_text())["traceEvents"]
@@ -343,6 +357,37 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     assert len(complete) == len(overlap.phases) + len(overlap.products)
     assert all(x["dur"] >= 0 and {"pid", "tid", "name", "ts"} <= x.keys() for x in complete)
     assert sum(x["ph"] == "s" for x in events) == sum(x["ph"] == "f" for x in events) > 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"phases": x} for x in (5, ["x"], [{"a": 1}], [{"phase": 1, "mean": 1, "share_%": 1}])),
+        *({"facts": x} for x in ({}, [], {"time": float("nan")})),
+        *({name: 5} for name in ("kernel", "modelled", "unit")),
+    ],
+)
+def test_files_that_are_no_timelines(odd, tmp_path):
+    content = traces.trace(small())
+    content["cupyfa"] |= odd
+    (file := tmp_path / "x.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"x\.json was not written by cupyfa timeline --save"):
+        traces.load(file)
+    file.write_text('{"cupyfa": {"timeline": 2}}')
+    with pytest.raises(ValueError, match="has version 2 of timelines, .* record it again"):
+        traces.load(file)
+    file.write_text('{"cupyfa": 5}')
+    assert not traces.is_timeline(file)
+
+
+def test_phases_that_warps_spend_most_time_in_come_first():
+    def saved(*phases):
+        rows = [{"phase": x, "mean": mean, "share_%": share} for x, mean, share in phases]
+        return traces.Saved("k", "k", "p", "x", False, "cycles", {"time": 100}, rows)
+
+    before = saved(("wait: K empty", 60, 6), ("softmax", 50, 50))
+    found = traces.compared(before, saved(("wait: K empty", 90, 9), ("softmax", 40, 40)))
+    assert [(x["phase"], x["change"]) for x in found] == [("softmax", -10), ("wait: K empty", 30)]
 
 
 def test_the_command(tmp_path):
@@ -359,11 +404,13 @@ def test_the_command(tmp_path):
 def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
     assert "'x' is neither a number from 0 nor all" in said
-    assert "12 is not two times" in refused(
-        "timeline", "fa2", "--plot", tmp_path / "x.png", "--zoom", "12", code=2
-    ).replace("'", "")
+    for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
+        with pytest.raises(click.BadParameter, match="is n"):
+            kind.convert(odd, None, None)
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
+    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles"):
+        draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(small(phases=()), tmp_path / "x.png")
 
