@@ -105,6 +105,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
+    is_first: bool = True  # of the pieces of a phase, which others cut that are inside it
 
     @property
     def length(self) -> float:
@@ -444,6 +445,7 @@ def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
+    cut: set[int] = set()  # how many were open when a piece of the last of them ended
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
 
@@ -451,7 +453,9 @@ def _phases(
         if open_ and now > since:
             top = open_[-1]
             name = _name(top, barriers, marks)
-            yield Span(top.block, top.warp, top.kind, name, since, now)
+            first = len(open_) not in cut
+            cut.add(len(open_))
+            yield Span(top.block, top.warp, top.kind, name, since, now, is_first=first)
 
     for entry in entries:
         if entry.kind > Kind.MARKED:
@@ -465,6 +469,7 @@ def _phases(
         else:
             yield from until(entry.time)
             open_.append(entry)
+            cut.discard(len(open_))
         since = entry.time
     if entries:
         yield from until(entries[-1].time)

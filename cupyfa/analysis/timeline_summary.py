@@ -37,20 +37,20 @@ def shares(timeline: Timeline) -> list[Share]:
 
     A phase is idle from the end of a warp to that of its block.
     """
-    extents, found = _extents(timeline), defaultdict[str, list[Span]](list)
+    whole, found = extents(timeline), defaultdict[str, list[Span]](list)
     warps = working(timeline)
-    total = sum(extents[block][1] - extents[block][0] for block, _ in warps) or 1.0
+    total = sum(whole[block][1] - whole[block][0] for block, _ in warps) or 1.0
     for (block, warp), own in warps.items():
         for x in own:
             found[x.name].append(x)
-        last, end = max(x.end for x in own), extents[block][1]
+        last, end = max(x.end for x in own), whole[block][1]
         if last < end:
             found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
     rows = [_share(name, spans, total) for name, spans in found.items()]
     return sorted(rows, key=lambda row: -row.share)
 
 
-def _extents(timeline: Timeline) -> dict[int, Interval]:
+def extents(timeline: Timeline) -> dict[int, Interval]:
     """Where each block begins and ends."""
     made: dict[int, Interval] = {}
     for x in timeline.phases:
@@ -61,13 +61,13 @@ def _extents(timeline: Timeline) -> dict[int, Interval]:
 
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
     """The phases of each warp, by block and warp, without the warps that end at once."""
-    extents, found = _extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
+    whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
     for x in timeline.phases:
         found[x.block, x.warp].append(x)
     copying = {(x.block, x.warp) for x in timeline.copies}
 
     def works(key: tuple[int, int], own: Sequence[Span]) -> bool:
-        start, end = extents[key[0]]
+        start, end = whole[key[0]]
         return key in copying or sum(x.length for x in own) > _SHORT * (end - start)
 
     return {key: own for key, own in found.items() if works(key, own)}
@@ -77,11 +77,12 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
     warps = len({(x.block, x.warp) for x in spans})
     time = sum(x.length for x in spans)
     longest = max(spans, key=lambda x: x.length)
+    times = sum(x.is_first or x.kind is Kind.IN_BLOCK for x in spans)
     return Share(
         name,
         100 * time / total,
         time / warps,
-        len(spans) / warps,
+        times / warps,
         longest.length,
         longest.warp,
         longest.start,
@@ -123,7 +124,7 @@ def _products(timeline: Timeline) -> Iterable[Span]:
 
 
 def _facts_of_all(timeline: Timeline) -> dict[str, float]:
-    blocks = _extents(timeline)
+    blocks = extents(timeline)
     of_place: dict[int, list[Interval]] = defaultdict(list)
     for block, interval in blocks.items():
         of_place[timeline.places.get(block, 0)].append(interval)

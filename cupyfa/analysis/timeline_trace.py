@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cupyfa import store
-from cupyfa.analysis.timeline import Span, Timeline
-from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.analysis.timeline_summary import extents, facts, lines, shares
 
 _WGMMA = 1000  # added to a warp's number for the row of its products
 _OWN = "cupyfa"  # where a trace has what compare reads
@@ -105,7 +105,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:
-    """Of all blocks those phases that some warp of a block has, once for each block."""
+    """Each block, and in it those phases that some warp of it has, once for each block."""
+    for block, (start, end) in extents(timeline).items():
+        yield Span(block, 0, Kind.IN_BLOCK, f"block {block}", start, end)
     first = {block: min(x.warp for x in own) for block, own in _by_block(timeline).items()}
     longest: dict[int, int] = {}
     for block, own in _by_block(timeline).items():

@@ -298,6 +298,20 @@ def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
     assert unit.use(0, 60) == 170
 
 
+def test_phases_count_where_they_begin():
+    entries = [
+        entry(0, 0, Kind.IN_BLOCK),
+        entry(2, 0, Kind.MARKED),
+        entry(3, 0, Kind.BLOCK_WAIT),
+        entry(5, 0, Kind.BLOCK_WAIT, ended=True),
+        entry(6, 0, Kind.MARKED, ended=True),
+        entry(7, 0, Kind.IN_BLOCK, ended=True),
+    ]
+    phases = tuple(timelines._phases(entries, timelines._Barriers(()), {}))
+    times = {x.phase: x.times for x in shares(small(phases=phases))}
+    assert times == {"mark": 1, "wait: __syncthreads": 1, "other": 2}
+
+
 # Pictures, traces, the command
 
 
@@ -422,4 +436,13 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
     places = {i: i // 2 for i in range(8)}
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
-    assert "SM 3" in (tmp_path / "y.svg").read_text()
+    svg = (tmp_path / "y.svg").read_text()
+    assert "SM 3" in svg and "the next block or task" in svg and ">epilogue<" not in svg
+    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # of a warp that does not stand for the block
+    all_blocks = small(phases=(*blocks, later), places=places, is_detailed=False)
+    ends = {
+        x["tid"]: x["ts"] + x["dur"]
+        for x in traces.trace(all_blocks)["traceEvents"]
+        if "dur" in x and x["name"].startswith("block")
+    }
+    assert ends[0] == pytest.approx(0.009) and ends[1] == pytest.approx(0.005)
