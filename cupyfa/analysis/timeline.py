@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
@@ -105,6 +105,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
+    is_first: bool = True  # of the pieces of a phase, which others cut that are inside it
 
     @property
     def length(self) -> float:
@@ -176,8 +177,8 @@ def record(
     begins so. ``block`` is the number of the block whose warps are recorded; with None all blocks
     are, but only where each begins and ends and stores results.
 
-    Raises ValueError for a launch or a block that there is not, and Unsupported if there are more
-    blocks than there is memory for.
+    Raises ValueError for a launch or a block that there is not, and where nothing is recorded,
+    and Unsupported if there are more blocks than there is memory for.
     """
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
@@ -200,13 +201,20 @@ def record(
     times = None
     if backend.name == "cuda":
         plain = Launcher(backend, plan, arrays)
-        calls = (partial(x, addresses, backend.stream) for x in (plain, launcher))
-        times = [min(backend.time(x) for _ in range(_TIMES)) for x in calls]
+        times = [
+            _shortest(backend, log, partial(x, addresses, backend.stream))
+            for x in (plain, launcher)
+        ]
     log[...] = 0
     launcher(addresses, backend.stream)
     backend.synchronize()
     progress(3, 3, "running")
-    entries, lost = _entries(backend.download(log), chosen, recording)
+    entries, full = _entries(backend.download(log), chosen, recording)
+    if not entries:
+        raise ValueError(
+            f"no warp of {chosen.entry} recorded anything: its body is not where {chosen.path} has "
+            f"one; put the body of {chosen.entry} into its .cu file"
+        )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
     barriers = _Barriers.of(names, table, texts)
@@ -222,14 +230,23 @@ def record(
         phases=(),
         multiprocessors=backend.limits.multiprocessors,
         is_detailed=block is not None,
-        lost=lost,
+        lost=sum(full.values()),
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
     )
     marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
     if block is None:
-        return _of_all_blocks(made, entries, marks)
-    return _of_block(made, entries, barriers, marks, backend.limits.clock)
+        return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
+    return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
+
+
+def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
+    """The shortest time of some runs; a full log would make them shorter."""
+    times = []
+    for _ in range(_TIMES):
+        log[...] = 0
+        times.append(backend.time(call))
+    return min(times)
 
 
 def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
@@ -259,7 +276,8 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
     count = _blocks(launch)
     if block is not None:
         if not 0 <= block < count:
-            raise ValueError(f"block {block} is not there: {launch.entry} has {count} blocks")
+            known = "0" if count == 1 else f"0 to {count - 1}"
+            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
         return Recording(block, 1, CAPACITY)
     capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
     if capacity < _FEWEST:
@@ -276,21 +294,37 @@ def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
 
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
-) -> tuple[list[Entry], int]:
-    """The entries of all warps in their own order, and how many were lost."""
+) -> tuple[list[Entry], dict[tuple[int, int], int]]:
+    """The entries of all warps in their own order; by block and warp how many were lost, if any."""
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
-    made = []
+    made, full = [], {}
     for block, warp in np.argwhere(counts > 0).tolist():
+        if counts[block, warp] > recording.capacity:
+            full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
             what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
             here = recording.first + block
             made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
-    lost = np.maximum(counts.astype(np.int64) - recording.capacity, 0).sum()
-    return made, int(lost)
+    return made, full
+
+
+def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
+    """The entries up to the first time from which those of a warp are lost; there all warps end."""
+    by_warp = _by_warp(entries)
+    times = [own[-1].time for key, own in by_warp.items() if key in full]
+    if not times:
+        return entries
+    end, made = min(times), []
+    for (block, warp), own in by_warp.items():
+        kept = [x for x in own if x.time <= end]
+        made += kept
+        if kept and (len(kept) < len(own) or (block, warp) in full):
+            made.append(Entry(end, block, warp, Kind.IN_BLOCK, True, 0, 0))
+    return made
 
 
 # Names
@@ -373,16 +407,17 @@ def _of_block(
     entries: Sequence[Entry],
     barriers: _Barriers,
     marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
     """The timeline of one block, in cycles from its beginning."""
     nanoseconds = 1.0
-    if made.modelled:
-        entries = timeline_model.timed(entries)
-    else:
+    if not made.modelled:
         rate = _cycles_per_nanosecond(entries) or clock or 1.0
         nanoseconds = 1 / rate
-    entries = [x for x in entries if x.kind is not Kind.PLACED]
+    entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
+    if made.modelled:
+        entries = timeline_model.timed(entries)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
@@ -410,6 +445,7 @@ def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
+    cut: set[int] = set()  # how many were open when a piece of the last of them ended
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
 
@@ -417,7 +453,9 @@ def _phases(
         if open_ and now > since:
             top = open_[-1]
             name = _name(top, barriers, marks)
-            yield Span(top.block, top.warp, top.kind, name, since, now)
+            first = len(open_) not in cut
+            cut.add(len(open_))
+            yield Span(top.block, top.warp, top.kind, name, since, now, is_first=first)
 
     for entry in entries:
         if entry.kind > Kind.MARKED:
@@ -431,6 +469,7 @@ def _phases(
         else:
             yield from until(entry.time)
             open_.append(entry)
+            cut.discard(len(open_))
         since = entry.time
     if entries:
         yield from until(entries[-1].time)
@@ -521,15 +560,21 @@ def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
     return cycles / time if time > 0 and cycles > 0 else None
 
 
-def _of_all_blocks(made: Timeline, entries: Sequence[Entry], marks: Mapping[int, str]) -> Timeline:
+def _of_all_blocks(
+    made: Timeline,
+    entries: Sequence[Entry],
+    marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
+    clock: float | None,
+) -> Timeline:
     """The timeline of all blocks, in microseconds from the beginning of the first."""
     if made.modelled:
         entries, places = timeline_model.scheduled(entries, made.multiprocessors)
         entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
     else:
-        entries, places = _on_one_clock(entries)
+        entries, places = _on_one_clock(entries, clock)
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
-    entries = [x for x in entries if x.kind in kept]
+    entries = _complete([x for x in entries if x.kind in kept], full)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
@@ -538,12 +583,15 @@ def _of_all_blocks(made: Timeline, entries: Sequence[Entry], marks: Mapping[int,
     )
 
 
-def _on_one_clock(entries: Sequence[Entry]) -> tuple[list[Any], dict[int, int]]:
+def _on_one_clock(
+    entries: Sequence[Entry], clock: float | None
+) -> tuple[list[Any], dict[int, int]]:
     """Entries in microseconds of the device's clock, and the multiprocessor of each block.
 
-    The clocks of multiprocessors differ by constants, which the entries of places tell.
+    The clocks of multiprocessors differ by constants, which follow from the entries of places:
+    those have the time of the device, and the entries next to them that of the multiprocessor.
     """
-    rate = _cycles_per_nanosecond(entries) or 1.0
+    rate = _cycles_per_nanosecond(entries) or clock or 1.0
     by_warp = _by_warp(entries)
     places: dict[int, int] = {}
     offsets: dict[int, list[float]] = defaultdict(list)

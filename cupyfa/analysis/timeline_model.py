@@ -1,10 +1,11 @@
 """Times of what the simulator ran, by a simple model of a multiprocessor of an H100.
 
-The simulator knows the order of all events and who waits for whom, but not how long anything takes.
+The simulator knows the order of all events and which warp waits for which event, but no durations.
 Here each kind of work has a cost in cycles, and what is shared is used by one at a time: the engine
 of copies, and in each quarter of the multiprocessor the tensor core and the arithmetic units. A
-wait ends when that which it waits for has come. The order in which warps do things is that of the
-simulator, so a model's timeline shows the structure of a kernel, and not its speed.
+wait ends with the copy, product or arrival that the warp waits for. The order in which warps do
+things is that of the simulator, so a model's timeline shows the structure of a kernel, and not its
+speed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from textwrap import wrap
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
-from cupyfa.analysis.timeline_summary import lines, shares, working
+from cupyfa.analysis.timeline_summary import extents, lines, shares, working
 from cupyfa.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
@@ -40,7 +40,7 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
     first and the last time that are shown; by default all, or of long timelines both ends. Of all
     blocks: a row for each multiprocessor. Raises ValueError for another suffix and for a window
-    without time, Unsupported without matplotlib.
+    without time or after the end, Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -48,6 +48,11 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
         raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
         raise ValueError(f"the window {window[0]:g}:{window[1]:g} is empty; its end comes last")
+    if window is not None and not (window[0] < timeline.end and window[1] > 0):
+        raise ValueError(
+            f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
+            f"{timeline.end:g} {timeline.unit}"
+        )
     said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
     figure = _block_figure if timeline.is_detailed else _grid_figure
     write(lambda: figure(timeline, window), path, f"Timeline of {timeline.entry}", "; ".join(said))
@@ -206,6 +211,14 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]
 
 # All blocks
 
+_GRID = (
+    ("a block or a task", _BLUE),
+    ("the next block or task", _SKY),
+    ("epilogue", _PURPLE),
+    ("own phase", _ORANGE),
+    ("other warps of the block", PALE),
+)
+
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
@@ -217,7 +230,15 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     axes = figure.subplots()
     figure.subplots_adjust(left=0.09, right=0.995, bottom=0.3 / height, top=1)
     order = {place: number for number, place in enumerate(places)}
-    bars = []
+
+    def place_of(block: int) -> tuple[float, float]:
+        place, lane = rows[block]
+        return order[place] + lane / lanes - 0.45, 0.9 / lanes
+
+    bars = [
+        (Span(block, 0, Kind.IN_BLOCK, "", *whole), *place_of(block), PALE)
+        for block, whole in extents(timeline).items()
+    ]
     tasks: dict[int, int] = defaultdict(int)
     last_kind: dict[int, Kind] = {}
     warp_of = _busiest_warps(timeline)
@@ -227,20 +248,19 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         if x.kind is not Kind.EPILOGUE and last_kind.get(x.block) is Kind.EPILOGUE:
             tasks[x.block] += 1
         last_kind[x.block] = x.kind
-        place, lane = rows[x.block]
         shade = (x.block + tasks[x.block]) % 2
         colour = _PURPLE if x.kind is Kind.EPILOGUE else (_BLUE, _SKY)[shade]
         if x.kind is Kind.MARKED:
             colour = _ORANGE
-        bars.append((x, order[place] + lane / lanes - 0.45, 0.9 / lanes, colour))
+        bars.append((x, *place_of(x.block), colour))
     _bars(axes, bars)
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
     step = max(1, len(places) // 12)
     axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)
     axes.set_xlabel(timeline.unit)
-    names = [("a block or a task", _BLUE), ("the next one", _SKY), ("epilogue", _PURPLE)]
-    _add_texts(figure, timeline, names)
+    drawn = {colour for *_, colour in bars}
+    _add_texts(figure, timeline, [x for x in _GRID if x[1] in drawn])
     return figure
 
 
@@ -254,13 +274,9 @@ def _busiest_warps(timeline: Timeline) -> dict[int, int]:
 
 def _rows(timeline: Timeline) -> dict[int, tuple[int, int]]:
     """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
-    spans: dict[int, tuple[float, float]] = {}
-    for x in timeline.phases:
-        start, end = spans.get(x.block, (x.start, x.end))
-        spans[x.block] = min(start, x.start), max(end, x.end)
     free: dict[int, list[float]] = defaultdict(list)
     rows = {}
-    for block, (start, end) in sorted(spans.items(), key=lambda item: item[1]):
+    for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
         place = timeline.places.get(block, 0)
         lanes = free[place]
         lane = next((i for i, time in enumerate(lanes) if time <= start), len(lanes))

@@ -37,20 +37,20 @@ def shares(timeline: Timeline) -> list[Share]:
 
     A phase is idle from the end of a warp to that of its block.
     """
-    extents, found = _extents(timeline), defaultdict[str, list[Span]](list)
+    whole, found = extents(timeline), defaultdict[str, list[Span]](list)
     warps = working(timeline)
-    total = sum(extents[block][1] - extents[block][0] for block, _ in warps) or 1.0
+    total = sum(whole[block][1] - whole[block][0] for block, _ in warps) or 1.0
     for (block, warp), own in warps.items():
         for x in own:
             found[x.name].append(x)
-        last, end = max(x.end for x in own), extents[block][1]
+        last, end = max(x.end for x in own), whole[block][1]
         if last < end:
             found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
     rows = [_share(name, spans, total) for name, spans in found.items()]
     return sorted(rows, key=lambda row: -row.share)
 
 
-def _extents(timeline: Timeline) -> dict[int, Interval]:
+def extents(timeline: Timeline) -> dict[int, Interval]:
     """Where each block begins and ends."""
     made: dict[int, Interval] = {}
     for x in timeline.phases:
@@ -61,13 +61,13 @@ def _extents(timeline: Timeline) -> dict[int, Interval]:
 
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
     """The phases of each warp, by block and warp, without the warps that end at once."""
-    extents, found = _extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
+    whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
     for x in timeline.phases:
         found[x.block, x.warp].append(x)
     copying = {(x.block, x.warp) for x in timeline.copies}
 
     def works(key: tuple[int, int], own: Sequence[Span]) -> bool:
-        start, end = extents[key[0]]
+        start, end = whole[key[0]]
         return key in copying or sum(x.length for x in own) > _SHORT * (end - start)
 
     return {key: own for key, own in found.items() if works(key, own)}
@@ -77,11 +77,12 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
     warps = len({(x.block, x.warp) for x in spans})
     time = sum(x.length for x in spans)
     longest = max(spans, key=lambda x: x.length)
+    times = sum(x.is_first or x.kind is Kind.IN_BLOCK for x in spans)
     return Share(
         name,
         100 * time / total,
         time / warps,
-        len(spans) / warps,
+        times / warps,
         longest.length,
         longest.warp,
         longest.start,
@@ -123,7 +124,7 @@ def _products(timeline: Timeline) -> Iterable[Span]:
 
 
 def _facts_of_all(timeline: Timeline) -> dict[str, float]:
-    blocks = _extents(timeline)
+    blocks = extents(timeline)
     of_place: dict[int, list[Interval]] = defaultdict(list)
     for block, interval in blocks.items():
         of_place[timeline.places.get(block, 0)].append(interval)
@@ -161,33 +162,62 @@ def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
 
 
 _TEXTS = {
-    "time": "{:,.0f} {unit}",
+    "time": "{} {unit}",
     "products_%": "products are under way {:.0f} % of the time",
     "gaps_%": "tensor cores idle {:.1f} % between two of them",
-    "longest_gap": "at most {:,.0f} {unit}",
+    "longest_gap": "at most {} {unit}",
     "softmax_overlap_%": "{:.0f} % of softmax is computed meanwhile",
     "blocks": "{:.0f} blocks",
     "blocks_at_a_time": "at most {:.0f} at a time",
     "waves": "{:.2f} waves",
-    "tail": "the last blocks run {:,.1f} {unit} after the first multiprocessor is idle",
+    "tail": "the last blocks run {} {unit} after the first multiprocessor is idle",
     "idle_multiprocessors_%": "multiprocessors are idle {:.1f} % of the time",
 }
 
 
+_TIMES = ("time", "longest_gap", "tail")
+
+
+def _number(time: float) -> str:
+    """A time with three significant digits, or more before the point."""
+    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+
+
+def _unwanted_waits(timeline: Timeline) -> list[Span]:
+    """All waits but those for room of warps that copy, which are ahead then as they should be."""
+    copying = {(x.block, x.warp) for x in timeline.copies}
+    return [
+        x
+        for own in working(timeline).values()
+        for x in own
+        if x.name.startswith("wait")
+        and not (x.name.endswith(" empty") and (x.block, x.warp) in copying)
+    ]
+
+
 def lines(timeline: Timeline) -> list[str]:
-    """The same as text: what was recorded, the figures, the longest wait, and what to doubt."""
+    """The same as text: what was recorded, the figures, the longest wait, how exact times are."""
     unit = timeline.unit
     blocks = f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
     head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
     known = facts(timeline)
-    text = ", ".join(_TEXTS[x].format(y, unit=unit) for x, y in known.items() if x in _TEXTS)
-    waits = [x for x in shares(timeline) if x.phase.startswith("wait")]
+    text = ", ".join(
+        _TEXTS[x].format(_number(y) if x in _TIMES else y, unit=unit)
+        for x, y in known.items()
+        if x in _TEXTS
+    )
     made = [head, timeline.problem, text]
-    if waits:
-        one = max(waits, key=lambda x: x.longest)
+    if timeline.lost:
+        made.insert(
+            0,
+            f"{timeline.lost:,} entries had no room: all warps end here where the first were lost; "
+            "record less, with a smaller N or fewer marks",
+        )
+    if waits := _unwanted_waits(timeline):
+        one = max(waits, key=lambda x: x.length)
         made.append(
-            f"the longest wait: warp {one.longest_warp} from {one.longest_at:,.0f} on, "
-            f"{one.longest:,.0f} {unit}, {one.phase.removeprefix('wait: ')}"
+            f"the longest wait: warp {one.warp} from {_number(one.start)} on, "
+            f"{_number(one.length)} {unit}, {one.name.removeprefix('wait: ')}"
         )
     if timeline.modelled:
         made.append("times are those of a simple model, not measured")
@@ -196,6 +226,4 @@ def lines(timeline: Timeline) -> list[str]:
             f"recording made the launch {100 * timeline.overhead:.1f} % longer: "
             f"{timeline.milliseconds:.4g} ms without, {timeline.recorded_milliseconds:.4g} ms with"
         )
-    if timeline.lost:
-        made.append(f"{timeline.lost} entries had no room: the end of some warps is missing")
     return made

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from cupyfa import store
-from cupyfa.analysis.timeline import Span, Timeline
-from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.analysis.timeline_summary import extents, facts, lines, shares
 
 _WGMMA = 1000  # added to a warp's number for the row of its products
-_OWN = "cupyfa"  # what only this program reads
+_OWN = "cupyfa"  # where a trace has what compare reads
+_VERSION = 1
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         "displayTimeUnit": "ns",
         "traceEvents": [*_names(timeline), *_events(timeline)],
         _OWN: {
-            "timeline": 1,
+            "timeline": _VERSION,
             "kernel": timeline.kernel,
             "entry": timeline.entry,
             "problem": timeline.problem,
@@ -103,7 +105,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:
-    """Of all blocks those phases that some warp of a block has, once for each block."""
+    """Each block, and in it those phases that some warp of it has, once for each block."""
+    for block, (start, end) in extents(timeline).items():
+        yield Span(block, 0, Kind.IN_BLOCK, f"block {block}", start, end)
     first = {block: min(x.warp for x in own) for block, own in _by_block(timeline).items()}
     longest: dict[int, int] = {}
     for block, own in _by_block(timeline).items():
@@ -138,31 +142,67 @@ class Saved:
 
 
 def is_timeline(path: str | Path) -> bool:
-    """Whether a file is a trace of ``save``, and not one of measurements."""
+    """Whether a file is a trace of ``save``. Raises OSError if it cannot be read."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = json.loads(_read(path))
+    except ValueError:
         return False
-    return isinstance(content, dict) and "timeline" in (content.get(_OWN) or ())
+    own = content.get(_OWN) if isinstance(content, dict) else None
+    return isinstance(own, dict) and "timeline" in own
 
 
 def load(path: str | Path) -> Saved:
     """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
+    text = _read(path)
     try:
-        own = json.loads(Path(path).read_text(encoding="utf-8"))[_OWN]
-        return Saved(**{name: own[name] for name in Saved.__dataclass_fields__})
-    except OSError as error:
-        raise type(error)(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
+        own = json.loads(text)[_OWN]
+        if (version := own["timeline"]) == _VERSION:
+            saved = Saved(**{name: own[name] for name in Saved.__dataclass_fields__})
+            _check(saved)
+            return saved
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(
             f"{path} was not written by cupyfa timeline --save ({type(error).__name__}: {error})"
         ) from None
+    raise ValueError(
+        f"{path} has version {version!r} of timelines, and this program reads {_VERSION}; "
+        "record it again"
+    )
+
+
+def _read(path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise type(error)(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _check(saved: Saved) -> None:
+    """Raises TypeError, KeyError or ValueError where a value is not what ``save`` writes."""
+    names = (saved.kernel, saved.entry, saved.problem, saved.device, saved.unit)
+    texts = [*names, *(x["phase"] for x in saved.phases)]
+    if odd := [x for x in texts if not isinstance(x, str)]:
+        raise TypeError(f"{odd[0]!r} is not text")
+    if not isinstance(saved.modelled, bool):
+        raise TypeError(f"modelled is {saved.modelled!r}")
+    numbers = (saved.facts["time"], *(x[y] for x in saved.phases for y in ("mean", "share_%")))
+    for x in numbers:
+        if isinstance(x, bool) or not isinstance(x, int | float) or not isfinite(x):
+            raise TypeError(f"{x!r} is not a number")
+
+
+def differences(before: Saved, after: Saved) -> list[str]:
+    """In what two timelines differ besides their times."""
+    names = "problem", "device"
+    pairs = ((name, getattr(before, name), getattr(after, name)) for name in names)
+    return [f"{name}: {old} before, {new} after" for name, old, new in pairs if old != new]
 
 
 def compared(before: Saved, after: Saved) -> list[dict[str, Any]]:
     """A row for each phase of two timelines: its time in a warp before and after, and the change.
 
-    Phases that changed most come first. Raises ValueError where times are not of one kind.
+    Those come first whose part of the time of all warps changed most. Raises ValueError where times
+    are not of one kind.
     """
     if before.modelled != after.modelled or before.unit != after.unit:
         kinds = (f"{'modelled' if x.modelled else 'measured'} {x.unit}" for x in (before, after))
@@ -181,4 +221,8 @@ def compared(before: Saved, after: Saved) -> list[dict[str, Any]]:
                 "after_%": new.get(phase, {}).get("share_%", 0.0),
             }
         )
-    return sorted(rows, key=lambda row: -abs(row["change"]))
+
+    def change(row: Mapping[str, Any]) -> float:
+        return abs(row["after_%"] * after.facts["time"] - row["before_%"] * before.facts["time"])
+
+    return sorted(rows, key=lambda row: -change(row))

@@ -43,11 +43,21 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
 
     Of two files of `cupyfa timeline --save` it shows by how much each phase has changed.
     """
-    if all(map(timeline_trace.is_timeline, (before, after))):
+    kinds = [timeline_trace.is_timeline(x) for x in (before, after)]
+    if all(kinds):
         options.refuse_idle("timelines have no verdict", "fail_slower")
-        saved = map(timeline_trace.load, (before, after))
-        click.echo(render(timeline_trace.compared(*saved), form))
+        saved = [timeline_trace.load(x) for x in (before, after)]
+        rows = timeline_trace.compared(*saved)
+        for difference in timeline_trace.differences(*saved):
+            options.note(difference)
+        click.echo(render(rows, form))
         return
+    if any(kinds):
+        one, other = (before, after) if kinds[0] else (after, before)
+        raise ValueError(
+            f"{one} is a timeline, and {other} is none; give two files of cupyfa timeline --save, "
+            "or two of cupyfa bench --save"
+        )
     old, new = Results.load(before), Results.load(after)
     for difference in differences(old, new):
         options.note(difference)

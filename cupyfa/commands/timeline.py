@@ -1,6 +1,7 @@
 """``cupyfa timeline``."""
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class _Block(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == ALL or isinstance(value, int):
             return value
-        if not str(value).isdigit():
+        if not (str(value).isdecimal() and str(value).isascii()):
             self.fail(f"{value!r} is neither a number from 0 nor {ALL}", param, ctx)
         return int(value)
 
@@ -47,7 +48,9 @@ class _Window(click.ParamType):
         try:
             start, end = map(float, value.split(":"))
         except ValueError:
-            self.fail(f"{value!r} is not two times; write 0:5000", param, ctx)
+            start = end = 0.0
+        if not -inf < start < end < inf:
+            self.fail(f"{value!r} is not two times, first the earlier; write 0:5000", param, ctx)
         return start, end
 
 
@@ -120,10 +123,10 @@ def timeline(
             tiles=tiles,
             progress=progress,
         )
-    if plot:
-        draw(found, plot, zoom)
     if save:
         timeline_trace.save(found, save)
+    if plot:
+        draw(found, plot, zoom)
     if form == PERFETTO:
         click.echo(json.dumps(timeline_trace.trace(found)))
         return

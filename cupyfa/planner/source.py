@@ -17,6 +17,14 @@ RECORDING = KERNELS / "timeline"  # headers that stand in for some of INCLUDE in
 _NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 # Where macros may make names: by ##, and in the name of an include.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
+_ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
+# A type and names, without extents and template arguments. These words may stand beside others.
+_BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
+_DECLARED = re.compile(
+    r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
+    rf"{_BESIDE}(?:::\s*)?[A-Za-z_]\w*(?:\s*::\s*\w+)*[\s*]+{_BESIDE}"
+    r"([A-Za-z_]\w*(?:\s*,[\s*]*[A-Za-z_]\w*)*)"
+)
 
 
 def text(launch: PlannedLaunch) -> str:
@@ -32,7 +40,7 @@ def text(launch: PlannedLaunch) -> str:
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
     if launch.recording:
-        file = _recorded(file, launch.entry)
+        file = _recorded(file, launch.entry, path)
     above = [*header, *([launch.mods] if "#include" in launch.mods else [])]
     reached = includes.reached("\n".join([*above, file]), include_folders(launch))
     words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
@@ -134,12 +142,18 @@ def _recording(launch: PlannedLaunch) -> list[str]:
     ]
 
 
-def _recorded(file: str, entry: str) -> str:
+def _recorded(file: str, entry: str, path: Path) -> str:
     """A kernel's file that records the whole kernel, and says where members of Shared are."""
-    head = re.search(rf"\b{entry}\s*\(", _NO_CODE.sub(lambda x: " " * len(x[0]), file))
-    if head:
-        body = file.find("{", _closing(file, head.end() - 1))
-        file = f"{file[: body + 1]} timeline::Block timeline_block;{file[body + 1 :]}"
+    code = _bare(file)
+    ends = (_closing(code, x.end() - 1) + 1 for x in re.finditer(rf"\b{entry}\s*\(", code))
+    bodies = [x.end() for x in (re.compile(r"\s*\{").match(code, end) for end in ends) if x]
+    if not bodies:
+        raise ValueError(
+            f"{path} has no body of {entry}, in which a recording begins and ends; put the body of "
+            f"{entry} into its .cu file"
+        )
+    for at in reversed(bodies):
+        file = f"{file[:at]} timeline::Block timeline_block;{file[at:]}"
     values = (
         f"sizeof(Shared::{x}), alignof(decltype(Shared::{x})), "
         f"timeline::Member<decltype(Shared::{x})>::bytes, "
@@ -151,11 +165,44 @@ def _recorded(file: str, entry: str) -> str:
 
 
 def members(file: str) -> list[str]:
-    """The names of the members of a file's struct Shared, which are objects and arrays of them."""
-    body = re.search(r"^struct Shared \{$(.*?)^\};$", file, re.MULTILINE | re.DOTALL)
-    bare = _NO_CODE.sub("", body[1]) if body else ""
-    declared = re.findall(r"^  [\w:]+(?:<.*?>)?\s+(\w[^();]*);", bare, re.MULTILINE)
-    return [re.split(r"\W", x.strip(), maxsplit=1)[0] for one in declared for x in one.split(",")]
+    """The names of the members of a file's struct Shared, which are objects and arrays of them.
+
+    There are none where one of its declarations is not understood: without its size, that of no
+    other would be where it seems to be.
+    """
+    code = _bare(file)
+    heads = [*re.finditer(r"^struct[ \t]+Shared\b(?!\s*;)\s*(\{?)", code, re.MULTILINE)]
+    if len(heads) != 1 or not heads[0][1] or not _is_global(code[: heads[0].start()]):
+        return []
+    body = code[heads[0].end() : code.find("}", heads[0].end())]
+    *declarations, rest = body.split(";")
+    found = [_declared(x) for x in declarations]
+    if rest.strip() or re.search("[{#]", body) or None in found:
+        return []
+    return [name for names in found for name in names or ()]
+
+
+def _bare(code: str) -> str:
+    """The text with spaces for comments, strings and characters."""
+    return _NO_CODE.sub(lambda x: " " * len(x[0]), code)
+
+
+def _is_global(above: str) -> bool:
+    """Whether what follows is in no namespace, and no template."""
+    is_template = re.search(r"\btemplate\b[^;{}]*$", above)
+    return above.count("{") == above.count("}") and not is_template
+
+
+def _declared(declaration: str) -> list[str] | None:
+    """The names of the members that a declaration has; None where it is not understood."""
+    if re.match(r"\s*(?:static|using|static_assert)\b", declaration):
+        return []
+    for brackets in (r"\[[^][]*\]", "<[^<>]*>", _ALIGNED, "=[^,]*"):
+        before = None
+        while before != declaration:
+            before, declaration = declaration, re.sub(brackets, " ", declaration)
+    names = _DECLARED.fullmatch(declaration.strip())
+    return re.findall(r"\w+", names[1]) if names else None
 
 
 def _closing(text: str, start: int) -> int:

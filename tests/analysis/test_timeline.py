@@ -6,6 +6,8 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 
+import click
+import numpy as np
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, cli, refused, strict
@@ -16,6 +18,7 @@ from cupyfa.analysis.resources import limits_of
 from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
 from cupyfa.analysis.timeline_plot import draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.commands import timeline as commands
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
@@ -23,6 +26,15 @@ from cupyfa.planner.select import plan
 from cupyfa.runtime.simulator import Simulator
 
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
+ODD_WINDOWS = ("12", "0:inf", "5:2", "nan:3", "a:b")
+ODD_MEMBERS = (
+    "int x : 3;",
+    "int f() { return 1; }",
+    "int (*x)(int);",
+    "struct X;",
+    "MORE",
+    "#if 1",
+)
 OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
 
 
@@ -146,9 +158,11 @@ def test_products_overlap_with_softmax_only_where_the_rung_says_so(overlap):
 
 
 def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
+    names = "cycles", "nanoseconds", "multiprocessor", "record", "record_at", "record_place"
+    own_names = "".join(f"__device__ void {x}(unsigned, unsigned);\n" for x in names)
     script = own_kernel.write(
         tmp_path,
-        cu=('extern "C"', '#include <timeline.cuh>\n\nextern "C"'),
+        cu=('extern "C"', f'#include <timeline.cuh>\n{own_names}\nextern "C"'),
     )
     cu = tmp_path / "mine.cu"
     text = cu.read_text()
@@ -164,8 +178,33 @@ def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
     assert {x.name for x in found.phases} == {"other", "own", "wait: __syncthreads"}
 
 
+@pytest.mark.parametrize(
+    "body, names",
+    [
+        ("  unsigned char flags[4];\n  const float *x, **y;\n", "flags x y"),
+        ("\n    alignas(sizeof(int)) int tile[(a + b)];\n\tBarrier go, stop;", "tile go stop"),
+        ("  // <;>\n  Tile<max(a, b)> K[2][a < b ? 1 : 2];\n  int first = 4;\n", "K first"),
+        ("  static constexpr int x = 4;\n  using T = int;\n  Pipeline<1> Q;", "Q"),
+        *((f"  Barrier ready;\n  {odd}\n  Barrier gone;\n", "") for odd in ODD_MEMBERS),
+    ],
+)
+def test_members_of_shared_memory_have_names_if_all_are_understood(body, names):
+    for head in ("struct Shared {", "#include <x>\nstruct Shared {  // of a block\n"):
+        assert sources.members(f"{head}{body}}};\n") == names.split()
+    for head in ("struct Shared : Base {", "template <int n>\nstruct Shared {"):
+        assert sources.members(f"{head}{body}}};\n") == []
+
+
+def test_a_recording_is_in_the_body_of_the_entry_point():
+    declared = "void mine(int);  // mine(1) {\nint f() { return 1; }\n"
+    found = sources._recorded(f"{declared}void mine(int x) /* y */\n{{\n}}", "mine", "x.cu")
+    assert found.startswith(f"{declared}void mine(int x) /* y */\n{{ timeline::Block")
+    with pytest.raises(ValueError, match=r"put the body of mine into its \.cu file"):
+        sources._recorded('#include "body.cuh"\nvoid mine(int);\n', "mine", "x.cu")
+
+
 def test_blocks_and_launches_that_are_not_there():
-    with pytest.raises(ValueError, match=r"block 7 is not there: wgmma_overlap has 1 blocks"):
+    with pytest.raises(ValueError, match=r"wgmma_overlap has no block 7; give 0, or all"):
         recorded("wgmma_overlap", block=7)
     kernel = record_named("wgmma_two_pass")
     case = standard(kernel, SIZES, small=True)
@@ -182,6 +221,19 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
     assert len(ends) > 2
     assert facts(found)["waves"] == 1
+
+
+def test_each_timed_run_begins_with_an_empty_log():
+    log, calls = np.ones(2), []
+
+    class Clock:
+        def time(self, call):
+            calls.append(log.any())
+            log[...] = 1
+            return len(calls)
+
+    assert timelines._shortest(Clock(), log, None) == 1
+    assert len(calls) == timelines._TIMES and not any(calls)
 
 
 # Clocks and the model
@@ -201,9 +253,30 @@ def test_clocks_of_multiprocessors_are_joined_by_that_of_the_device():
             entry(at[1], 0, Kind.IN_BLOCK, ended=True, block=block),
             entry(end, 0, Kind.PLACED, argument=9 + block, block=block),
         ]
-    found, places = timelines._on_one_clock(entries)
+    found, places = timelines._on_one_clock(entries, None)
     assert places == {0: 9, 1: 10}
     assert [x.time for x in found] == pytest.approx([1.0, 3.0, 1.5, 3.5])
+    begun = [x for x in entries if not x.ended][:2]  # without ends the rate is that of the device
+    (found,), _ = timelines._on_one_clock(begun, 2.0)
+    assert found.time == pytest.approx(1.0)
+
+
+def test_all_warps_end_where_the_first_entries_were_lost():
+    entries = [
+        entry(0, 0, Kind.IN_BLOCK),
+        entry(2, 0, Kind.SOFTMAX),
+        entry(7, 0, Kind.SOFTMAX, ended=True),
+        entry(0, 1, Kind.IN_BLOCK),
+        entry(4, 1, Kind.BLOCK_WAIT),
+    ]
+    blank = small(phases=(), lost=9)
+    found = timelines._of_block(blank, entries, timelines._Barriers(()), {}, {(0, 1): 9}, 1.0)
+    assert [(x.warp, x.name, x.start, x.end) for x in found.phases] == [
+        (0, "other", 0, 2),
+        (0, "softmax", 2, 4),
+        (1, "other", 0, 4),
+    ]
+    assert lines(found)[0].startswith("9 entries had no room")
 
 
 def test_a_modelled_wait_ends_when_the_copy_is_there():
@@ -223,6 +296,20 @@ def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
     assert [unit.use(0, 10), unit.use(0, 10), unit.use(100, 10)] == [10, 20, 110]
     assert unit.use(5, 30) == 50
     assert unit.use(0, 60) == 170
+
+
+def test_phases_count_where_they_begin():
+    entries = [
+        entry(0, 0, Kind.IN_BLOCK),
+        entry(2, 0, Kind.MARKED),
+        entry(3, 0, Kind.BLOCK_WAIT),
+        entry(5, 0, Kind.BLOCK_WAIT, ended=True),
+        entry(6, 0, Kind.MARKED, ended=True),
+        entry(7, 0, Kind.IN_BLOCK, ended=True),
+    ]
+    phases = tuple(timelines._phases(entries, timelines._Barriers(()), {}))
+    times = {x.phase: x.times for x in shares(small(phases=phases))}
+    assert times == {"mark": 1, "wait: __syncthreads": 1, "other": 2}
 
 
 # Pictures, traces, the command
@@ -257,6 +344,10 @@ def test_shares_are_of_the_time_of_warps_that_work():
     text = "\n".join(lines(small(milliseconds=2.0, recorded_milliseconds=2.5, lost=3)))
     assert "warp 1 from 0 on, 90 cycles, K full" in text
     assert "25.0 % longer" in text and "3 entries had no room" in text
+    room = (*small().phases[:2], Span(0, 1, Kind.BARRIER_WAIT, "wait: K empty", 0, 4.5678))
+    copies = (Span(0, 1, Kind.COPIES_BEGUN, "K", 1, 2),)
+    assert "4.57 µs, K empty" in "\n".join(lines(small(phases=room, unit="µs")))
+    assert "longest wait" not in "\n".join(lines(small(phases=room, copies=copies)))
 
 
 def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
@@ -266,6 +357,13 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
         traces.save(one, file)
     rows = strict(cli("compare", *files, "--format", "json").stdout)
     assert {x["phase"]: x["change"] for x in rows if x["change"]} == {"softmax": -20, "idle": 20}
+    traces.save(small(problem="q"), files[1])
+    assert "problem: p before, q after" in cli("compare", *files).stderr
+    measured, missing = tmp_path / "m.json", tmp_path / "no.json"
+    measured.write_text('{"rows": [], "environment": {}}')
+    said = refused("compare", files[0], measured, code=2)
+    assert f"{files[0]} is a timeline, and {measured} is none" in said
+    assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
     traces.save(overlap, files[1])
     assert "record both alike" in refused("compare", *files, code=2)
     events = json.loads(files[1].read_text())["traceEvents"]
@@ -273,6 +371,37 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     assert len(complete) == len(overlap.phases) + len(overlap.products)
     assert all(x["dur"] >= 0 and {"pid", "tid", "name", "ts"} <= x.keys() for x in complete)
     assert sum(x["ph"] == "s" for x in events) == sum(x["ph"] == "f" for x in events) > 0
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"phases": x} for x in (5, ["x"], [{"a": 1}], [{"phase": 1, "mean": 1, "share_%": 1}])),
+        *({"facts": x} for x in ({}, [], {"time": float("nan")})),
+        *({name: 5} for name in ("kernel", "modelled", "unit")),
+    ],
+)
+def test_files_that_are_no_timelines(odd, tmp_path):
+    content = traces.trace(small())
+    content["cupyfa"] |= odd
+    (file := tmp_path / "x.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"x\.json was not written by cupyfa timeline --save"):
+        traces.load(file)
+    file.write_text('{"cupyfa": {"timeline": 2}}')
+    with pytest.raises(ValueError, match="has version 2 of timelines, .* record it again"):
+        traces.load(file)
+    file.write_text('{"cupyfa": 5}')
+    assert not traces.is_timeline(file)
+
+
+def test_phases_that_warps_spend_most_time_in_come_first():
+    def saved(*phases):
+        rows = [{"phase": x, "mean": mean, "share_%": share} for x, mean, share in phases]
+        return traces.Saved("k", "k", "p", "x", False, "cycles", {"time": 100}, rows)
+
+    before = saved(("wait: K empty", 60, 6), ("softmax", 50, 50))
+    found = traces.compared(before, saved(("wait: K empty", 90, 9), ("softmax", 40, 40)))
+    assert [(x["phase"], x["change"]) for x in found] == [("softmax", -10), ("wait: K empty", 30)]
 
 
 def test_the_command(tmp_path):
@@ -289,11 +418,13 @@ def test_the_command(tmp_path):
 def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
     assert "'x' is neither a number from 0 nor all" in said
-    assert "12 is not two times" in refused(
-        "timeline", "fa2", "--plot", tmp_path / "x.png", "--zoom", "12", code=2
-    ).replace("'", "")
+    for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
+        with pytest.raises(click.BadParameter, match="is n"):
+            kind.convert(odd, None, None)
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
+    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles"):
+        draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(small(phases=()), tmp_path / "x.png")
 
@@ -305,4 +436,13 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
     places = {i: i // 2 for i in range(8)}
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
-    assert "SM 3" in (tmp_path / "y.svg").read_text()
+    svg = (tmp_path / "y.svg").read_text()
+    assert "SM 3" in svg and "the next block or task" in svg and ">epilogue<" not in svg
+    later = Span(0, 1, Kind.IN_BLOCK, "other", 0, 9)  # of a warp that does not stand for the block
+    all_blocks = small(phases=(*blocks, later), places=places, is_detailed=False)
+    ends = {
+        x["tid"]: x["ts"] + x["dur"]
+        for x in traces.trace(all_blocks)["traceEvents"]
+        if "dur" in x and x["name"].startswith("block")
+    }
+    assert ends[0] == pytest.approx(0.009) and ends[1] == pytest.approx(0.005)

@@ -2,6 +2,8 @@
 // The memory of a timeline, and the clocks. The host sets: timeline_first, timeline_blocks: which
 // blocks are recorded; timeline_warps of each, timeline_capacity: entries of a warp.
 
+namespace timeline {
+
 struct alignas(16) TimelineEntry {
   unsigned clock_low, clock_high, kind, argument;
 };
@@ -52,3 +54,5 @@ __device__ __forceinline__ void record(unsigned kind, unsigned argument) {
 __device__ __forceinline__ void record_place(unsigned kind) {
   record_at(nanoseconds(), kind, multiprocessor());
 }
+
+}  // namespace timeline

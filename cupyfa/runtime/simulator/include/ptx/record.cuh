@@ -43,6 +43,8 @@ __attribute__((no_sanitize("thread"), noinline)) inline void append(int warp, un
 
 }  // namespace simulator
 
+namespace timeline {
+
 __attribute__((no_sanitize("thread"), noinline)) inline void record(unsigned kind,
                                                                     unsigned argument) {
   const int warp = simulator::timeline_warp();
@@ -61,3 +63,5 @@ __attribute__((no_sanitize("thread"), noinline)) inline void record(unsigned kin
 }
 // Blocks have no place.
 inline void record_place(unsigned) {}
+
+}  // namespace timeline
