@@ -145,12 +145,12 @@ class Timeline:
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
     lost: int = 0  # entries for which there was no room
-    milliseconds: float | None = None  # of the launch without a recording
+    milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
 
     @property
     def overhead(self) -> float | None:
-        """By how much the recording makes the launch longer, as a fraction."""
+        """By how much the recording makes the call longer, as a fraction."""
         if not self.milliseconds or not self.recorded_milliseconds:
             return None
         return self.recorded_milliseconds / self.milliseconds - 1
