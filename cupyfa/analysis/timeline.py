@@ -412,6 +412,7 @@ def _phases(
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
+    own = [x for x in entries if x.kind <= Kind.MARKED]
 
     def until(now: float) -> Iterator[Span]:
         if open_ and now > since:
@@ -419,9 +420,9 @@ def _phases(
             name = _name(top, barriers, marks)
             yield Span(top.block, top.warp, top.kind, name, since, now)
 
-    for entry in entries:
-        if entry.kind > Kind.MARKED:
-            continue
+    for entry in own:
+        if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
+            continue  # of lanes that end while another one still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
                 continue  # its beginning was recorded by other lanes, or lost
