@@ -277,6 +277,9 @@ class Engine:
     def follow(self, event):
         pass
 
+    def use(self):
+        pass
+
     def failure(self):
         return self.error
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from cupyfa.distributed.agreement import require_agreement
 from cupyfa.distributed.packing import new
 from cupyfa.errors import DeviceError
 
@@ -51,9 +52,23 @@ class Group(ABC):
         """Waits until all that was started has arrived; for those that do not wait before."""
         return
 
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """Why the group has ended; empty if it has not."""
+
     def close(self) -> None:
-        """Ends the group, when it is not needed any more; all ranks call it."""
-        self.abort("it was closed")
+        """Ends the group, when it is not needed any more; all ranks call it.
+
+        A rank waits here for the others: none goes while another one still needs its messages.
+        Raises ValueError if another rank makes a call instead. Does nothing if it has ended.
+        """
+        if self.reason:
+            return
+        try:
+            require_agreement(self, {"call": "close()"})
+        finally:
+            self.abort("it was closed")
 
     def __enter__(self) -> Group:
         return self
@@ -94,6 +109,19 @@ class Group(ABC):
     def others(self) -> Iterator[int]:
         """The other ranks, each rank beginning with the one after it."""
         return ((self.rank + step) % self.ranks for step in range(1, self.ranks))
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Work before ranks agree, whose errors all raise: only what is no error, as Ctrl-C, ends
+        the group.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as stop:
+            self.abort(self._raised(stop))
+            raise
 
     @contextmanager
     def calling(self) -> Iterator[None]:

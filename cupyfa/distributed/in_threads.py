@@ -35,10 +35,17 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
 
     started = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for x in started:
-        x.start()
-    for x in started:
-        x.join()
+    try:
+        for x in started:
+            x.start()
+        for x in started:
+            x.join()
+    except BaseException as stop:  # Ctrl-C: no rank is at work any more when it is raised
+        room.end(f"threads() raised {type(stop).__name__}")
+        for x in started:
+            if x.ident is not None:
+                x.join()
+        raise
     if errors:
         raise errors[0]
     return results
@@ -58,6 +65,7 @@ class ThreadGroup(Group):
         self._collected = 0
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._require_alive()
         for x, to in sends:
             self._room.boxes[to].put(self.rank, x.copy())
             self.sent += x.nbytes
@@ -78,10 +86,15 @@ class ThreadGroup(Group):
         self.sent += len(message) * (self.ranks - 1)
         return self._all(message, list)()
 
+    @property
+    def reason(self) -> str:
+        return self._room.reason
+
     def abort(self, reason: str) -> None:
         self._room.end(reason)
 
     def _all(self, value: Any, join: Callable[[list[Any]], Any]) -> Pending:
+        self._require_alive()
         turn, self._collected = self._collected, self._collected + 1
         self._room.deposit(turn, self.rank, value, join)
         take = partial(self._room.collected, turn)
@@ -96,6 +109,10 @@ class ThreadGroup(Group):
         except _Ended:
             pass
         raise self._ended() from None
+
+    def _require_alive(self) -> None:
+        if self.reason:
+            raise self._ended()
 
     def _ended(self) -> DeviceError:
         return ended(self.rank, self._room.reason)
