@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,13 +124,24 @@ def test_a_server_that_is_another_program():
     assert isinstance(found, DeviceError) and "not as rank 0 does" in str(found)
 
 
+def test_a_connection_that_says_nothing_does_not_stop_the_meeting(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.05)
+    port, silent = _free_port(), None
+    server = threading.Thread(target=lambda: met(2, port=port, asking=(0,)))
+    server.start()
+    while silent is None:
+        with suppress(ConnectionRefusedError):
+            silent = socket.create_connection(("localhost", port), 5)
+    with silent:
+        assert met(2, port=port, asking=(1,))[1] == bytes(range(128))
+    server.join()
+
+
 def test_others_who_ask_are_ignored():
     """They get nothing, and ranks get theirs."""
     port = _free_port()
 
     def curious():
-        import socket
-
         while True:
             try:
                 with socket.create_connection(("localhost", port), 5) as server:
@@ -318,6 +330,25 @@ def test_a_message_that_does_not_come_ends_the_group():
         group.exchange([(X, 1)], [(X.copy(), 1)])()  # does not wait
 
 
+def test_a_process_that_waits_in_another_call_of_cuda_ends_the_group():
+    engine = Engine("silent")
+    with ending(engine, 0.2, "rank 0 waited 0.2 s for messages") as group, group.calling():
+        group.exchange([(X, 1)], [(X.copy(), 1)])()
+        assert engine.aborted.wait(20)
+
+
+@pytest.mark.slow
+def test_each_message_has_the_time_out():
+    engine = Engine("silent")
+    with ending(engine, 2, "rank 0 waited 2 s for messages") as group, group.calling():
+        for _ in range(4):
+            group.exchange([(X, 1)], [(X.copy(), 1)])()
+        for event in engine.events[:3]:
+            assert not engine.aborted.wait(1)
+            event.done = True
+        assert engine.aborted.wait(20)
+
+
 def test_a_call_of_nccl_that_blocks_ends_the_group():
     with ending(Engine("blocks"), 0.2, "rank 0 waited 0.2 s") as group:
         group.exchange([(X, 1)], [(X.copy(), 1)])
@@ -339,6 +370,22 @@ def test_another_error_in_a_call_ends_the_group():
         raise KeyError("mine")
     with pytest.raises(DeviceError, match="rank 0 raised KeyError: 'mine'"):
         group.gather(X)
+    assert engine.aborted.is_set()
+
+
+def test_ctrl_c_while_ranks_agree_ends_the_group(monkeypatch):
+    engine = Engine()
+    group = NcclGroup(0, 2, 30, engine)
+
+    def interrupted(message):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "agree", interrupted)
+    x = np.ones((1, 1, 8, 8), "f4")
+    with pytest.raises(KeyboardInterrupt):
+        ranks.attention(x, x, x, group=group, backend="simulator")
+    with pytest.raises(DeviceError, match="rank 0 raised KeyboardInterrupt"):
+        group.agree(b"")
     assert engine.aborted.is_set()
 
 
