@@ -19,7 +19,7 @@ from helpers import ranks as program
 
 import cupyfa.distributed as ranks
 from cupyfa import DeviceError, Unsupported
-from cupyfa.distributed import joining, rendezvous
+from cupyfa.distributed import __main__ as launcher, joining, rendezvous
 from cupyfa.distributed.__main__ import _free_port
 from cupyfa.distributed.nccl import NcclGroup
 from cupyfa.planner.source import ROOT
@@ -59,6 +59,39 @@ def test_the_launcher_ends_the_others_if_a_process_fails(tmp_path, fault, status
     text = f"if rank == 1: {fault}\nelse: time.sleep(600)"
     done = launched(2, script(tmp_path, text), options=("--grace", "0"))
     assert done.returncode == status, done.stderr
+
+
+@pytest.mark.parametrize("is_stubborn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_launcher_ends_all_if_it_is_terminated(tmp_path, is_stubborn):
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * is_stubborn
+    text += "sys.stdout.write(f'{os.getpid()}\\n')\nsys.stdout.flush()\ntime.sleep(600)"
+    command = [sys.executable, "-m", "cupyfa.distributed", "-n", "2", "--grace", "1"]
+    with subprocess.Popen(
+        [*command, script(tmp_path, text)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as running:
+        processes = [int(running.stdout.readline()) for _ in range(2)]
+        running.terminate()
+        assert running.wait(20) == 128 + signal.SIGTERM
+    for x in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(x, 0)
+
+
+def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
+    ended, first = [], SimpleNamespace(poll=lambda: None, wait=lambda timeout: 0)
+    first.terminate = lambda: ended.append(first)
+    made = iter([first])
+
+    def start(command, env):
+        for x in made:
+            return x
+        raise OSError("no memory")
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)
+    with pytest.raises(OSError, match="no memory"):
+        launcher.main(["-n", "2", __file__], standalone_mode=False)
+    assert ended == [first]
 
 
 def test_the_launcher_refuses_what_it_cannot_start(tmp_path):
