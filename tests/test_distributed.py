@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -558,6 +559,8 @@ def test_the_first_error_of_threads_is_raised():
         ranks.threads(2, of_rank)
     with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
         ranks.threads(0, of_rank)
+    with pytest.raises(ValueError, match="timeout is None; give seconds above 0"):
+        ranks.threads(1, of_rank, timeout=None)
 
 
 def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
@@ -591,6 +594,14 @@ def test_a_rank_that_closes_while_another_one_calls():
     for error in called(2, of_rank):
         assert isinstance(error, ValueError)
         assert r"the call must be equal on all ranks: close() on rank 0; forward" in str(error)
+
+
+def test_ranks_take_the_device_of_their_caller(monkeypatch):
+    """A new thread begins with device 0."""
+    local = threading.local()
+    cuda = SimpleNamespace(device=3, use=lambda device: setattr(local, "device", device))
+    monkeypatch.setattr(in_threads, "backend_named", lambda name: cuda)
+    assert ranks.threads(2, lambda group: local.device) == [3, 3]
 
 
 def test_ctrl_c_ends_all_ranks():

@@ -225,6 +225,9 @@ def test_places_that_are_given():
         ({"rank": 0}, "rank is 0 and ranks is None; give both"),
         ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
         ({"timeout": 0}, "timeout is 0; give seconds above 0"),
+        ({"timeout": "3"}, "timeout is '3'; give seconds above 0"),
+        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0, at most"),
+        ({"over": "mpi", "device": 0}, "device is 0, and with over='mpi' .*; leave it out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],
     ids=lambda x: None,
@@ -251,8 +254,9 @@ def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
 
 
 def test_without_a_gpu(no_device):
-    with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
-        ranks.group(0, 2)
+    for given in ({"rank": 0, "ranks": 2}, {"rank": 0, "ranks": 1, "device": 5}):
+        with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
+            ranks.group(**given)
 
 
 def test_without_mpi4py(monkeypatch):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from cupyfa.distributed.agreement import require_agreement
 from cupyfa.distributed.packing import new
-from cupyfa.errors import DeviceError
+from cupyfa.errors import DeviceError, described
 
 Pending = Callable[[], Any]  # waits for what was started, and gives its result
 Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or comes from
@@ -143,6 +145,14 @@ def _then(arrived: Pending, result: Callable[[], Any]) -> Pending:
         return result()
 
     return wait
+
+
+def require_seconds(timeout: Any) -> None:
+    """Raises ValueError for a time-out that is no number of seconds above 0."""
+    if not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout is {described(timeout)}; give seconds above 0, at most {TIMEOUT_MAX:.0f}"
+        )
 
 
 def ended(rank: int, reason: str) -> DeviceError:

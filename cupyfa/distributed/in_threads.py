@@ -11,9 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
+from cupyfa.distributed.communicator import (
+    Group,
+    Message,
+    Pending,
+    ended,
+    require_seconds,
+    waited,
+)
 from cupyfa.errors import DeviceError
 from cupyfa.problem import whole
+from cupyfa.runtime.select import backend_named
 
 
 def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60) -> list[Any]:
@@ -23,12 +31,15 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     they wait for it; the first error is raised here. timeout: the seconds that a rank waits.
     """
     room = _Room(whole("ranks", ranks, 1))
+    require_seconds(timeout)
+    use_device = _device_of_caller()
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []  # in the order of time
 
     def run(rank: int) -> None:
         group = ThreadGroup(room, rank, timeout)
         try:
+            use_device()
             results[rank] = function(group)
         except BaseException as error:
             errors.append(error)
@@ -49,6 +60,16 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     if errors:
         raise errors[0]
     return results
+
+
+def _device_of_caller() -> Callable[[], None]:
+    """What makes the current CUDA device that of another thread, which begins with device 0."""
+    try:
+        cuda = backend_named("cuda")
+    except DeviceError:
+        return lambda: None
+    device = cuda.device
+    return partial(cuda.use, device) if device else lambda: None
 
 
 def alone(timeout: float) -> Group:
