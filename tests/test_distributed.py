@@ -609,7 +609,8 @@ def test_ctrl_c_ends_all_ranks():
     before, errors = threading.active_count(), []
 
     def of_rank(group):
-        if group.rank == 1:
+        if group.rank == 0:
+            time.sleep(0.1)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.2)
             return

@@ -44,18 +44,25 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
         except BaseException as error:
             errors.append(error)
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+        finally:
+            ends[rank].set()
 
+    def wait() -> None:
+        for thread, end in zip(started, ends):
+            if thread.ident is not None:
+                end.wait()
+                thread.join()
+
+    # Where Ctrl-C interrupts join(), Python 3.12 takes the thread for one that has ended.
+    ends = [threading.Event() for _ in range(ranks)]
     started = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     try:
         for x in started:
             x.start()
-        for x in started:
-            x.join()
-    except BaseException as stop:  # Ctrl-C: no rank is at work any more when it is raised
+        wait()
+    except BaseException as stop:  # no rank is at work any more when it is raised
         room.end(f"threads() raised {type(stop).__name__}")
-        for x in started:
-            if x.ident is not None:
-                x.join()
+        wait()
         raise
     if errors:
         raise errors[0]
