@@ -19,7 +19,7 @@ from helpers import ranks as program
 
 import cupyfa.distributed as ranks
 from cupyfa import DeviceError, Unsupported
-from cupyfa.distributed import __main__ as launcher, joining, rendezvous
+from cupyfa.distributed import __main__ as launcher, joining, mpi, rendezvous
 from cupyfa.distributed.__main__ import _free_port
 from cupyfa.distributed.nccl import NcclGroup
 from cupyfa.planner.source import ROOT
@@ -465,6 +465,62 @@ def test_nccl_takes_arrays_in_gpu_memory():
         pytest.raises(TypeError, match=r"NCCL sends those in GPU memory: give cupy.asarray\(q\)"),
     ):
         group.require_place(in_gpu=False)
+
+
+# Messages of MPI
+
+
+class Communicator:
+    """MPI of a rank alone, whose messages do not arrive."""
+
+    freed = False
+
+    def Dup(self):
+        return self
+
+    def Free(self):
+        self.freed = True
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 1
+
+    def Irecv(self, array, source):
+        return SimpleNamespace(Test=lambda: False)
+
+    def Iallgather(self, message, whole):
+        whole[:] = message
+        return SimpleNamespace(Test=lambda: True)
+
+
+def test_arrays_of_mpi_are_kept_as_long_as_it_may_write_there(monkeypatch):
+    monkeypatch.setattr(mpi, "_unfinished", {})
+    group = mpi.MpiGroup(Communicator(), 0.05)
+    group.agree(b"done")
+    assert not mpi._unfinished
+    array = X.copy()
+    alive, wait = weakref.ref(array), group.exchange([], [(array, 0)])
+    del array
+    with pytest.raises(DeviceError, match=r"rank 0 waited 0.05 s for messages"):
+        wait()
+    del group, wait
+    assert alive() is not None
+    mpi._unfinished.clear()
+    assert alive() is None
+
+
+def test_a_communicator_of_mpi_is_freed_when_all_have_closed():
+    communicator = Communicator()
+    group = mpi.MpiGroup(communicator, 30)
+    group.close()
+    group.close()
+    assert communicator.freed
+    failed = Communicator()
+    with pytest.raises(KeyError), mpi.MpiGroup(failed, 30):
+        raise KeyError("mine")
+    assert not failed.freed  # which would wait for the others
 
 
 # Processes
