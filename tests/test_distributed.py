@@ -1,10 +1,14 @@
 """cupyfa.distributed: results of ranks are those of one call on the whole arrays."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +18,7 @@ from helpers.merged import merged
 import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import AttentionOptions, DeviceError, Problem, SimulatorFault, Unsupported
-from cupyfa.distributed import agreement, arguments, job
+from cupyfa.distributed import agreement, arguments, communicator, in_threads, job, packing
 from cupyfa.distributed.packing import copy_to, in_words
 from cupyfa.distributed.shards import Shards
 from cupyfa.numerics import tolerance
@@ -42,7 +46,7 @@ CASES = {
     "text": (2, {}, {"score_mod": "score - 0.1 * (position - key)"}),
     "one rank": (1, {}, {"causal": True}),
     "top-left": (2, {}, {"causal": "top-left"}),
-    "rows that see no key": (2, {"M": 96, "N": 40}, {"causal": True}),
+    "rows that see no key": (2, {"M": 96, "N": 40, "dtype": "float64"}, {"causal": True}),
     "window on the left": (2, {}, {"window": (7, None), "causal": True}),
     "offset": (2, {}, {"causal": True, "offset": -21}),
     "as many key heads": (2, {"heads": 2}, {"causal": True}),
@@ -212,6 +216,21 @@ def test_results_of_16_bits_without_their_last_rounding(schedule):
     assert off.max() <= ulp and (wide[0] != narrow[0]).any()
 
 
+def test_rows_of_nobody_are_not_added_up(monkeypatch):
+    """Where ranks have rooms for more keys than they have; these may be any numbers."""
+
+    def new(like, shape, dtype=None):
+        made = packing.new(like, shape, dtype)
+        made[...] = np.finfo(made.dtype).max
+        return made
+
+    for module in (communicator, job):
+        monkeypatch.setattr(module, "new", new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run(arrays(**{**SIZES, "M": 37, "N": 51}), 2, causal=True)
+
+
 def test_gradients_of_keys_are_added_up_in_the_order_of_ranks():
     """Those of a part are rounded to the dtype; sums are of float32, and rounded once."""
     given = arrays(**{**SIZES, "dtype": "float16"})
@@ -241,24 +260,38 @@ def test_every_run_gives_the_same_bits(schedule):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.slow
-def test_texts_count_as_in_the_whole():
-    """What each schedule allows."""
-    options = {
-        "gather": {"score_mod": "score - 0.1 * position * key / keys + batch", "window": (40, 40)},
-        "heads": {"mask_mod": "query <= key + queries // 4", "score_mod": "score * keys / 90"},
-        "ring": {"score_mod": "score + batch - slope * (position - key)"},
-    }
-    given = arrays(**SIZES)
-    for schedule, asked in options.items():
-        if schedule == "ring":
-            asked["captured"] = {"slope": 0.125}
-        found, _ = run(given, 2, schedule=schedule, **asked)
-        right = whole(given, **asked)
-        if schedule == "ring":
-            np.testing.assert_allclose(found[0], right[0], rtol=1e-5, atol=1e-5)
-        else:
-            np.testing.assert_array_equal(found[0], right[0])
+# What each schedule allows.
+TEXTS = {
+    "gather": {"score_mod": "score - 0.1 * position * key / keys + batch", "window": (20, 10)},
+    "heads": {"mask_mod": "query <= key + queries // 4", "score_mod": "score * keys / 90"},
+    "ring": {"score_mod": "score + batch - 0.125 * (position - key)"},
+}
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gather", *(pytest.param(x, marks=pytest.mark.slow) for x in ("heads", "ring"))]
+)
+def test_texts_count_as_in_the_whole(schedule):
+    """Of gradients too, whose kernels "gather" would else give some keys."""
+    given, asked = arrays(**SIZES), TEXTS[schedule]
+    how = {}
+    if schedule == "ring":
+        how = {
+            "captured": {"slope": 0.125},
+            "score_mod": asked["score_mod"].replace("0.125", "slope"),
+        }
+    found, _ = run(given, 2, schedule=schedule, **asked | how)
+    right = whole(given, **asked | how)
+    for x, y in zip(found[: {"gather": 3, "heads": 5, "ring": 0}[schedule]], right):
+        np.testing.assert_array_equal(x, y)
+    of_rows, of_keys = ([ranges(SIZES[x], 2), [range(SIZES[x])]] for x in "MN")
+    cuts = {
+        "gather": (of_rows[0], of_keys[1]),
+        "heads": (of_rows[1], of_keys[1]),
+        "ring": (of_rows[0], of_keys[0]),
+    }[schedule]
+    wanted = expected(given, *cuts, found, **asked)
+    tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), schedule)
 
 
 def test_the_pullback_gives_the_gradients():
@@ -369,6 +402,7 @@ WRONG = {
     ),
     "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; take schedule='heads', or"),
     "layout": ({"layout": "bshd"}, TypeError, "cupyfa.distributed has no argument 'layout'"),
+    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
 }
 
@@ -407,7 +441,7 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
     [
         (
             {"causal": True},
-            "options must be equal on all ranks:  on rank 0, 2; causal=bottom-right on",
+            "options must be equal on all ranks: none on ranks 0, 2; causal=bottom-right on",
         ),
         ({"M": 25, "q": X[:, :, :8]}, "sizes must be equal on all ranks: .*M=24, .*M=25"),
         (
@@ -415,6 +449,10 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
             "dtype must be equal .*: float32 on .*; float16 on rank",
         ),
         ({"tiles": {"Br": 32, "Bc": 16}}, "kernel and tiles must be equal"),
+        (
+            {"scale": 0.25, "score_mod": "score * scale", "captured": {"scale": 2.0}},
+            r"options .*: none on ranks 0, 2; captured.scale=2.0, scale=0.25, score_mod=score \*",
+        ),
         ({"schedule": "ring"}, "the call must be equal .* forward number 1 .* schedule='ring'"),
         ({x: np.ones((2, 2, 8, 4), "f4") for x in "qkv"}, "sizes must be equal .*batch=1.*batch=2"),
     ],
@@ -425,10 +463,26 @@ def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
         given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
         with pytest.raises(ValueError, match=message) as caught:
             ranks.attention(**given | (others if group.rank == 1 else {}))
+        assert str(caught.value).endswith("; give the same on all ranks")
         assert group.sent == 2 * (64 + 4096)
         return str(caught.value)
 
     assert len({*map(str, called(3, of_rank))}) == 1
+
+
+def test_numbers_for_texts_do_not_hide_options():
+    """And their order does not count."""
+
+    def of_rank(group):
+        numbers = {"scale": 2.0, "shift": 1.0}
+        if group.rank == 1:
+            numbers = {**dict(reversed(numbers.items()))}
+        how = {"score_mod": "score * scale + shift", "captured": numbers, "group": group, **FORWARD}
+        ranks.attention(X, X, X, scale=0.5, **how)
+        with pytest.raises(ValueError, match="options must be equal on all ranks"):
+            ranks.attention(X, X, X, scale=0.5 + group.rank, **how)
+
+    ranks.threads(2, of_rank)
 
 
 def test_versions_that_differ(monkeypatch):
@@ -505,6 +559,70 @@ def test_the_first_error_of_threads_is_raised():
         ranks.threads(2, of_rank)
     with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
         ranks.threads(0, of_rank)
+    with pytest.raises(ValueError, match="timeout is None; give seconds above 0"):
+        ranks.threads(1, of_rank, timeout=None)
+
+
+def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
+    """They read what it has sent, however late; a closed group takes no calls."""
+    put = in_threads._Box.put
+
+    def slow(box, source, message):
+        put(box, source, message)
+        if source == 1:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(in_threads._Box, "put", slow)
+
+    def of_rank(group):
+        with group:
+            ranks.attention(X, X, X, group=group, schedule="ring", **FORWARD)
+        with pytest.raises(DeviceError, match="has ended: it was closed"):
+            ranks.attention(X, X, X, group=group, **FORWARD)
+
+    for count in (1, 3):
+        ranks.threads(count, of_rank)
+
+
+def test_a_rank_that_closes_while_another_one_calls():
+    def of_rank(group):
+        if group.rank == 0:
+            group.close()
+        else:
+            ranks.attention(X, X, X, group=group, **FORWARD)
+
+    for error in called(2, of_rank):
+        assert isinstance(error, ValueError)
+        assert r"the call must be equal on all ranks: close() on rank 0; forward" in str(error)
+
+
+def test_ranks_take_the_device_of_their_caller(monkeypatch):
+    """A new thread begins with device 0."""
+    local = threading.local()
+    cuda = SimpleNamespace(device=3, use=lambda device: setattr(local, "device", device))
+    monkeypatch.setattr(in_threads, "backend_named", lambda name: cuda)
+    assert ranks.threads(2, lambda group: local.device) == [3, 3]
+
+
+def test_ctrl_c_ends_all_ranks():
+    """No thread is at work when it is raised."""
+    before, errors = threading.active_count(), []
+
+    def of_rank(group):
+        if group.rank == 0:
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+            return
+        try:
+            group.agree(b"")
+        except DeviceError as error:
+            errors.append(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.threads(2, of_rank, timeout=20)
+    assert threading.active_count() == before
+    assert "has ended: threads() raised KeyboardInterrupt" in errors[0]
 
 
 def test_equal_calls_are_checked_and_planned_once(monkeypatch):

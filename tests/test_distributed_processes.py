@@ -3,12 +3,13 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from helpers import ranks as program
 
 import cupyfa.distributed as ranks
 from cupyfa import DeviceError, Unsupported
-from cupyfa.distributed import joining, rendezvous
+from cupyfa.distributed import __main__ as launcher, joining, mpi, rendezvous
 from cupyfa.distributed.__main__ import _free_port
 from cupyfa.distributed.nccl import NcclGroup
 from cupyfa.planner.source import ROOT
@@ -58,6 +59,39 @@ def test_the_launcher_ends_the_others_if_a_process_fails(tmp_path, fault, status
     text = f"if rank == 1: {fault}\nelse: time.sleep(600)"
     done = launched(2, script(tmp_path, text), options=("--grace", "0"))
     assert done.returncode == status, done.stderr
+
+
+@pytest.mark.parametrize("is_stubborn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_launcher_ends_all_if_it_is_terminated(tmp_path, is_stubborn):
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" * is_stubborn
+    text += "sys.stdout.write(f'{os.getpid()}\\n')\nsys.stdout.flush()\ntime.sleep(600)"
+    command = [sys.executable, "-m", "cupyfa.distributed", "-n", "2", "--grace", "1"]
+    with subprocess.Popen(
+        [*command, script(tmp_path, text)], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as running:
+        processes = [int(running.stdout.readline()) for _ in range(2)]
+        running.terminate()
+        assert running.wait(20) == 128 + signal.SIGTERM
+    for x in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(x, 0)
+
+
+def test_a_process_that_cannot_be_started_ends_the_others(monkeypatch):
+    ended, first = [], SimpleNamespace(poll=lambda: None, wait=lambda timeout: 0)
+    first.terminate = lambda: ended.append(first)
+    made = iter([first])
+
+    def start(command, env):
+        for x in made:
+            return x
+        raise OSError("no memory")
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(launcher.signal, "signal", lambda *_: None)
+    with pytest.raises(OSError, match="no memory"):
+        launcher.main(["-n", "2", __file__], standalone_mode=False)
+    assert ended == [first]
 
 
 def test_the_launcher_refuses_what_it_cannot_start(tmp_path):
@@ -123,13 +157,24 @@ def test_a_server_that_is_another_program():
     assert isinstance(found, DeviceError) and "not as rank 0 does" in str(found)
 
 
+def test_a_connection_that_says_nothing_does_not_stop_the_meeting(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.05)
+    port, silent = _free_port(), None
+    server = threading.Thread(target=lambda: met(2, port=port, asking=(0,)))
+    server.start()
+    while silent is None:
+        with suppress(ConnectionRefusedError):
+            silent = socket.create_connection(("localhost", port), 5)
+    with silent:
+        assert met(2, port=port, asking=(1,))[1] == bytes(range(128))
+    server.join()
+
+
 def test_others_who_ask_are_ignored():
     """They get nothing, and ranks get theirs."""
     port = _free_port()
 
     def curious():
-        import socket
-
         while True:
             try:
                 with socket.create_connection(("localhost", port), 5) as server:
@@ -180,6 +225,9 @@ def test_places_that_are_given():
         ({"rank": 0}, "rank is 0 and ranks is None; give both"),
         ({"rank": 0, "ranks": 0}, "ranks is 0; give a whole number from 1"),
         ({"timeout": 0}, "timeout is 0; give seconds above 0"),
+        ({"timeout": "3"}, "timeout is '3'; give seconds above 0"),
+        ({"timeout": float("inf")}, "timeout is inf; give seconds above 0, at most"),
+        ({"over": "mpi", "device": 0}, "device is 0, and with over='mpi' .*; leave it out"),
         ({"over": "tcp"}, "over is 'tcp'; use 'nccl' or 'mpi'"),
     ],
     ids=lambda x: None,
@@ -206,8 +254,9 @@ def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
 
 
 def test_without_a_gpu(no_device):
-    with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
-        ranks.group(0, 2)
+    for given in ({"rank": 0, "ranks": 2}, {"rank": 0, "ranks": 1, "device": 5}):
+        with pytest.raises(DeviceError, match="rank 0 needs a GPU for NCCL: no CUDA device"):
+            ranks.group(**given)
 
 
 def test_without_mpi4py(monkeypatch):
@@ -277,6 +326,9 @@ class Engine:
     def follow(self, event):
         pass
 
+    def use(self):
+        pass
+
     def failure(self):
         return self.error
 
@@ -315,6 +367,25 @@ def test_a_message_that_does_not_come_ends_the_group():
         group.exchange([(X, 1)], [(X.copy(), 1)])()  # does not wait
 
 
+def test_a_process_that_waits_in_another_call_of_cuda_ends_the_group():
+    engine = Engine("silent")
+    with ending(engine, 0.2, "rank 0 waited 0.2 s for messages") as group, group.calling():
+        group.exchange([(X, 1)], [(X.copy(), 1)])()
+        assert engine.aborted.wait(20)
+
+
+@pytest.mark.slow
+def test_each_message_has_the_time_out():
+    engine = Engine("silent")
+    with ending(engine, 2, "rank 0 waited 2 s for messages") as group, group.calling():
+        for _ in range(4):
+            group.exchange([(X, 1)], [(X.copy(), 1)])()
+        for event in engine.events[:3]:
+            assert not engine.aborted.wait(1)
+            event.done = True
+        assert engine.aborted.wait(20)
+
+
 def test_a_call_of_nccl_that_blocks_ends_the_group():
     with ending(Engine("blocks"), 0.2, "rank 0 waited 0.2 s") as group:
         group.exchange([(X, 1)], [(X.copy(), 1)])
@@ -336,6 +407,22 @@ def test_another_error_in_a_call_ends_the_group():
         raise KeyError("mine")
     with pytest.raises(DeviceError, match="rank 0 raised KeyError: 'mine'"):
         group.gather(X)
+    assert engine.aborted.is_set()
+
+
+def test_ctrl_c_while_ranks_agree_ends_the_group(monkeypatch):
+    engine = Engine()
+    group = NcclGroup(0, 2, 30, engine)
+
+    def interrupted(message):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "agree", interrupted)
+    x = np.ones((1, 1, 8, 8), "f4")
+    with pytest.raises(KeyboardInterrupt):
+        ranks.attention(x, x, x, group=group, backend="simulator")
+    with pytest.raises(DeviceError, match="rank 0 raised KeyboardInterrupt"):
+        group.agree(b"")
     assert engine.aborted.is_set()
 
 
@@ -378,6 +465,62 @@ def test_nccl_takes_arrays_in_gpu_memory():
         pytest.raises(TypeError, match=r"NCCL sends those in GPU memory: give cupy.asarray\(q\)"),
     ):
         group.require_place(in_gpu=False)
+
+
+# Messages of MPI
+
+
+class Communicator:
+    """MPI of a rank alone, whose messages do not arrive."""
+
+    freed = False
+
+    def Dup(self):
+        return self
+
+    def Free(self):
+        self.freed = True
+
+    def Get_rank(self):
+        return 0
+
+    def Get_size(self):
+        return 1
+
+    def Irecv(self, array, source):
+        return SimpleNamespace(Test=lambda: False)
+
+    def Iallgather(self, message, whole):
+        whole[:] = message
+        return SimpleNamespace(Test=lambda: True)
+
+
+def test_arrays_of_mpi_are_kept_as_long_as_it_may_write_there(monkeypatch):
+    monkeypatch.setattr(mpi, "_unfinished", {})
+    group = mpi.MpiGroup(Communicator(), 0.05)
+    group.agree(b"done")
+    assert not mpi._unfinished
+    array = X.copy()
+    alive, wait = weakref.ref(array), group.exchange([], [(array, 0)])
+    del array
+    with pytest.raises(DeviceError, match=r"rank 0 waited 0.05 s for messages"):
+        wait()
+    del group, wait
+    assert alive() is not None
+    mpi._unfinished.clear()
+    assert alive() is None
+
+
+def test_a_communicator_of_mpi_is_freed_when_all_have_closed():
+    communicator = Communicator()
+    group = mpi.MpiGroup(communicator, 30)
+    group.close()
+    group.close()
+    assert communicator.freed
+    failed = Communicator()
+    with pytest.raises(KeyError), mpi.MpiGroup(failed, 30):
+        raise KeyError("mine")
+    assert not failed.freed  # which would wait for the others
 
 
 # Processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import signal
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from time import monotonic
+from typing import NoReturn
 
 import click
 
@@ -36,17 +39,27 @@ def main(ranks: int, port: int | None, grace: float, script: str, arguments: Seq
     cupyfa.distributed.group() of the script finds the others. If a process fails, the others end,
     and its exit status is that of the command.
     """
-    started = _start(ranks, port or _free_port(), [sys.executable, script, *arguments])
-    raise SystemExit(_wait(started, grace))
+    signal.signal(signal.SIGTERM, _terminated)
+    started: list[subprocess.Popen] = []
+    try:
+        _start(started, ranks, port or _free_port(), [sys.executable, script, *arguments])
+        status = _wait(started, grace)
+    finally:
+        _end(started, grace)
+    raise SystemExit(status)
 
 
-def _start(ranks: int, port: int, command: Sequence[str]) -> list[subprocess.Popen]:
+def _terminated(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _start(started: list[subprocess.Popen], ranks: int, port: int, command: Sequence[str]) -> None:
+    """Adds the processes to a list, also if one of them cannot be started."""
     common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
     common["MASTER_ADDR"] = "localhost"
-    return [
-        subprocess.Popen(command, env={**common, "RANK": str(x), "LOCAL_RANK": str(x)})
-        for x in range(ranks)
-    ]
+    for x in range(ranks):
+        environment = {**common, "RANK": str(x), "LOCAL_RANK": str(x)}
+        started.append(subprocess.Popen(command, env=environment))
 
 
 def _wait(started: Sequence[subprocess.Popen], grace: float) -> int:
@@ -54,22 +67,37 @@ def _wait(started: Sequence[subprocess.Popen], grace: float) -> int:
     ends: queue.Queue[int] = queue.Queue()
     for x in started:
         threading.Thread(target=lambda x=x: ends.put(x.wait()), daemon=True).start()
-    status, missing = 0, len(started)
+    status, missing, deadline = 0, len(started), math.inf
     while missing:
+        left = max(deadline - monotonic(), 0)
         try:
-            code = ends.get(timeout=grace if status else None)
+            code = ends.get(timeout=None if left == math.inf else left)
+            missing -= 1
         except KeyboardInterrupt:  # which the processes got, too
-            status = status or 128 + signal.SIGINT
-            continue
+            code = -signal.SIGINT
         except queue.Empty:
             for x in started:
                 x.kill()
-            grace = 60.0
+            deadline = math.inf
             continue
-        missing -= 1
         if code and not status:
-            status = 128 - code if code < 0 else code
+            status, deadline = 128 - code if code < 0 else code, monotonic() + grace
     return status
+
+
+def _end(started: Sequence[subprocess.Popen], grace: float) -> None:
+    """Ends the processes that still run, because this one has to end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    running = [x for x in started if x.poll() is None]
+    for x in running:
+        x.terminate()
+    deadline = monotonic() + grace
+    for x in running:
+        try:
+            x.wait(max(deadline - monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            x.kill()
+            x.wait()
 
 
 def _free_port() -> int:

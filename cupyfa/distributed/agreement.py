@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from cupyfa import errors
-from cupyfa.distributed.communicator import Group
+from cupyfa.version import __version__
+
+if TYPE_CHECKING:
+    from cupyfa.distributed.communicator import Group
 
 # What has to be equal, and how an error names it. A digest has 8 bytes for each, 64 in all.
 FIELDS = {
@@ -25,13 +29,14 @@ _TEXT_BYTES = 4096  # of a rank's description, which is sent if digests differ
 _LONGEST = 400  # letters of a field in it; a text of the user may be long
 _BETWEEN = "\0"
 _SHOWN = 4  # ranks that an error names
+_REMEDY = "give the same on all ranks"
 
 
 def require_agreement(
     group: Group, fields: Mapping[str, str], error: Exception | None = None
 ) -> None:
     """Raises the same error on all ranks if one of them has an error, or fields that differ."""
-    mine = {name: fields.get(name, "") for name in FIELDS}
+    mine = {name: fields.get(name, "") for name in FIELDS} | {"version": __version__}
     mine["error"] = f"{type(error).__name__}: {error}" if error else ""
     digests = group.agree(digest(mine))
     no_error = all(x[-8:] == _digest("") for x in digests)
@@ -69,9 +74,10 @@ def _difference(of_ranks: list[dict[str, str]]) -> Exception:
         for rank, x in enumerate(of_ranks):
             ranks[x[name]].append(rank)
         if len(ranks) > 1:
-            shown = "; ".join(f"{x} on {_named(own)}" for x, own in [*ranks.items()][:_SHOWN])
-            return ValueError(f"{what} must be equal on all ranks: {shown}")
-    return ValueError("texts of options differ between ranks after their first letters")
+            found = [*ranks.items()][:_SHOWN]
+            shown = "; ".join(f"{x or 'none'} on {_named(own)}" for x, own in found)
+            return ValueError(f"{what} must be equal on all ranks: {shown}; {_REMEDY}")
+    return ValueError(f"texts of options differ between ranks after their first letters; {_REMEDY}")
 
 
 def _error(rank: int, text: str) -> Exception:

@@ -14,6 +14,7 @@ from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.job import Job
 from cupyfa.distributed.shards import Shards
 from cupyfa.errors import Unsupported, described
+from cupyfa.expressions import Expression
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.parts import arguments
@@ -23,7 +24,6 @@ from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt
-from cupyfa.version import __version__
 
 # Types of arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
@@ -94,20 +94,21 @@ class Given:
 
         Else all ranks raise.
         """
-        fields = {"version": __version__, "call": self._call()}
+        fields = {"call": self._call()}
         made: Made | None = None
         error: Exception | None = None
         arrays: Sequence[Any] = ()
-        try:
-            there, arrays = adopt(
-                self.how["backend"], **dict(zip("qkv", self.of_q)), **self.of_rows
-            )
-            self.group.require_place(not isinstance(arrays[0], np.ndarray))
-            made = self._made(there, arrays)
-            fields |= made.fields
-        except Exception as found:
-            error = found
-        require_agreement(self.group, fields, error)
+        with self.group.agreeing():
+            try:
+                there, arrays = adopt(
+                    self.how["backend"], **dict(zip("qkv", self.of_q)), **self.of_rows
+                )
+                self.group.require_place(not isinstance(arrays[0], np.ndarray))
+                made = self._made(there, arrays)
+                fields |= made.fields
+            except Exception as found:
+                error = found
+            require_agreement(self.group, fields, error)
         assert made is not None
         return made, arrays
 
@@ -143,10 +144,15 @@ class Given:
         if not {*kinds} <= _FIXED:
             return None
         forms = tuple((tuple(x.shape), x.dtype) for x in arrays)
-        return (
+        key = (
             *(self.operation, backend.limits, type(arrays[0]), forms, tuple(self.of_rows)),
             *(kinds, tuple(named.items())),
         )
+        try:
+            hash(key)
+        except TypeError:  # a tuple with a list, which is not checked yet
+            return None
+        return key
 
     def _checked(self, backend: Backend, arrays: Sequence[Any]) -> Made:
         how, (q, k, v, *of_rows) = self.how, arrays
@@ -163,7 +169,7 @@ class Given:
         call = Call(options_of_parts(p), how["captured"], {**of_kernel, **more})
         in_host = isinstance(q, np.ndarray)
         job = Job(self.group, p, q_shards, k_shards, call, backend, in_host)
-        return Made(_described(p, how["captured"], of_kernel, backend.limits), schedule, job)
+        return Made(_described(p, of_kernel, backend.limits), schedule, job)
 
     def _whole(self, q: Any, k: Any, v: Any) -> tuple[Shards, Shards, Problem]:
         """How queries and keys are divided, and the problem of all."""
@@ -205,20 +211,24 @@ def _of_whole(array: Any, rows: int) -> np.ndarray:
     return np.broadcast_to(np.empty((), array.dtype), (batch, heads, rows, columns))
 
 
-def _described(
-    p: Problem, captured: Mapping[str, Any] | None, how: Mapping[str, Any], limits: Limits
-) -> dict[str, str]:
+def _described(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[str, str]:
     """What has to be equal on all ranks, as errors write it."""
     sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
-    options = p.options.changed
+    options = {x: _written(y) for x, y in p.options.changed.items()}
+    options |= {f"captured.{x.name}": str(x.value) for x in p.operands}
     kernel = how["kernel"]
     return {
         "dtype": p.dtype.name,
         "sizes": ", ".join(f"{x}={getattr(p, x)}" for x in sizes),
-        "options": ", ".join(f"{x}={y}" for x, y in {**options, **(captured or {})}.items()),
+        "options": ", ".join(f"{x}={options[x]}" for x in sorted(options)),
         "kernel": f"{getattr(kernel, 'name', kernel)} {how['tiles']}",
         "device": str(limits),
     }
+
+
+def _written(option: Any) -> str:
+    """An option as errors write it."""
+    return option.text if isinstance(option, Expression) else str(option)
 
 
 def _check_axes(name: str, array: Any) -> None:

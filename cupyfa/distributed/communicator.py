@@ -5,10 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Real
+from threading import TIMEOUT_MAX
 from typing import Any
 
+from cupyfa.distributed.agreement import require_agreement
 from cupyfa.distributed.packing import new
-from cupyfa.errors import DeviceError
+from cupyfa.errors import DeviceError, described
 
 Pending = Callable[[], Any]  # waits for what was started, and gives its result
 Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or comes from
@@ -51,9 +54,23 @@ class Group(ABC):
         """Waits until all that was started has arrived; for those that do not wait before."""
         return
 
+    @property
+    @abstractmethod
+    def reason(self) -> str:
+        """Why the group has ended; empty if it has not."""
+
     def close(self) -> None:
-        """Ends the group, when it is not needed any more; all ranks call it."""
-        self.abort("it was closed")
+        """Ends the group, when it is not needed any more; all ranks call it.
+
+        A rank waits here for the others: none goes while another one still needs its messages.
+        Raises ValueError if another rank makes a call instead. Does nothing if it has ended.
+        """
+        if self.reason:
+            return
+        try:
+            require_agreement(self, {"call": "close()"})
+        finally:
+            self.abort("it was closed")
 
     def __enter__(self) -> Group:
         return self
@@ -96,6 +113,19 @@ class Group(ABC):
         return ((self.rank + step) % self.ranks for step in range(1, self.ranks))
 
     @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Work before ranks agree, whose errors all raise: only what is no error, as Ctrl-C, ends
+        the group.
+        """
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as stop:
+            self.abort(self._raised(stop))
+            raise
+
+    @contextmanager
     def calling(self) -> Iterator[None]:
         """Work of all ranks: if it fails here, the group ends, and the others do not wait."""
         try:
@@ -115,6 +145,14 @@ def _then(arrived: Pending, result: Callable[[], Any]) -> Pending:
         return result()
 
     return wait
+
+
+def require_seconds(timeout: Any) -> None:
+    """Raises ValueError for a time-out that is no number of seconds above 0."""
+    if not isinstance(timeout, Real) or not 0 < float(timeout) <= TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout is {described(timeout)}; give seconds above 0, at most {TIMEOUT_MAX:.0f}"
+        )
 
 
 def ended(rank: int, reason: str) -> DeviceError:

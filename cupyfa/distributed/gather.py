@@ -81,4 +81,8 @@ def _sent(job: Job, total: Any) -> Pending:
     """Starts to add up the gradients of keys from the rows of all ranks."""
     shards = job.k_shards
     room = job.put(total, shards, "padded_places", job.group.ranks * shards.most)
-    return job.group.reduce_scatter(room.reshape(job.group.ranks, shards.most, *total.shape[1:]))
+    parts = room.reshape(job.group.ranks, shards.most, *total.shape[1:])
+    for part, size in zip(parts, shards.sizes):
+        if size < shards.most:
+            part[size:] = 0  # what is there may overflow when it is added up
+    return job.group.reduce_scatter(parts)

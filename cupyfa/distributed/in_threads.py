@@ -11,9 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
+from cupyfa.distributed.communicator import (
+    Group,
+    Message,
+    Pending,
+    ended,
+    require_seconds,
+    waited,
+)
 from cupyfa.errors import DeviceError
 from cupyfa.problem import whole
+from cupyfa.runtime.select import backend_named
 
 
 def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60) -> list[Any]:
@@ -23,25 +31,52 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     they wait for it; the first error is raised here. timeout: the seconds that a rank waits.
     """
     room = _Room(whole("ranks", ranks, 1))
+    require_seconds(timeout)
+    use_device = _device_of_caller()
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []  # in the order of time
 
     def run(rank: int) -> None:
         group = ThreadGroup(room, rank, timeout)
         try:
+            use_device()
             results[rank] = function(group)
         except BaseException as error:
             errors.append(error)
             group.abort(f"rank {rank} raised {type(error).__name__}: {error}")
+        finally:
+            ends[rank].set()
 
+    def wait() -> None:
+        for thread, end in zip(started, ends):
+            if thread.ident is not None:
+                end.wait()
+                thread.join()
+
+    # Where Ctrl-C interrupts join(), Python 3.12 takes the thread for one that has ended.
+    ends = [threading.Event() for _ in range(ranks)]
     started = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for x in started:
-        x.start()
-    for x in started:
-        x.join()
+    try:
+        for x in started:
+            x.start()
+        wait()
+    except BaseException as stop:  # no rank is at work any more when it is raised
+        room.end(f"threads() raised {type(stop).__name__}")
+        wait()
+        raise
     if errors:
         raise errors[0]
     return results
+
+
+def _device_of_caller() -> Callable[[], None]:
+    """What makes the current CUDA device that of another thread, which begins with device 0."""
+    try:
+        cuda = backend_named("cuda")
+    except DeviceError:
+        return lambda: None
+    device = cuda.device
+    return partial(cuda.use, device) if device else lambda: None
 
 
 def alone(timeout: float) -> Group:
@@ -58,6 +93,7 @@ class ThreadGroup(Group):
         self._collected = 0
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._require_alive()
         for x, to in sends:
             self._room.boxes[to].put(self.rank, x.copy())
             self.sent += x.nbytes
@@ -78,10 +114,15 @@ class ThreadGroup(Group):
         self.sent += len(message) * (self.ranks - 1)
         return self._all(message, list)()
 
+    @property
+    def reason(self) -> str:
+        return self._room.reason
+
     def abort(self, reason: str) -> None:
         self._room.end(reason)
 
     def _all(self, value: Any, join: Callable[[list[Any]], Any]) -> Pending:
+        self._require_alive()
         turn, self._collected = self._collected, self._collected + 1
         self._room.deposit(turn, self.rank, value, join)
         take = partial(self._room.collected, turn)
@@ -96,6 +137,10 @@ class ThreadGroup(Group):
         except _Ended:
             pass
         raise self._ended() from None
+
+    def _require_alive(self) -> None:
+        if self.reason:
+            raise self._ended()
 
     def _ended(self) -> DeviceError:
         return ended(self.rank, self._room.reason)

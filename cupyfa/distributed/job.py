@@ -15,6 +15,7 @@ from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
 from cupyfa.parts.calls import Call, offset_of_part
 from cupyfa.parts.strips import met_by, tile_of
+from cupyfa.parts.texts import places
 from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
@@ -84,12 +85,20 @@ class Job:
         """The keys between the first and the last one that any of these queries sees.
 
         They begin at a whole tile, which keeps the order of sums; there is one if there are any.
+        All keys, if a text counts them.
         """
         p, tile = self.problem, tile_of(self.call.how["tiles"])
+        if self._counts_keys:
+            return range(p.N)
         high = p.N if p.right is None else rows.stop + p.first_position + p.right
         high = min(max(high, 1), p.N)
         low = 0 if p.left is None else rows.start + p.first_position - p.left
         return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
+
+    @cached_property
+    def _counts_keys(self) -> bool:
+        """Whether a text names what a call on some keys counts from the first of them."""
+        return not {"position", "key", "keys"}.isdisjoint(places(self.problem.options))
 
     def heads_of_rows(self) -> int:
         """Key heads of a step of "gather", of whose query heads launches compute some rows."""
@@ -130,7 +139,10 @@ class Job:
         return np.take(words, index, axis=0).view(array.dtype)
 
     def put(self, array: Any, shards: Shards, places: str, room: int) -> Any:
-        """An array [room, …] that has the rows of another one at these places."""
+        """An array [room, …] that has the rows of another one at these places.
+
+        Its other rows are unspecified.
+        """
         whole = new(array, (room, *array.shape[1:]))
         index = self._index(shards, places)
         to, words = in_words(whole, array)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from cupyfa.distributed.communicator import Group
+from cupyfa.distributed.communicator import Group, require_seconds
 from cupyfa.distributed.in_threads import alone
 from cupyfa.distributed.rendezvous import ID_BYTES, shared_id
 from cupyfa.errors import DeviceError, described
@@ -53,7 +53,8 @@ def group(
     unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
         if this program has imported it, else from MASTER_ADDR and MASTER_PORT, by default port
         29400 of localhost.
-    device: the GPU, which becomes the current one; by default the rank on this host.
+    device: the GPU, which becomes the current one; by default the rank on this host, and for a
+        group of one the current one.
     timeout: the seconds for which a rank waits for another one's message, including the work that
         comes before it.
     over: "nccl" sends arrays in GPU memory; "mpi" NumPy arrays, with mpi4py.
@@ -61,9 +62,9 @@ def group(
     Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, DeviceError if
     there is no GPU for this rank, if a port is taken, and if ranks do not come within the time-out.
     """
-    if not timeout > 0:
-        raise ValueError(f"timeout is {described(timeout)}; give seconds above 0")
+    require_seconds(timeout)
     if over == "mpi":
+        _refuse_places({"rank": rank, "ranks": ranks, "unique_id": unique_id, "device": device})
         from cupyfa.distributed.mpi import MpiGroup
 
         return MpiGroup(_mpi().COMM_WORLD, timeout)
@@ -71,6 +72,8 @@ def group(
         raise ValueError(f"over is {described(over)}; use 'nccl' or 'mpi'")
     place = _place(rank, ranks, device, os.environ)
     if place.ranks == 1:
+        if device is not None:
+            _use_device(place)
         return alone(timeout)
     return _nccl_group(place, unique_id, timeout)
 
@@ -86,13 +89,7 @@ def unique_id() -> bytes:
 
 
 def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
-    cuda = _cuda(place.rank)
-    if place.device >= cuda.devices:
-        raise DeviceError(
-            f"rank {place.rank} takes device {place.device} of this host, which has "
-            f"{cuda.devices}; start as many ranks as GPUs, or give device="
-        )
-    cuda.use(place.device)
+    cuda = _use_device(place)
     from cupyfa.distributed.nccl import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
@@ -106,6 +103,28 @@ def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
 
     engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
     return NcclGroup(place.rank, place.ranks, timeout, engine)
+
+
+def _refuse_places(given: Mapping[str, Any]) -> None:
+    """Raises ValueError for what MPI decides."""
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(
+                f"{name} is {described(x)}, and with over='mpi' ranks are those of MPI, without "
+                "GPUs; leave it out"
+            )
+
+
+def _use_device(place: Place) -> Backend:
+    """Makes a rank's device current."""
+    cuda = _cuda(place.rank)
+    if place.device >= cuda.devices:
+        raise DeviceError(
+            f"rank {place.rank} takes device {place.device} of this host, which has "
+            f"{cuda.devices}; start as many ranks as GPUs, or give device="
+        )
+    cuda.use(place.device)
+    return cuda
 
 
 def _cuda(rank: int) -> Backend:

@@ -9,6 +9,8 @@ from typing import Any
 from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
 
 _PAUSE = 1e-4
+# Requests that are not done, and their arrays: MPI may write there, also after the group has ended.
+_unfinished: dict[object, tuple[list[Any], Any]] = {}
 
 
 class MpiGroup(Group):
@@ -21,16 +23,18 @@ class MpiGroup(Group):
         self._reason = ""
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self._require_alive()
         self.sent += sum(x.nbytes for x, _ in sends)
         # MPI keeps the order of the messages from one rank to another.
         requests = [self._mpi.Irecv(_bytes(x), source) for x, source in recvs]
         requests += [self._mpi.Isend(_bytes(x), to) for x, to in sends]
-        return self._pending(requests, None)
+        return self._pending(requests, (sends, recvs))
 
     def agree(self, message: bytes) -> list[bytes]:
+        self._require_alive()
         self.sent += len(message) * (self.ranks - 1)
         whole = bytearray(len(message) * self.ranks)
-        self._pending([self._mpi.Iallgather(message, whole)], None)()
+        self._pending([self._mpi.Iallgather(message, whole)], (message, whole))()
         return [
             bytes(whole[first : first + len(message)])
             for first in range(0, len(whole), len(message))
@@ -43,18 +47,32 @@ class MpiGroup(Group):
                 'group(over="nccl")'
             )
 
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    def close(self) -> None:
+        has_ended = bool(self._reason)
+        super().close()
+        if not has_ended:
+            self._mpi.Free()  # all ranks have agreed to close
+
     def abort(self, reason: str) -> None:
         self._reason = self._reason or reason
 
-    def _pending(self, requests: list[Any], result: Any) -> Pending:
-        if self._reason:
-            raise ended(self.rank, self._reason)
+    def _pending(self, requests: list[Any], arrays: Any) -> Pending:
+        key = object()
+        _unfinished[key] = requests, arrays
 
-        def wait() -> Any:
+        def wait() -> None:
             self._await(lambda: all(x.Test() for x in requests))
-            return result
+            del _unfinished[key]
 
         return wait
+
+    def _require_alive(self) -> None:
+        if self._reason:
+            raise ended(self.rank, self._reason)
 
     def _await(self, is_done: Callable[[], bool]) -> None:
         deadline = monotonic() + self.timeout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, sleep
@@ -29,6 +28,7 @@ class Engine(Protocol):
     def gather(self, array: Any, into: Any) -> Any: ...
     def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]: ...
     def follow(self, event: Any) -> None: ...
+    def use(self) -> None: ...
     def failure(self) -> str: ...
     def abort(self) -> None: ...
 
@@ -39,13 +39,14 @@ class NcclGroup(Group):
     Messages are queued, and computation waits for them on the GPU. A call returns when its last
     message has arrived, while the GPU still computes: so it raises if a message does not arrive. A
     watchdog ends the group if this process has waited for a message, or in a call of NCCL, longer
-    than the time-out.
+    than the time-out, or if no queued message has arrived for as long: then this process may wait
+    for the GPU in another call of CUDA.
     """
 
     def __init__(self, rank: int, ranks: int, timeout: float, engine: Engine) -> None:
         super().__init__(rank, ranks, timeout)
         self._engine = engine
-        self._queued: deque[tuple[Any, list[Any]]] = deque()  # events, and what each needs
+        self._queued: list[tuple[Any, list[Any]]] = []  # events, and what each needs
         self._reason = ""  # why the group has ended
         self._ending = threading.Lock()
         self._deadline: float | None = None  # of what this process waits for
@@ -80,7 +81,7 @@ class NcclGroup(Group):
     def settle(self) -> None:
         while self._queued:
             self._await(self._queued[0][0])
-            self._queued.popleft()
+            del self._queued[0]
 
     def require_place(self, in_gpu: bool) -> None:
         if not in_gpu:
@@ -89,10 +90,9 @@ class NcclGroup(Group):
                 "cupy.asarray(q), and k and v likewise"
             )
 
-    def close(self) -> None:
-        if not self._reason:
-            self.agree(b"closed")  # a rank that goes takes along what it has not sent yet
-        super().close()
+    @property
+    def reason(self) -> str:
+        return self._reason
 
     def abort(self, reason: str) -> None:
         with self._ending:
@@ -150,8 +150,14 @@ class NcclGroup(Group):
         return ended(self.rank, self._reason)
 
     def _watch(self) -> None:
-        """Ends the group if this process waits too long; the work of a thread."""
+        """Ends the group if this process or its GPU waits too long; the work of a thread."""
+        self._engine.use()
+        oldest, since = None, 0.0  # the event of the next message that has to arrive
         while not self._done.wait(min(self.timeout / 4, 1)):
-            deadline = self._deadline
-            if deadline is not None and monotonic() > deadline:
+            now, deadline, before = monotonic(), self._deadline, oldest
+            oldest = next((x for x, _ in self._queued[:] if not x.done), None)
+            if oldest is not before:
+                since = now
+            is_late = deadline is not None and now > deadline
+            if is_late or (oldest is not None and now - since > self.timeout):
                 self.abort(waited(self.rank, self.timeout, _OTHERS))

@@ -51,8 +51,8 @@ def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def copy_to(made: Any, array: Any) -> None:
-    """Copies an array, or a number, into an array that may have another dtype."""
-    if made.dtype == getattr(array, "dtype", None):
+    """Copies an array into one that may have another dtype."""
+    if made.dtype == array.dtype:
         made, array = in_words(made, array)
     made[...] = array
 

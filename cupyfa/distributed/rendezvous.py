@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic, sleep
 
 from cupyfa.errors import DeviceError
 
 ID_BYTES = 128
 _GREETING = b"cupyfa.distributed 1 "  # and then the rank, in 4 bytes
+_GREETING_SECONDS = 1.0  # for which rank 0 waits for a greeting, while others may ask
 _PAUSE = 0.05
 
 
@@ -38,12 +40,6 @@ def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> 
             try:
                 server.settimeout(max(deadline - monotonic(), 1e-3))
                 asking, _ = server.accept()
-                with asking:
-                    asking.settimeout(max(deadline - monotonic(), 1e-3))
-                    rank = _greeted(asking)
-                    if rank in missing:
-                        asking.sendall(made)
-                        missing.remove(rank)
             except TimeoutError:
                 few = ", ".join(map(str, sorted(missing)[:4]))
                 raise DeviceError(
@@ -52,6 +48,12 @@ def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> 
                 ) from None
             except OSError:
                 continue  # this one asked and went
+            with asking, suppress(OSError):  # nor if it says nothing
+                asking.settimeout(_GREETING_SECONDS)
+                rank = _greeted(asking)
+                if rank in missing:
+                    asking.sendall(made)
+                    missing.remove(rank)
 
 
 def _listening(address: str, port: int) -> socket.socket:

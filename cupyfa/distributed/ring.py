@@ -69,7 +69,10 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
         (total,) = _passed_on(job, (total, (job.group.rank + 1) % ranks))()
     dq, dk, dv = (new(x, x.shape, job.results) for x in (of_rows[0], k, v))
     for rows in job.rows:
-        copy_to(dq[:, :, rows.at], sums.get(rows.start, 0))
+        if rows.start in sums:
+            copy_to(dq[:, :, rows.at], sums[rows.start])
+        else:  # they have seen no key
+            dq[:, :, rows.at] = 0
     for gradient, x in zip((dk, dv), unpacked(total, *columns)):
         copy_to(gradient, x)
     return dq, dk, dv

@@ -43,6 +43,7 @@ class Nccl:
     def __init__(self, rank: int, ranks: int, name: bytes) -> None:
         self._nccl = _library()
         self._ranks = ranks
+        self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._communicator = self._nccl.NcclCommunicator(ranks, name, rank)
         self._connect(rank)
@@ -95,6 +96,10 @@ class Nccl:
     def follow(self, event: Any) -> None:
         """Work that is queued in the current stream from now on begins after an event."""
         cupy.cuda.get_current_stream().wait_event(event)
+
+    def use(self) -> None:
+        """Makes the device current in another thread, before it asks for events."""
+        self._device.use()
 
     def failure(self) -> str:
         """What NCCL has found wrong since, or nothing."""
