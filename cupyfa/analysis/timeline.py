@@ -146,12 +146,12 @@ class Timeline:
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
     lost: int = 0  # entries for which there was no room
-    milliseconds: float | None = None  # of the launch without a recording
+    milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
 
     @property
     def overhead(self) -> float | None:
-        """By how much the recording makes the launch longer, as a fraction."""
+        """By how much the recording makes the call longer, as a fraction."""
         if not self.milliseconds or not self.recorded_milliseconds:
             return None
         return self.recorded_milliseconds / self.milliseconds - 1
@@ -448,6 +448,7 @@ def _phases(
     cut: set[int] = set()  # how many were open when a piece of the last of them ended
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
+    own = [x for x in entries if x.kind <= Kind.MARKED]
 
     def until(now: float) -> Iterator[Span]:
         if open_ and now > since:
@@ -457,9 +458,9 @@ def _phases(
             cut.add(len(open_))
             yield Span(top.block, top.warp, top.kind, name, since, now, is_first=first)
 
-    for entry in entries:
-        if entry.kind > Kind.MARKED:
-            continue
+    for entry in own:
+        if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
+            continue  # of lanes that end while another one still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
                 continue  # its beginning was recorded by other lanes, or lost

@@ -30,7 +30,7 @@ _UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
 _TILES = 6  # of a long timeline, shown at its beginning and at its end
 _ARROWS = 80  # at most
 _LINE = 120  # characters of the text above a picture
-_CHARACTER, _MARGIN = 0.0072, 0.004  # of the width: of a name in a phase
+_CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
 
 
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
@@ -84,7 +84,7 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
     for one, shown in zip(axes, windows):
         _draw_window(one, timeline, warps, shown)
     axes[-1].set_xlabel(timeline.unit)
-    _add_texts(figure, timeline, _legend(timeline))
+    _add_texts(figure, timeline, _legend(timeline, windows))
     return figure
 
 
@@ -180,12 +180,16 @@ def _draw_arrows(
         )
 
 
-def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
     """The names and colours that a picture has."""
-    kinds = {x.kind for x in timeline.phases}
+
+    def shown(x: Span) -> bool:
+        return any(x.end > low and x.start < high for low, high in windows)
+
+    kinds = {x.kind for x in timeline.phases if shown(x)}
     found = [(name, colour) for name, (colour, own) in _GROUPS.items() if kinds & {*own}]
     spans = (timeline.copies, timeline.products)
-    return found + [x for x, own in zip(_UNDER_WAY.items(), spans) if own]
+    return found + [x for x, own in zip(_UNDER_WAY.items(), spans) if any(map(shown, own))]
 
 
 def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]]) -> None:

@@ -223,7 +223,7 @@ def lines(timeline: Timeline) -> list[str]:
         made.append("times are those of a simple model, not measured")
     elif timeline.overhead is not None:
         made.append(
-            f"recording made the launch {100 * timeline.overhead:.1f} % longer: "
+            f"recording made the call {100 * timeline.overhead:.1f} % longer: "
             f"{timeline.milliseconds:.4g} ms without, {timeline.recorded_milliseconds:.4g} ms with"
         )
     return made

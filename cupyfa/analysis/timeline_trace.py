@@ -13,7 +13,6 @@ from cupyfa import store
 from cupyfa.analysis.timeline import Kind, Span, Timeline
 from cupyfa.analysis.timeline_summary import extents, facts, lines, shares
 
-_WGMMA = 1000  # added to a warp's number for the row of its products
 _OWN = "cupyfa"  # where a trace has what compare reads
 _VERSION = 1
 
@@ -21,7 +20,8 @@ _VERSION = 1
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as a value for JSON: https://ui.perfetto.dev opens it.
 
-    A process is a block, or of all blocks a multiprocessor; its threads are warps, or blocks.
+    A process is a block, or of all blocks a multiprocessor; its threads are warps, or blocks. Times
+    are whole nanoseconds, so that phases neither overlap nor leave gaps.
     """
     return {
         "displayTimeUnit": "ns",
@@ -67,41 +67,31 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
             if (key := (what, *where.values())) not in said:
                 said.add(key)
                 yield {"ph": "M", "name": what, **where, "args": {"name": name}}
-    for warp in sorted({x.warp for x in timeline.products}):
-        where = {"pid": timeline.blocks[0], "tid": _WGMMA + warp}
-        yield {"ph": "M", "name": "thread_name", **where, "args": {"name": f"wgmma of warp {warp}"}}
 
 
 def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    microseconds = timeline.nanoseconds / 1e3
-    spans = timeline.phases
-    if not timeline.is_detailed:
-        spans = tuple(_blocks(timeline))
+    def at(time: float, less: int = 0) -> float:
+        return (round(time * timeline.nanoseconds) - less) / 1e3
+
+    spans = timeline.phases if timeline.is_detailed else _blocks(timeline)
     for x in spans:
-        yield {
-            "ph": "X",
-            "name": x.name,
-            "cat": x.kind.name.lower(),
-            "ts": round(x.start * microseconds, 4),
-            "dur": round(x.length * microseconds, 4),
-            **_place(timeline, x),
-        }
-    for x in timeline.products:
-        place = {"pid": x.block, "tid": _WGMMA + x.warp}
-        times = {"ts": round(x.start * microseconds, 4), "dur": round(x.length * microseconds, 4)}
-        yield {"ph": "X", "name": x.name, "cat": "wgmma", **times, **place}
-    for number, x in enumerate(timeline.copies):
-        common = {"cat": "copy", "name": f"copy of {x.name}", "id": number, **_place(timeline, x)}
+        times = {"ts": at(x.start), "dur": round(at(x.end) - at(x.start), 3)}
+        kind = x.kind.name.lower()
+        yield {"ph": "X", "name": x.name, "cat": kind, **times, **_place(timeline, x)}
+    under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
+    under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
+    for number, (kind, name, x) in enumerate(under_way):  # those of a warp may overlap
+        common = {"cat": kind, "name": name, "id": number, **_place(timeline, x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
-        yield {"ph": "b", "ts": round(x.start * microseconds, 4), **common, **size}
-        yield {"ph": "e", "ts": round(x.end * microseconds, 4), **common}
+        yield {"ph": "b", "ts": at(x.start), **common, **size}
+        yield {"ph": "e", "ts": at(x.end), **common}
     for number, arrow in enumerate(timeline.arrows):
-        name = {"cat": "flow", "name": "copy" if arrow.is_copy else "room", "id": number}
+        common = {"cat": "flow", "name": "copy" if arrow.is_copy else "room", "id": number}
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
-        yield {"ph": "s", "ts": round(arrow.start * microseconds, 4), **name, **start}
-        end_time = round(arrow.end * microseconds, 4)
-        yield {"ph": "f", "bp": "e", "ts": end_time, **name, **end}
+        yield {"ph": "s", "ts": at(arrow.start), **common, **start}
+        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # and not in what follows it
+        yield {"ph": "f", "bp": "e", "ts": in_wait, **common, **end}
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
@@ -312,6 +313,22 @@ def test_phases_count_where_they_begin():
     assert times == {"mark": 1, "wait: __syncthreads": 1, "other": 2}
 
 
+def test_a_warp_ends_with_the_last_of_its_lanes():
+    entries = [
+        entry(0, 0, Kind.IN_BLOCK),
+        entry(4, 0, Kind.IN_BLOCK, ended=True),  # the lanes that do not copy
+        entry(6, 0, Kind.BARRIER_WAIT),
+        entry(9, 0, Kind.BARRIER_WAIT, ended=True),
+        entry(12, 0, Kind.IN_BLOCK, ended=True),
+    ]
+    found = list(timelines._phases(entries, timelines._Barriers(()), {}))
+    assert [(x.kind, x.start, x.end) for x in found] == [
+        (Kind.IN_BLOCK, 0, 6),
+        (Kind.BARRIER_WAIT, 6, 9),
+        (Kind.IN_BLOCK, 9, 12),
+    ]
+
+
 # Pictures, traces, the command
 
 
@@ -366,11 +383,33 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
     traces.save(overlap, files[1])
     assert "record both alike" in refused("compare", *files, code=2)
-    events = json.loads(files[1].read_text())["traceEvents"]
-    complete = [x for x in events if x["ph"] == "X"]
-    assert len(complete) == len(overlap.phases) + len(overlap.products)
-    assert all(x["dur"] >= 0 and {"pid", "tid", "name", "ts"} <= x.keys() for x in complete)
-    assert sum(x["ph"] == "s" for x in events) == sum(x["ph"] == "f" for x in events) > 0
+
+
+def test_a_trace_has_the_format_of_trace_events(overlap):
+    """Phases of a row follow each other, flows begin and end in one, and pairs belong together."""
+    odd = replace(overlap, nanoseconds=0.581)  # of a cycle; times are whole nanoseconds
+    found = defaultdict(list)
+    for x in json.loads(json.dumps(traces.trace(odd)))["traceEvents"]:
+        found[x["ph"]].append(x)
+        assert {"ph", "name", "pid"} <= x.keys() and (x["ph"] == "M" or {"ts", "tid"} <= x.keys())
+    assert found.keys() == {*"MXbesf"}
+    rows, ends = defaultdict(list), {}
+    for x in found["X"]:
+        rows[x["pid"], x["tid"]].append(x)
+    assert len(found["X"]) == len(overlap.phases)
+    named = {(x["pid"], x["tid"]) for x in found["M"] if x["name"] == "thread_name"}
+    assert rows.keys() == named
+    for row, own in rows.items():
+        assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"], abs=1e-6) for a, b in pairwise(own))
+        ends[row] = [(x["ts"], x["ts"] + x["dur"] + 1e-6, x["name"]) for x in own]
+    for first, last, own in (("s", "f", overlap.arrows), ("b", "e", overlap.copies)):
+        pairs = [{(x["cat"], x["id"]): x for x in found[ph]} for ph in (first, last)]
+        count = len(own) + (len(overlap.products) if first == "b" else 0)
+        assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) == count == len(found[first])
+        assert all(pairs[0][key]["ts"] <= pairs[1][key]["ts"] for key in pairs[0])
+    for x in (*found["s"], *found["f"]):
+        around = [name for a, b, name in ends[x["pid"], x["tid"]] if a <= x["ts"] <= b]
+        assert around and (x["ph"] == "s" or "wait" in around[0])
 
 
 @pytest.mark.parametrize(
