@@ -299,15 +299,21 @@ def _entries(
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
-    made, full = [], {}
+    made: list[Entry] = []
+    full = {}
     for block, warp in np.argwhere(counts > 0).tolist():
         if counts[block, warp] > recording.capacity:
             full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
+        depth = 0  # of epilogues inside each other, which are one
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
             what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
             here = recording.first + block
+            if what is Kind.EPILOGUE:
+                depth = max(depth + (-1 if ended else 1), 0)
+                if depth > (0 if ended else 1):
+                    continue
             made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
     return made, full
 

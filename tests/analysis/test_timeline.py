@@ -220,7 +220,7 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     found = recorded("wgmma_persistent", block=None, heads=8)
     assert found.blocks == (0, 1, 2, 3) and sorted(found.places.values()) == [0, 1, 2, 3]
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
-    assert len(ends) > 2
+    assert len(ends) == 2  # of eight tasks in four blocks
     assert facts(found)["waves"] == 1
 
 
@@ -297,6 +297,19 @@ def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
     assert [unit.use(0, 10), unit.use(0, 10), unit.use(100, 10)] == [10, 20, 110]
     assert unit.use(5, 30) == 50
     assert unit.use(0, 60) == 170
+
+
+def test_an_epilogue_inside_another_is_one_with_it():
+    (launch,) = plan(
+        record_named("fa2"), standard(record_named("fa2"), {}, small=True).problem, limits_of("90")
+    ).programs
+    log = np.zeros((1, launch.warps, 9, 4), np.uint32)
+    kinds = [Kind.IN_BLOCK, Kind.EPILOGUE, Kind.EPILOGUE]
+    log[0, 0, 1:7, 2] = [*kinds, *(x | timelines._ENDED for x in reversed(kinds))]
+    log[0, 0, 0, 0] = 6
+    found, full = timelines._entries(log, launch, Recording(0, 1, 8))
+    assert [x.kind for x in found] == [Kind.IN_BLOCK, Kind.EPILOGUE, Kind.EPILOGUE, Kind.IN_BLOCK]
+    assert not full
 
 
 def test_phases_count_where_they_begin():
