@@ -23,6 +23,7 @@ from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
     ALIBI,
     BIAS,
+    DESCALES,
     DLSE,
     MASK,
     OWN_ARRAYS,
@@ -88,13 +89,13 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
-        "i32[batch]", of those of packed rows a shape. A bias has by default the problem's dtype,
+        "i32[batch]", of DESCALES and of those of packed rows a shape. A bias has by default the problem's dtype,
         other floats have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are
         names, as "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED, *DESCALES}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -107,6 +108,9 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         found.append(Operand(DLSE, FLOATS[dtype].sums.name, (batch, *sizes[1:3])))
     found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
     found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
+    found += [
+        _of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None
+    ]
     found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):

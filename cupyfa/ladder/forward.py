@@ -5,6 +5,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+from cupyfa.dtypes import E4M3_INPUTS
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
@@ -879,6 +880,15 @@ WGMMA_FP8 = Kernel(
             grid=lambda p, c: row_tiles(p, c) + 2 * tiles_of_keys(p, c),
             threads=quantise_threads,
             shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
+            when=lambda p: p.dtype != E4M3_INPUTS,
+        ),
+        Launch(
+            "arrange_e4m3",
+            args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads batch "
+            "mods",
+            grid=lambda p, c: row_tiles(p, c) + 2 * tiles_of_keys(p, c),
+            threads=lambda p, c: 256,
+            when=lambda p: p.dtype == E4M3_INPUTS,
         ),
         replace(
             WGMMA_LAUNCH,
@@ -904,7 +914,7 @@ WGMMA_FP8 = Kernel(
         "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
         "Bc is a multiple of 32": lambda c: c.Bc % 32 == 0,
     },
-    dtypes=("float16", "bfloat16", "float32"),
+    dtypes=("float16", "bfloat16", "float32", E4M3_INPUTS.name),
     features=EVERYTHING,
     scratch={
         "Q8": ("batch heads M d16", "byte"),

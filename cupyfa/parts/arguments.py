@@ -17,6 +17,7 @@ _ARRAYS = {
     modifiers.ALIBI: "give a score_mod with captured numbers",
     modifiers.SINK: "leave it out",
     **dict.fromkeys(modifiers.PADDED, "call for the batch elements of each length"),
+    **dict.fromkeys(modifiers.DESCALES, "convert q, k and v to float16 or bfloat16"),
 }
 
 

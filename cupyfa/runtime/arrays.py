@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.dtypes import E4M3
 from cupyfa.errors import described
 from cupyfa.modifiers import name_of
 from cupyfa.planner.plan import Plan, aligned_width
@@ -158,7 +159,7 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     score.
     """
     seen = {
-        name: array if _is_plain(plan, name, array) else array.copy()
+        name: array if _is_plain(plan, name, array) else _as_bytes(array).copy().view(array.dtype)
         for name, array in with_planned_shapes(plan, inputs).items()
     }
     return {
@@ -198,9 +199,14 @@ def _is_plain(plan: Plan, name: str, array: Any) -> bool:
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
     """Zeros of an array's own kind."""
-    zeros = np.empty_like(array, order="C", shape=shape)
+    zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
-    return zeros
+    return zeros.view(array.dtype)
+
+
+def _as_bytes(array: Any) -> Any:
+    """An array of e4m3, which CuPy cannot copy by elements, as bytes; others as they are."""
+    return array.view(np.uint8) if array.dtype == E4M3 else array
 
 
 def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:

@@ -6,6 +6,7 @@
 // is lowered. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
 // elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
 // that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
+// Of Q, K and V in e4m3, `arrange_e4m3` has made Q8, K8 and V8, without a rounding.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
@@ -15,6 +16,7 @@
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
+#include <attention/descales.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
@@ -100,7 +102,7 @@ struct Units {
 };
 
 // The scales of a head's tiles of keys, and the unit of O.
-struct Scales {
+struct TileScales {
   const float *K, *V;
   float own, of_O = 0;
 
@@ -121,7 +123,7 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  Scales scales;
+  TileScales scales;
   Units units = {};
   Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
@@ -256,14 +258,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const Scorer<real> scorer = {scale, mods};
   const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
   const float own = Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
-  const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
+  const TileScales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
   Consumer consumer = {shared, sizes, scorer, warpgroup, scales};
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
   for (float& maximum : rows.maximum[0]) maximum -= offset;
   if (__any_sync(full_warp, overflows(rows) || has_nan(sums))) {  // V8 has NaN for infinity
-    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, head / group, scorer);
+    const int kv_head = head / group;
+    repair_rows<d, dv>(
+        descaled(Q, q_descale(mods, batch, kv_head)), descaled(K, k_descale(mods, batch, kv_head)),
+        descaled(V, v_descale(mods, batch, kv_head)), O, lse, rows, batch, head, kv_head, scorer);
     return;
   }
   const int lane = threadIdx.x % warp_size;

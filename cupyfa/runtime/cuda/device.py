@@ -15,7 +15,7 @@ from cupy.cuda import nvrtc
 from cupy.cuda.stream import get_current_stream
 from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa.dtypes import DTYPES, E4M3
+from cupyfa.dtypes import E4M3, INPUTS
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
@@ -431,7 +431,8 @@ def _unowned(
 
 @cache
 def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
-    return {getattr(torch, name): dtype.numpy for name, dtype in DTYPES.items()}
+    known = ((getattr(torch, name, None), dtype.numpy) for name, dtype in INPUTS.items())
+    return {theirs: dtype for theirs, dtype in known if theirs is not None}
 
 
 def _dotted(version: int) -> str:
