@@ -192,10 +192,10 @@ def attention(
     """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
 
     q [..., heads, M, d], k [..., kv_heads, N, d], v [..., kv_heads, N, dv] of one dtype: float16,
-    bfloat16 (ml_dtypes), float32, float64 or float8_e4m3fn (ml_dtypes). heads is a multiple of kv_heads, and query head h
-    reads key head h // (heads // kv_heads). Arrays of two axes are one head, those of three are
-    [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows, heads, d]. Any size may be 0,
-    and arrays may have any strides.
+    bfloat16 (ml_dtypes), float32, float64 or float8_e4m3fn (ml_dtypes). heads is a multiple of
+    kv_heads, and query head h reads key head h // (heads // kv_heads). Arrays of two axes are one
+    head, those of three are [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows,
+    heads, d]. Any size may be 0, and arrays may have any strides.
 
     causal: with True or "bottom-right" query i sees keys j <= i + N - M, with "top-left" j <= i.
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
@@ -1162,7 +1162,7 @@ def plan(
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
     taken. A mask may also be a ``block_mask`` itself. lengths_q and lengths_k are True, or such a
-    form, "i32[batch]".
+    form, "i32[batch]". q_descale, k_descale and v_descale are shapes or arrays.
 
     Raises what ``attention`` raises.
     """

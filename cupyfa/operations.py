@@ -371,7 +371,8 @@ def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     for name, descale in zip("QKV", DESCALES):
         if (given := inputs.get(f"mods.{descale}")) is not None:
             factor = np.asarray(given, np.float64).repeat(p.group if name == "Q" else 1, axis=1)
-            made[name] = inputs[name].astype(np.float64) * factor[..., None, None]
+            with np.errstate(invalid="ignore"):  # 0 * infinity
+                made[name] = inputs[name].astype(np.float64) * factor[..., None, None]
     kept = tuple(x for x in p.operands if x.name not in DESCALES)
     return made, replace(p, operands=kept)
 

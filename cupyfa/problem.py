@@ -129,6 +129,9 @@ class Problem:
         sink: Any = None,
         lengths_q: Any = None,
         lengths_k: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
         captured: Mapping[str, Any] | None = None,
         wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
@@ -142,11 +145,11 @@ class Problem:
         lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
         [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
-        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, wrt, dlse: forms of arrays,
-        those whose gradients a backward kernel gives, and whether it takes a gradient of lse, as
-        ``forms.operands`` has them; dropout_seed and dropout_offset may be arrays, or forms such as
-        "u64[1]". With block_mask, mask and mask_mod are a block mask. With page_size, keys lie in
-        pages of so many: see ``in_pages``.
+        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
+        captured, wrt, dlse: forms of arrays, those whose gradients a backward kernel gives, and
+        whether it takes a gradient of lse, as ``forms.operands`` has them; dropout_seed and
+        dropout_offset may be arrays, or forms such as "u64[1]". With block_mask, mask and mask_mod
+        are a block mask. With page_size, keys lie in pages of so many: see ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
         packed = None if lengths is None else forms.lengths_of(lengths)
@@ -157,6 +160,7 @@ class Problem:
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
         given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
+        given |= dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
         given |= {
             "captured": captured,
             "wrt": wrt,
@@ -565,7 +569,9 @@ class Problem:
         """The softmax over the last axis of x: M rows of N scores."""
         if x.ndim == 0:
             raise ValueError("x has no axis for the softmax; give at least one dimension")
-        return cls.of_row_sizes(math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(DTYPES, x=x).name)
+        return cls.of_row_sizes(
+            math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(DTYPES, x=x).name
+        )
 
     @classmethod
     def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:

@@ -202,8 +202,9 @@ def attend(
     """The attention of one tile, as `attention` describes it.
 
     scaled: "K" multiplies the keys by the scale, "S" the scores; only below float64 do the results
-    differ. stored: Q, K and V have this precision already, and are not rounded. Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64
-    arrays for the precision "float64", else float32.
+    differ. stored: Q, K and V have this precision already, and are not rounded. Returns out
+    [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64 arrays for the
+    precision "float64", else float32.
     """
     results = "float32" if precision == "float8_e4m3" else precision
     q, k, v = (rounded(x, results if stored else precision) for x in (tile.q, tile.k, tile.v))

@@ -143,7 +143,8 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
     able = [
         k
         for k in LADDER[chosen.operation].values()
-        if k.suits(problem.dtype.name, problem.precision) and not _other_device(k, problem.dtype.name, limits)
+        if k.suits(problem.dtype.name, problem.precision)
+        and not _other_device(k, problem.dtype.name, limits)
     ]
     speeds = _speeds(able, problem, limits)
 
@@ -171,7 +172,9 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     others. Kernels that their records exclude are not planned; in most cases at most two are.
     """
     problem = _accurate(problem)
-    general = [k for k in kernels if k.made_for is None and k.suits(problem.dtype.name, problem.precision)]
+    general = [
+        k for k in kernels if k.made_for is None and k.suits(problem.dtype.name, problem.precision)
+    ]
     chosen = (
         next((k for k in reversed(kernels) if _is_made_for(k, problem, limits)), None)
         or _fastest_measured(general, problem, limits)
@@ -313,7 +316,9 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     able = [
         k.name
         for k in LADDER[kernel.operation].values()
-        if k is not kernel and k.suits(problem.dtype.name, problem.precision) and can(k, problem, limits)
+        if k is not kernel
+        and k.suits(problem.dtype.name, problem.precision)
+        and can(k, problem, limits)
     ]
     return f"kernels that can: {', '.join(able)}" if able else _no_other(kernel, problem, limits)
 
@@ -321,7 +326,7 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
 def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     """What to do if no other kernel of the same operation can do the problem."""
     if problem.dtype.result:
-        return _converted(kernel.operation, problem, limits)
+        return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not problem.wrt:
         return "no other kernel can either"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
@@ -329,11 +334,11 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     return f"kernels of the backward pass give gradients{known}"
 
 
-def _converted(operation: str, problem: Problem, limits: Limits) -> str:
+def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     """What to do with inputs of a dtype that few kernels take."""
     own = problem.dtype.name
-    able = [x for x in LADDER[operation].values() if x.takes(own)]
-    why = [f"{x.name} takes {own}, and {y}" for x in able if (y := _lack(x, problem, limits))]
+    others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
+    why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
     return f"{'; '.join(why) or 'no other kernel can'}; convert q, k and v to float16 or bfloat16"
 
 

@@ -105,19 +105,19 @@ extern "C" __global__ __launch_bounds__(threads) void arrange_e4m3(
   if (blockIdx.x < of_Q) {
     const int index = blockIdx.x;
     const auto [tile, head, of_batch] = place(index, cdiv(M, Br), heads);
-    const Change change(q_descale(mods, of_batch, head / (heads / kv_heads)));
+    const Change change(descales_of(mods, of_batch, head / (heads / kv_heads)).q);
     copy_rows<Br, d>(Q, Q8, of_batch, head, tile * Br, M, change);
     if (threadIdx.x == 0) Q_scale[index] = change.scale;
   } else if (blockIdx.x < of_Q + of_K) {
     const int index = blockIdx.x - of_Q;
     const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
-    const Change change(k_descale(mods, of_batch, head));
+    const Change change(descales_of(mods, of_batch, head).k);
     copy_rows<Bc, d>(K, K8, of_batch, head, tile * Bc, N, change);
     if (threadIdx.x == 0) K_scale[index] = change.scale;
   } else {
     const int index = blockIdx.x - of_Q - of_K;
     const auto [tile, head, of_batch] = place(index, cdiv(N, Bc), kv_heads);
-    const Change change(v_descale(mods, of_batch, head));
+    const Change change(descales_of(mods, of_batch, head).v);
     transpose_values(V, V8, of_batch, head, tile * Bc, N, change);
     if (threadIdx.x == 0) V_scale[index] = change.scale;
   }

@@ -1,22 +1,22 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
 // `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
-// scale. The scales of Q and K join the scale of the scores. O is kept in units of the largest
-// scale of V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one
-// is lowered. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
-// elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
-// that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
-// Of Q, K and V in e4m3, `arrange_e4m3` has made Q8, K8 and V8, without a rounding.
+// scale; what is e4m3 already, `arrange_e4m3` has laid out with its descales. The scales of Q and K
+// join the scale of the scores. O is kept in units of the largest scale of V so far: a tile of V
+// with a larger one rescales O, the P of a tile with a smaller one is lowered. P is 2^offset times
+// as large as usual, which makes use of the range of e4m3. Four elements of P fill a register of
+// the second product, in the order in which V8 has its keys. Rows that come out wrong, because of
+// infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
-#include <attention/descales.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
@@ -102,7 +102,7 @@ struct Units {
 };
 
 // The scales of a head's tiles of keys, and the unit of O.
-struct TileScales {
+struct Scales {
   const float *K, *V;
   float own, of_O = 0;
 
@@ -123,7 +123,7 @@ struct Consumer {
   Sizes sizes;
   Scorer<real> scorer;
   int warpgroup;
-  TileScales scales;
+  Scales scales;
   Units units = {};
   Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
@@ -258,17 +258,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const Scorer<real> scorer = {scale, mods};
   const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
   const float own = Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
-  const TileScales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
+  const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
   Consumer consumer = {shared, sizes, scorer, warpgroup, scales};
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
   for (float& maximum : rows.maximum[0]) maximum -= offset;
   if (__any_sync(full_warp, overflows(rows) || has_nan(sums))) {  // V8 has NaN for infinity
-    const int kv_head = head / group;
-    repair_rows<d, dv>(
-        descaled(Q, q_descale(mods, batch, kv_head)), descaled(K, k_descale(mods, batch, kv_head)),
-        descaled(V, v_descale(mods, batch, kv_head)), O, lse, rows, batch, head, kv_head, scorer);
+    const auto [q, k, v] = descales_of(mods, batch, head / group);
+    repair_rows<d, dv>(descaled(Q, q), descaled(K, k), descaled(V, v), O, lse, rows, batch, head,
+                       head / group, scorer);
     return;
   }
   const int lane = threadIdx.x % warp_size;

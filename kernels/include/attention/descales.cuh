@@ -5,33 +5,25 @@
 // struct Mods has
 //   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
-#include <attention/scales.cuh>
+#include <attention/scaled_row.cuh>
 #include <tile/tensor.cuh>
 
-// The descales of Q, of K and of V; one that is not given is 1.
+// Those of a head; one that is not given is 1.
+struct Descales {
+  float q = 1, k = 1, v = 1;
+};
 template <class Arrays>
-__device__ __forceinline__ float q_descale([[maybe_unused]] const Arrays& mods,
-                                           [[maybe_unused]] int batch,
-                                           [[maybe_unused]] int kv_head) {
-  if constexpr (has_q_descale) return *Scales(mods.q_descale_).of(batch, 0, kv_head);
-  return 1.0f;
-}
-template <class Arrays>
-__device__ __forceinline__ float k_descale([[maybe_unused]] const Arrays& mods,
-                                           [[maybe_unused]] int batch,
-                                           [[maybe_unused]] int kv_head) {
-  if constexpr (has_k_descale) return *Scales(mods.k_descale_).of(batch, 0, kv_head);
-  return 1.0f;
-}
-template <class Arrays>
-__device__ __forceinline__ float v_descale([[maybe_unused]] const Arrays& mods,
-                                           [[maybe_unused]] int batch,
-                                           [[maybe_unused]] int kv_head) {
-  if constexpr (has_v_descale) return *Scales(mods.v_descale_).of(batch, 0, kv_head);
-  return 1.0f;
+__device__ __forceinline__ Descales descales_of([[maybe_unused]] const Arrays& mods,
+                                                [[maybe_unused]] int batch,
+                                                [[maybe_unused]] int kv_head) {
+  Descales found;
+  if constexpr (has_q_descale) found.q = *mods.q_descale_.row(batch, kv_head);
+  if constexpr (has_k_descale) found.k = *mods.k_descale_.row(batch, kv_head);
+  if constexpr (has_v_descale) found.v = *mods.v_descale_.row(batch, kv_head);
+  return found;
 }
 
-// The rows of a head times its descale, with the interface of a Tensor.
+// Rows times a descale, with the interface of a Tensor; others than e4m3 stay as they are.
 struct DescaledRows {
   Tensor<const E4m3> rows;
   float descale;
@@ -43,7 +35,6 @@ struct DescaledRows {
 __device__ __forceinline__ DescaledRows descaled(Tensor<const E4m3> rows, float descale) {
   return {rows, descale};
 }
-// Other numbers stay as they are.
 template <class T>
 __device__ __forceinline__ Tensor<const T> descaled(Tensor<const T> rows, float) {
   return rows;

@@ -95,9 +95,8 @@ __device__ __noinline__ void call_repair_row(Args... args) {
 }
 
 // The same for all rows of a warp.
-template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class Queries, class Keys,
-          class S>
-__device__ void repair_rows(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
+template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
+__device__ void repair_rows(T Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,
                             const S& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);

@@ -8,7 +8,7 @@
 // as one operand.
 
 #include <attention/pages.cuh>
-#include <attention/scales.cuh>
+#include <attention/scaled_row.cuh>
 
 // Arrays of e4m3, also as operands. Keys and values differ in their scales, which `rows_of` takes.
 struct E4m3Tensor : Tensor<const E4m3> {
@@ -38,6 +38,25 @@ using Stored = StoredAs<has_e4m3>::Type;
 using StoredKeys = StoredAs<has_e4m3>::Keys;
 using StoredValues = StoredAs<has_e4m3>::Values;
 constexpr int in_operand = StoredAs<has_e4m3>::in_operand;  // stored numbers
+
+template <class Array>
+constexpr bool is_of_pages = sizeof(Array::stride) == 3 * sizeof(long long);
+
+// Scales of all heads; one of the strides of batch elements and of pages is 0.
+struct Scales {
+  const float* data;
+  long long batch_stride, page_stride, head_stride;
+
+  template <class Array>
+  __device__ __forceinline__ explicit Scales(const Array& scales)
+      : data(scales.data),
+        batch_stride(is_of_pages<Array> ? 0 : scales.stride[0]),
+        page_stride(is_of_pages<Array> ? scales.stride[0] : 0),
+        head_stride(scales.stride[is_of_pages<Array> ? 2 : 1]) {}
+  __device__ __forceinline__ const float* of(int batch, int page, int head) const {
+    return data + batch * batch_stride + page * page_stride + head * head_stride;
+  }
+};
 
 // Those of one head.
 template <bool of_pages>
