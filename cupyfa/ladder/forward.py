@@ -1,5 +1,6 @@
 """The forward ladder: each rung adds one idea to the rung before it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
@@ -870,6 +871,29 @@ def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
 
 
+def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
+    """The launch that multiplies these arrays of e4m3."""
+    return replace(
+        WGMMA_LAUNCH,
+        entry="wgmma_fp8",
+        args=f"{q}.map {k}.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse sizes "
+        "heads group scale mods",
+        boxes={
+            q: lambda p, c: 64,
+            k: lambda p, c: c.Bc,
+            "V8": lambda p, c: round_up(p.dv, 16),
+        },
+        shared=fp8_shared,
+        constants=STAGES_PAIRS,
+        when=when,
+    )
+
+
+def of_quantised(formula: Formula) -> Formula:
+    """The scales that quantise writes; inputs in e4m3 have none."""
+    return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
+
+
 WGMMA_FP8 = Kernel(
     "wgmma_fp8",
     "e4m3 operands, quantised by a separate launch: products twice as fast",
@@ -882,27 +906,15 @@ WGMMA_FP8 = Kernel(
             shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
             when=lambda p: p.dtype != E4M3_INPUTS,
         ),
+        fp8_launch("Q8", "K8", when=lambda p: p.dtype != E4M3_INPUTS),
         Launch(
-            "arrange_e4m3",
-            args="Q K V Q8 K8 V8 Q_scale.data K_scale.data V_scale.data M N heads kv_heads batch "
-            "mods",
-            grid=lambda p, c: row_tiles(p, c) + 2 * tiles_of_keys(p, c),
+            "transpose_e4m3",
+            args="V V8 N kv_heads batch",
+            grid=tiles_of_keys,
             threads=lambda p, c: 256,
             when=lambda p: p.dtype == E4M3_INPUTS,
         ),
-        replace(
-            WGMMA_LAUNCH,
-            entry="wgmma_fp8",
-            args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse "
-            "sizes heads group scale mods",
-            boxes={
-                "Q8": lambda p, c: 64,
-                "K8": lambda p, c: c.Bc,
-                "V8": lambda p, c: round_up(p.dv, 16),
-            },
-            shared=fp8_shared,
-            constants=STAGES_PAIRS,
-        ),
+        fp8_launch("Q", "K", when=lambda p: p.dtype == E4M3_INPUTS),
     ),
     tiles=TileChoice.of(
         "Br Bc stages",
@@ -920,9 +932,9 @@ WGMMA_FP8 = Kernel(
         "Q8": ("batch heads M d16", "byte"),
         "K8": ("batch kv_heads N d16", "byte"),
         "V8": ("batch kv_heads dv N32", "byte"),
-        "Q_scale": (row_tiles, "real"),
-        "K_scale": (tiles_of_keys, "real"),
-        "V_scale": (tiles_of_keys, "real"),
+        "Q_scale": (of_quantised(row_tiles), "real"),
+        "K_scale": (of_quantised(tiles_of_keys), "real"),
+        "V_scale": (of_quantised(tiles_of_keys), "real"),
     },
     arch="90a",
     largest_d=256,

@@ -159,15 +159,16 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     score.
     """
     seen = {
-        name: array if _is_plain(plan, name, array) else _as_bytes(array).copy().view(array.dtype)
+        name: _as_bytes(array) if _is_plain(plan, name, array) else _as_bytes(array).copy()
         for name, array in with_planned_shapes(plan, inputs).items()
     }
-    return {
+    aligned = {
         name: array
         if _has_aligned_rows(plan, name, array)
         else _with_aligned_rows(array, repeats=name not in plan.boxed)
         for name, array in seen.items()
     }
+    return {name: array.view(inputs[name].dtype) for name, array in aligned.items()}
 
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:

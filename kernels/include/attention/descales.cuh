@@ -6,6 +6,7 @@
 //   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
 #include <attention/scaled_row.cuh>
+#include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
 // Those of a head; one that is not given is 1.
@@ -21,6 +22,9 @@ __device__ __forceinline__ Descales descales_of([[maybe_unused]] const Arrays& m
   if constexpr (has_k_descale) found.k = *mods.k_descale_.row(batch, kv_head);
   if constexpr (has_v_descale) found.v = *mods.v_descale_.row(batch, kv_head);
   return found;
+}
+__device__ __forceinline__ bool are_finite(const Descales& x) {
+  return fabs(x.q) < infinity && fabs(x.k) < infinity && fabs(x.v) < infinity;
 }
 
 // Rows times a descale, with the interface of a Tensor; others than e4m3 stay as they are.
