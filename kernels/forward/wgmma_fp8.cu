@@ -1,13 +1,12 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
 // `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
-// scale. What is e4m3 already stays so, but for V, which `transpose_e4m3` has transposed; its
-// scales are the sizes of its descales. The scales of Q and K join the scale of the scores. O is
-// kept in units of the largest scale of V so far: a tile of V with a larger one rescales O, the P
-// of a tile with a smaller one is lowered. P is 2^offset times as large as usual, which makes use
-// of the range of e4m3. Four elements of P fill a register of the second product, in the order in
-// which V8 has its keys. Rows that come out wrong, because of infinities, NaN or huge scores, are
-// computed again from Q, K, V.
+// scale. What is e4m3 already has only been transposed; its descales are scales. Those of Q and K
+// join the scale of the scores. O is kept in units of the largest scale of V so far: a tile of V
+// with a larger one rescales O, the P of a tile with a smaller one is lowered. P is 2^offset times
+// as large as usual, which makes use of the range of e4m3. Four elements of P fill a register of
+// the second product, in the order in which V8 has its keys. Rows that come out wrong, because of
+// infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
