@@ -29,8 +29,8 @@ def drawn(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(E4M3)
 
 
-def inputs():
-    shapes = (BATCH, HEADS, M, D), (BATCH, KV_HEADS, N, D), (BATCH, KV_HEADS, N, DV)
+def inputs(d=D):
+    shapes = (BATCH, HEADS, M, d), (BATCH, KV_HEADS, N, d), (BATCH, KV_HEADS, N, DV)
     return [drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
 
 
@@ -276,7 +276,7 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda):
 
     if cuda.limits.arch != "90":
         pytest.skip("wgmma_fp8 is for sm_90")
-    q, k, v = inputs()
+    q, k, v = inputs(48)  # rows of whole 16 bytes, which TMA loads from where they are
     factors = descales(least=0.3)
     there = {name: cupy.asarray(x) for name, x in factors.items()}
     arrays = [cuda.upload(x) for x in (q, k, v)]
@@ -286,6 +286,9 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda):
     columns = [cupy.asfortranarray(x.view("u1")).view(E4M3) for x in arrays]
     assert cupyfa.attention(*columns, **there).get().tobytes() == wanted.tobytes()
     prepared = cupyfa.compile(*arrays, **there)
+    shapes, forms = [x.shape for x in arrays], {name: x.shape for name, x in there.items()}
+    of_shapes = cupyfa.compile(*shapes, dtype="float8_e4m3fn", backend=cuda, **forms)
+    assert of_shapes(*arrays, **there).get().tobytes() == wanted.tobytes()
     out = cupy.empty(wanted.shape, ml_dtypes.bfloat16)
     prepared(*arrays, *there.values(), out=out)
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -303,7 +306,7 @@ def test_tensors_of_torch(cuda):
     torch = pytest.importorskip("torch")
     if cuda.limits.arch != "90":
         pytest.skip("wgmma_fp8 is for sm_90")
-    arrays, factors = inputs(), descales(least=0.3)
+    arrays, factors = inputs(), descales(least=0.3)  # rows of 40 bytes, which are copied
     wanted = cupyfa.attention(*arrays, **factors, backend=cuda)
     there = [torch.from_numpy(x.view("u1")).cuda().view(torch.float8_e4m3fn) for x in arrays]
     given = {name: torch.from_numpy(x).cuda() for name, x in factors.items()}
