@@ -169,6 +169,7 @@ def test_auto_takes_the_kernel_that_can(monkeypatch):
     assert record.name == "wgmma_fp8"
     plan = planning.plan(record, p, limits_of("90"))
     assert [x.entry for x in plan.launches] == ["transpose_e4m3", "wgmma_fp8"]
+    assert planning.can(record, p.resized(N=0), limits_of("90"))
     for arch, d, words in (
         ("80", 64, "it runs on sm_90a alone, this is sm_80; convert q, k and v to float16"),
         ("90", 300, "its head dimensions end at 256; convert q, k and v to float16"),

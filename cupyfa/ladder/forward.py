@@ -15,6 +15,7 @@ from cupyfa.ladder.common import (
     batch_first,
     clear_rest,
     even_width,
+    key_tiles,
     of_lengths,
     of_pages,
     pair_bytes,
@@ -909,8 +910,8 @@ WGMMA_FP8 = Kernel(
         fp8_launch("Q8", "K8", when=lambda p: p.dtype != E4M3_INPUTS),
         Launch(
             "transpose_e4m3",
-            args="V V8 N kv_heads batch",
-            grid=tiles_of_keys,
+            args="V V8 N kv_heads",
+            grid=key_tiles,
             threads=lambda p, c: 256,
             when=lambda p: p.dtype == E4M3_INPUTS,
         ),

@@ -168,7 +168,7 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
         else _with_aligned_rows(array, repeats=name not in plan.boxed)
         for name, array in seen.items()
     }
-    return {name: array.view(inputs[name].dtype) for name, array in aligned.items()}
+    return {name: _with_dtype(array, inputs[name].dtype) for name, array in aligned.items()}
 
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
@@ -202,12 +202,17 @@ def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
     """Zeros of an array's own kind."""
     zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
-    return zeros.view(array.dtype)
+    return _with_dtype(zeros, array.dtype)
 
 
 def _as_bytes(array: Any) -> Any:
     """An array of e4m3, which CuPy cannot copy by elements, as bytes; others as they are."""
     return array.view(np.uint8) if array.dtype == E4M3 else array
+
+
+def _with_dtype(array: Any, dtype: np.dtype) -> Any:
+    """The array from before ``_as_bytes``."""
+    return array if array.dtype == dtype else array.view(dtype)
 
 
 def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:

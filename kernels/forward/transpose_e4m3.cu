@@ -4,7 +4,7 @@
 // in which a thread of wgmma_fp8 holds their P. The numbers stay as they are.
 //
 //   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N filled up to N32 with zeros
-//   grid (cdiv(N, Bc) * kv_heads * batch)    block (threads): a tile
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads): a tile
 //   the host sets: Bc, dv, threads, shared_bytes
 #include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
@@ -30,9 +30,8 @@ __device__ __forceinline__ unsigned byte_of(unsigned four, int j) {
 
 extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<const E4m3> V,
                                                                      Tensor<unsigned char> V8,
-                                                                     int N, int kv_heads,
-                                                                     int batch) {
-  const auto [tile, head, of_batch] = place(blockIdx.x, cdiv(N, Bc), kv_heads);
+                                                                     int N, int kv_heads) {
+  const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   constexpr int in_row = cdiv(dv, 4);
   const bool aligned = is_aligned(V);
   // A thread has 16 keys of four columns, two neighbouring threads 32 keys of the same ones.
