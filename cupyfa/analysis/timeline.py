@@ -52,13 +52,13 @@ class Kind(IntEnum):
     PRODUCT_WAIT = 5
     STORE_WAIT = 6
     PRODUCTS = 7
-    SOFTMAX = 8
-    EPILOGUE = 9
-    MARKED = 10
-    BARRIER_ARRIVE = 11
-    NAMED_ARRIVE = 12
-    COPIES_BEGUN = 13
-    PRODUCTS_BEGUN = 14
+    ISSUE = 8
+    SOFTMAX = 9
+    EPILOGUE = 10
+    MARKED = 11
+    BARRIER_ARRIVE = 12
+    NAMED_ARRIVE = 13
+    COPIES_BEGUN = 14
     SHARED_BEGINS = 15
     PLACED = 16
     WORKED_WGMMA = 17
@@ -76,6 +76,7 @@ NAMES = {
     Kind.PRODUCT_WAIT: "wait: wgmma",
     Kind.STORE_WAIT: "wait: stores",
     Kind.PRODUCTS: "mma",
+    Kind.ISSUE: "issue: wgmma",
     Kind.SOFTMAX: "softmax",
     Kind.EPILOGUE: "epilogue",
     Kind.MARKED: "mark",
@@ -138,7 +139,7 @@ class Timeline:
     blocks: tuple[int, ...]  # that were recorded
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # of wgmma, from their start to the end of the wait for them
+    products: tuple[Span, ...] = ()  # groups of wgmma, from their issue to the end of the wait for them
     arrows: tuple[Arrow, ...] = ()
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
@@ -305,14 +306,17 @@ def _entries(
         if counts[block, warp] > recording.capacity:
             full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
-        depth = 0  # of epilogues inside each other, which are one
+        # An epilogue inside another is one with it, and fences before one commit begin one issue.
+        depths = {Kind.EPILOGUE: 0, Kind.ISSUE: 0}
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
             what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
             here = recording.first + block
-            if what is Kind.EPILOGUE:
-                depth = max(depth + (-1 if ended else 1), 0)
-                if depth > (0 if ended else 1):
+            if what in depths:
+                before = depths[what]
+                left = 0 if what is Kind.ISSUE else max(before - 1, 0)
+                depths[what] = left if ended else before + 1
+                if left if ended else before:
                     continue
             made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
     return made, full
@@ -483,19 +487,23 @@ def _phases(
 
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of wgmma of one warp, each to the end of the wait for it."""
+    """The groups of wgmma of one warp, each from its issue to the end of the wait for it."""
     under_way: list[Entry] = []
+    issue: Entry | None = None
     pending = 0
     for entry in entries:
-        if entry.kind is Kind.PRODUCTS_BEGUN:
-            under_way.append(entry)
+        if entry.kind is Kind.ISSUE and not entry.ended:
+            issue = entry
+        elif entry.kind is Kind.ISSUE:
+            under_way.append(issue or entry)
+            issue = None
         elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.PRODUCT_WAIT:
             while len(under_way) > pending:
                 begun = under_way.pop(0)
                 yield Span(
-                    entry.block, entry.warp, Kind.PRODUCTS_BEGUN, "wgmma", begun.time, entry.time
+                    entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time
                 )
 
 

@@ -65,6 +65,7 @@ class _Block:
         self.waits_named: dict[tuple[int, int], list[float]] = {}
         self.rounds: defaultdict[int, int] = defaultdict(int)
         self.arrivals: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self.issue: dict[int, float] = {}
         self.groups: defaultdict[int, list[float]] = defaultdict(list)
         self.copy_groups: defaultdict[int, list[float]] = defaultdict(list)
         self.columns: defaultdict[int, int] = defaultdict(int)
@@ -121,9 +122,13 @@ class _Block:
     def _worked_wgmma(self, x: Entry, warp: int, quarter: int) -> None:
         self.columns[warp] += x.argument
 
-    def _products_begun(self, x: Entry, warp: int, quarter: int) -> None:
+    def _issue(self, x: Entry, warp: int, quarter: int) -> None:
+        if not x.ended:
+            self.issue[warp] = self.now[warp]
+            return
         length = self.columns.pop(warp, 0) / WGMMA_COLUMNS
-        self.groups[warp].append(self.tensor_cores[quarter].use(self.now[warp], length))
+        start = self.issue.pop(warp, self.now[warp])
+        self.groups[warp].append(self.tensor_cores[quarter].use(start, length))
 
     def _product_wait(self, x: Entry, warp: int, quarter: int) -> None:
         if x.ended:

@@ -19,7 +19,7 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
     "waits for a copy or for room": (_YELLOW, (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT)),
     "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
-    "mma": (_BLUE, (Kind.PRODUCTS,)),
+    "mma, issue of wgmma": (_BLUE, (Kind.PRODUCTS, Kind.ISSUE)),
     "softmax": (_GREEN, (Kind.SOFTMAX,)),
     "epilogue": (_PURPLE, (Kind.EPILOGUE,)),
     "own phase": (_ORANGE, (Kind.MARKED,)),

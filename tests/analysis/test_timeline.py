@@ -362,7 +362,7 @@ def small(**changed):
         warps=2,
         blocks=(0,),
         phases=phases,
-        products=(Span(0, 0, Kind.PRODUCTS_BEGUN, "wgmma", 0, 25),),
+        products=(Span(0, 0, Kind.ISSUE, "wgmma", 0, 25),),
     )
     return replace(made, **changed)
 
