@@ -39,6 +39,7 @@ _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
 _TIMES = 5  # runs with and without a recording, to compare
+_LISTED = 20  # launches in a message
 
 
 class Kind(IntEnum):
@@ -139,7 +140,7 @@ class Timeline:
     blocks: tuple[int, ...]  # that were recorded
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # groups of wgmma, from their issue to the end of the wait for them
+    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of a wait
     arrows: tuple[Arrow, ...] = ()
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
@@ -174,9 +175,10 @@ def record(
 ) -> Timeline:
     """Runs a kernel and records one of its launches.
 
-    ``launch`` is the entry point, by default that named like the kernel, or the first whose name
-    begins so. ``block`` is the number of the block whose warps are recorded; with None all blocks
-    are, but only where each begins and ends and stores results.
+    ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
+    call; by default the entry point named like the kernel, or the first whose name begins so.
+    ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
+    only where each begins and ends and stores results.
 
     Raises ValueError for a launch or a block that there is not, and where nothing is recorded,
     and Unsupported if there are more blocks than there is memory for.
@@ -184,7 +186,9 @@ def record(
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
     recording = _recording(chosen, block, backend)
-    steps = tuple(replace(x, recording=recording) if x is chosen else x for x in plan.steps)
+    # A program of its own: rounds repeat that of the other launches.
+    with_recording = replace(chosen, recording=recording, launch=replace(chosen.launch))
+    steps = tuple(with_recording if x is chosen else x for x in plan.steps)
     recorded = replace(plan, steps=steps)
     progress(0, 3, "compiling")
     kernels = compiled(backend, recorded)
@@ -194,7 +198,7 @@ def record(
     arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
     addresses = tuple(map(backend.address, arrays.values()))
     launcher = Launcher(backend, recorded, arrays, kernels)
-    program = kernels[id(chosen.launch)]
+    program = kernels[id(with_recording.launch)]
     log = backend.variable(program, "timeline_log", _log_bytes(chosen, recording))
     names = source.members(source.file_of(chosen))
     members = backend.variable(program, "timeline_members", 16 * len(names)) if names else None
@@ -221,7 +225,7 @@ def record(
     barriers = _Barriers.of(names, table, texts)
     made = Timeline(
         kernel=kernel.name,
-        entry=chosen.entry,
+        entry=_title(plan, chosen),
         problem=str(plan.problem),
         device=backend.limits.device,
         modelled=backend.name != "cuda",
@@ -250,22 +254,40 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
     return min(times)
 
 
+def _launches(plan: Plan) -> list[PlannedLaunch]:
+    """The launches of a call in order; CUDA refuses an empty grid."""
+    return [x for x in plan.launches if all(x.grid)]
+
+
 def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
-    """The launch that is recorded."""
-    there = [x for x in plan.programs if all(x.grid)]
+    """The launch that is recorded: by its number or its entry point, or the kernel's main one."""
+    there = _launches(plan)
     if not there:
         raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
     if name is not None:
-        for one in there:
-            if one.entry == name:
+        for number, one in enumerate(there):
+            if name in (one.entry, str(number)):
                 return one
-        known = ", ".join(x.entry for x in there)
-        raise ValueError(f"{plan.kernel.name} has no launch {name!r}; it has {known}")
+        known = ", ".join(f"{number}: {x.entry}" for number, x in enumerate(there[:_LISTED]))
+        more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+        raise ValueError(
+            f"{plan.kernel.name} has no launch {name!r}; it has {known}{more}; give a number or a "
+            "name"
+        )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
     return (alike or there)[0]
+
+
+def _title(plan: Plan, launch: PlannedLaunch) -> str:
+    """The entry point of a launch, and its number if others have the same."""
+    there = _launches(plan)
+    if sum(x.entry == launch.entry for x in there) == 1:
+        return launch.entry
+    (number,) = (i for i, x in enumerate(there) if x is launch)
+    return f"{launch.entry} (launch {number})"
 
 
 def _blocks(launch: PlannedLaunch) -> int:
@@ -502,9 +524,7 @@ def _products(entries: Sequence[Entry]) -> Iterator[Span]:
         elif entry.kind is Kind.PRODUCT_WAIT:
             while len(under_way) > pending:
                 begun = under_way.pop(0)
-                yield Span(
-                    entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time
-                )
+                yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
 
 
 def _copies(

@@ -59,7 +59,7 @@ class _Window(click.ParamType):
 @options.problem_options(small=False)
 @options.input_options
 @options.tile_options
-@click.option("--launch", help="The launch to record, by its entry point; --block is one of it.")
+@click.option("--launch", help="The launch to record: its entry point, or its number from 0.")
 @click.option(
     "--block", type=_Block(), default=0, help="The block whose warps are shown; all shows blocks."
 )

@@ -209,11 +209,25 @@ def test_blocks_and_launches_that_are_not_there():
         recorded("wgmma_overlap", block=7)
     kernel = record_named("wgmma_two_pass")
     case = standard(kernel, SIZES, small=True)
-    with pytest.raises(ValueError, match="it has .*wgmma_two_pass_columns, wgmma_two_pass_rows"):
+    with pytest.raises(ValueError, match="it has 0: .*, 2: wgmma_two_pass_rows; give a number"):
         record(kernel, case, Simulator(), block=0, launch="wgmma")
     huge = standard(record_named("fa2"), {"M": 2**24}, small=True)
     with pytest.raises(Unsupported, match="give smaller sizes, or one --block"):
         record(record_named("fa2"), huge, Simulator(), block=None)
+
+
+def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
+    kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
+    case = standard(kernel, {**SIZES, "M": 32, "N": 512}, small=True)
+    name = "mma_slices_backward_scores"
+    whole, part = (
+        record(kernel, case, Simulator(), block=0, tiles=x, launch=name) for x in ({}, tiles)
+    )
+    assert whole.entry == name and part.entry == f"{name} (launch 1)"
+    assert len(whole.phases) == len(part.phases)
+    found = plan(kernel, case.problem, Simulator().limits, **tiles)
+    second = timelines._chosen(found, "4")
+    assert timelines._title(found, second) == f"{name} (launch 4)"
 
 
 def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
