@@ -33,8 +33,8 @@ from cupyfa.runtime.launcher import Launcher, compiled
 from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
-CAPACITY = 16384  # entries of a warp of one block
-_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded
+CAPACITY = 65536  # entries of a warp
+_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all kinds
 _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
@@ -107,7 +107,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
-    is_first: bool = True  # of the pieces of a phase, which others cut that are inside it
+    is_first: bool = True  # the first piece of a phase, which phases inside it cut
 
     @property
     def length(self) -> float:
@@ -116,7 +116,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a warp that starts or frees something to the end of another's wait for it."""
+    """From a warp that starts a copy, or frees a buffer, to the end of another's wait for it."""
 
     block: int
     start_warp: int
@@ -128,7 +128,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the warps of some blocks did. Times are cycles, or of all blocks microseconds."""
+    """What warps did: of one block with times in cycles, of all blocks in microseconds."""
 
     kernel: str
     entry: str
@@ -180,8 +180,8 @@ def record(
     ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
     only where each begins and ends and stores results.
 
-    Raises ValueError for a launch or a block that there is not, and where nothing is recorded,
-    and Unsupported if there are more blocks than there is memory for.
+    Raises ValueError for a launch or a block that does not exist, and if nothing was recorded;
+    Unsupported if a recording of all blocks would take too much memory.
     """
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
@@ -217,8 +217,8 @@ def record(
     entries, full = _entries(backend.download(log), chosen, recording)
     if not entries:
         raise ValueError(
-            f"no warp of {chosen.entry} recorded anything: its body is not where {chosen.path} has "
-            f"one; put the body of {chosen.entry} into its .cu file"
+            f"no warp of {chosen.entry} recorded anything: the body that {chosen.path} has was not "
+            f"run; put the body of {chosen.entry} into this file"
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
@@ -246,7 +246,7 @@ def record(
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """The shortest time of some runs; a full log would make them shorter."""
+    """The shortest time of a few runs, each with an empty log: a full one is not written to."""
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -302,13 +302,15 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
             known = "0" if count == 1 else f"0 to {count - 1}"
             raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
         return Recording(block, 1, CAPACITY)
-    capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
+    detailed = backend.name != "cuda"
+    capacity = _MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1
+    capacity = min(capacity, CAPACITY if detailed else _MANY)
     if capacity < _FEWEST:
         raise Unsupported(
             f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
             "smaller sizes, or one --block"
         )
-    return Recording(0, count, capacity, detailed=backend.name != "cuda")
+    return Recording(0, count, capacity, detailed)
 
 
 def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
@@ -345,7 +347,7 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """The entries up to the first time from which those of a warp are lost; there all warps end."""
+    """The entries before the first one that was lost. All warps end at that time."""
     by_warp = _by_warp(entries)
     times = [own[-1].time for key, own in by_warp.items() if key in full]
     if not times:
@@ -363,7 +365,7 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
 
 
 class _Barriers:
-    """The names of barriers in shared memory, from where the members of struct Shared are."""
+    """The names of barriers: those in shared memory are members of struct Shared."""
 
     def __init__(
         self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
@@ -377,7 +379,7 @@ class _Barriers:
     def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
         """From the sizes and alignments of members, and of elements, as the compiler has them.
 
-        In ``texts`` are constants that named barriers are called by.
+        Constants in ``texts`` that barrier_sync or barrier_arrive take name named barriers.
         """
         found, at = [], 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
@@ -477,7 +479,7 @@ def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
-    cut: set[int] = set()  # how many were open when a piece of the last of them ended
+    cut: set[int] = set()  # numbers of open phases, of which the last one has a piece already
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
     own = [x for x in entries if x.kind <= Kind.MARKED]

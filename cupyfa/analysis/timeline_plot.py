@@ -39,8 +39,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     Of a block: a row for each warp, under it what it has under way, and arrows from the start of a
     copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
     first and the last time that are shown; by default all, or of long timelines both ends. Of all
-    blocks: a row for each multiprocessor. Raises ValueError for another suffix and for a window
-    without time or after the end, Unsupported without matplotlib.
+    blocks: a row for each multiprocessor. Raises ValueError for another suffix, for an empty window
+    and for one that shows nothing; Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -136,7 +136,7 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Rectangles of spans: (span, top, height, colour). Those of one colour are one path."""
+    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
 

@@ -90,7 +90,7 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
 
 
 def facts(timeline: Timeline) -> dict[str, float]:
-    """Figures of the whole timeline, by name; only those that it has.
+    """Figures of the whole timeline by name; without products, for example, there are no gaps.
 
     Of one block: its time; in percent the time in which products are under way, that between them,
     and the part of softmax that is computed meanwhile; the longest gap between products. Of all
@@ -184,7 +184,7 @@ def _number(time: float) -> str:
 
 
 def _unwanted_waits(timeline: Timeline) -> list[Span]:
-    """All waits but those for room of warps that copy, which are ahead then as they should be."""
+    """All waits, without those of copying warps for an empty buffer: these should be ahead."""
     copying = {(x.block, x.warp) for x in timeline.copies}
     return [
         x

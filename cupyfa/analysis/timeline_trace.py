@@ -80,7 +80,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield {"ph": "X", "name": x.name, "cat": kind, **times, **_place(timeline, x)}
     under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
-    for number, (kind, name, x) in enumerate(under_way):  # those of a warp may overlap
+    for number, (kind, name, x) in enumerate(under_way):  # spans of one warp may overlap
         common = {"cat": kind, "name": name, "id": number, **_place(timeline, x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}

@@ -406,7 +406,7 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     measured, missing = tmp_path / "m.json", tmp_path / "no.json"
     measured.write_text('{"rows": [], "environment": {}}')
     said = refused("compare", files[0], measured, code=2)
-    assert f"{files[0]} is a timeline, and {measured} is none" in said
+    assert f"{files[0]} is a timeline, and {measured} is not" in said
     assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
     traces.save(overlap, files[1])
     assert "record both alike" in refused("compare", *files, code=2)
