@@ -81,7 +81,8 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
     for number, (kind, name, x) in enumerate(under_way):  # spans of one warp may overlap
-        common = {"cat": kind, "name": name, "id": number, **_place(timeline, x)}
+        own = {"local": hex(number)}  # in the process: its rows are among those of the block
+        common = {"cat": kind, "name": name, "id2": own, **_place(timeline, x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
         yield {"ph": "e", "ts": at(x.end), **common}

@@ -430,7 +430,10 @@ def test_a_trace_has_the_format_of_trace_events(overlap):
         assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"], abs=1e-6) for a, b in pairwise(own))
         ends[row] = [(x["ts"], x["ts"] + x["dur"] + 1e-6, x["name"]) for x in own]
     for first, last, own in (("s", "f", overlap.arrows), ("b", "e", overlap.copies)):
-        pairs = [{(x["cat"], x["id"]): x for x in found[ph]} for ph in (first, last)]
+        pairs = [
+            {(x["cat"], str(x.get("id", x.get("id2")))): x for x in found[ph]}
+            for ph in (first, last)
+        ]
         count = len(own) + (len(overlap.products) if first == "b" else 0)
         assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) == count == len(found[first])
         assert all(pairs[0][key]["ts"] <= pairs[1][key]["ts"] for key in pairs[0])
