@@ -111,13 +111,12 @@ def _draw_window(
     for x in phases:
         length, name = min(x.end, high) - max(x.start, low), _short(x.name)
         if name and length > (_CHARACTER * len(name) + _MARGIN) * (high - low):
-            dark = _COLOUR[x.kind] in (_BLUE, _GREEN, _VERMILION)
             axes.text(
                 max(x.start, low) + length / 2,
                 place[x.warp] - 0.1,
                 name,
                 fontsize=6,
-                color="white" if dark else "black",
+                color="white" if _COLOUR[x.kind] == _BLUE else "black",
                 horizontalalignment="center",
                 verticalalignment="center",
                 clip_on=True,
