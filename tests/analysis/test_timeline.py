@@ -20,6 +20,7 @@ from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standa
 from cupyfa.analysis.timeline_plot import draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
 from cupyfa.commands import timeline as commands
+from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
@@ -126,6 +127,16 @@ def test_the_kinds_are_those_of_the_header():
     )
     off, on = functions
     assert off <= on and {"event", "Phase", "mark"} <= off
+
+
+def test_all_kernels_on_tensor_cores_have_marks():
+    rungs = [x for own in LADDER.values() for x in own.values() if "mma" in x.name]
+    for rung in rungs:
+        found = plan(rung, standard(rung, {}, small=True).problem, limits_of("90"))
+        text = "".join(sources.texts(timelines._chosen(found, None)))
+        kinds = ("softmax", "epilogue", "issue" if "wgmma" in rung.name else "products")
+        assert all(f"timeline::{x}" in text for x in kinds), rung.name
+    assert len(rungs) > 20
 
 
 def test_phases_of_a_warp_follow_each_other_without_gaps(overlap):

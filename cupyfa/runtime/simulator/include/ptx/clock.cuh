@@ -17,6 +17,9 @@ namespace timeline {
 inline unsigned long long cycles() {
   return simulator::tick();
 }
+inline unsigned long long cycles_after(unsigned) {
+  return cycles();
+}
 inline unsigned long long nanoseconds() {
   return cycles();
 }
