@@ -109,6 +109,9 @@ def test_a_recorded_launch_compiles_for_a_gpu_too():
         phases = len(re.findall(rb"%clock64", code))
         assert (phases > 12) == detailed and phases >= 2
         assert b"timeline_log" in code and b"%smid" in code
+        barriers = re.findall(rb"\bbar(?:rier)?\.sync\b.*?%clock64", code, re.DOTALL)
+        # A barrier holds a warp only at its next access to memory, so its end is read after one.
+        assert barriers and (not detailed or all(b"@there" in x for x in barriers))
 
 
 # What is recorded
