@@ -9,7 +9,14 @@ from textwrap import wrap
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
-from cupyfa.analysis.timeline_summary import extents, lines, shares, working
+from cupyfa.analysis.timeline_summary import (
+    busiest_warps,
+    extents,
+    lines,
+    rows_of_blocks,
+    shares,
+    working,
+)
 from cupyfa.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
@@ -19,7 +26,8 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
     "waits for a copy or for room": (_YELLOW, (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT)),
     "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
-    "mma, issue of wgmma": (_BLUE, (Kind.PRODUCTS, Kind.ISSUE)),
+    "mma": (_BLUE, (Kind.PRODUCTS,)),
+    "issue of wgmma": (_BLUE, (Kind.ISSUE,)),
     "softmax": (_GREEN, (Kind.SOFTMAX,)),
     "epilogue": (_PURPLE, (Kind.EPILOGUE,)),
     "own phase": (_ORANGE, (Kind.MARKED,)),
@@ -225,7 +233,7 @@ _GRID = (
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
-    rows = _rows(timeline)
+    rows = rows_of_blocks(timeline)
     places = sorted({place for place, _ in rows.values()})
     lanes = 1 + max(lane for _, lane in rows.values())
     height = max(2.0, min(8.0, 0.3 * len(places) * lanes))
@@ -244,7 +252,7 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     ]
     tasks: dict[int, int] = defaultdict(int)
     last_kind: dict[int, Kind] = {}
-    warp_of = _busiest_warps(timeline)
+    warp_of = busiest_warps(timeline)
     for x in timeline.phases:
         if x.warp != warp_of[x.block]:
             continue
@@ -265,24 +273,3 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     drawn = {colour for *_, colour in bars}
     _add_texts(figure, timeline, [x for x in _GRID if x[1] in drawn])
     return figure
-
-
-def _busiest_warps(timeline: Timeline) -> dict[int, int]:
-    """Of each block the warp with the most phases, which stands for it."""
-    counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for x in timeline.phases:
-        counts[x.block][x.warp] += 1
-    return {block: max(own, key=lambda warp: (own[warp], -warp)) for block, own in counts.items()}
-
-
-def _rows(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
-    free: dict[int, list[float]] = defaultdict(list)
-    rows = {}
-    for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
-        place = timeline.places.get(block, 0)
-        lanes = free[place]
-        lane = next((i for i, time in enumerate(lanes) if time <= start), len(lanes))
-        lanes[lane:] = [end, *lanes[lane + 1 :]]
-        rows[block] = place, lane
-    return rows
