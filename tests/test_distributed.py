@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.merged import merged
+from helpers.merged import of_parts
 
 import cupyfa
 import cupyfa.distributed as ranks
@@ -115,26 +115,22 @@ def expected(given, rows, keys, results, **options):
     out, lse = results[:2]
     p = Problem.of(q, k, v, **options)
     arrays = {"Q": q, "K": k, "V": v, "O": out, "lse": lse, "dO": dout, "mods.dlse": dlse}
-    forward, backward = (OPERATIONS[x].reference for x in ("forward", "backward"))
+    backward = OPERATIONS["backward"].reference
     made = {
         x: Expected(np.zeros(y.shape), np.zeros(y.shape))
         for x, y in zip(("O", "lse", "dQ", "dK", "dV"), results)
     }
     for i in rows:
         of = {x: y if x in "KV" else y[:, :, i.start : i.stop] for x, y in arrays.items()}
-        parts = []
         for j in keys:
             inputs = of | {x: arrays[x][:, :, j.start : j.stop] for x in "KV"}
-            part = p.part(p.batch, p.kv_heads, i, j)
-            parts.append(forward(inputs, part, (None,))[None])
-            found = backward(inputs, part, (None,))[None]
+            found = backward(inputs, p.part(p.batch, p.kv_heads, i, j), (None,))[None]
             for x, own in (("dQ", i), ("dK", j), ("dV", j)):
                 for total, one in zip(made[x], found[x]):
                     total[:, :, own.start : own.stop] += one
-        whole_rows = p.part(p.batch, p.kv_heads, i, range(p.N))
-        of_all = merged(parts, forward(of, whole_rows, (None,))[None], p.dtype.name)
+        of_rows = of_parts(arrays, p, i, keys)
         for x in ("O", "lse"):
-            for array, one in zip(made[x], of_all[x]):
+            for array, one in zip(made[x], of_rows[x]):
                 array[:, :, i.start : i.stop] = one
     return made
 

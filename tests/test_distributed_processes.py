@@ -564,15 +564,13 @@ def test_the_example_by_itself(schedule):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["gather", "heads", "ring"])
-def test_the_example_on_two_gpus(two_gpus, schedule):
+def test_the_example_on_two_gpus(nccl_of_two, schedule):
     options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
     require_examples_lines(launched(2, str(EXAMPLE), *options, timeout=300), 2)
 
 
 @pytest.fixture
-def two_gpus(cuda):
-    if cuda.devices < 2:
-        pytest.skip(f"needs two GPUs, and {cuda.devices} is visible")
+def nccl_of_two(two_gpus):
     from cupyfa.runtime.cuda import nccl
 
     try:
@@ -583,12 +581,12 @@ def two_gpus(cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["compare", "wrong"])
-def test_ranks_of_nccl(two_gpus, what):
+def test_ranks_of_nccl(nccl_of_two, what):
     require_right(launched(2, str(PROGRAM), "nccl", what, "60", timeout=300), 2)
 
 
 @pytest.mark.gpu
-def test_a_rank_that_is_killed(two_gpus):
+def test_a_rank_that_is_killed(nccl_of_two):
     """The other one raises within the time-out and 5 s."""
     how = {"options": ("--grace", "60"), "timeout": 300}
     done = launched(2, str(PROGRAM), "nccl", "killed", "20", **how)
