@@ -1,12 +1,13 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
 // `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
-// scale. What is e4m3 already has only been transposed; its descales are scales. Those of Q and K
-// join the scale of the scores. O is kept in units of the largest scale of V so far: a tile of V
-// with a larger one rescales O, the P of a tile with a smaller one is lowered. P is 2^offset times
-// as large as usual, which makes use of the range of e4m3. Four elements of P fill a register of
-// the second product, in the order in which V8 has its keys. Rows that come out wrong, because of
-// infinities, NaN or huge scores, are computed again from Q, K, V.
+// scale. Those of Q and K join the scale of the scores. O is kept in units of the largest scale of
+// V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one is
+// lowered. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and `transpose_e4m3`
+// has transposed V. Their descales take the place of the tiles' scales; that of V multiplies O at
+// the end. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
+// elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
+// that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
@@ -31,7 +32,7 @@ constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 constexpr int offset = 6;
 constexpr int tolerated = 8 - offset;  // as slack: no P is above 2^8, and e4m3 ends at 448
 constexpr int depth = 32;              // of a product
-constexpr bool stored = sizeof(scalar) == sizeof(E4m3);  // Q, K and V are e4m3
+constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -97,18 +98,19 @@ __device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Pack
   }
 }
 
-// The scales of a tile of keys.
+// The scales of a tile of keys. With e4m3 inputs the one of K has the descale of Q, too: each by
+// itself may be near the ends of float.
 struct Units {
   float K, V;
 };
 
-// The scales of a head's tiles of keys, and the unit of O.
+// The scales of the tiles of keys of a head, and the unit of O.
 struct Scales {
-  const float *K, *V;
+  const float *K, *V;  // of e4m3 inputs there are none, and these are not read
   float own, of_O = 0;
 
   __device__ __forceinline__ Units at(int first_key, const Descales& descales) const {
-    if constexpr (stored) return {fabs(descales.k), 1};
+    if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
   }
   // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
@@ -164,7 +166,7 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    if constexpr (has_q_descale || has_k_descale) {  // whose sizes are scales
+    if constexpr (has_q_descale || has_k_descale) {  // scales have no sign
       if ((descales.q < 0) != (descales.k < 0))
         for (float& x : flat(S)) x = -x;
     }
@@ -266,7 +268,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
   const Descales descales = descales_of(mods, batch, head / group);
   const float own =
-      stored ? fabs(descales.q) : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
+      e4m3_inputs ? 1 : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
   const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
   Consumer consumer = {shared, sizes, scorer, warpgroup, scales, descales};
   consumer.run(task);
@@ -275,14 +277,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   for (float& maximum : rows.maximum[0]) maximum -= offset;
   const bool wrong = overflows(rows) || has_nan(sums);  // V8 has NaN for infinity
   if (__any_sync(full_warp, wrong || !are_finite(descales))) {
-    repair_rows<d, dv>(descaled(Q, descales.q), descaled(K, descales.k), descaled(V, descales.v), O,
-                       lse, rows, batch, head, head / group, scorer);
+    const auto [of_Q, of_K, of_scores] = for_repair(descales);
+    repair_rows<d, dv>(descaled(Q, of_Q), descaled(K, of_K), descaled(V, descales.v), O, lse, rows,
+                       batch, head, head / group, DescaledScorer<real>{scorer, of_scores});
     return;
   }
   const int lane = threadIdx.x % warp_size;
   finish_rows(sums, rows, lse, batch, head, lane);
-  const float of_O = consumer.scales.of_O * descales.v, unit[1][2] = {{of_O, of_O}};
+  const float of_O = consumer.scales.of_O, unit[1][2] = {{of_O, of_O}};
   scale_rows(sums, unit);
+  if constexpr (has_v_descale)
+    for (float& x : flat(sums)) x = x * descales.v + 0.0f;  // 0 of hidden rows is not to be -0
   if constexpr (sizeof(result) == 2)
     store_output<dv>(sums, rows, O, batch, head, lane);
   else
