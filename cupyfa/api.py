@@ -225,8 +225,9 @@ def attention(
         -infinity. Whole numbers in a list or a NumPy array, which are checked; or an array of int32
         where q is, which kernels read when they run: wrong ones count as the nearest right ones.
     q_descale, k_descale, v_descale: [batch, kv_heads] of float32, by which q, k and v of
-        float8_e4m3fn are multiplied; all heads of q that share a key head have one q_descale. By
-        default 1. Such inputs are not rounded, and their out is bfloat16.
+        float8_e4m3fn are multiplied; batch is the product of all batch axes, and all heads of q
+        that share a key head have one q_descale. By default 1. Such inputs are not rounded, and
+        their out is bfloat16.
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
@@ -1162,7 +1163,8 @@ def plan(
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
     taken. A mask may also be a ``block_mask`` itself. lengths_q and lengths_k are True, or such a
-    form, "i32[batch]". q_descale, k_descale and v_descale are shapes or arrays.
+    form, "i32[batch]". q_descale, k_descale and v_descale are True, shapes
+    or arrays.
 
     Raises what ``attention`` raises.
     """
@@ -1619,10 +1621,11 @@ def _with_forms(
     """A call with arrays of these forms, and their shapes and dtypes; see ``_with_operands``."""
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
-    blocks, given = _blocks(given)
+    _, kv_heads, N, _ = sizes_of("k", inputs["k"], layout)
+    blocks, given = _blocks(forms.of_heads(given, batch, kv_heads))
     packed = _shapes_of_sequences(given)
     elements = packed[modifiers.STARTS[0]][0] - 1 if packed else batch
-    sizes = elements, heads, M, sizes_of("k", inputs["k"], layout)[2]
+    sizes = elements, heads, M, N
     unread = () if _has_dropout(how) else modifiers.SEEDS
     others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
     others |= packed

@@ -118,6 +118,12 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     return differentiated(every, given.get(WRT) or ())
 
 
+def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, Any]:
+    """The same forms, with the usual shape for descales that are True."""
+    usual = {x: (batch, kv_heads) for x in DESCALES if given.get(x) is True}
+    return {**given, **usual}
+
+
 def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
     """The operands of which those that ``wrt`` names have gradients, and no others.
 

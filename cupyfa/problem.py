@@ -160,7 +160,8 @@ class Problem:
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
         given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
-        given |= dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
+        descales = dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
+        given |= forms.of_heads(descales, batch, kv_heads)
         given |= {
             "captured": captured,
             "wrt": wrt,
@@ -484,7 +485,7 @@ class Problem:
             raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
 
     def _check_descales(self) -> None:
-        """Raises ValueError and TypeError for descales that the inputs cannot have."""
+        """Raises ValueError, TypeError and Unsupported for descales that inputs cannot have."""
         shape = self.batch, self.kv_heads
         for x in self.operands:
             if x.name not in DESCALES:
@@ -493,6 +494,11 @@ class Problem:
                 raise ValueError(
                     f"{x.name} is given, and the dtype is {self.dtype.name}; descales are for "
                     f"{E4M3_INPUTS.name}: leave it out"
+                )
+            if self.is_ragged:
+                raise Unsupported(
+                    f"{x.name} cannot be used with sequences of different lengths; convert q, k "
+                    "and v to float16 or bfloat16"
                 )
             if x.shape != shape:
                 raise ValueError(
@@ -808,6 +814,8 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
     narrower = dtype.itemsize == 2 and precision == FLOAT8
     if precision is not None and dtype.name != "float32" and not narrower:
         remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
+        if dtype.result:
+            remedy = "such inputs are not rounded, so leave it out"
         raise ValueError(
             f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
         )

@@ -3,6 +3,8 @@
 The reference is attention in float64 to the same numbers times their descales.
 """
 
+from itertools import product
+
 import dask.array
 import ml_dtypes
 import numpy as np
@@ -75,6 +77,8 @@ def test_descales_multiply_the_heads_of_a_key_head():
         {"softcap": 3.0, "sink": np.ones(HEADS, "f4"), "alibi_slopes": np.ones(HEADS, "f4")},
         {"dropout": 0.3, "dropout_seed": 4, "lse": False},
         {"mask": np.random.default_rng(0).random((1, 1, M, N)) < 0.5, "causal": True},
+        {"bias": np.random.default_rng(1).standard_normal((1, HEADS, M, N), "f4")},
+        {"score_mod": "score - 0.1 * abs(query - key)", "mask_mod": "key % 3 != 1"},
     ],
     ids=lambda how: "-".join(how),
 )
@@ -86,8 +90,29 @@ def test_other_options_and_some_descales(how, given):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DESCALES)
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 1e-38, 1e18])
+@pytest.mark.parametrize("keys", [1, 31, 33])
+def test_few_keys(keys):
+    q, k, v = inputs()
+    attended(q, k[:, :, :keys], v[:, :, :keys], **descales(), return_lse=True, check=True)
+
+
+@pytest.mark.parametrize("keys", [0, 5])
+def test_rows_without_keys_are_0(keys):
+    """And not -0, which 0 times a negative number is."""
+    q, k, v = inputs()
+    factors = {x: -y for x, y in descales(least=0.3).items()}
+    out = attended(q, k[:, :, :keys], v[:, :, :keys], **factors, causal=True)
+    hidden = out[:, :, : M - keys]
+    assert hidden.tobytes() == bytes(hidden.nbytes)
+
+
+def _extremes():
+    for name, value in product(DESCALES, (np.inf, -np.inf, np.nan, 1e-38, 1e18)):
+        is_quick = name == "v_descale" and value == np.inf
+        yield pytest.param(name, value, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name, value", list(_extremes()))
 def test_extreme_descales(name, value):
     """Of a factor that is not finite, the other heads stay as they are."""
     factors = descales(least=0.3)
@@ -100,10 +125,23 @@ def test_extreme_descales(name, value):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [{"scale": 10.0}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("large", [1e37, -3e38])
+def test_descales_of_which_only_the_product_is_a_usual_number(large, how):
+    factors = descales(least=0.3)
+    factors["q_descale"][:], factors["k_descale"][:] = large, 0.7 / large
+    attended(*inputs(), **factors, **how, return_lse=True, check=True)
+
+
 def test_nan_reaches_those_who_see_it():
+    """Rows are repaired, with q and k that times their own descale would be infinite or tiny."""
     q, k, v = inputs()
+    q[..., 0] = 448
     q[0, 1, 3, 4] = k[0, 1, 60, 3] = v[1, 1, 85, 5] = np.nan
-    out = attended(q, k, v, **descales(least=0.3), causal=True, check=True)
+    factors = descales(least=0.3)
+    factors["q_descale"] *= -1e37
+    factors["k_descale"] *= 1e-37
+    out = attended(q, k, v, **factors, causal=True, check=True)
     assert np.isfinite(out[1, :2].astype("f4")).all()
     assert np.isfinite(out[0, 2:, :40].astype("f4")).all()
 
@@ -116,9 +154,14 @@ def test_arrays_of_any_strides():
     turned = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v))
     columns = (np.asfortranarray(x) for x in (q, k, v))
     wide = np.repeat(factors["q_descale"], 2, axis=1)[:, ::2]
-    for arrays in (turned, columns):
+    backwards = (x[:, ::-1, ::-1, ::-1].copy()[:, ::-1, ::-1, ::-1] for x in (q, k, v))
+    odd = (np.pad(x.ravel(), (1, 0))[1:].reshape(x.shape) for x in (q, k, v))  # addresses
+    for arrays in (turned, columns, backwards, odd):
         again = attended(*arrays, **{**factors, "q_descale": wide})
         assert again.tobytes() == out.tobytes()
+    rows_first = (x.swapaxes(1, 2) for x in (q, k, v))
+    again = attended(*rows_first, **factors, layout="bshd")
+    assert again.swapaxes(1, 2).tobytes() == out.tobytes()
 
 
 @pytest.mark.slow
@@ -164,7 +207,7 @@ def test_bounds_find_what_is_wrong():
 
 
 def test_auto_takes_the_kernel_that_can(monkeypatch):
-    p = Problem.of_sizes(M=100, d=64, dtype="float8_e4m3fn", k_descale=(1, 1))
+    p = Problem.of_sizes(M=100, d=64, dtype="float8_e4m3fn", k_descale=True)
     record = planning.select("auto", "forward", p, limits_of("90"))
     assert record.name == "wgmma_fp8"
     plan = planning.plan(record, p, limits_of("90"))
@@ -196,7 +239,13 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
         ({"v_descale": 2.0}, TypeError, "v_descale is 2.0; give an array with axes"),
         ({"v_descale": [[1, 1]]}, TypeError, "give a NumPy or CuPy array"),
         ({"out_dtype": "float64"}, ValueError, "give 'float16', 'bfloat16' or 'float32'"),
-        ({"precision": "float8_e4m3"}, ValueError, "the dtype is float8_e4m3fn; leave it out"),
+        ({"out_dtype": E4M3.name}, ValueError, "use 'bfloat16', 'float16' or 'float32'"),
+        ({"precision": "float8_e4m3"}, ValueError, "such inputs are not rounded, so leave it out"),
+        (
+            {"q_descale": ONE, "lengths_q": np.ones(2, "i4")},
+            Unsupported,
+            "q_descale cannot be used with sequences of different lengths; convert q, k and v",
+        ),
         ({"lengths_k": np.ones(2, "i4")}, Unsupported, "wgmma_fp8 .* does not support lengths"),
     ],
     ids=str,

@@ -897,7 +897,7 @@ def of_quantised(formula: Formula) -> Formula:
 
 WGMMA_FP8 = Kernel(
     "wgmma_fp8",
-    "e4m3 operands, quantised by a separate launch: products twice as fast",
+    "e4m3 operands, which a separate launch quantises or transposes: products twice as fast",
     (
         Launch(
             "quantise",

@@ -376,7 +376,7 @@ class Arithmetic:
 
     rounds_by_design: whether it may round more than its arrays and P to that precision.
     result: the dtype of O and of gradients, by default the arrays'.
-    is_stored: whether the arrays have the operands' precision, and another one than results.
+    e4m3_inputs: whether Q, K and V have 8 bits, the operands', and are not rounded.
     coarsest: the precision of O, the coarser one of the arrays' and the operands'; or that of
         results which are finer than the arrays.
     accumulator: np.finfo of the sums; eps: the spacing at 1 of sums of products.
@@ -391,8 +391,8 @@ class Arithmetic:
             raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
         self.dtype, self.operands = dtype, rounding or dtype
         self.result = result or INPUTS[dtype].usual_result
-        self.is_stored = INPUTS[dtype].result is not None
-        self.rounds_by_design = rounding is not None and not self.is_stored
+        self.e4m3_inputs = INPUTS[dtype].result is not None
+        self.rounds_by_design = rounding is not None and not self.e4m3_inputs
         is_float8 = self.operands == _FLOAT8  # which no result has
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
@@ -510,7 +510,7 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, f
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
     orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
     for scaled in orders if kernel.is_narrow else "":
-        out, lse, _ = work.attend(kernel.operands, scaled=scaled, stored=kernel.is_stored)
+        out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
             errors[i] = max(errors[i], _largest(plain - exact[i]))
             if kernel.rounds_by_design:
