@@ -50,7 +50,7 @@ def cluster(count: int) -> Any:
         # A worker that takes the place of one that has died gets the same environment.
         environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
         workers[number] = {"cls": Nanny, "options": {**usual, "env": environment}}
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
+    scheduler = {"cls": Scheduler, "options": {"host": "localhost", "dashboard": False}}
     return SpecCluster(workers, scheduler, silence_logs=logging.WARNING)
 
 
