@@ -551,7 +551,10 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
 
 @pytest.mark.gpu
 def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
-    """Each worker has those of one key head, which do not leave it."""
+    """Each worker has those of one key head, which do not leave it.
+
+    By itself a head takes a kernel that splits keys by the number of rows.
+    """
     import cupy
 
     given = arrays(**{**OF_GPUS, "dtype": "float16"})
@@ -559,10 +562,11 @@ def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
     for head, worker in enumerate(of_two_gpus.run(gpu)):
         of_head = given[0][:, 2 * head : 2 * head + 2], *(x[:, head : head + 1] for x in given[1:])
         q, k, v = (x.map_blocks(cupy.asarray, meta=meta) for x in cut(*of_head, STRIPS))
-        out, pullback = parts.attention_vjp(q, k, v, causal=True)
+        how = {"causal": True, "deterministic": True, "kernel": "mma_async"}
+        out, pullback = parts.attention_vjp(q, k, v, **how)
         results = [x.map_blocks(cupy.asnumpy, dtype=x.dtype) for x in (out, *pullback(q))]
         found = computed_by(of_two_gpus, *results, workers=[worker])
-        right, back = cupyfa.attention_vjp(*of_head, causal=True, deterministic=True)
+        right, back = cupyfa.attention_vjp(*of_head, **how)
         assert_same_bits(found, (right, *back(of_head[0])))
 
 

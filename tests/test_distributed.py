@@ -279,6 +279,20 @@ def test_the_plan_is_that_of_the_whole():
     np.testing.assert_array_equal(joined(ranks.threads(2, of_rank), "zigzag"), right)
 
 
+@pytest.mark.parametrize(
+    "schedule, kernel", [("gather", "wgmma_persistent"), ("ring", "wgmma_overlap")]
+)
+def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
+    """Where messages hold multiprocessors, they begin late."""
+    monkeypatch.setattr(OTHER, "read_limits", lambda device: H100)
+    made = []
+    monkeypatch.setattr(job, "attention", lambda *args, **how: made.append(how["kernel"]) or 1 / 0)
+    x = np.zeros((1, 8, 4096, 64), "f2")
+    with pytest.raises(ZeroDivisionError), in_threads.alone(20) as group:
+        ranks.attention(x, x, x, group=group, causal=True, schedule=schedule, backend=OTHER)
+    assert made == [kernel]
+
+
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("n, count", [(0, 3), (1, 2), (5, 4), (48, 3), (49, 1), (50, 7)])
 def test_every_row_is_of_one_rank(order, n, count):
@@ -326,6 +340,7 @@ def test_shard_takes_any_axis():
 
 # Errors
 
+H100 = Limits("an H100", 232448, arch="90")
 OTHER = Simulator()  # as a GPU of another model
 OTHER.read_limits = lambda device: Limits("another", 232448, multiprocessors=7)
 X = np.ones((1, 2, 8, 4), np.float32)

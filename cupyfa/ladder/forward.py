@@ -736,6 +736,7 @@ WGMMA_PERSISTENT = rung(
     WGMMA_OVERLAP,
     "wgmma_persistent",
     "persistent blocks: the next row tile starts before the current one is finished",
+    persistent=True,
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),

@@ -13,7 +13,6 @@ import numpy as np
 
 _REMEDY = 'pip install "nvidia-nccl-cu12>=2.18.1,<3", or with CUDA 13 nvidia-nccl-cu13'
 # Copies of other ranks' arrays begin before the kernels that are queued at the same time.
-_BEGINS_FIRST = False
 _HIGHEST_PRIORITY = -5  # a device takes the nearest one that it has
 
 
@@ -62,8 +61,6 @@ class Nccl:
     def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> Any:
         """Queues messages (contiguous array, rank); the event of their end."""
         self._follow_computation()
-        if _BEGINS_FIRST:
-            self.follow(self._event())
         uint8 = self._nccl.NCCL_UINT8
         self._nccl.groupStart()  # a send alone may block until its receipt is queued
         try:
