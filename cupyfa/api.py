@@ -1470,7 +1470,7 @@ def _compiled(
     sizes = {name: _shape(f"the shape of {name}", x) for name, x in inputs.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _out_dtype(how, of)}
-        arrays = [backend.empty(x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
+        arrays = [_empty(backend, x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
         if modified:
             how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
             arrays += [backend.empty(*x) for x in more]
@@ -1483,6 +1483,13 @@ def _out_dtype(how: How, dtype: DType) -> np.dtype:
     name = getattr(options, "out_dtype", None) or asked.get("out_dtype")
     known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
     return (known or DTYPES[dtype.usual_result]).numpy
+
+
+def _empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array of any numbers; CuPy allocates e4m3 as bytes alone."""
+    if dtype == E4M3:
+        return backend.empty(shape, np.uint8).view(E4M3)
+    return backend.empty(shape, dtype)
 
 
 def _prepared(

@@ -217,6 +217,8 @@ class Cuda(Backend):
     def adopt(self, array: Any) -> Any:
         if self.owns(array):
             return array
+        if (as_bytes := _bytes_of(array)) is not None:
+            return cupy.from_dlpack(as_bytes).view(E4M3)
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
@@ -411,6 +413,15 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
         return None
     strides = tuple(dtype.itemsize * step for step in x.stride())
     return _unowned(address, tuple(x.shape), dtype, strides, device, owner=x)
+
+
+def _bytes_of(array: Any) -> Any:
+    """A tensor of e4m3, of which CuPy's DLPack knows no dtype, as bytes; None for other arrays."""
+    torch: Any = sys.modules.get("torch")
+    theirs = getattr(torch, E4M3.name, None)
+    if theirs is None or getattr(array, "dtype", None) is not theirs:
+        return None
+    return array.view(torch.uint8)
 
 
 def _unowned(
