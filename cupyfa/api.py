@@ -1488,7 +1488,7 @@ def _out_dtype(how: How, dtype: DType) -> np.dtype:
 def _empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     """An array of any numbers; CuPy allocates e4m3 as bytes alone."""
     if dtype == E4M3:
-        return backend.empty(shape, np.uint8).view(E4M3)
+        return backend.empty(shape, np.dtype(np.uint8)).view(E4M3)
     return backend.empty(shape, dtype)
 
 
