@@ -12,6 +12,7 @@
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/earlier_keys.cuh>
 #include <forward/parts/part_output.cuh>
 #include <forward/parts/part_softmax.cuh>
 #include <forward/parts/part_warpgroups.cuh>
@@ -194,10 +195,15 @@ struct Consumer {
       for (;;) {
         const int next = task.after<Bc>(first_key);
         add(task, first_key, next >= end);
+        const bool has_earlier = !are_of_one_section(task.kv_begin, first_key);
+        if (next >= end && has_earlier) finish.template add_earlier<false>(O, rows, task, true);
+        if (next >= end) break;
+        if (!are_of_one_section(first_key, next))
+          finish.template add_earlier<true>(O, rows, task, has_earlier);
         first_key = next;
-        if (first_key >= end) break;
         begin_scores();
       }
+      first_key = task.after<Bc>(first_key);
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
@@ -244,6 +250,12 @@ struct Epilogue {
   Tensor<real> lse;
   int kv_heads, group;
 
+  template <bool moves>
+  __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, const OwnRows& rows,
+                                              const RowTile& task, bool has_earlier) const {
+    add_earlier_keys<moves, dv>(sums, rows, O, lse, task.batch, task.head,
+                                threadIdx.x % warp_size, has_earlier);
+  }
   __device__ __forceinline__ void operator()(Fragments<step, width>& sums, OwnRows& rows,
                                              const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, batch = task.batch, head = task.head;
