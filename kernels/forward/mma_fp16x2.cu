@@ -118,28 +118,28 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
-  int buffer = 0, last = start;
-  for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
-    if (!are_of_one_section(last, first_key)) {
-      const Place own =
-          place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-      add_earlier_keys<true, dv>(sums, rows, O, lse, own.batch, own.head, lane,
-                                 !are_of_one_section(start, last));
+  EarlierKeys<Wr / step> earlier;
+  int buffer = 0, first_key = start;
+  while (first_key < task.end) {
+    const int end = min(task.end, end_of_section(first_key));
+    for (; first_key < end; first_key = task.after<Bc>(first_key)) {
+      if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+        attend<true>(task, first_key, buffer, sums, rows);
+      else
+        attend<false>(task, first_key, buffer, sums, rows);
+      buffer = stages - 1 - buffer;
     }
-    last = first_key;
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
-      attend<true>(task, first_key, buffer, sums, rows);
-    else
-      attend<false>(task, first_key, buffer, sums, rows);
-    buffer = stages - 1 - buffer;
+    if (first_key >= task.end) break;
+    const Place own =
+        place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+    earlier.add<true, dv>(sums, rows, O, lse, own.batch, own.head, lane);
   }
   // The loop does not keep registers for the block's place: it is computed again.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;
   const int* exponents = V_exponents + (same.batch * key_heads + own_head) * dv;
-  if (!are_of_one_section(start, last))
-    add_earlier_keys<false, dv>(sums, rows, O, lse, same.batch, same.head, lane, true);
+  if (earlier.any) earlier.add<false, dv>(sums, rows, O, lse, same.batch, same.head, lane);
   rows.move_maxima(weight_exponent);
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
   flag_rows<dv>(sums, rows, exponents, flags, same.batch, same.head, lane);

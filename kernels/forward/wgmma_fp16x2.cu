@@ -191,19 +191,22 @@ struct Consumer {
     for (;;) {
       begin(task);
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, cdiv(Br, Bc));
+      EarlierKeys<1> earlier;
       int first_key = task.kv_begin;
       for (;;) {
-        const int next = task.after<Bc>(first_key);
-        add(task, first_key, next >= end);
-        const bool has_earlier = !are_of_one_section(task.kv_begin, first_key);
-        if (next >= end && has_earlier) finish.template add_earlier<false>(O, rows, task, true);
-        if (next >= end) break;
-        if (!are_of_one_section(first_key, next))
-          finish.template add_earlier<true>(O, rows, task, has_earlier);
-        first_key = next;
+        const int end_here = min(end, end_of_section(first_key));
+        for (;;) {
+          const int next = task.after<Bc>(first_key);
+          add(task, first_key, next >= end);
+          first_key = next;
+          if (first_key >= end_here) break;
+          begin_scores();
+        }
+        if (first_key >= end) break;
+        finish.template add_earlier<true>(O, rows, task, earlier);
         begin_scores();
       }
-      first_key = task.after<Bc>(first_key);
+      if (earlier.any) finish.template add_earlier<false>(O, rows, task, earlier);
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
@@ -251,11 +254,11 @@ struct Epilogue {
   int kv_heads, group;
 
   template <bool moves>
-  __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, const OwnRows& rows,
-                                              const RowTile& task, bool has_earlier) const {
-    add_earlier_keys<moves, dv>(sums, rows, O, lse, task.batch, task.head,
-                                threadIdx.x % warp_size, has_earlier);
+  __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, OwnRows& rows,
+                                              const RowTile& task, EarlierKeys<1>& earlier) const {
+    earlier.add<moves, dv>(sums, rows, O, lse, task.batch, task.head, threadIdx.x % warp_size);
   }
+
   __device__ __forceinline__ void operator()(Fragments<step, width>& sums, OwnRows& rows,
                                              const RowTile& task) const {
     const int lane = threadIdx.x % warp_size, batch = task.batch, head = task.head;

@@ -8,10 +8,10 @@
 constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
 
 // The rows of a warp. `units` turn the products of a row into scores, as exponents of two. Maxima
-// are those of scores less 15. Sums lack what rounding took of them: `rest`, which is added later.
+// are those of scores less 15.
 template <int Wr, int pack_gqa>
 struct PartRows : Rows<Wr, pack_gqa> {
-  real units[Wr / step][2], rest[Wr / step][2] = {};
+  real units[Wr / step][2];
 
   __device__ __forceinline__ PartRows(int first, const Extent& extent, real scale2,
                                       bool takes_sink = true)
@@ -21,20 +21,6 @@ struct PartRows : Rows<Wr, pack_gqa> {
   __device__ __forceinline__ void move_maxima(real by) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) this->maximum[i / 2][i % 2] += by;
-  }
-  __device__ __forceinline__ void scale(const real (&factor)[Wr / step][2]) {
-    Rows<Wr, pack_gqa>::scale(factor);
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) rest[i / 2][i % 2] *= factor[i / 2][i % 2];
-  }
-  __device__ __forceinline__ void add(const real (&more)[Wr / step][2]) {
-#pragma unroll
-    for (int i = 0; i < 2 * (Wr / step); ++i) {
-      real &sum = this->sum[i / 2][i % 2], &lost = rest[i / 2][i % 2];
-      const real whole = more[i / 2][i % 2] + lost, before = sum;
-      sum += whole;
-      lost = whole - (sum - before);
-    }
   }
   // Reads the units. A row past the end has that of the last one.
   __device__ __forceinline__ void read_units(Tensor<const real> from, int batch, int head) {
