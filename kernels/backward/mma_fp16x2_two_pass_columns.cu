@@ -48,7 +48,7 @@ static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
 static_assert(Br % (sharing * step) == 0, "warps share out whole products");
 
 using Loads = PartLoads<threads, Br>;
-using Walk = PartWalk<Br, Bc, depth, width>;
+using Walk = PartWalk<threads, Br, Bc, depth, width>;
 using Weights = float[1][own_rows / 8][4];
 template <int columns>
 using Sums = float[1][columns / 8][4];

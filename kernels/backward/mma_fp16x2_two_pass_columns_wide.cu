@@ -32,7 +32,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 
 using Loads = PartLoads<threads, Br>;
-using Walk = PartWalk<Br, Bc, depth, width>;
+using Walk = PartWalk<threads, Br, Bc, depth, width>;
 
 // One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q is there when it begins.
 // Each of Q and dO is replaced while the other one is read. Unless it is `masked` every row sees
@@ -92,11 +92,8 @@ __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<column
   constexpr int cols = of_V ? dv : d;
   const int* own_exponents = exponents + keys.own_head * cols;
   shared.given[0].store<cols, columns>(
-      sums, largest, of_V || scale != 0,
-      of_V             ? keys.kept_factor
-      : has_score_text ? scale
-                       : float(ln2),
-      gradient, keys.batch, keys.kv_head, first_key, keys.N,
+      sums, largest, of_V || scale != 0, of_V ? keys.kept_factor : keys.of_units(scale), gradient,
+      keys.batch, keys.kv_head, first_key, keys.N,
       [&](int col) { return keys.has_numbers(of_V ? d + col : col); },
       [&](int col) { return -key_exponent - own_exponents[col]; },
       [&](int key, bool wrong) { *flags.row(keys.batch, keys.kv_head, key) = wrong; });

@@ -58,8 +58,8 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
   });
 }
 
-// What turns products of a row's parts into scores, with what tensor cores cut off: above 0, for 0 times a hidden score, -infinity,
-// would be NaN.
+// What turns products of a row's parts into scores, with what tensor cores cut off: above 0, for 0
+// times a hidden score, -infinity, would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
   const float factor = has_score_text ? 1.0f : fabs(scale) * log2e;
   const float whole = fmaf(factor, mean_cut(d), factor);

@@ -6,7 +6,7 @@
 #include <forward/parts/parts_head.cuh>
 #include <ptx/opaque.cuh>
 
-template <int Br, int Bc, int depth, int width>
+template <int threads, int Br, int Bc, int depth, int width>
 struct PartWalk : WalkDown<Br, Bc> {
   Tensor<const operand> Q_high, Q_low, dO_high, dO_low;
   PartStatsInMemory stats;

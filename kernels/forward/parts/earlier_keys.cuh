@@ -1,7 +1,7 @@
 #pragma once
-// O of many keys: registers sum up a section of the keys. What earlier sections gave waits: O in its
-// place in memory, and in the place of lse the maxima that it is relative to. One sum of thousands
-// of tiles would lose more by rounding than products of parts do.
+// O of many keys: registers sum up a section of the keys. What earlier sections gave waits: O in
+// its place in memory, and in the place of lse the maxima that it is relative to. One sum of
+// thousands of tiles would lose more by rounding than products of parts do.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>

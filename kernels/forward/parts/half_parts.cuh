@@ -12,9 +12,9 @@
 constexpr int part_exponent = 14;  // of the largest numbers, times their power of two
 constexpr float low_unit = 0x1p-11f;
 
-// What a sum of products over so many columns lacks on average, as a share of it: after each 16 of
-// them tensor cores cut half a unit of its last place, 0.72 * 2^-23 of a float on average, and
-// until the end the sum so far is half of it.
+// What a product over so many columns lacks on average, as a share: after each 16 of them tensor
+// cores cut off half a unit of the sum so far, which on the way is half the sum. A unit is
+// 2^-24 … 2^-23 of a float, 0.72 * 2^-23 on average.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
