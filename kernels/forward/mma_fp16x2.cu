@@ -119,20 +119,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   __syncthreads();  // Q and the first tile are there
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
   EarlierKeys<Wr / step> earlier;
-  int buffer = 0, first_key = start;
-  while (first_key < task.end) {
-    const int end = min(task.end, end_of_section(first_key));
-    for (; first_key < end; first_key = task.after<Bc>(first_key)) {
-      if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
-        attend<true>(task, first_key, buffer, sums, rows);
-      else
-        attend<false>(task, first_key, buffer, sums, rows);
-      buffer = stages - 1 - buffer;
+  int buffer = 0, section_end = end_of_section(start);
+  for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
+    if (first_key >= section_end) {
+      const Place own =
+          place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+      earlier.add<true, dv>(sums, rows, O, lse, own.batch, own.head, lane);
+      section_end = end_of_section(first_key);
     }
-    if (first_key >= task.end) break;
-    const Place own =
-        place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-    earlier.add<true, dv>(sums, rows, O, lse, own.batch, own.head, lane);
+    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+      attend<true>(task, first_key, buffer, sums, rows);
+    else
+      attend<false>(task, first_key, buffer, sums, rows);
+    buffer = stages - 1 - buffer;
   }
   // The loop does not keep registers for the block's place: it is computed again.
   const Place same =

@@ -6,7 +6,7 @@ import numpy as np
 
 LOW = 2.0**11  # times what a low part counts
 FRACTION, TOGETHER = 25, 16  # bits and products of a sum of Hopper's tensor cores
-SECTION = 4096  # keys whose sums are added up by themselves
+SECTION = 8192  # keys whose sums are added up by themselves
 
 
 @dataclass

@@ -7,7 +7,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-constexpr int section = 4096;  // keys
+constexpr int section = 8192;  // keys
 
 __device__ __forceinline__ int end_of_section(int key) {
   return (key / section + 1) * section;
