@@ -612,6 +612,31 @@ MMA_F64 = rung(
 )
 
 
+def has_wide_f64_sums(p: Problem) -> bool:
+    """Whether sums of 16 rows of O are more than a warp's registers hold."""
+    return max(p.d, p.dv) > 128
+
+
+def mma_f64_wide_shared(p: Problem, c: SimpleNamespace) -> int:
+    """Tiles of Q, K and V in 64 bits; sums of scores that warps give each other, and factors."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 64)
+    return 8 * (c.Br * depth + c.Bc * (depth + width) + c.Br * (4 * c.Bc + 1))
+
+
+MMA_F64 = replace(
+    MMA_F64,
+    launches=(
+        replace(MMA_F64.launches[0], when=lambda p: not has_wide_f64_sums(p)),
+        replace(
+            MMA_F64.launches[0],
+            entry="mma_f64_wide",
+            shared=mma_f64_wide_shared,
+            when=has_wide_f64_sums,
+        ),
+    ),
+)
+
+
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
     """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
     slices = c.stages * (c.Br + c.Bc) * c.Bd
