@@ -5,14 +5,15 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (4 * Br)
-//   the host sets: scalar, result, operand, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes and
-//   options (score.cuh)
+//   the host sets: scalar, result, operand, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes
+//   and options (score.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/f64_tiles.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/opaque.cuh>
@@ -52,17 +53,6 @@ struct Task : TileMap<has_key_tiles> {
   int end;  // of the keys that some row of the block sees
 };
 
-// Q in the order of operands: for each 16 columns those of lanes c = 0 … 3, four of each.
-__device__ __forceinline__ void load_queries(Shared& shared, const Head& queries, int first_row) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < Br * depth; i += threads) {
-    const int row = i / depth, col = i % depth, lane = row % 8 * 4 + col % 8 / 2;
-    double2& pair = shared.Q[row / step][col / step][col % step / 8 * 2 + col % 2][lane];
-    const bool inside = first_row + row < queries.rows && col < d;
-    (row % step < 8 ? pair.x : pair.y) = inside ? queries.row<pack_gqa>(first_row + row)[col] : 0.0;
-  }
-}
-
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
                                             int first_key) {
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
@@ -93,7 +83,7 @@ __device__ __forceinline__ void give_scores(const Task& task) {
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const double(&sums)[4] = S[i / 4][i % 2];
+    const double (&sums)[4] = S[i / 4][i % 2];
     const int half = i / 2 % 2;
     task.shared.given[task.group * team + i / 2][task.turn][i % 2][task.lane] = {
         sums[2 * half], sums[2 * half + 1]};
@@ -214,7 +204,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
 
   copy_rows<threads, d>(shared.K, keys, start);
   cp_async_commit_group();
-  load_queries(shared, queries, first_row);
+  load_queries<threads, pack_gqa, d>(shared.Q, queries, first_row);
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there
   Sums sums = {};
