@@ -123,7 +123,11 @@ __device__ __forceinline__ void give_weights(const Task& task, OwnRows& rows, in
   }
   rows.maximum[0][0] = now;
   rows.sum[0][0] = rows.sum[0][0] * factor + sum;
-  for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
+  // Random bits are for rows r and r + 8 of 16 together; a packed row has its own.
+  const int half = pack_gqa == 1 ? rows.first / 8 % 2 : 0;
+  for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) {
+    if (e / 2 == half) S[i][j][e % 2] = 0;
+  });
 #pragma unroll
   for (int n = 0; n < 2; ++n) given[0][n][task.lane] = {S[0][n][0], S[0][n][1]};
   if (task.lane % 4 == 0) task.shared.factors[task.eight * 8 + task.lane / 4] = factor;
