@@ -4,7 +4,7 @@ Every chunk of q is a task, which takes the chunks of k and v that its rows see.
 where they are needed, so the arrays may be larger than the memory of the process that calls.
 
     python examples/dask_attention.py                              # threads of this process
-    python examples/dask_attention.py --workers 2                  # processes of this machine
+    python examples/dask_attention.py --workers 2                  # processes, each with its GPU
     python examples/dask_attention.py --scheduler tcp://host:8786  # a cluster, by its scheduler
     python examples/dask_attention.py --gpu --dtype float16 --tokens 65536 --rows 8192
 """
@@ -12,6 +12,8 @@ where they are needed, so the arrays may be larger than the memory of the proces
 from __future__ import annotations
 
 import argparse
+import logging
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -35,6 +37,33 @@ def random_arrays(given: argparse.Namespace) -> list[Any]:
         meta = cupy.empty((0, 0, 0, 0), given.dtype)
         arrays = [x.map_blocks(cupy.asarray, meta=meta) for x in arrays]
     return arrays
+
+
+def cluster(count: int) -> Any:
+    """Processes of one thread on this machine, each with one of its GPUs, if there are any."""
+    from dask.distributed import Nanny, Scheduler, SpecCluster
+
+    gpus = visible_gpus()
+    usual = {"nthreads": 1, "memory_limit": 1 / count, "silence_logs": logging.WARNING}
+    workers = {}
+    for number in range(count):
+        # A worker that takes the place of one that has died gets the same environment.
+        environment = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if gpus else {}
+        workers[number] = {"cls": Nanny, "options": {**usual, "env": environment}}
+    scheduler = {"cls": Scheduler, "options": {"host": "localhost", "dashboard": False}}
+    return SpecCluster(workers, scheduler, silence_logs=logging.WARNING)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [x.strip() for x in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if x.strip()]
+    import cupy
+
+    try:
+        return [str(x) for x in range(cupy.cuda.runtime.getDeviceCount())]
+    except cupy.cuda.runtime.CUDARuntimeError:  # there is no driver
+        return []
 
 
 def error_of_rows(out: Any, q: Any, k: Any, v: Any, rows: slice) -> float:
@@ -70,9 +99,8 @@ def main() -> None:
         if given.scheduler or given.workers:
             from dask.distributed import Client
 
-            where = given.scheduler or None
-            how = {} if where else {"n_workers": given.workers, "threads_per_worker": 1}
-            stack.enter_context(Client(where, **how))
+            where = given.scheduler or stack.enter_context(cluster(given.workers))
+            stack.enter_context(Client(where))
         q, k, v = random_arrays(given)
         out = cupyfa.dask.attention(q, k, v, causal=True, keys=given.keys)
         print(f"{out.npartitions} chunks of {out.chunksize}")

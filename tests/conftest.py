@@ -159,6 +159,15 @@ def cuda():
         pytest.skip(str(reason))
 
 
+@pytest.fixture(scope="session")
+def two_gpus(cuda):
+    """The CUDA backend; skips where fewer than two devices of a model are visible."""
+    if cuda.devices < 2:
+        seen = ", ".join(cuda.models)
+        pytest.skip(f"needs two GPUs of one model, and these are visible: {seen}")
+    return cuda
+
+
 @pytest.fixture
 def hopper(cuda):
     """The same of a device of sm_90, whose tensor cores helpers.parts emulates."""

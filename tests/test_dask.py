@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import time
@@ -9,9 +10,12 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.merged import of_parts
 
 import cupyfa
 from cupyfa import AttentionOptions, Limits, Problem, Unsupported
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner.source import ROOT
 
@@ -22,7 +26,6 @@ import cupyfa.dask as parts  # noqa: E402  # after the check for Dask
 from cupyfa.parts.strips import met_by, ranges, tile_of  # noqa: E402
 from cupyfa.parts.texts import places  # noqa: E402
 
-GRADIENTS = ("dQ", "dK", "dV")
 TILES = {"Br": 16, "Bc": 16}
 FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
 BACKWARD = {"backward_kernel": "two_pass"}
@@ -89,26 +92,25 @@ def assert_same_bits(found, right):
         np.testing.assert_array_equal(x, y)
 
 
-def bounds(given, right, dout=None, dlse=None, **options):
-    """Those of one call by name: of O and lse, which are ``right``, and of gradients for dout."""
-    inputs, p = dict(zip("QKV", given)), Problem.of(*given, options=AttentionOptions(**options))
-    found = OPERATIONS["forward"].reference(inputs, p, (None,))[None]
+def require_right(found, given, chunked, *, fan_in=None, dout=None, dlse=None, **options):
+    """Raises if results are off by more than the bounds.
+
+    found: out, lse, and the gradients for dout, if it is given. fan_in: how many parts were merged
+    at a time; None where keys were gathered.
+    """
+    p = Problem.of(*given, options=AttentionOptions(**options))
+    arrays = dict(zip("QKV", given))
+    rows, keys = (ranges(x.chunks[2]) for x in chunked[:2])
+    of_rows = [of_parts(arrays, p, x, keys if fan_in else [range(p.N)], fan_in) for x in rows]
+    wanted = {
+        name: Expected(*(np.concatenate(x, axis=2) for x in zip(*(x[name] for x in of_rows))))
+        for name in ("O", "lse")
+    }
     if dout is not None:
-        inputs |= {"O": right[0], "lse": right[1], "dO": dout}
-        inputs |= {"mods.dlse": dlse} if dlse is not None else {}
-        found = found | OPERATIONS["backward"].reference(inputs, p, (None,))[None]
-    return {name: x.bound for name, x in found.items()}
-
-
-def assert_close(found, right, bounds, merges=0):
-    """Both are off by their bound, and each merge of results rounds them once more."""
-    for x, y, bound in zip(found, right, bounds, strict=True):
-        assert x.shape == y.shape and x.dtype == y.dtype
-        x, y = x.astype("f8"), y.astype("f8")
-        with np.errstate(invalid="ignore"):
-            apart = np.where(x == y, 0, abs(x - y))
-        worst = np.max(apart - (2 + merges) * bound, initial=0)
-        assert worst <= 0, f"{worst} more than the bound; the largest difference is {apart.max()}"
+        of_lse = {} if dlse is None else {"mods.dlse": dlse}
+        arrays |= {"O": found[0], "lse": found[1], "dO": dout, **of_lse}
+        wanted |= OPERATIONS["backward"].reference(arrays, p, (None,))[None]
+    tolerance.require(tolerance.compare(dict(zip(wanted, found, strict=True)), wanted), str(p))
 
 
 @pytest.mark.few(12)
@@ -120,44 +122,36 @@ def test_results_are_those_of_one_call(name):
     assert [x.shape for x in found] == [x.shape for x in right]
     assert [x.dtype for x in found] == [x.dtype for x in right]
     assert_same_bits(computed(*found), right)
-    merged = parts.attention(
-        *chunked, keys="merge", fan_in=2, return_lse=True, **FORWARD, **options
-    )
-    assert_close(computed(*merged), right, bounds(given, right, **options).values(), merges=3)
+    how = {"keys": "merge", "fan_in": 2, "return_lse": True, **FORWARD, **options}
+    merged = computed(*parts.attention(*chunked, **how))
+    require_right(merged, given, chunked, fan_in=2, **options)
 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_call(name):
     given, chunked, options = case(name)
-    out, back = cupyfa.attention_vjp(*given, **FORWARD, **BACKWARD, **options)
+    how = {"return_lse": True, **FORWARD, **BACKWARD, **options}
+    (out, lse), back = cupyfa.attention_vjp(*given, **how)
     dout = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
-    result, pullback = parts.attention_vjp(
-        *chunked, **FORWARD, **BACKWARD, backward_tiles=TILES, **options
-    )
+    results, pullback = parts.attention_vjp(*chunked, backward_tiles=TILES, **how)
     found = pullback(da.from_array(dout))
     assert [x.shape for x in found] == [x.shape for x in given]
-    found, right = computed(result, *found), (out, *back(dout))
+    found, right = computed(*results, *found), (out, lse, *back(dout))
     if name != "ragged chunks":
         assert_same_bits(found, right)
-        return
-    # Chunks of keys that do not end with a tile have their sums in another order.
-    rows = cupyfa.attention(*given, return_lse=True, **FORWARD, **options)
-    of = bounds(given, rows, dout, **options)
-    assert_close(found, right, [of[x] for x in ("O", *GRADIENTS)])
+    else:  # Chunks of keys that do not end with a tile have their sums in another order.
+        require_right(found, given, chunked, dout=dout, **options)
 
 
 def test_gradients_of_lse_and_of_merged_keys():
     given, chunked, options = case("causal")
-    (out, lse), back = cupyfa.attention_vjp(*given, return_lse=True, **FORWARD, **options)
-    dout, dlse = out[..., ::-1].copy(), lse[..., ::-1].copy()
-    (result, rows), pullback = parts.attention_vjp(
+    dout, dlse = (x[..., ::-1].copy() for x in cupyfa.attention(*given, return_lse=True, **FORWARD))
+    results, pullback = parts.attention_vjp(
         *chunked, keys="merge", return_lse=True, **FORWARD, **options
     )
-    found = pullback(da.from_array(dout), da.from_array(dlse))
-    of = bounds(given, (out, lse), dout, dlse, **options)
-    right = (out, lse, *back(dout, dlse))
-    assert_close(computed(result, rows, *found), right, of.values(), merges=1)
+    found = computed(*results, *pullback(da.from_array(dout), da.from_array(dlse)))
+    require_right(found, given, chunked, fan_in=4, dout=dout, dlse=dlse, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
@@ -177,13 +171,11 @@ def test_rows_of_any_height():
     """With one row in a chunk, too."""
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 11, "N": 9})
     chunked = cut(q, k, v, {"batch": 1, "heads": 2, "rows": 1, "keys": 1})
-    rows = cupyfa.attention(q, k, v, causal=True, return_lse=True, **FORWARD)
-    right, back = cupyfa.attention_vjp(q, k, v, causal=True, **FORWARD)
-    of = bounds((q, k, v), rows, right, causal=True)
-    of = [of[x] for x in ("O", *GRADIENTS)]
-    for keys in ("gather", "merge"):
-        out, pullback = parts.attention_vjp(*chunked, causal=True, keys=keys, **FORWARD)
-        assert_close(computed(out, *pullback(out)), (right, *back(right)), of, merges=2)
+    how = {"causal": True, "return_lse": True, **FORWARD}
+    for keys, fan_in in (("gather", None), ("merge", 4)):
+        results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+        found = computed(*results, *pullback(results[0]))
+        require_right(found, (q, k, v), chunked, fan_in=fan_in, dout=found[0], causal=True)
 
 
 def test_rows_that_see_no_key():
@@ -287,9 +279,9 @@ def test_options_are_as_of_attention():
     options = AttentionOptions(window=(9, 3), scale=0.5)
     right = cupyfa.attention(*given, options=options, **FORWARD)
     assert_same_bits(computed(parts.attention(*chunked, options=options, **FORWARD)), [right])
-    checked = parts.attention(*chunked, options=options, keys="merge", check=True, **FORWARD)
-    of_O = bounds(given, None, window=(9, 3), scale=0.5)["O"]
-    assert_close(computed(checked), [right], [of_O], merges=1)
+    how = {"keys": "merge", "return_lse": True, "check": True, **FORWARD}
+    checked = computed(*parts.attention(*chunked, options=options, **how))
+    require_right(checked, given, chunked, fan_in=4, window=(9, 3), scale=0.5)
 
 
 X = np.ones((1, 2, 8, 4), np.float32)
@@ -465,16 +457,19 @@ def client():
         yield client
 
 
+def computed_by(client, *arrays, **how):
+    return [x.result(timeout=120) for x in client.compute(arrays, **how)]
+
+
 @pytest.mark.slow
 def test_processes_compute_the_same(client):
     for name in ("plain", "causal window"):
         given, chunked, options = case(name)
         right = cupyfa.attention(*given, **FORWARD, **options)
         found = parts.attention(*chunked, **FORWARD, **options)
-        merged = parts.attention(*chunked, keys="merge", **FORWARD, **options)
-        assert_same_bits([found.compute()], [right])
-        of_O = bounds(given, None, **options)["O"]
-        assert_close([merged.compute()], [right], [of_O], merges=1)
+        assert_same_bits(computed_by(client, found), [right])
+        merged = parts.attention(*chunked, keys="merge", return_lse=True, **FORWARD, **options)
+        require_right(computed_by(client, *merged), given, chunked, fan_in=4, **options)
 
 
 def test_an_error_of_a_worker_arrives_as_itself(client):
@@ -485,21 +480,101 @@ def test_an_error_of_a_worker_arrives_as_itself(client):
         found.compute()
 
 
-@pytest.mark.slow
-def test_tasks_of_a_worker_that_dies_are_repeated(client):
-    given, (q, k, v), options = case("causal")
+def slowly(x):
+    time.sleep(0.5)
+    return x
 
-    def slowly(x):
-        time.sleep(0.5)
-        return x
 
+def require_right_if_one_dies(client, given, chunked, **options):
+    """A worker is killed while tasks are computed; another one takes its place."""
+    q, k, v = chunked
     slow = q.map_blocks(slowly, dtype=q.dtype, meta=q._meta)
-    future = client.compute(parts.attention(slow, k, v, **FORWARD, **options))
+    future = client.compute(parts.attention(slow, k, v, **options))
     victim, *_ = client.run(os.getpid).values()
     time.sleep(1)
     os.kill(victim, 9)
-    assert_same_bits([future.result(timeout=60)], [cupyfa.attention(*given, **FORWARD, **options)])
+    assert_same_bits([future.result(timeout=120)], [cupyfa.attention(*given, **options)])
+    client.wait_for_workers(2, timeout=60)
     assert victim not in client.run(os.getpid).values()
+
+
+@pytest.mark.slow
+def test_tasks_of_a_worker_that_dies_are_repeated(client):
+    given, chunked, options = case("causal")
+    require_right_if_one_dies(client, given, chunked, **FORWARD, **options)
+
+
+@pytest.fixture(scope="module")
+def of_two_gpus(two_gpus):
+    """Two processes of one thread, each with a GPU of its own, as the example starts them."""
+    distributed = pytest.importorskip("distributed")
+    start = runpy.run_path(str(ROOT / "examples" / "dask_attention.py"))["cluster"]
+    with start(2) as cluster, distributed.Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        yield client
+
+
+# Rows and keys are cut at multiples of the tile sizes of all kernels.
+OF_GPUS = {**SIZES, "batch": 1, "M": 1536, "N": 1536, "d": 64, "dv": 64}
+STRIPS = {"batch": 1, "heads": 1, "rows": 768, "keys": 768}
+
+
+def gpu():
+    import cupy
+
+    return cupy.cuda.Device().pci_bus_id
+
+
+@pytest.mark.gpu
+def test_each_worker_has_a_gpu_of_its_own(of_two_gpus):
+    assert len({*of_two_gpus.run(gpu).values()}) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("keys", ["gather", "merge"])
+def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
+    """Of NumPy chunks, which move between the processes."""
+    given = arrays(**{**OF_GPUS, "dtype": dtype})
+    chunked = cut(*given, STRIPS)
+    how = {"causal": True, "return_lse": True}
+    results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+    kept = of_two_gpus.persist([*results, *pullback(chunked[0])])
+    found = computed_by(of_two_gpus, *kept)
+    assert all(of_two_gpus.has_what().values())  # each has computed some of them
+    if keys == "merge":
+        require_right(found, given, chunked, fan_in=4, dout=given[0], causal=True)
+    else:
+        right, back = cupyfa.attention_vjp(*given, deterministic=True, **how)
+        assert_same_bits(found, (*right, *back(given[0])))
+
+
+@pytest.mark.gpu
+def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
+    """Each worker has those of one key head, which do not leave it.
+
+    By itself a head takes a kernel that splits keys by the number of rows.
+    """
+    import cupy
+
+    given = arrays(**{**OF_GPUS, "dtype": "float16"})
+    meta = cupy.empty((0, 0, 0, 0), "float16")
+    for head, worker in enumerate(of_two_gpus.run(gpu)):
+        of_head = given[0][:, 2 * head : 2 * head + 2], *(x[:, head : head + 1] for x in given[1:])
+        q, k, v = (x.map_blocks(cupy.asarray, meta=meta) for x in cut(*of_head, STRIPS))
+        how = {"causal": True, "deterministic": True, "kernel": "mma_async"}
+        out, pullback = parts.attention_vjp(q, k, v, **how)
+        results = [x.map_blocks(cupy.asnumpy, dtype=x.dtype) for x in (out, *pullback(q))]
+        found = computed_by(of_two_gpus, *results, workers=[worker])
+        right, back = cupyfa.attention_vjp(*of_head, **how)
+        assert_same_bits(found, (right, *back(of_head[0])))
+
+
+@pytest.mark.gpu
+def test_tasks_of_a_worker_with_a_gpu_that_dies_are_repeated(of_two_gpus):
+    given = arrays(**{**OF_GPUS, "dtype": "float16"})
+    require_right_if_one_dies(of_two_gpus, given, cut(*given, STRIPS), causal=True)
+    assert len({*of_two_gpus.run(gpu).values()}) == 2
 
 
 @pytest.mark.gpu

@@ -259,6 +259,16 @@ def test_without_a_gpu(no_device):
             ranks.group(**given)
 
 
+def test_a_host_with_gpus_of_several_models(monkeypatch):
+    """Each rank takes its own; those that differ are found when ranks agree on a call."""
+    used = []
+    cuda = SimpleNamespace(models=("one", "other"), devices=1, use=used.append)
+    monkeypatch.setattr(joining, "backend_named", lambda name: cuda)
+    assert joining._use_device(joining.Place(1, 2, 1)) is cuda and used == [1]
+    with pytest.raises(DeviceError, match="rank 2 takes device 2 of this host, which has 2; start"):
+        joining._use_device(joining.Place(2, 3, 2))
+
+
 def test_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="pip install mpi4py"):
@@ -532,17 +542,20 @@ def require_right(done, count):
     assert sorted(x for x in done.stdout.splitlines() if x.startswith("rank")) == right
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["compare", "wrong"])
-def test_ranks_of_mpi(what):
+def launched_by_mpi(count, *command):
     pytest.importorskip("mpi4py")
     if not (mpiexec := shutil.which("mpiexec")):
         pytest.skip("there is no mpiexec")
-    command = [mpiexec, "-n", "2", sys.executable, "-m", "mpi4py", str(PROGRAM), "mpi", what, "30"]
-    done = subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120
-    )
-    require_right(done, 2)
+    return subprocess.run(
+        [mpiexec, "-n", str(count), sys.executable, "-m", "mpi4py", *command],
+        env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["compare", "wrong"])
+def test_ranks_of_mpi(what):
+    require_right(launched_by_mpi(2, str(PROGRAM), "mpi", what, "30"), 2)
 
 
 EXAMPLE = ROOT / "examples" / "distributed_attention.py"
@@ -562,17 +575,21 @@ def test_the_example_by_itself(schedule):
     require_examples_lines(launched(1, str(EXAMPLE), *options), 1)
 
 
+@pytest.mark.slow
+def test_the_example_on_two_processes_of_mpi():
+    done = launched_by_mpi(2, str(EXAMPLE), "--over", "mpi", "--tokens", "64", "-d", "8")
+    require_examples_lines(done, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", ["gather", "heads", "ring"])
-def test_the_example_on_two_gpus(two_gpus, schedule):
+def test_the_example_on_two_gpus(nccl_of_two, schedule):
     options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
     require_examples_lines(launched(2, str(EXAMPLE), *options, timeout=300), 2)
 
 
 @pytest.fixture
-def two_gpus(cuda):
-    if cuda.devices < 2:
-        pytest.skip(f"needs two GPUs, and {cuda.devices} is visible")
+def nccl_of_two(two_gpus):
     from cupyfa.runtime.cuda import nccl
 
     try:
@@ -583,12 +600,12 @@ def two_gpus(cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["compare", "wrong"])
-def test_ranks_of_nccl(two_gpus, what):
+def test_ranks_of_nccl(nccl_of_two, what):
     require_right(launched(2, str(PROGRAM), "nccl", what, "60", timeout=300), 2)
 
 
 @pytest.mark.gpu
-def test_a_rank_that_is_killed(two_gpus):
+def test_a_rank_that_is_killed(nccl_of_two):
     """The other one raises within the time-out and 5 s."""
     how = {"options": ("--grace", "60"), "timeout": 300}
     done = launched(2, str(PROGRAM), "nccl", "killed", "20", **how)

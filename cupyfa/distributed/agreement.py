@@ -51,13 +51,18 @@ def digest(fields: Mapping[str, str]) -> bytes:
 
 
 def _digest(text: str) -> bytes:
-    return blake2b(text.encode(), digest_size=8).digest()
+    return blake2b(_encoded(text), digest_size=8).digest()
 
 
 def _written(fields: Mapping[str, str]) -> bytes:
     text = _BETWEEN.join(fields[name].replace(_BETWEEN, " ")[:_LONGEST] for name in FIELDS)
-    cut = text.encode()[: _TEXT_BYTES - 1]
+    cut = _encoded(text)[: _TEXT_BYTES - 1]
     return cut + _BETWEEN.encode() * (_TEXT_BYTES - len(cut))
+
+
+def _encoded(text: str) -> bytes:
+    """Any text as bytes: an error here would be that of one rank alone."""
+    return text.encode(errors="backslashreplace")
 
 
 def _read(message: bytes) -> dict[str, str]:

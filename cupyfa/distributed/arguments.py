@@ -36,6 +36,8 @@ class Schedule(NamedTuple):
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
     known: frozenset[str]  # what texts may name: its calls count it as the whole does
+    # Messages of another rank that is not ready hold multiprocessors for as long as a kernel takes.
+    persistent: bool = True  # whether "auto" may be a kernel with persistent blocks all the same
 
 
 _SCHEDULES = {
@@ -47,7 +49,7 @@ _SCHEDULES = {
         heads.backward,
         frozenset({"batch", "query", "queries", "position", "key", "keys"}),
     ),
-    "ring": Schedule(ring.forward, ring.backward, frozenset({"batch"})),
+    "ring": Schedule(ring.forward, ring.backward, frozenset({"batch"}), persistent=False),
 }
 _ELSEWHERE = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
@@ -164,7 +166,8 @@ class Given:
         _check_rows(q, v, p, dict(zip(self.of_rows, of_rows)))
         of_backward = {x: how[x] for x in ("deterministic",) if x in how}
         asked = how["kernel"], how["tiles"]
-        of_kernel = planned(self.operation, p, backend.limits, *asked, **of_backward)
+        which = {"persistent": schedule.persistent, **of_backward}
+        of_kernel = planned(self.operation, p, backend.limits, *asked, **which)
         more = {"backend": how["backend"], "check": how["check"], **of_backward}
         call = Call(options_of_parts(p), how["captured"], {**of_kernel, **more})
         in_host = isinstance(q, np.ndarray)

@@ -16,6 +16,12 @@ from cupyfa.runtime.backend import Backend
 Schedule = Literal["gather", "heads", "ring"]
 Pullback = Callable[..., tuple[Any, ...]]
 
+# The arguments that ``Given`` takes by name, where a function has them.
+_HOW = (
+    *("M", "N", "order", "schedule", "kernel", "tiles", "backend", "check", "options", "captured"),
+    "deterministic",
+)
+
 
 def attention(
     q: Any,
@@ -69,10 +75,7 @@ def attention(
     rank fails, ends or does not answer within the time-out of the group, which then has ended;
     else what ``cupyfa.attention`` raises.
     """
-    how = {
-        "M": M, "N": N, "order": order, "schedule": schedule, "kernel": kernel, "tiles": tiles,
-        "backend": backend, "check": check, "options": options, "captured": captured,
-    }  # fmt: skip
+    how = _how(locals())
     given = Given(attention, "forward", group, (q, k, v), how, {"causal": causal, **others})
     call, arrays = given.agreed()
     with group.calling():
@@ -115,11 +118,7 @@ def attention_backward(
     is. Each part's dk and dv have this dtype; their sums over the ranks are of float32 (float64 for
     float64), in the order of ranks. Raises what ``attention`` raises.
     """
-    how = {
-        "M": M, "N": N, "order": order, "schedule": schedule, "kernel": kernel, "tiles": tiles,
-        "backend": backend, "check": check, "options": options, "captured": captured,
-        "deterministic": deterministic,
-    }  # fmt: skip
+    how = _how(locals())
     of_rows = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     given = Given(
         *(attention_backward, "backward", group, (q, k, v), how, {"causal": causal, **others}),
@@ -164,3 +163,7 @@ def attention_vjp(
         )  # fmt: skip
 
     return ((out, lse) if return_lse else out), pullback
+
+
+def _how(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in _HOW if name in arguments}

@@ -20,8 +20,7 @@ from cupyfa.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 
-BLOCKS = 132  # the multiprocessors of a large GPU
-STEP_BYTES = 32 << 20  # of keys and values that its L2 cache holds
+_STEP_BYTES = 32 << 20  # of keys and values that the L2 cache of a large GPU holds
 _ROWS_OF_BLOCK = 128  # or keys
 
 
@@ -104,17 +103,20 @@ class Job:
         """Key heads of a step of "gather", of whose query heads launches compute some rows."""
         p = self.problem
         rows = -(-p.M // sum(map(len, self.q_shards.ranges)))
-        return self._heads(2 * BLOCKS, p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), STEP_BYTES)
+        return self._heads(2, p.batch * p.group * -(-rows // _ROWS_OF_BLOCK), _STEP_BYTES)
 
     def heads_of_keys(self) -> int:
         """The same for gradients, where blocks have keys; the first rows see the fewest."""
         p = self.problem
         keys = -(-p.N // sum(map(len, self.q_shards.ranges)))
-        return self._heads(BLOCKS, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * STEP_BYTES)
+        return self._heads(1, p.batch * -(-keys // _ROWS_OF_BLOCK), 2 * _STEP_BYTES)
 
     def _heads(self, blocks: int, of_head: int, size: int) -> int:
-        """So many that a launch has these blocks, and more if their keys have at most this size."""
+        """So many that a launch has these blocks for each multiprocessor, and more if their keys
+        have at most this size.
+        """
         p = self.problem
+        blocks *= self.backend.limits.multiprocessors
         keys = p.batch * p.N * (p.d + p.dv) * p.dtype.numpy.itemsize
         return max(-(-blocks // max(of_head, 1)), size // max(keys, 1))
 

@@ -118,10 +118,10 @@ def _refuse_places(given: Mapping[str, Any]) -> None:
 def _use_device(place: Place) -> Backend:
     """Makes a rank's device current."""
     cuda = _cuda(place.rank)
-    if place.device >= cuda.devices:
+    if place.device >= len(cuda.models):
         raise DeviceError(
             f"rank {place.rank} takes device {place.device} of this host, which has "
-            f"{cuda.devices}; start as many ranks as GPUs, or give device="
+            f"{len(cuda.models)}; start as many ranks as GPUs, or give device="
         )
     cuda.use(place.device)
     return cuda

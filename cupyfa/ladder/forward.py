@@ -751,6 +751,7 @@ WGMMA_PERSISTENT = rung(
     WGMMA_OVERLAP,
     "wgmma_persistent",
     "persistent blocks: the next row tile starts before the current one is finished",
+    persistent=True,
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
@@ -915,7 +916,12 @@ WGMMA_FP8 = Kernel(
     tiles=TileChoice.of(
         "Br Bc stages",
         [(Br, Bc, 2) for Br in (128, 64) for Bc in (128, 64, 32)],
-        up_to={64: [(192, 128, 2)], 192: [(128, 128, 2)], 256: [(128, 96, 2)]},
+        up_to={
+            64: [(192, 128, 2)],
+            128: [(192, 96, 2)],
+            192: [(128, 128, 2)],
+            256: [(128, 96, 2)],
+        },
     ),
     candidates={"Br": (64, 128, 192), "Bc": (64, 96, 128, 160, 192, 224), "stages": (2, 3, 4)},
     rules={

@@ -226,6 +226,8 @@ class Kernel(_Record):
         ``kernel="auto"`` takes it for these, once it was measured, and for no others.
     unordered: outputs that are summed in any order, as by atomics: their last bits differ from run
         to run.
+    persistent: whether each block has its tiles from the beginning, so that all wait for one that
+        begins late.
     folder: where the files of a kernel from outside the project are. A file that is not there is
         the project's, if another file of the kernel is there.
     after: the rungs of its family that its files are read after, as small changes of theirs.
@@ -270,6 +272,7 @@ class Kernel(_Record):
     tflops: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     made_for: Callable[[Problem, SimpleNamespace], bool] | None = None
     unordered: Sequence[str] = ()
+    persistent: bool = False
     folder: str | Path | None = None
     after: Sequence[str] = ()
     inputs: Mapping[str, Input] = field(default_factory=dict)

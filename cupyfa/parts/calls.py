@@ -68,11 +68,13 @@ def planned(
     limits: Limits,
     kernel: str | Kernel,
     tiles: Tiles | None,
-    *,
-    deterministic: bool = False,
+    **which: bool,
 ) -> dict[str, Any]:
-    """The kernel and its constants for the whole problem, as arguments of every part's call."""
-    record = planning.select(kernel, operation, p, limits, deterministic=deterministic)
+    """The kernel and its constants for the whole problem, as arguments of every part's call.
+
+    which: ``deterministic`` and ``persistent`` of ``select``.
+    """
+    record = planning.select(kernel, operation, p, limits, **which)
     plan = planning.plan(record, p, limits, **given_tiles(tiles))
     named = kernel if isinstance(kernel, Kernel) else record.name
     return {"kernel": named, "tiles": dict(plan.constants)}

@@ -35,14 +35,18 @@ def select(
     limits: Limits,
     *,
     deterministic: bool = False,
+    persistent: bool = True,
 ) -> Kernel:
     """The record of a kernel given by name, as a record, or as "auto".
 
-    With ``deterministic`` raises Unsupported if its results may differ from run to run.
+    With ``deterministic`` raises Unsupported if its results may differ from run to run. Without
+    ``persistent`` "auto" is no kernel with persistent blocks.
     """
     ladder = LADDER[operation]
     if deterministic:
         ladder = {name: x for name, x in ladder.items() if not x.unordered}
+    if not persistent:
+        ladder = {name: x for name, x in ladder.items() if not x.persistent}
     if isinstance(kernel, str) and kernel == "auto":
         return _fastest(list(ladder.values()), problem, limits)
     record = _given(kernel, operation)

@@ -4,6 +4,8 @@ import numpy as np
 
 from cupyfa.numerics import merging
 from cupyfa.numerics.tolerance import Expected
+from cupyfa.operations import OPERATIONS
+from cupyfa.problem import can_give
 
 
 @np.errstate(invalid="ignore")
@@ -30,3 +32,37 @@ def merged(parts, whole, dtype):
         "lse": own["lse"].bound + b,
     }
     return {name: Expected(whole[name].value, x) for name, x in bounds.items()}
+
+
+def of_parts(arrays, p, rows, keys, fan_in=None):
+    """The expected "O" and "lse" of some rows, merged from attentions to ranges of keys.
+
+    arrays: Q, K and V of the problem p, by name. fan_in: how many results are merged at a time, of
+    parts that are not rounded to 16 bits; by default all at once, of parts that are.
+    """
+
+    def attention(own, of):
+        index = np.s_[:, :, own.start : own.stop]
+        part = of.part(p.batch, p.kv_heads, rows, own)
+        inputs = {x: arrays[x][index] for x in "KV"}
+        inputs["Q"] = arrays["Q"][:, :, rows.start : rows.stop]
+        return OPERATIONS["forward"].reference(inputs, part, (None,))[None]
+
+    of_part = p
+    if fan_in is not None and can_give("float32", p.dtype):
+        of_part = p.with_options(out_dtype="float32")
+    parts = [(x, attention(x, of_part)) for x in keys]
+    # Of keys that no row sees nothing is computed.
+    parts = [x for x in parts if not np.isneginf(x[1]["lse"].value).all()] or parts[:1]
+    if len(parts) == 1:
+        return attention(parts[0][0], p)
+    while len(parts) > 1:
+        step = fan_in or len(parts)
+        groups = [parts[n : n + step] for n in range(0, len(parts), step)]
+        dtype = (p if len(groups) == 1 else of_part).out_dtype.name
+        parts = []
+        for group in groups:
+            every = range(min(x.start for x, _ in group), max(x.stop for x, _ in group))
+            whole = attention(every, of_part)
+            parts.append((every, merged([x for _, x in group], whole, dtype)))
+    return parts[0][1]

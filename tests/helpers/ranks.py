@@ -6,35 +6,92 @@ import sys
 import time
 
 import numpy as np
+from helpers.merged import of_parts
 
 import cupyfa
 import cupyfa.distributed as ranks
+from cupyfa import Problem
+from cupyfa.distributed.shards import Shards
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
+from cupyfa.operations import OPERATIONS
 
-SIZES = {"nccl": (4096, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend": "simulator"})}
+SIZES = {"nccl": (1024, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend": "simulator"})}
+
+
+def joined(parts, order):
+    """The whole array of all ranks' rows."""
+    shards = Shards.of(sum(x.shape[2] for x in parts), len(parts), order)
+    return np.concatenate(parts, axis=2)[:, :, shards.places]
+
+
+def expected(given, rows, keys, results, **options):
+    """What is expected of sums over parts, for these ranges of queries and of keys."""
+    q, k, v, dout, dlse = given
+    out, lse = results[:2]
+    p = Problem.of(q, k, v, **options)
+    arrays = {"Q": q, "K": k, "V": v, "O": out, "lse": lse, "dO": dout, "mods.dlse": dlse}
+    backward = OPERATIONS["backward"].reference
+    made = {
+        x: Expected(np.zeros(y.shape), np.zeros(y.shape))
+        for x, y in zip(("O", "lse", "dQ", "dK", "dV"), results)
+    }
+    for i in rows:
+        of = {x: y if x in "KV" else y[:, :, i.start : i.stop] for x, y in arrays.items()}
+        for j in keys:
+            inputs = of | {x: arrays[x][:, :, j.start : j.stop] for x in "KV"}
+            found = backward(inputs, p.part(p.batch, p.kv_heads, i, j), (None,))[None]
+            for x, own in (("dQ", i), ("dK", j), ("dV", j)):
+                for total, one in zip(made[x], found[x]):
+                    total[:, :, own.start : own.stop] += one
+        of_rows = of_parts(arrays, p, i, keys)
+        for x in ("O", "lse"):
+            for array, one in zip(made[x], of_rows[x]):
+                array[:, :, i.start : i.stop] = one
+    return made
+
+
+def ranges(n, count, order="zigzag"):
+    """All that are not empty, if there are some."""
+    found = Shards.of(n, count, order).ranges
+    return [x for own in found for x in own if len(x)] or [range(0)]
 
 
 def compare(group, over):
     """All schedules; the results of heads have the bits of one call."""
     n, d, dtype, how = SIZES[over]
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal((1, h, n, d)).astype(dtype) for h in (4, 2, 2, 4)]
+    given = [rng.standard_normal((1, h, n, d)).astype(dtype) for h in (4, 2, 2, 4)]
+    given.append(np.zeros((1, 4, n), "f4"))  # dlse
+    arrays = given
     if over == "nccl":
         import cupy
 
-        arrays = [*map(cupy.asarray, arrays)]
-    q, k, v, dout = arrays
-    out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, deterministic=True, **how)
-    right = out, *pullback(dout)
+        arrays = [*map(cupy.asarray, given)]
+    how = {"causal": True, "return_lse": True, "deterministic": True, **how}
+    how["kernel"] = "fa2" if over == "mpi" else "mma_async"  # which do not split keys
+    rows, keys = ranges(n, group.ranks), [range(n)]
     for schedule in ("gather", "heads", "ring"):
-        own = [ranks.shard(x, group) for x in (q, k, v)]
-        out, pullback = ranks.attention_vjp(
-            *own, group=group, causal=True, schedule=schedule, deterministic=True, **how
-        )
-        found = out, *pullback(ranks.shard(dout, group))
-        for x, y in zip(found, right):
-            error = abs(x.astype("f4") - ranks.shard(y, group).astype("f4")).max()
-            bound = 1e-5 if dtype == "float32" else 2e-2
-            assert error <= (0 if schedule == "heads" else bound), (schedule, error)
+        of_ranks = [group.gather(x)() for x in of_rank(group, arrays, schedule, how)]
+        found = [joined(on_host(x), "zigzag") for x in of_ranks]
+        if schedule == "heads":
+            (out, lse), pullback = cupyfa.attention_vjp(*arrays[:3], **how)
+            for x, y in zip(found, (out, lse, *pullback(*arrays[3:]))):
+                np.testing.assert_array_equal(x, on_host(y))
+        else:
+            wanted = expected(given, rows, rows if schedule == "ring" else keys, found, causal=True)
+            tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), schedule)
+
+
+def on_host(array):
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def of_rank(group, arrays, schedule, how):
+    """out, lse, dq, dk and dv of this rank's rows."""
+    q, k, v, dout, dlse = (ranks.shard(x, group) for x in arrays)
+    results, pullback = ranks.attention_vjp(q, k, v, group=group, schedule=schedule, **how)
+    return *results, *pullback(dout, dlse)
 
 
 def ones(over):

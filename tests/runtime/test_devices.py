@@ -16,7 +16,7 @@ from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
 from cupyfa.runtime import transfer
-from cupyfa.runtime.transfer import call, devices, pieces
+from cupyfa.runtime.transfer import call, devices, pieces, shares
 from cupyfa.runtime.transfer.host import hosts
 from cupyfa.runtime.transfer.shares import divided
 
@@ -331,6 +331,28 @@ def test_shares_have_equal_work(what):
     assert len(made) == count and max(flops) * count <= 1.05 * sum(flops)
     cuts = sum(share[0].rows.start > 0 for share in made)
     assert cuts < count  # of heads, whose keys are sent to two devices
+
+
+def test_shares_begin_and_end_with_a_small_piece_where_kernels_take_longest():
+    plan, plan_of = planned("wgmma_persistent", **EQUAL["rows of heads"][1])
+    for share in shared(plan, plan_of, 2):
+        first, second, *others, last = (len(x.rows) for x in share)
+        assert 3 * first == second and 3 * last == others[-1] and min(others[:-1]) == 4 * first
+    plan, plan_of = planned("wgmma_persistent", batch=6, heads=8, M=1024, N=1024)
+    assert len({len(x.kv_heads) for share in shared(plan, plan_of, 3) for x in share}) == 1
+
+
+def test_a_small_first_piece_has_the_bits_of_the_whole(far, monkeypatch):
+    monkeypatch.setattr(pieces, "_LEAST_TILES", 8)
+    monkeypatch.setattr(shares, "_FEWEST_TILES", 1)
+    monkeypatch.setattr(shares, "BUS", 1e18)  # copies take no time
+    cut = []
+    original = shares._Work._cut_at
+    monkeypatch.setattr(
+        shares._Work, "_cut_at", lambda *args: cut.append(original(*args)) or cut[-1]
+    )
+    same(far, *arrays(1, 2, 600, N=40), [0, 1])
+    assert [*map(len, cut)] == [2] * 4
 
 
 def test_shares_of_sequences_have_equal_work():

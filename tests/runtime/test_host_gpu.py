@@ -331,12 +331,10 @@ def test_eight_threads_with_numpy_arrays():
     assert not wrong
 
 
-def test_a_thread_for_each_device_with_numpy_arrays():
+def test_a_thread_for_each_device_with_numpy_arrays(two_gpus):
     import cupy
 
-    devices = range(cupy.cuda.runtime.getDeviceCount())
-    if len(devices) < 2:
-        pytest.skip("there is one device")
+    devices = range(two_gpus.devices)
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
     problems = [arrays(4, 8, 300, 64, seed=device) for device in devices]
     right = [cupyfa.attention(*on_device(*problem)).get() for problem in problems]
@@ -360,9 +358,7 @@ def test_a_thread_for_each_device_with_numpy_arrays():
     ],
     ids=["heads", "grouped heads", "rows", "other axes"],
 )
-def test_all_devices_have_the_bits_of_one(shapes, options):
-    if len(cupyfa.runtime.select.backend_named("cuda").models) < 2:
-        pytest.skip("there is one device")
+def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
     q, k, v = (of_shape(*shape) for shape in (shapes[0], shapes[1], shapes[1]))
     made = []

@@ -22,6 +22,7 @@ _STARTS = [f"mods.{name}" for name in STARTS]
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread copies while a chunk waits for Python's lock
 _SPARE = 0.9  # share of the free memory that a call may take
+_CATCH_UP = 2  # pieces that are sent after a kernel while fewer are there than may be
 
 
 class Call:
@@ -101,10 +102,19 @@ class Call:
         sent: list[Copies] = []
         brought: list[Copies] = []
         computed: list[Mark] = []
+
+        def send_next() -> None:
+            i = len(places)
+            if i >= count:
+                self.up.wait(computed[i - count])
+            places.append(self.placed(i, memory))
+            sent.append(self.moved(self.up, places[i], self.new_in(i), send))
+
+        # The first kernel is started before others are sent; waiting for threads would delay them.
+        by_threads = not self.pinned.issuperset(self.bits.keys() & self.given)
         try:
-            for i in range(count):
-                places.append(self.placed(i, memory))
-                sent.append(self.moved(self.up, places[i], self.new_in(i), send))
+            for _ in range(count if by_threads else 1):
+                send_next()
                 yield 0
             self.cut.compile(self.backend)  # while the first pieces are on their way
             for i in range(len(pieces)):
@@ -119,11 +129,9 @@ class Call:
                 computed.append(self.work.record())
                 self.down.wait(computed[i])
                 brought.append(self.moved(self.down, places[i], self.plan.outputs, bring))
-                next_one = i - later + count
-                if count <= next_one < len(pieces):
-                    self.up.wait(computed[i - later])
-                    places.append(self.placed(next_one, memory))
-                    sent.append(self.moved(self.up, places[next_one], self.new_in(next_one), send))
+                there = min(i + 1 - later + count, len(pieces))
+                for _ in range(min(there - len(places), _CATCH_UP)):
+                    send_next()
                 yield i
             for i in range(max(len(pieces) - count, 0), len(pieces)):
                 self.finish(i, places, brought)

@@ -26,6 +26,8 @@ from cupyfa.runtime.transfer.pieces import (
 )
 
 _LEAST_PIECES = 4  # of sequences, for each device
+_ENDS = 4  # parts of the first and of the last piece of a share, one of which comes alone
+_FEWEST_TILES = 128  # of rows in it: as many as a large GPU computes at a time
 _UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
 Unit = list[Piece]  # one piece, or those whose results are merged
 Axis = tuple[str, int]  # of a piece, and the multiple where it may be cut
@@ -69,7 +71,8 @@ def divided(
     """Consecutive pieces for each of ``count`` devices, none of them empty.
 
     Pieces on the boundary of two shares are cut: along batch and key heads, and along rows where
-    the results allow it and whole heads would be uneven. Rows are cut where tiles begin.
+    the results allow it and whole heads would be uneven. Rows are cut where tiles begin. Where
+    kernels take longest, a share begins and ends with a small piece: no kernel hides its copies.
     """
     work, found = _Work(plan, pieces, starts), list[list[Piece]]()
     left = deque(list(x) for _, x in groupby(pieces, key=_rows_of))
@@ -86,7 +89,7 @@ def divided(
         elif left and 2 * goal > size:
             share += left.popleft()
         found.append(share)
-    return [x for x in found if x]
+    return [work.with_small_ends(x) for x in found if x]
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
@@ -115,7 +118,8 @@ class _Work:
             sum(map(self._flops, pieces)) / (tflops * 1e12),
             sum(map(self._bytes, pieces)) / BUS,
         )
-        self.of_piece = cache(self._flops if seconds[0] > seconds[1] else self._bytes)
+        self.by_flops = seconds[0] > seconds[1]
+        self.of_piece = cache(self._flops if self.by_flops else self._bytes)
 
     def of(self, unit: Iterable[Piece]) -> int:
         return sum(map(self.of_piece, unit))
@@ -144,6 +148,33 @@ class _Work:
             is_whole = "M" in axes or isinstance(piece, PieceOfSequences)
             total += size if is_whole else size * len(piece.rows) // max(p.M, 1)
         return total
+
+    def with_small_ends(self, share: list[Piece]) -> list[Piece]:
+        """The share with its first and last piece cut, if copies take less time than kernels."""
+        if not self.by_flops or self.lengths or len(share) < 2:
+            return share
+        first, *others, last = share
+        return [*self._cut_at(first, 1), *others, *self._cut_at(last, _ENDS - 1)]
+
+    def _cut_at(self, piece: Piece, count: int) -> list[Piece]:
+        """The piece in two, the first with so many of its equal parts; whole if that is too small.
+
+        Gradients, which have no part along rows, stay whole, and so do parts that are merged.
+        """
+        p = self.problem
+        if "rows" not in dict(self.axes) or len(piece.keys) < p.N:
+            return [piece]
+        for name, step in self.axes:
+            whole = getattr(piece, name)
+            at = len(whole) * count // _ENDS // step * step
+            if 0 < at < len(whole):
+                parts = [replace(piece, **{name: x}) for x in (whole[:at], whole[at:])]
+                return parts if min(map(self._tiles, parts)) >= _FEWEST_TILES else [piece]
+        return [piece]
+
+    def _tiles(self, piece: Piece) -> int:
+        heads = len(piece.batch) * len(piece.kv_heads) * self.problem.group
+        return heads * -(-len(piece.rows) // dict(self.axes)["rows"])
 
     def is_divisible(self, unit: Unit) -> bool:
         """Whether parts of it are results by themselves; parts that are merged stay together."""

@@ -1,0 +1,65 @@
+"""Attention of NumPy arrays and its gradients on several GPUs of this host, compared with one.
+
+python examples/several_gpus.py                                # all GPUs
+python examples/several_gpus.py --devices 0 1 --tokens 32768 --dtype float16
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+import cupyfa
+
+
+def pinned(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Random numbers in page-locked memory, which GPUs read and write without a copy of it."""
+    array = cupyfa.empty_pinned(shape, dtype)
+    array[...] = rng.standard_normal(shape, np.float32)
+    return array
+
+
+def milliseconds(call: Callable[[], Any]) -> float:
+    call()  # compiles, and takes memory
+    begin = perf_counter()
+    call()
+    return 1e3 * (perf_counter() - begin)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--devices", type=int, nargs="+", help="numbers of GPUs; by default all")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("-d", type=int, default=32)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    given = options().parse_args()
+    devices = given.devices or "all"
+    rng = np.random.default_rng(given.seed)
+    heads = given.heads, given.kv_heads, given.kv_heads
+    q, k, v = (pinned(rng, (1, n, given.tokens, given.d), given.dtype) for n in heads)
+    out = cupyfa.empty_pinned(q.shape, given.dtype)
+
+    one = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True))
+    right = out.copy()
+    several = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True, devices=devices))
+    print(f"one GPU: {one:.1f} ms; devices={devices}: {several:.1f} ms")
+    print("the bits are those of one GPU:", np.array_equal(out, right))
+
+    out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, devices=devices)
+    dq, dk, dv = pullback(out)
+    print("gradients:", dq.shape, dk.shape, dv.shape)
+
+
+if __name__ == "__main__":
+    main()
