@@ -616,7 +616,7 @@ def mma_f64(before: Kernel) -> Kernel:
         tflops={"float64": {64: 34.0, 128: 37.7, 256: 33.9}},
         after=(),
     )
-    (launch,) = made.launches
+    (launch,) = (x for x in made.launches if isinstance(x, Launch))
     narrow = replace(launch, when=lambda p: not has_wide_f64_sums(p))
     wide = replace(
         launch,

@@ -125,7 +125,7 @@ LONGER = {
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (963, COPIES + "; fragments and an exponential of doubles"),
-    "forward/mma_f64_wide": (1001, COPIES + "; the same of doubles, whose scores warps share"),
+    "forward/mma_f64_wide": (1005, COPIES + "; the same of doubles, whose scores warps share"),
     "forward/mma_fp16x2": (1169, COPIES + "; products of parts, loaded ahead; sections of keys"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
