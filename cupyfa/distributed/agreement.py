@@ -32,17 +32,22 @@ _SHOWN = 4  # ranks that an error names
 _REMEDY = "give the same on all ranks"
 
 
-def require_agreement(
+def difference(
     group: Group, fields: Mapping[str, str], error: Exception | None = None
-) -> None:
-    """Raises the same error on all ranks if one of them has an error, or fields that differ."""
+) -> Exception | None:
+    """What all ranks have to raise if one of them has an error, or fields that differ.
+
+    It is returned, so that what is raised here is a failure of this rank alone.
+    """
     mine = {name: fields.get(name, "") for name in FIELDS} | {"version": __version__}
     mine["error"] = f"{type(error).__name__}: {error}" if error else ""
     digests = group.agree(digest(mine))
     no_error = all(x[-8:] == _digest("") for x in digests)
     if no_error and all(x == digests[0] for x in digests):
-        return
-    raise _difference([_read(x) for x in group.agree(_written(mine))]) from error
+        return None
+    found = _difference([_read(x) for x in group.agree(_written(mine))])
+    found.__cause__ = error
+    return found
 
 
 def digest(fields: Mapping[str, str]) -> bytes:

@@ -67,11 +67,6 @@ class NcclGroup(Group):
         return self._pending(event, (array, whole), whole)
 
     def agree(self, message: bytes) -> list[bytes]:
-        if self._engine.is_capturing:
-            raise Unsupported(
-                "the current stream is captured as a CUDA graph, and this process waits for other "
-                "ranks in each call; call outside of the capture"
-            )
         self.sent += len(message) * (self.ranks - 1)
         with self._waiting():
             event, read = self._engine.agree(message)
@@ -84,6 +79,11 @@ class NcclGroup(Group):
             del self._queued[0]
 
     def require_place(self, in_gpu: bool) -> None:
+        if self._engine.is_capturing:
+            raise Unsupported(
+                "the current stream is captured as a CUDA graph, and this process waits for other "
+                "ranks in each call; call outside of the capture"
+            )
         if not in_gpu:
             raise TypeError(
                 "arrays lie in host memory, and NCCL sends those in GPU memory: give "
