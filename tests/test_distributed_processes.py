@@ -410,6 +410,22 @@ def test_an_error_of_nccl_ends_the_group():
         group.agree(b"digest")
 
 
+def test_a_gpu_that_fails_ends_the_group():
+    """Who asks for an event gets the error, also the watchdog."""
+
+    class Failed:
+        @property
+        def done(self):
+            raise ZeroDivisionError("an illegal address")
+
+    engine = Engine()
+    engine._event = Failed
+    message = "the GPU of rank 0 failed: an illegal address"
+    with ending(engine, 0.1, message) as group, group.calling():
+        group.exchange([], [])()
+        assert engine.aborted.wait(20)
+
+
 def test_another_error_in_a_call_ends_the_group():
     engine = Engine()
     group = NcclGroup(0, 2, 30, engine)

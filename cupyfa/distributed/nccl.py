@@ -150,7 +150,14 @@ class NcclGroup(Group):
         return ended(self.rank, self._reason)
 
     def _watch(self) -> None:
-        """Ends the group if this process or its GPU waits too long; the work of a thread."""
+        """The work of a thread. It ends with the group, also where the GPU has failed."""
+        try:
+            self._end_if_late()
+        except Exception as error:
+            self.abort(f"the GPU of rank {self.rank} failed: {error}")
+
+    def _end_if_late(self) -> None:
+        """Ends the group if this process or its GPU waits too long."""
         self._engine.use()
         oldest, since = None, 0.0  # the event of the next message that has to arrive
         while not self._done.wait(min(self.timeout / 4, 1)):

@@ -50,8 +50,8 @@ class Nccl:
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What calls of NCCL raise."""
-        return (self._nccl.NcclError,)
+        """What calls of NCCL raise, and of CUDA: a kernel's failure is told by the next call."""
+        return (self._nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError)
 
     @property
     def is_capturing(self) -> bool:
