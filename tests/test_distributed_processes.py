@@ -478,6 +478,17 @@ def test_arrays_are_kept_until_computation_waits_for_their_messages():
         assert not group._queued
 
 
+def test_a_group_that_has_ended_keeps_no_arrays():
+    group, array = NcclGroup(0, 2, 30, Engine("silent")), X.copy()
+    alive, pending = weakref.ref(array), group.exchange([(array, 1)], [])
+    del array, pending
+    assert alive() is not None
+    group.abort("a test")
+    assert alive() is None
+    with pytest.raises(DeviceError, match="a test"):
+        group.settle()  # as what was queued has not arrived
+
+
 def test_calls_are_not_captured():
     engine = Engine()
     with NcclGroup(0, 2, 30, engine) as group:

@@ -74,9 +74,10 @@ class NcclGroup(Group):
         return read()
 
     def settle(self) -> None:
-        while self._queued:
-            self._await(self._queued[0][0])
-            del self._queued[0]
+        with self._waiting():  # which raises if the group has ended: then nothing is queued
+            for event, _ in self._queued[:]:
+                self._await(event)
+            self._queued.clear()
 
     def require_place(self, in_gpu: bool) -> None:
         if self._engine.is_capturing:
@@ -100,7 +101,10 @@ class NcclGroup(Group):
                 return
             self._reason = reason
         self._done.set()
-        self._engine.abort()
+        try:
+            self._engine.abort()
+        finally:
+            self._queued.clear()  # the program may keep the group, which needs no arrays any more
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
         """Keeps arrays until computation waits for their messages.
