@@ -286,9 +286,11 @@ def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", given or "")
     if given is None:
         monkeypatch.delenv("NCCL_NVLS_ENABLE")
-    nccl._library.cache_clear()
-    with pytest.raises(ImportError, match=r'pip install "nvidia-nccl-cu12>=.* CUDA 13 nvidia-nccl'):
-        ranks.unique_id()
+    nccl.library.cache_clear()
+    monkeypatch.setattr(joining, "_use_device", lambda place: None)
+    for without in (ranks.unique_id, lambda: ranks.group(1, 2)):
+        with pytest.raises(ImportError, match='pip install "nvidia-nccl-cu12>=.* 13 nvidia-nccl-c'):
+            without()
     assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0")
 
 
@@ -622,7 +624,7 @@ def nccl_of_two(two_gpus):
     from cupyfa.runtime.cuda import nccl
 
     try:
-        nccl._library()
+        nccl.library()
     except ImportError as reason:
         pytest.skip(str(reason))
 

@@ -93,6 +93,7 @@ def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
     from cupyfa.distributed.nccl import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
+    nccl.library()  # before ranks meet: where it is missing, the rank says so by itself
     name = _name(place, timeout) if name is None else name
     if not isinstance(name, bytes) or len(name) != ID_BYTES:
         raise ValueError(f"unique_id is {described(name)}; give the bytes of unique_id()")
