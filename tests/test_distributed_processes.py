@@ -269,6 +269,18 @@ def test_a_host_with_gpus_of_several_models(monkeypatch):
         joining._use_device(joining.Place(2, 3, 2))
 
 
+@pytest.mark.parametrize("size, made", [(2, b"by MPI"), (1, b"by TCP")])
+def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch, size, made):
+    world = SimpleNamespace(
+        Get_rank=lambda: 0, Get_size=lambda: size, bcast=lambda made, root: b"by MPI"
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(joining, "_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(joining, "unique_id", lambda: b"")
+    monkeypatch.setattr(joining, "shared_id", lambda *args: b"by TCP")
+    assert joining._name(joining.Place(0, 2, 0), 1) == made
+
+
 def test_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="pip install mpi4py"):

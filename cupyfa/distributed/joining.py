@@ -51,8 +51,8 @@ def group(
 
     rank, ranks: which one this process is, from 0, and how many there are.
     unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
-        if this program has imported it, else from MASTER_ADDR and MASTER_PORT, by default port
-        29400 of localhost.
+        if this program has imported it and MPI has started the ranks, else from MASTER_ADDR and
+        MASTER_PORT, by default port 29400 of localhost.
     device: the GPU, which becomes the current one; by default the rank on this host, and for a
         group of one the current one.
     timeout: the seconds for which a rank waits for another one's message, including the work that
@@ -140,11 +140,13 @@ def _cuda(rank: int) -> Backend:
 
 
 def _name(place: Place, timeout: float) -> bytes:
-    """What rank 0 made, by MPI where the program uses it, else by TCP."""
+    """What rank 0 made, by MPI where its processes are the ranks, else by TCP."""
     if "mpi4py.MPI" in sys.modules:
-        made = unique_id() if place.rank == 0 else None
-        name: bytes = _mpi().COMM_WORLD.bcast(made, root=0)
-        return name
+        world = _mpi().COMM_WORLD
+        # Else a library has imported it in processes that MPI has not started.
+        if (world.Get_rank(), world.Get_size()) == place[:2]:
+            name: bytes = world.bcast(unique_id() if place.rank == 0 else None, root=0)
+            return name
     address, port = os.environ.get("MASTER_ADDR", _ADDRESS), os.environ.get("MASTER_PORT", _PORT)
     return shared_id(
         place.rank, place.ranks, unique_id, address, _number("MASTER_PORT", port), timeout
