@@ -203,6 +203,7 @@ LAUNCHERS = [
     ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3)),
     ({"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}, (9, 16, 1)),
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 2, 0)),
+    ({"PMI_RANK": "9", "PMI_SIZE": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, (9, 16, 1)),
     ({}, (0, 1, 0)),
 ]
 

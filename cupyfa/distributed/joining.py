@@ -168,8 +168,14 @@ def _place(
     if not 0 <= whole("rank", rank, 0) < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; ranks count from 0")
     if device is None:
-        device = _number(names[2], environment.get(names[2], rank)) if names else rank
+        device = rank if names is None else _rank_on_host(names[2], rank, environment)
     return Place(rank, ranks, whole("device", device, 0))
+
+
+def _rank_on_host(name: str, rank: int, environment: Mapping[str, str]) -> int:
+    """By the launcher's name, or that of another one: with PMI-2, srun sets its own."""
+    found = next((x for x in (name, *(x[2] for x in _NAMES)) if x in environment), None)
+    return rank if found is None else _number(found, environment[found])
 
 
 def _number(name: str, value: str | int) -> int:
