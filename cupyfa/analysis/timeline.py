@@ -33,12 +33,13 @@ from cupyfa.runtime.launcher import Launcher, compiled
 from cupyfa.runtime.workspace import allocated
 from cupyfa.verify.case import Case
 
-CAPACITY = 16384  # entries of a warp of one block
-_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded
+CAPACITY = 65536  # entries of a warp
+_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all kinds
 _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
 _TIMES = 5  # runs with and without a recording, to compare
+_LISTED = 20  # launches in a message
 
 
 class Kind(IntEnum):
@@ -52,13 +53,13 @@ class Kind(IntEnum):
     PRODUCT_WAIT = 5
     STORE_WAIT = 6
     PRODUCTS = 7
-    SOFTMAX = 8
-    EPILOGUE = 9
-    MARKED = 10
-    BARRIER_ARRIVE = 11
-    NAMED_ARRIVE = 12
-    COPIES_BEGUN = 13
-    PRODUCTS_BEGUN = 14
+    ISSUE = 8
+    SOFTMAX = 9
+    EPILOGUE = 10
+    MARKED = 11
+    BARRIER_ARRIVE = 12
+    NAMED_ARRIVE = 13
+    COPIES_BEGUN = 14
     SHARED_BEGINS = 15
     PLACED = 16
     WORKED_WGMMA = 17
@@ -76,6 +77,7 @@ NAMES = {
     Kind.PRODUCT_WAIT: "wait: wgmma",
     Kind.STORE_WAIT: "wait: stores",
     Kind.PRODUCTS: "mma",
+    Kind.ISSUE: "issue: wgmma",
     Kind.SOFTMAX: "softmax",
     Kind.EPILOGUE: "epilogue",
     Kind.MARKED: "mark",
@@ -105,7 +107,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
-    is_first: bool = True  # of the pieces of a phase, which others cut that are inside it
+    is_first: bool = True  # the first piece of a phase, which phases inside it cut
 
     @property
     def length(self) -> float:
@@ -114,7 +116,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a warp that starts or frees something to the end of another's wait for it."""
+    """From a warp that starts a copy, or frees a buffer, to the end of another's wait for it."""
 
     block: int
     start_warp: int
@@ -126,7 +128,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the warps of some blocks did. Times are cycles, or of all blocks microseconds."""
+    """What warps did: of one block with times in cycles, of all blocks in microseconds."""
 
     kernel: str
     entry: str
@@ -138,7 +140,7 @@ class Timeline:
     blocks: tuple[int, ...]  # that were recorded
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # of wgmma, from their start to the end of the wait for them
+    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of a wait
     arrows: tuple[Arrow, ...] = ()
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
@@ -173,17 +175,20 @@ def record(
 ) -> Timeline:
     """Runs a kernel and records one of its launches.
 
-    ``launch`` is the entry point, by default that named like the kernel, or the first whose name
-    begins so. ``block`` is the number of the block whose warps are recorded; with None all blocks
-    are, but only where each begins and ends and stores results.
+    ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
+    call; by default the entry point named like the kernel, or the first whose name begins so.
+    ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
+    only where each begins and ends and stores results.
 
-    Raises ValueError for a launch or a block that there is not, and where nothing is recorded,
-    and Unsupported if there are more blocks than there is memory for.
+    Raises ValueError for a launch or a block that does not exist, and if nothing was recorded;
+    Unsupported if a recording of all blocks would take too much memory.
     """
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
     recording = _recording(chosen, block, backend)
-    steps = tuple(replace(x, recording=recording) if x is chosen else x for x in plan.steps)
+    # A program of its own: rounds repeat that of the other launches.
+    with_recording = replace(chosen, recording=recording, launch=replace(chosen.launch))
+    steps = tuple(with_recording if x is chosen else x for x in plan.steps)
     recorded = replace(plan, steps=steps)
     progress(0, 3, "compiling")
     kernels = compiled(backend, recorded)
@@ -193,7 +198,7 @@ def record(
     arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
     addresses = tuple(map(backend.address, arrays.values()))
     launcher = Launcher(backend, recorded, arrays, kernels)
-    program = kernels[id(chosen.launch)]
+    program = kernels[id(with_recording.launch)]
     log = backend.variable(program, "timeline_log", _log_bytes(chosen, recording))
     names = source.members(source.file_of(chosen))
     members = backend.variable(program, "timeline_members", 16 * len(names)) if names else None
@@ -212,15 +217,15 @@ def record(
     entries, full = _entries(backend.download(log), chosen, recording)
     if not entries:
         raise ValueError(
-            f"no warp of {chosen.entry} recorded anything: its body is not where {chosen.path} has "
-            f"one; put the body of {chosen.entry} into its .cu file"
+            f"no warp of {chosen.entry} recorded anything: the body that {chosen.path} has was not "
+            f"run; put the body of {chosen.entry} into this file"
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
     barriers = _Barriers.of(names, table, texts)
     made = Timeline(
         kernel=kernel.name,
-        entry=chosen.entry,
+        entry=_title(plan, chosen),
         problem=str(plan.problem),
         device=backend.limits.device,
         modelled=backend.name != "cuda",
@@ -241,7 +246,7 @@ def record(
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """The shortest time of some runs; a full log would make them shorter."""
+    """The shortest time of a few runs, each with an empty log: a full one is not written to."""
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -249,22 +254,40 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
     return min(times)
 
 
+def _launches(plan: Plan) -> list[PlannedLaunch]:
+    """The launches of a call in order; CUDA refuses an empty grid."""
+    return [x for x in plan.launches if all(x.grid)]
+
+
 def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
-    """The launch that is recorded."""
-    there = [x for x in plan.programs if all(x.grid)]
+    """The launch that is recorded: by its number or its entry point, or the kernel's main one."""
+    there = _launches(plan)
     if not there:
         raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
     if name is not None:
-        for one in there:
-            if one.entry == name:
+        for number, one in enumerate(there):
+            if name in (one.entry, str(number)):
                 return one
-        known = ", ".join(x.entry for x in there)
-        raise ValueError(f"{plan.kernel.name} has no launch {name!r}; it has {known}")
+        known = ", ".join(f"{number}: {x.entry}" for number, x in enumerate(there[:_LISTED]))
+        more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+        raise ValueError(
+            f"{plan.kernel.name} has no launch {name!r}; it has {known}{more}; give a number or a "
+            "name"
+        )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
     return (alike or there)[0]
+
+
+def _title(plan: Plan, launch: PlannedLaunch) -> str:
+    """The entry point of a launch, and its number if others have the same."""
+    there = _launches(plan)
+    if sum(x.entry == launch.entry for x in there) == 1:
+        return launch.entry
+    (number,) = (i for i, x in enumerate(there) if x is launch)
+    return f"{launch.entry} (launch {number})"
 
 
 def _blocks(launch: PlannedLaunch) -> int:
@@ -279,13 +302,15 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
             known = "0" if count == 1 else f"0 to {count - 1}"
             raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
         return Recording(block, 1, CAPACITY)
-    capacity = min(_MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1, _MANY)
+    detailed = backend.name != "cuda"
+    capacity = _MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1
+    capacity = min(capacity, CAPACITY if detailed else _MANY)
     if capacity < _FEWEST:
         raise Unsupported(
             f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
             "smaller sizes, or one --block"
         )
-    return Recording(0, count, capacity, detailed=backend.name != "cuda")
+    return Recording(0, count, capacity, detailed)
 
 
 def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
@@ -305,21 +330,24 @@ def _entries(
         if counts[block, warp] > recording.capacity:
             full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
-        depth = 0  # of epilogues inside each other, which are one
+        # An epilogue inside another is one with it, and fences before one commit begin one issue.
+        depths = {Kind.EPILOGUE: 0, Kind.ISSUE: 0}
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
             what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
             here = recording.first + block
-            if what is Kind.EPILOGUE:
-                depth = max(depth + (-1 if ended else 1), 0)
-                if depth > (0 if ended else 1):
+            if what in depths:
+                before = depths[what]
+                left = 0 if what is Kind.ISSUE else max(before - 1, 0)
+                depths[what] = left if ended else before + 1
+                if left if ended else before:
                     continue
             made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
     return made, full
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """The entries up to the first time from which those of a warp are lost; there all warps end."""
+    """The entries before the first one that was lost. All warps end at that time."""
     by_warp = _by_warp(entries)
     times = [own[-1].time for key, own in by_warp.items() if key in full]
     if not times:
@@ -337,7 +365,7 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
 
 
 class _Barriers:
-    """The names of barriers in shared memory, from where the members of struct Shared are."""
+    """The names of barriers: those in shared memory are members of struct Shared."""
 
     def __init__(
         self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
@@ -351,7 +379,7 @@ class _Barriers:
     def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
         """From the sizes and alignments of members, and of elements, as the compiler has them.
 
-        In ``texts`` are constants that named barriers are called by.
+        Constants in ``texts`` that barrier_sync or barrier_arrive take name named barriers.
         """
         found, at = [], 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
@@ -451,7 +479,7 @@ def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
-    cut: set[int] = set()  # how many were open when a piece of the last of them ended
+    cut: set[int] = set()  # numbers of open phases, of which the last one has a piece already
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
     own = [x for x in entries if x.kind <= Kind.MARKED]
@@ -483,20 +511,22 @@ def _phases(
 
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of wgmma of one warp, each to the end of the wait for it."""
+    """The groups of wgmma of one warp, each from its issue to the end of the wait for it."""
     under_way: list[Entry] = []
+    issue: Entry | None = None
     pending = 0
     for entry in entries:
-        if entry.kind is Kind.PRODUCTS_BEGUN:
-            under_way.append(entry)
+        if entry.kind is Kind.ISSUE and not entry.ended:
+            issue = entry
+        elif entry.kind is Kind.ISSUE:
+            under_way.append(issue or entry)
+            issue = None
         elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.PRODUCT_WAIT:
             while len(under_way) > pending:
                 begun = under_way.pop(0)
-                yield Span(
-                    entry.block, entry.warp, Kind.PRODUCTS_BEGUN, "wgmma", begun.time, entry.time
-                )
+                yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
 
 
 def _copies(

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 # Cycles.
 COPY_LATENCY = 600  # from the start of a copy to its first bytes
 COPY_BYTES = 64  # that come in a cycle
-WGMMA_COLUMNS = 2  # of 64 rows and 16 of the sum, in a cycle
+WGMMA_COLUMNS = 2  # that a product computes in a cycle: 64 rows, sums of 16
 MMA = 6.5  # of one 16x8x16 in a quarter of the multiprocessor
 ELEMENT = 5  # of softmax, for each element of a lane
 EPILOGUE = 250
 STEP = 20  # any entry
-UNKNOWN = 300  # a stretch of a kernel of which no work is known
+UNKNOWN = 300  # any entry of a kernel that records no products, as the scalar ones
 
 _QUARTERS = 4
 
 
 class _Unit:
-    """Something that one uses at a time, in the gaps between earlier uses if one is long enough."""
+    """A unit that serves one warp at a time; a use may lie in a gap between earlier ones."""
 
     def __init__(self) -> None:
         self._busy: list[tuple[float, float]] = []
@@ -65,6 +65,7 @@ class _Block:
         self.waits_named: dict[tuple[int, int], list[float]] = {}
         self.rounds: defaultdict[int, int] = defaultdict(int)
         self.arrivals: defaultdict[int, dict[int, float]] = defaultdict(dict)
+        self.issue: dict[int, float] = {}
         self.groups: defaultdict[int, list[float]] = defaultdict(list)
         self.copy_groups: defaultdict[int, list[float]] = defaultdict(list)
         self.columns: defaultdict[int, int] = defaultdict(int)
@@ -121,9 +122,13 @@ class _Block:
     def _worked_wgmma(self, x: Entry, warp: int, quarter: int) -> None:
         self.columns[warp] += x.argument
 
-    def _products_begun(self, x: Entry, warp: int, quarter: int) -> None:
+    def _issue(self, x: Entry, warp: int, quarter: int) -> None:
+        if not x.ended:
+            self.issue[warp] = self.now[warp]
+            return
         length = self.columns.pop(warp, 0) / WGMMA_COLUMNS
-        self.groups[warp].append(self.tensor_cores[quarter].use(self.now[warp], length))
+        start = self.issue.pop(warp, self.now[warp])
+        self.groups[warp].append(self.tensor_cores[quarter].use(start, length))
 
     def _product_wait(self, x: Entry, warp: int, quarter: int) -> None:
         if x.ended:
@@ -177,7 +182,7 @@ def timed(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def scheduled(entries: Sequence[Entry], multiprocessors: int) -> tuple[list[Entry], dict[int, int]]:
-    """The same, each block on the multiprocessor that is free first, one at a time."""
+    """The same; each block runs alone, on the multiprocessor that is free first."""
     made, places = [], {}
     free = [0.0] * multiprocessors
     found: dict[int, list[Entry]] = defaultdict(list)

@@ -9,7 +9,14 @@ from textwrap import wrap
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
-from cupyfa.analysis.timeline_summary import extents, lines, shares, working
+from cupyfa.analysis.timeline_summary import (
+    busiest_warps,
+    extents,
+    lines,
+    rows_of_blocks,
+    shares,
+    working,
+)
 from cupyfa.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
@@ -20,6 +27,7 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
     "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
     "mma": (_BLUE, (Kind.PRODUCTS,)),
+    "issue of wgmma": (_BLUE, (Kind.ISSUE,)),
     "softmax": (_GREEN, (Kind.SOFTMAX,)),
     "epilogue": (_PURPLE, (Kind.EPILOGUE,)),
     "own phase": (_ORANGE, (Kind.MARKED,)),
@@ -39,8 +47,8 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     Of a block: a row for each warp, under it what it has under way, and arrows from the start of a
     copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
     first and the last time that are shown; by default all, or of long timelines both ends. Of all
-    blocks: a row for each multiprocessor. Raises ValueError for another suffix and for a window
-    without time or after the end, Unsupported without matplotlib.
+    blocks: a row for each multiprocessor. Raises ValueError for another suffix, for an empty window
+    and for one that shows nothing; Unsupported without matplotlib.
     """
     path = Path(path)
     check(path)
@@ -111,13 +119,12 @@ def _draw_window(
     for x in phases:
         length, name = min(x.end, high) - max(x.start, low), _short(x.name)
         if name and length > (_CHARACTER * len(name) + _MARGIN) * (high - low):
-            dark = _COLOUR[x.kind] in (_BLUE, _GREEN, _VERMILION)
             axes.text(
                 max(x.start, low) + length / 2,
                 place[x.warp] - 0.1,
                 name,
                 fontsize=6,
-                color="white" if dark else "black",
+                color="white" if _COLOUR[x.kind] == _BLUE else "black",
                 horizontalalignment="center",
                 verticalalignment="center",
                 clip_on=True,
@@ -136,7 +143,7 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Rectangles of spans: (span, top, height, colour). Those of one colour are one path."""
+    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
 
@@ -226,7 +233,7 @@ _GRID = (
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
-    rows = _rows(timeline)
+    rows = rows_of_blocks(timeline)
     places = sorted({place for place, _ in rows.values()})
     lanes = 1 + max(lane for _, lane in rows.values())
     height = max(2.0, min(8.0, 0.3 * len(places) * lanes))
@@ -245,7 +252,7 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     ]
     tasks: dict[int, int] = defaultdict(int)
     last_kind: dict[int, Kind] = {}
-    warp_of = _busiest_warps(timeline)
+    warp_of = busiest_warps(timeline)
     for x in timeline.phases:
         if x.warp != warp_of[x.block]:
             continue
@@ -266,24 +273,3 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     drawn = {colour for *_, colour in bars}
     _add_texts(figure, timeline, [x for x in _GRID if x[1] in drawn])
     return figure
-
-
-def _busiest_warps(timeline: Timeline) -> dict[int, int]:
-    """Of each block the warp with the most phases, which stands for it."""
-    counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for x in timeline.phases:
-        counts[x.block][x.warp] += 1
-    return {block: max(own, key=lambda warp: (own[warp], -warp)) for block, own in counts.items()}
-
-
-def _rows(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
-    free: dict[int, list[float]] = defaultdict(list)
-    rows = {}
-    for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
-        place = timeline.places.get(block, 0)
-        lanes = free[place]
-        lane = next((i for i, time in enumerate(lanes) if time <= start), len(lanes))
-        lanes[lane:] = [end, *lanes[lane + 1 :]]
-        rows[block] = place, lane
-    return rows

@@ -59,6 +59,27 @@ def extents(timeline: Timeline) -> dict[int, Interval]:
     return made
 
 
+def busiest_warps(timeline: Timeline) -> dict[int, int]:
+    """Of each block the warp with the most phases, which stands for it."""
+    counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for x in timeline.phases:
+        counts[x.block][x.warp] += 1
+    return {block: max(own, key=lambda warp: (own[warp], -warp)) for block, own in counts.items()}
+
+
+def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
+    """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
+    free: dict[int, list[float]] = defaultdict(list)
+    rows = {}
+    for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
+        place = timeline.places.get(block, 0)
+        lanes = free[place]
+        lane = next((i for i, time in enumerate(lanes) if time <= start), len(lanes))
+        lanes[lane:] = [end, *lanes[lane + 1 :]]
+        rows[block] = place, lane
+    return rows
+
+
 def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
     """The phases of each warp, by block and warp, without the warps that end at once."""
     whole, found = extents(timeline), defaultdict[tuple[int, int], list[Span]](list)
@@ -90,7 +111,7 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
 
 
 def facts(timeline: Timeline) -> dict[str, float]:
-    """Figures of the whole timeline, by name; only those that it has.
+    """Figures of the whole timeline by name; without products, for example, there are no gaps.
 
     Of one block: its time; in percent the time in which products are under way, that between them,
     and the part of softmax that is computed meanwhile; the longest gap between products. Of all
@@ -184,7 +205,7 @@ def _number(time: float) -> str:
 
 
 def _unwanted_waits(timeline: Timeline) -> list[Span]:
-    """All waits but those for room of warps that copy, which are ahead then as they should be."""
+    """All waits, without those of copying warps for an empty buffer: these should be ahead."""
     copying = {(x.block, x.warp) for x in timeline.copies}
     return [
         x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -11,7 +11,14 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.analysis.timeline import Kind, Span, Timeline
-from cupyfa.analysis.timeline_summary import extents, facts, lines, shares
+from cupyfa.analysis.timeline_summary import (
+    busiest_warps,
+    extents,
+    facts,
+    lines,
+    rows_of_blocks,
+    shares,
+)
 
 _OWN = "cupyfa"  # where a trace has what compare reads
 _VERSION = 1
@@ -20,12 +27,13 @@ _VERSION = 1
 def trace(timeline: Timeline) -> dict[str, Any]:
     """The trace as a value for JSON: https://ui.perfetto.dev opens it.
 
-    A process is a block, or of all blocks a multiprocessor; its threads are warps, or blocks. Times
-    are whole nanoseconds, so that phases neither overlap nor leave gaps.
+    A process is a block with its warps as threads, or all blocks with multiprocessors as threads.
+    Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
     """
+    place_of = _places(timeline)
     return {
         "displayTimeUnit": "ns",
-        "traceEvents": [*_names(timeline), *_events(timeline)],
+        "traceEvents": [*_names(timeline, place_of), *_events(timeline, place_of)],
         _OWN: {
             "timeline": _VERSION,
             "kernel": timeline.kernel,
@@ -46,20 +54,28 @@ def save(timeline: Timeline, path: str | Path) -> None:
     store.write_whole(Path(path), json.dumps(trace(timeline), separators=(",", ":")).encode())
 
 
-def _place(timeline: Timeline, x: Span) -> dict[str, int]:
+_Places = Callable[[Span], dict[str, int]]
+
+
+def _places(timeline: Timeline) -> _Places:
+    """The process and thread of a span: a block and a warp, or of all blocks a row of them."""
     if timeline.is_detailed:
-        return {"pid": x.block, "tid": x.warp}
-    return {"pid": timeline.places.get(x.block, 0), "tid": x.block}
+        return lambda x: {"pid": x.block, "tid": x.warp}
+    rows = rows_of_blocks(timeline)
+    lanes = 1 + max(lane for _, lane in rows.values())
+    numbers = {block: place * lanes + lane for block, (place, lane) in rows.items()}
+    return lambda x: {"pid": 0, "tid": numbers[x.block]}
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _names(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
+    rows = {} if timeline.is_detailed else rows_of_blocks(timeline)
     said = set()
     for x in timeline.phases:
-        place = _place(timeline, x)
-        if timeline.is_detailed:
-            process, thread = f"block {x.block}", f"warp {x.warp}"
-        else:
-            process, thread = f"multiprocessor {place['pid']}", f"block {x.block}"
+        place = place_of(x)
+        process, thread = f"block {x.block}", f"warp {x.warp}"
+        if rows:
+            number, lane = rows[x.block]
+            process, thread = "all blocks", f"SM {number}" + (f", row {lane + 1}" if lane else "")
         for what, name, where in (
             ("process_name", process, {"pid": place["pid"]}),
             ("thread_name", thread, place),
@@ -69,7 +85,7 @@ def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
                 yield {"ph": "M", "name": what, **where, "args": {"name": name}}
 
 
-def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
     def at(time: float, less: int = 0) -> float:
         return (round(time * timeline.nanoseconds) - less) / 1e3
 
@@ -77,11 +93,12 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for x in spans:
         times = {"ts": at(x.start), "dur": round(at(x.end) - at(x.start), 3)}
         kind = x.kind.name.lower()
-        yield {"ph": "X", "name": x.name, "cat": kind, **times, **_place(timeline, x)}
+        yield {"ph": "X", "name": x.name, "cat": kind, **times, **place_of(x)}
     under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
-    for number, (kind, name, x) in enumerate(under_way):  # those of a warp may overlap
-        common = {"cat": kind, "name": name, "id": number, **_place(timeline, x)}
+    for number, (kind, name, x) in enumerate(under_way):  # spans of one warp may overlap
+        own = {"local": hex(number)}  # in the process: its rows are among those of the block
+        common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
         yield {"ph": "e", "ts": at(x.end), **common}
@@ -95,26 +112,11 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:
-    """Each block, and in it those phases that some warp of it has, once for each block."""
+    """Each block, and in it the phases of the warp that has most of them."""
     for block, (start, end) in extents(timeline).items():
         yield Span(block, 0, Kind.IN_BLOCK, f"block {block}", start, end)
-    first = {block: min(x.warp for x in own) for block, own in _by_block(timeline).items()}
-    longest: dict[int, int] = {}
-    for block, own in _by_block(timeline).items():
-        counts: dict[int, int] = {}
-        for x in own:
-            counts[x.warp] = counts.get(x.warp, 0) + 1
-        longest[block] = max(counts, key=lambda warp: (counts[warp], -warp))
-    for x in timeline.phases:
-        if x.warp == longest.get(x.block, first[x.block]):
-            yield x
-
-
-def _by_block(timeline: Timeline) -> Mapping[int, Sequence[Span]]:
-    found: dict[int, list[Span]] = {}
-    for x in timeline.phases:
-        found.setdefault(x.block, []).append(x)
-    return found
+    warps = busiest_warps(timeline)
+    yield from (x for x in timeline.phases if x.warp == warps[x.block])
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
     if any(kinds):
         one, other = (before, after) if kinds[0] else (after, before)
         raise ValueError(
-            f"{one} is a timeline, and {other} is none; give two files of cupyfa timeline --save, "
+            f"{one} is a timeline, and {other} is not; give two files of cupyfa timeline --save, "
             "or two of cupyfa bench --save"
         )
     old, new = Results.load(before), Results.load(after)

@@ -59,7 +59,7 @@ class _Window(click.ParamType):
 @options.problem_options(small=False)
 @options.input_options
 @options.tile_options
-@click.option("--launch", help="The launch to record, by its entry point; --block is one of it.")
+@click.option("--launch", help="The launch to record: its entry point, or its number from 0.")
 @click.option(
     "--block", type=_Block(), default=0, help="The block whose warps are shown; all shows blocks."
 )
@@ -95,7 +95,7 @@ def timeline(
 ) -> None:
     """Record what each warp does and waits for.
 
-    One launch of KERNEL is recorded, and one block of it, or where all of its blocks run.
+    One launch of KERNEL is recorded: one of its blocks, or when and where all of its blocks run.
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
     table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
     the multiprocessor; in the simulator those of a simple model.

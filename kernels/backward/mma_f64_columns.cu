@@ -18,6 +18,7 @@
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>
 #include <tile/shared.cuh>
+#include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
@@ -207,6 +208,7 @@ template <bool of_V, class Own, class Repair>
 __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                                                 Tensor<result> gradient, const Own& own,
                                                 const Repair& repair, int group, int first_key) {
+  const timeline::Phase phase(timeline::epilogue);
   const int first = first_key + own.row;
   if (all_finite(sums))
     write_gradient(sums, of_V ? repair.extent.kept_factor() : repair.scorer.scale, gradient,

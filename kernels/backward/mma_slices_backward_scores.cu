@@ -12,6 +12,7 @@
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <tile/store.cuh>
+#include <timeline.cuh>
 
 using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;
@@ -96,6 +97,7 @@ template <bool masked>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane) {
+  const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
@@ -120,6 +122,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {
+  const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
@@ -145,6 +148,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
 // eights, columns.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
+  const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;

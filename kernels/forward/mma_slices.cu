@@ -164,6 +164,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
                                         int first_key, int key, const Part& part) {
+  const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
   const Part own = part.again();
   const int own_key = key + own.col_warp * Wc;
 #pragma unroll
@@ -266,6 +267,7 @@ __device__ __forceinline__ void load_sums(Fragments<Wr, Wv>& O, const float4* fr
 __device__ __forceinline__ void store_output(const Fragments<Wr, Wv>& O, const OwnRows& rows,
                                              result* to, long long stride, bool aligned,
                                              int first_col, int M, const Part& own) {
+  const timeline::Phase phase(timeline::epilogue);
   stride = opaque(stride);
   const int first_row = opaque(rows.first);
   first_col += own.col_warp * Wv;

@@ -2,8 +2,8 @@
 // What warps do and wait for, recorded with the time. The functions are those of
 // kernels/include/timeline.cuh; the text of a launch that is recorded begins with this file.
 
-#include <ptx/record.cuh>
 #include <tile/timeline_kinds.cuh>
+#include <timeline/record.cuh>
 
 namespace timeline {
 
@@ -14,6 +14,9 @@ __device__ __forceinline__ constexpr bool is_recorded(unsigned kind) {
 
 __device__ __forceinline__ void event(Kind kind, unsigned argument = 0, unsigned amount = 0) {
   if (is_recorded(kind)) record(amount << 8 | kind, argument);
+}
+__device__ __forceinline__ void end(Kind kind) {
+  if (is_recorded(kind)) record(kind | ended, 0);
 }
 
 __device__ __forceinline__ void begin_shared(const void* memory) {
@@ -28,9 +31,7 @@ struct [[maybe_unused]] Phase {
     event(kind, argument, amount);
   }
   Phase(const Phase&) = delete;
-  __device__ __forceinline__ ~Phase() {
-    if (is_recorded(kind)) record(kind | ended, 0);
-  }
+  __device__ __forceinline__ ~Phase() { end(kind); }
 };
 
 // The whole kernel: all returns end it.
@@ -51,7 +52,7 @@ __device__ __forceinline__ void begin_block_wait() {
   event(block_wait);
 }
 __device__ __forceinline__ void end_block_wait() {
-  if (is_recorded(block_wait)) record(block_wait | ended, 0);
+  end(block_wait);
 }
 
 // FNV-1a, of which a compiler makes a constant.

@@ -20,6 +20,7 @@ from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standa
 from cupyfa.analysis.timeline_plot import draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
 from cupyfa.commands import timeline as commands
+from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
@@ -108,6 +109,9 @@ def test_a_recorded_launch_compiles_for_a_gpu_too():
         phases = len(re.findall(rb"%clock64", code))
         assert (phases > 12) == detailed and phases >= 2
         assert b"timeline_log" in code and b"%smid" in code
+        barriers = re.findall(rb"\bbar(?:rier)?\.sync\b.*?%clock64", code, re.DOTALL)
+        # A barrier holds a warp only at its next access to memory, so its end is read after one.
+        assert barriers and (not detailed or all(b"@there" in x for x in barriers))
 
 
 # What is recorded
@@ -126,6 +130,16 @@ def test_the_kinds_are_those_of_the_header():
     )
     off, on = functions
     assert off <= on and {"event", "Phase", "mark"} <= off
+
+
+def test_all_kernels_on_tensor_cores_have_marks():
+    rungs = [x for own in LADDER.values() for x in own.values() if "mma" in x.name]
+    for rung in rungs:
+        found = plan(rung, standard(rung, {}, small=True).problem, limits_of("90"))
+        text = "".join(sources.texts(timelines._chosen(found, None)))
+        kinds = ("softmax", "epilogue", "issue" if "wgmma" in rung.name else "products")
+        assert all(f"timeline::{x}" in text for x in kinds), rung.name
+    assert len(rungs) > 20
 
 
 def test_phases_of_a_warp_follow_each_other_without_gaps(overlap):
@@ -209,11 +223,25 @@ def test_blocks_and_launches_that_are_not_there():
         recorded("wgmma_overlap", block=7)
     kernel = record_named("wgmma_two_pass")
     case = standard(kernel, SIZES, small=True)
-    with pytest.raises(ValueError, match="it has .*wgmma_two_pass_columns, wgmma_two_pass_rows"):
+    with pytest.raises(ValueError, match="it has 0: .*, 2: wgmma_two_pass_rows; give a number"):
         record(kernel, case, Simulator(), block=0, launch="wgmma")
     huge = standard(record_named("fa2"), {"M": 2**24}, small=True)
     with pytest.raises(Unsupported, match="give smaller sizes, or one --block"):
         record(record_named("fa2"), huge, Simulator(), block=None)
+
+
+def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
+    kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
+    case = standard(kernel, {**SIZES, "M": 32, "N": 512}, small=True)
+    name = "mma_slices_backward_scores"
+    whole, part = (
+        record(kernel, case, Simulator(), block=0, tiles=x, launch=name) for x in ({}, tiles)
+    )
+    assert whole.entry == name and part.entry == f"{name} (launch 1)"
+    assert len(whole.phases) == len(part.phases)
+    found = plan(kernel, case.problem, Simulator().limits, **tiles)
+    second = timelines._chosen(found, "4")
+    assert timelines._title(found, second) == f"{name} (launch 4)"
 
 
 def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
@@ -362,7 +390,7 @@ def small(**changed):
         warps=2,
         blocks=(0,),
         phases=phases,
-        products=(Span(0, 0, Kind.PRODUCTS_BEGUN, "wgmma", 0, 25),),
+        products=(Span(0, 0, Kind.ISSUE, "wgmma", 0, 25),),
     )
     return replace(made, **changed)
 
@@ -392,7 +420,7 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     measured, missing = tmp_path / "m.json", tmp_path / "no.json"
     measured.write_text('{"rows": [], "environment": {}}')
     said = refused("compare", files[0], measured, code=2)
-    assert f"{files[0]} is a timeline, and {measured} is none" in said
+    assert f"{files[0]} is a timeline, and {measured} is not" in said
     assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
     traces.save(overlap, files[1])
     assert "record both alike" in refused("compare", *files, code=2)
@@ -416,7 +444,10 @@ def test_a_trace_has_the_format_of_trace_events(overlap):
         assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"], abs=1e-6) for a, b in pairwise(own))
         ends[row] = [(x["ts"], x["ts"] + x["dur"] + 1e-6, x["name"]) for x in own]
     for first, last, own in (("s", "f", overlap.arrows), ("b", "e", overlap.copies)):
-        pairs = [{(x["cat"], x["id"]): x for x in found[ph]} for ph in (first, last)]
+        pairs = [
+            {(x["cat"], str(x.get("id", x.get("id2")))): x for x in found[ph]}
+            for ph in (first, last)
+        ]
         count = len(own) + (len(overlap.products) if first == "b" else 0)
         assert pairs[0].keys() == pairs[1].keys() and len(pairs[0]) == count == len(found[first])
         assert all(pairs[0][key]["ts"] <= pairs[1][key]["ts"] for key in pairs[0])

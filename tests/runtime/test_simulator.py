@@ -629,7 +629,7 @@ def test_the_headers_compile_without_warnings(tmp_path, recorded):
     file.write_text(text)
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-c"]
     for source in (file, folder / "runtime.cpp"):
-        ours = (sources.RECORDING, sources.INCLUDE) if recorded else (sources.INCLUDE,)
+        ours = (*((sources.RECORDING,) if recorded else ()), sources.INCLUDE, sources.KERNELS)
         places = (f"-I{x}" for x in (folder / "include", *ours))
         command = [*machine.compiler(), *flags, *places, str(source)]
         command += ["-o", str(tmp_path / "out.o")]

@@ -111,7 +111,7 @@ class Call:
             sent.append(self.moved(self.up, places[i], self.new_in(i), send))
 
         # The first kernel is started before others are sent; waiting for threads would delay them.
-        by_threads = any(x in self.bits and x not in self.pinned for x in self.given)
+        by_threads = not self.pinned.issuperset(self.bits.keys() & self.given)
         try:
             for _ in range(count if by_threads else 1):
                 send_next()

@@ -4,6 +4,7 @@
 #include <backward/parts/call_rarely.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <tile/f64_fragments.cuh>
+#include <timeline.cuh>
 
 // D += A B^T for rows of both: steps `first` … `end` - 1 of 16 columns.
 template <int rows, int blocks, int height, int other, int length, class Own>
@@ -11,6 +12,7 @@ __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
                                               operand (&A)[height][length],
                                               operand (&B)[other][length], const Own& own, int lane,
                                               int first, int end) {
+  const timeline::Phase phase(timeline::products);
   const AlongRows<length> of_A(A, own.row, lane), of_B(B, own.col, lane);
 #pragma unroll 2
   for (int k = first; k < end; ++k) {
@@ -34,6 +36,7 @@ __device__ __forceinline__ void multiply_columns(double (&D)[rows][blocks][4],
                                                  operand (&A)[height][length],
                                                  operand (&B)[other][columns], const Own& own,
                                                  int lane) {
+  const timeline::Phase phase(timeline::products);
   const AlongRows<length> rows_of_A(A, of_columns ? 0 : own.row, lane);
   const DownColumns<length> columns_of_A(A, of_columns ? own.row : 0, lane);
   const DownColumns<columns> of_B(B, own.has(0) ? own.col : 0, lane);

@@ -7,6 +7,7 @@
 #include <backward/parts/part_exponents.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
@@ -105,6 +106,7 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
                                           const OwnScores<of_keys>& own,
                                           const TilePair<rows, keys>& pair,
                                           const Scorer<float>& scorer) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer);
   else
@@ -117,6 +119,7 @@ template <bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const PartStats (&stats)[rows],
                                            const OwnScores<of_keys>& own, float factor) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   own.for_each(dP, [&](int i, int j, int e, int down, int) {
     const float unit = stats[own.row + down].dO_unit, delta = stats[own.row + down].delta;
     dP[i][j][e] = weighted_gradient(PS[i][j][e], dP[i][j][e] * unit, delta, factor);

@@ -2,6 +2,7 @@
 // Stores dK and dV of passes on parts in float16, and the flags of their keys.
 
 #include <backward/parts/half_gradients.cuh>
+#include <timeline.cuh>
 
 template <int d, int dv, int row_slabs>
 struct PartKeys {
@@ -34,6 +35,7 @@ struct PartKeys {
                                         Tensor<result> gradient, Tensor<unsigned char> flags,
                                         const int* exponents, float scale, int first,
                                         int lane) const {
+    const timeline::Phase phase(timeline::epilogue);
     constexpr int cols = of_V ? dv : d;
     const int* own_exponents = exponents + own_head * cols;
     const auto numbers = [&](int col) { return has_numbers(of_V ? d + col : col); };

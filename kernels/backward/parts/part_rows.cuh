@@ -2,6 +2,7 @@
 // Stores dQ of passes on parts in float16, and the flags of its rows.
 
 #include <backward/parts/half_gradients.cuh>
+#include <timeline.cuh>
 
 // Stores 16 rows of dQ for each m, from `first` on, and sets the flags of those that parts did not
 // hold. `exponents` are those of K's columns.
@@ -10,6 +11,7 @@ __device__ __forceinline__ void store_dQ(const float (&sums)[m][n][4], const Lar
                                          const int* exponents, float scale, Tensor<result> dQ,
                                          Tensor<unsigned char> flags, int batch, int head,
                                          int first, int end, int lane) {
+  const timeline::Phase phase(timeline::epilogue);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const float least = largest.least_sum(i / 2, i % 2);

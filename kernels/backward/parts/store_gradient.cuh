@@ -3,6 +3,7 @@
 
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 // Writes m times 16 rows of a gradient times a factor, 16 bytes at a time where rows lie so: the
 // columns from first_col on, before `end_col`, of rows before `end`.
@@ -11,6 +12,7 @@ __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], flo
                                                Tensor<result> gradient, int batch, int head,
                                                int first_row, int end, int lane, int first_col = 0,
                                                int end_col = columns) {
+  const timeline::Phase phase(timeline::epilogue);
   const bool aligned = is_aligned(gradient);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {

@@ -4,6 +4,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/half_parts.cuh>
+#include <timeline.cuh>
 
 constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
 
@@ -52,6 +53,7 @@ template <bool masked, int m, int n, int cols, int pack_gqa>
 __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],
                                       PartRows<m * step, pack_gqa>& rows, int first_key, int lane,
                                       float (&weight)[m][2]) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
   float maximum[m][2], factor[m][2], unit[m][2], sum[m][2] = {};
   find_maxima<masked>(S, rows, first_key, lane, maximum);
   bool risen = false;

@@ -49,13 +49,14 @@ __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
 // Before the first product, and before one that takes registers which were written since.
 // wgmma.fence
 __device__ __forceinline__ void wgmma_fence() {
+  timeline::event(timeline::issue);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 // Ends a group of products.  wgmma.commit_group
 __device__ __forceinline__ void wgmma_commit_group() {
-  timeline::event(timeline::products_begun);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  timeline::end(timeline::issue);
 }
 
 // Keeps the compiler from reading D before this place.

@@ -13,13 +13,13 @@ enum Kind : unsigned {
   product_wait,    // for groups of wgmma, likewise
   store_wait,      // for bulk stores
   products,        // mma.sync
+  issue,           // of a group of wgmma, to its commit
   softmax,         // scores become P, or P and dP become dS
   epilogue,        // results are divided, rounded and stored
   marked,          // a phase of the kernel's own, by the hash of its name
   barrier_arrive,  // at a barrier in shared memory; the amount is how many bytes it expects
   named_arrive,    // at a named barrier, without waiting
   copies_begun,    // a group of cp.async ends
-  products_begun,  // a group of wgmma ends
   shared_begins,   // the address of the block's dynamic shared memory
   placed,          // the clock is the device's, in nanoseconds; the argument is the multiprocessor
   worked_wgmma,    // of the simulator: columns of wgmma, of 64 rows and 16 of the sum each

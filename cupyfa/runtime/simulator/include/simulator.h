@@ -19,8 +19,9 @@ typedef decltype(sizeof(0)) size_t;
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
-// A worker runs one block at a time, so its thread-local variables are that block's. Without
-// __constinit gcc would check whether a variable next to an array of halves is initialized.
+// A worker runs one block at a time, so its thread-local variables are that block's; they begin
+// filled with 0xff, whatever their initial values. Without __constinit gcc would check whether a
+// variable next to an array of halves is initialized.
 #if defined(__clang__)
 #define __shared__ thread_local
 #else

@@ -50,13 +50,14 @@ inline Matrix by_columns(const void* box, int rows) {
 
 // Before the first product, and before one that takes registers which were written since.
 inline void wgmma_fence(simulator::Here here = {}) {
+  timeline::event(timeline::issue);
   simulator_fence_registers(here.file, here.line);
 }
 
 // Ends a group of products.
 inline void wgmma_commit_group(simulator::Here here = {}) {
-  timeline::event(timeline::products_begun);
   simulator_commit_products(here.file, here.line);
+  timeline::end(timeline::issue);
 }
 
 // Keeps the compiler from reading D before this place.
