@@ -344,6 +344,13 @@ H100 = Limits("an H100", 232448, arch="90")
 OTHER = Simulator()  # as a GPU of another model
 OTHER.read_limits = lambda device: Limits("another", 232448, multiprocessors=7)
 X = np.ones((1, 2, 8, 4), np.float32)
+
+
+class NoText:
+    def __repr__(self):
+        raise TypeError("has no text")
+
+
 WRONG = {
     "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"give \[batch, heads, rows, d\]"),
     "rows": (
@@ -353,6 +360,7 @@ WRONG = {
     ),
     "M": ({"M": -1}, ValueError, "M is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
+    "no text": ({"order": NoText()}, TypeError, "has no text"),
     "schedule": (
         {"schedule": "tree"},
         ValueError,
