@@ -38,7 +38,7 @@ def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> 
     with _listening(address, port) as server:
         while missing:
             try:
-                server.settimeout(max(deadline - monotonic(), 1e-3))
+                server.settimeout(_left(deadline))
                 asking, _ = server.accept()
             except TimeoutError:
                 few = ", ".join(map(str, sorted(missing)[:4]))
@@ -73,10 +73,18 @@ def _greeted(asking: socket.socket) -> int | None:
     return int.from_bytes(greeting[-4:]) if greeting.startswith(_GREETING) else None
 
 
+def _left(deadline: float) -> float:
+    """Seconds that are left. Raises TimeoutError if there are none."""
+    left = deadline - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
 def _ask(rank: int, address: str, port: int, deadline: float) -> bytes:
     while monotonic() < deadline:
         try:
-            with socket.create_connection((address, port), deadline - monotonic()) as server:
+            with socket.create_connection((address, port), _left(deadline)) as server:
                 server.sendall(_GREETING + rank.to_bytes(4))
                 made = _read(server, ID_BYTES)
         except OSError:
