@@ -134,6 +134,19 @@ def test_ranks_that_do_not_come():
     assert "rank 3 did not reach rank 0" in str(found)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ranks_that_count_others(rank):
+    port, found = _free_port(), {}
+    server = threading.Thread(target=lambda: found.update(met(2, port=port, asking=(0,))))
+    server.start()
+    found |= met(3, port=port, asking=(rank,))
+    server.join()
+    message = "rank {} is one of {} ranks, and rank {} one of {}; give the same WORLD_SIZE"
+    for numbers in ((0, 2, rank, 3), (rank, 3, 0, 2)):
+        assert isinstance(found[numbers[0]], DeviceError)
+        assert message.format(*numbers) in str(found[numbers[0]])
+
+
 def test_a_port_that_is_taken():
     with rendezvous._listening("localhost", 0) as other:
         port = other.getsockname()[1]
