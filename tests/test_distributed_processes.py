@@ -283,16 +283,15 @@ def test_a_host_with_gpus_of_several_models(monkeypatch):
         joining._use_device(joining.Place(2, 3, 2))
 
 
-@pytest.mark.parametrize("size, made", [(2, b"by MPI"), (1, b"by TCP")])
-def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch, size, made):
-    world = SimpleNamespace(
-        Get_rank=lambda: 0, Get_size=lambda: size, bcast=lambda made, root: b"by MPI"
-    )
+@pytest.mark.parametrize("count, made", [(1, b"by MPI"), (2, b"by TCP")])
+def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch, count, made):
+    """Then its world has this process alone."""
+    world = Communicator()
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
     monkeypatch.setattr(joining, "_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
-    monkeypatch.setattr(joining, "unique_id", lambda: b"")
+    monkeypatch.setattr(joining, "unique_id", lambda: b"by MPI")
     monkeypatch.setattr(joining, "shared_id", lambda *args: b"by TCP")
-    assert joining._name(joining.Place(0, 2, 0), 1) == made
+    assert joining._name(joining.Place(0, count, 0), 1) == made
 
 
 def test_without_mpi4py(monkeypatch):
@@ -541,9 +540,10 @@ class Communicator:
     """MPI of a rank alone, whose messages do not arrive."""
 
     freed = False
+    is_late = False  # another rank, with Idup
 
-    def Dup(self):
-        return self
+    def Idup(self):
+        return self, SimpleNamespace(Test=lambda: not self.is_late)
 
     def Free(self):
         self.freed = True
@@ -576,6 +576,13 @@ def test_arrays_of_mpi_are_kept_as_long_as_it_may_write_there(monkeypatch):
     assert alive() is not None
     mpi._unfinished.clear()
     assert alive() is None
+
+
+def test_a_rank_of_mpi_that_does_not_come():
+    communicator = Communicator()
+    communicator.is_late = True
+    with pytest.raises(DeviceError, match=r"rank 0 waited 0.02 s for messages"):
+        mpi.MpiGroup(communicator, 0.02)
 
 
 def test_a_communicator_of_mpi_is_freed_when_all_have_closed():

@@ -145,8 +145,10 @@ def _name(place: Place, timeout: float) -> bytes:
         world = _mpi().COMM_WORLD
         # Else a library has imported it in processes that MPI has not started.
         if (world.Get_rank(), world.Get_size()) == place[:2]:
-            name: bytes = world.bcast(unique_id() if place.rank == 0 else None, root=0)
-            return name
+            from cupyfa.distributed.mpi import MpiGroup
+
+            with MpiGroup(world, timeout) as group:
+                return group.agree(unique_id() if place.rank == 0 else bytes(ID_BYTES))[0]
     address, port = os.environ.get("MASTER_ADDR", _ADDRESS), os.environ.get("MASTER_PORT", _PORT)
     return shared_id(
         place.rank, place.ranks, unique_id, address, _number("MASTER_PORT", port), timeout
