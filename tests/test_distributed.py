@@ -293,6 +293,21 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     assert made == [kernel]
 
 
+@pytest.mark.parametrize(
+    "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
+)
+def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
+    """Parts have 512 rows, 16 blocks of 128 for each key head, and 4 MiB of keys and values.
+
+    On the smallest device the second level of the cache would hold those of more heads.
+    """
+    x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
+    p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
+    backend = SimpleNamespace(limits=Limits("a GPU", 232448, multiprocessors=multiprocessors))
+    made = job.Job(None, p, shards, shards, None, backend, in_host=False)
+    assert (made.heads_of_rows(), made.heads_of_keys()) == (of_rows, of_keys)
+
+
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("n, count", [(0, 3), (1, 2), (5, 4), (48, 3), (49, 1), (50, 7)])
 def test_every_row_is_of_one_rank(order, n, count):
