@@ -438,15 +438,19 @@ def test_an_error_of_nccl_ends_the_group():
 
 
 def test_a_gpu_that_fails_ends_the_group():
-    """Who asks for an event gets the error, also the watchdog."""
+    """Who asks for an event gets the error, also the watchdog; and so does who ends the group."""
 
     class Failed:
         @property
         def done(self):
             raise ZeroDivisionError("an illegal address")
 
+    def abort():
+        engine.aborted.set()
+        raise ZeroDivisionError("an illegal address")
+
     engine = Engine()
-    engine._event = Failed
+    engine._event, engine.abort = Failed, abort
     message = "the GPU of rank 0 failed: an illegal address"
     with ending(engine, 0.1, message) as group, group.calling():
         group.exchange([], [])()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -101,10 +101,9 @@ class NcclGroup(Group):
                 return
             self._reason = reason
         self._done.set()
-        try:
+        with suppress(*self._engine.failures):  # of a GPU that has failed
             self._engine.abort()
-        finally:
-            self._queued.clear()  # the program may keep the group, which needs no arrays any more
+        self._queued.clear()  # the program may keep the group, which needs no arrays any more
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
         """Keeps arrays until computation waits for their messages.
