@@ -169,8 +169,10 @@ def test_results_of_16_bits_without_their_last_rounding(schedule):
     wide, _ = run(given, 2, schedule=schedule, causal=True, out_dtype="float32")
     assert {x.dtype.name for x in wide} == {"float32"}
     off = abs(wide[0].astype("float16") - narrow[0])
-    ulp = 0 if schedule != "ring" else np.spacing(abs(wide[0]).max().astype("float16"))
-    assert off.max() <= ulp and (wide[0] != narrow[0]).any()
+    # A ring rounds parts and their mean, and here the other result is rounded: by half a step of
+    # float16 each, at numbers up to the largest of v.
+    most = 1.5 * np.spacing(abs(given[2]).max()) if schedule == "ring" else 0
+    assert off.max() <= most and (wide[0] != narrow[0]).any()
 
 
 def test_rows_of_nobody_are_not_added_up(monkeypatch):
