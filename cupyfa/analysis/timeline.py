@@ -347,13 +347,17 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """The entries before the first one that was lost. All warps end at that time."""
-    by_warp = _by_warp(entries)
-    times = [own[-1].time for key, own in by_warp.items() if key in full]
-    if not times:
-        return entries
-    end, made = min(times), []
+    """The entries of each block before the first that it lost. Its warps end at that time."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # of another clock
+    ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
+        if (block, warp) in full:
+            ends[block] = min(own[-1].time, ends.get(block, own[-1].time))
+    made = [x for x in entries if x.block not in ends]
+    for (block, warp), own in by_warp.items():
+        if block not in ends:
+            continue
+        end = ends[block]
         kept = [x for x in own if x.time <= end]
         made += kept
         if kept and (len(kept) < len(own) or (block, warp) in full):
@@ -606,12 +610,14 @@ def _of_all_blocks(
 ) -> Timeline:
     """The timeline of all blocks, in microseconds from the beginning of the first."""
     if made.modelled:
-        entries, places = timeline_model.scheduled(entries, made.multiprocessors)
+        complete = _complete(entries, full)  # else the model lacks what warps wait for
+        entries, places = timeline_model.scheduled(complete, made.multiprocessors)
         entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
     else:
         entries, places = _on_one_clock(entries, clock)
+        entries = _complete(entries, full)
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
-    entries = _complete([x for x in entries if x.kind in kept], full)
+    entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]

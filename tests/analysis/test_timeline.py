@@ -308,6 +308,15 @@ def test_all_warps_end_where_the_first_entries_were_lost():
     assert lines(found)[0].startswith("9 entries had no room")
 
 
+def test_a_block_that_lost_entries_cuts_no_other_and_keeps_what_it_has():
+    """The last entry that a full warp keeps may be of a kind that is not shown of all blocks."""
+    whole = [entry(0, 0, Kind.IN_BLOCK), entry(9, 0, Kind.IN_BLOCK, ended=True)]
+    cut = [entry(2, 0, Kind.IN_BLOCK, block=1), entry(6, 0, Kind.BLOCK_WAIT, block=1)]
+    blank = small(phases=(), lost=9, grid=2, is_detailed=False, modelled=True, multiprocessors=2)
+    found = timelines._of_all_blocks(blank, [*whole, *cut], {}, {(1, 0): 9}, None)
+    assert [(x.block, x.length > 0) for x in found.phases] == [(0, True), (1, True)]
+
+
 def test_a_modelled_wait_ends_when_the_copy_is_there():
     address, size = 64, 3200
     entries = [
