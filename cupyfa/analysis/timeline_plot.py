@@ -35,7 +35,8 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
 }
 _COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
 _UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
-_TILES = 6  # of a long timeline, shown at its beginning and at its end
+_PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
+_NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
 _LINE = 120  # characters of the text above a picture
 _CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
@@ -71,11 +72,11 @@ def _windows(timeline: Timeline, window: tuple[float, float] | None) -> list[tup
         return [window]
     counts: dict[int, int] = defaultdict(int)
     for x in timeline.phases:
-        counts[x.warp] += x.kind is Kind.SOFTMAX
-    tiles = max(counts.values(), default=0) / 2
-    if tiles <= 2 * _TILES:
+        counts[x.warp] += 1
+    most = max(counts.values())
+    if most <= 2 * _PHASES:
         return [(0.0, timeline.end)]
-    length = timeline.end * _TILES / tiles
+    length = timeline.end * _PHASES / most
     return [(0.0, length), (timeline.end - length, timeline.end)]
 
 
@@ -109,6 +110,7 @@ def _draw_window(
     def seen(spans: Iterable[Span]) -> list[Span]:
         return [x for x in spans if x.warp in place and x.end > low and x.start < high]
 
+    axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     phases = seen(timeline.phases)
     _bars(axes, [(x, place[x.warp] - 0.38, 0.56, _COLOUR[x.kind]) for x in phases])
     copies, products = _UNDER_WAY.values()
@@ -129,7 +131,6 @@ def _draw_window(
                 verticalalignment="center",
                 clip_on=True,
             )
-    axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     axes.set_yticks(range(len(warps)), [f"warp {x}" for x in warps], fontsize=8)
     axes.tick_params(length=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -143,19 +144,23 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast."""
+    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast.
+
+    The limits of the axes are set before.
+    """
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
 
     codes = (Line.MOVETO, Line.LINETO, Line.LINETO, Line.LINETO, Line.CLOSEPOLY)
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+    low, high = axes.get_xlim()
     for x, top, height, colour in bars:
-        bottom = top + height
-        found[colour] += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom)]
-        found[colour].append((x.start, top))
-    for colour, corners in found.items():
+        bottom, own = top + height, found[colour, x.length < _NARROW * (high - low)]
+        own += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom), (x.start, top)]
+    for (colour, is_narrow), corners in found.items():
         path = Line(corners, codes * (len(corners) // len(codes)))
-        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.15))
+        edge = {"linewidth": 0, "snap": False} if is_narrow else {"linewidth": 0.15}
+        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", **edge))
 
 
 def _draw_arrows(
@@ -264,8 +269,8 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         if x.kind is Kind.MARKED:
             colour = _ORANGE
         bars.append((x, *place_of(x.block), colour))
-    _bars(axes, bars)
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
+    _bars(axes, bars)
     step = max(1, len(places) // 12)
     axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)

@@ -17,7 +17,7 @@ from cupyfa import Unsupported
 from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
 from cupyfa.analysis.resources import limits_of
 from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
-from cupyfa.analysis.timeline_plot import draw
+from cupyfa.analysis.timeline_plot import _block_figure, draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
 from cupyfa.commands import timeline as commands
 from cupyfa.ladder import LADDER
@@ -522,9 +522,15 @@ def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
 
 
 def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiprocessor(tmp_path):
-    tile = (Span(0, 0, Kind.SOFTMAX, "softmax", 2 * i, 2 * i + 1) for i in range(100))
+    tile = [Span(0, 0, Kind.SOFTMAX, "softmax", i, i + 1) for i in range(9999)]
     draw(small(phases=tuple(tile)), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text().count(">warp 0<") == 2
+    pytest.importorskip("matplotlib")
+    figure = _block_figure(small(phases=tuple(tile)), (0, 9999))
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+    row = pixels[pixels.shape[0] // 3, pixels.shape[1] // 2 :]
+    assert (row == (0, 158, 115)).all(axis=1).mean() > 0.9, "edges hide narrow bars"
     blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
     places = {i: i // 2 for i in range(8)}
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
