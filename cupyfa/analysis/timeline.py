@@ -145,6 +145,7 @@ class Timeline:
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
+    has_product_times: bool = True  # not where the model does not know how long products take
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
     lost: int = 0  # entries for which there was no room
@@ -455,6 +456,7 @@ def _of_block(
         nanoseconds = 1 / rate
     entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
     if made.modelled:
+        made = replace(made, has_product_times=timeline_model.counts_work(entries))
         entries = timeline_model.timed(entries)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]

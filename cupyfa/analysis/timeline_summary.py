@@ -141,6 +141,8 @@ def _facts_of_block(timeline: Timeline) -> dict[str, float]:
 
 def _products(timeline: Timeline) -> Iterable[Span]:
     """When products are under way: groups of wgmma, and mma.sync of any warp."""
+    if not timeline.has_product_times:
+        return []
     return [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
 
 

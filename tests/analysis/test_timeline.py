@@ -329,6 +329,13 @@ def test_a_modelled_wait_ends_when_the_copy_is_there():
     assert times[2] == start + size / model.COPY_BYTES + model.COPY_LATENCY > times[1]
 
 
+def test_warps_that_arrive_together_hardly_wait_where_work_is_not_counted():
+    found = recorded("v3", M=16, N=32)
+    mean = {x.phase: x.mean / x.times for x in shares(found)}
+    assert mean["wait: __syncthreads"] == model.STEP and mean["mma"] == model.UNKNOWN
+    assert facts(found).keys() == {"time"}, "nothing is known of products"
+
+
 def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
     unit = model._Unit()
     assert [unit.use(0, 10), unit.use(0, 10), unit.use(100, 10)] == [10, 20, 110]
