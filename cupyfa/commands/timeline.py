@@ -100,13 +100,15 @@ def timeline(
     table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
     the multiprocessor; in the simulator those of a simple model.
     """
-    for path in filter(None, (plot, save)):
-        check_target(path)
+    on = backend_named(backend)
+    check_target(plot)
+    check_target(save, on)
     if plot:
         plots.check(plot)
+    if save and plot and save.resolve() == plot.resolve():
+        raise ValueError(f"--save and --plot both name {save}; name two files")
     if zoom and not plot:
         options.refuse_idle("without --plot there is no picture", "zoom")
-    on = backend_named(backend)
     operation = operation_of(kernel)
     options.refuse_foreign([operation], *sizes)
     records = [] if kernel == "auto" else [record_named(kernel)]

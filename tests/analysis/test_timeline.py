@@ -520,6 +520,13 @@ def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
+    traces.save(small(device="an H100"), measured := tmp_path / "gpu.svg")
+    said = refused("timeline", "fa2", "--save", measured, *SIMULATOR, code=2)
+    assert "gpu.svg has times of an H100, which times of the simulator would replace" in said
+    both = ("--save", tmp_path / "x.svg", "--plot", tmp_path / "x.svg")
+    assert "x.svg; name two files" in refused("timeline", "fa2", *both, *SIMULATOR, code=2)
+    said = refused("timeline", "fa2", "--save", "/proc/x.json", *SIMULATOR, code=2)
+    assert "cannot be written in the folder /proc; name another one" in said
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
     with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles"):
