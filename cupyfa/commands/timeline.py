@@ -56,7 +56,7 @@ class _Window(click.ParamType):
 
 @click.command()
 @options.kernel_argument
-@options.problem_options(small=False)
+@options.problem_options()
 @options.input_options
 @options.tile_options
 @click.option("--launch", help="The launch to record: its entry point, or its number from 0.")

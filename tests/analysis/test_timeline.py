@@ -517,6 +517,7 @@ def test_the_command(tmp_path):
 def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
     assert "'x' is neither a number from 0 nor all" in said
+    assert "4 (1 in the simulator)" in " ".join(cli("timeline", "--help").stdout.split())
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
