@@ -151,6 +151,8 @@ class Timeline:
     lost: int = 0  # entries for which there was no room
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
+    operation: str = ""
+    tiles: str = ""  # as "Br=64 Bc=128"
 
     @property
     def overhead(self) -> float | None:
@@ -239,6 +241,8 @@ def record(
         lost=sum(full.values()),
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
+        operation=kernel.operation,
+        tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
     )
     marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
     if block is None:

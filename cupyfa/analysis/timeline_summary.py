@@ -201,7 +201,7 @@ _TEXTS = {
 _TIMES = ("time", "longest_gap", "tail")
 
 
-def _number(time: float) -> str:
+def rounded(time: float) -> str:
     """A time with three significant digits, or more before the point."""
     return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
 
@@ -225,7 +225,7 @@ def lines(timeline: Timeline) -> list[str]:
     head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
     known = facts(timeline)
     text = ", ".join(
-        _TEXTS[x].format(_number(y) if x in _TIMES else y, unit=unit)
+        _TEXTS[x].format(rounded(y) if x in _TIMES else y, unit=unit)
         for x, y in known.items()
         if x in _TEXTS
     )
@@ -239,8 +239,8 @@ def lines(timeline: Timeline) -> list[str]:
     if waits := _unwanted_waits(timeline):
         one = max(waits, key=lambda x: x.length)
         made.append(
-            f"the longest wait: warp {one.warp} from {_number(one.start)} on, "
-            f"{_number(one.length)} {unit}, {one.name.removeprefix('wait: ')}"
+            f"the longest wait: warp {one.warp} from {rounded(one.start)} on, "
+            f"{rounded(one.length)} {unit}, {one.name.removeprefix('wait: ')}"
         )
     if timeline.modelled:
         made.append("times are those of a simple model, not measured")

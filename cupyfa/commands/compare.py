@@ -50,6 +50,9 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
         rows = timeline_trace.compared(*saved)
         for difference in timeline_trace.differences(*saved):
             options.note(difference)
+        if form == "table":
+            names = (timeline_trace.named(x) for x in saved)
+            click.echo("before: {}\nafter: {}\n".format(*names))
         click.echo(render(rows, form))
         return
     if any(kinds):

@@ -406,6 +406,7 @@ def small(**changed):
         warps=2,
         blocks=(0,),
         phases=phases,
+        operation="forward",
         products=(Span(0, 0, Kind.ISSUE, "wgmma", 0, 25),),
     )
     return replace(made, **changed)
@@ -430,9 +431,15 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     for file, one in zip(files, (small(), small(phases=shorter))):
         traces.save(one, file)
     rows = strict(cli("compare", *files, "--format", "json").stdout)
-    assert {x["phase"]: x["change"] for x in rows if x["change"]} == {"softmax": -20, "idle": 20}
-    traces.save(small(problem="q"), files[1])
-    assert "problem: p before, q after" in cli("compare", *files).stderr
+    changes = [(x["phase"], x["change"]) for x in rows]
+    assert changes == [("idle", 20), ("softmax", -20), ("wait: K full", 0), ("other", 0)]
+    traces.save(small(problem="q", blocks=(3,)), files[1])
+    done = cli("compare", *files)
+    assert "problem: p before, q after" in done.stderr and "block 3 after" in done.stderr
+    assert done.stdout.startswith("before: k, block 0, 100 cycles\nafter: k, block 3, 100 cycles\n")
+    traces.save(small(operation="backward"), files[1])
+    said = refused("compare", *files, code=2)
+    assert "k is forward, and k backward; give two timelines of one operation" in said
     measured, missing = tmp_path / "m.json", tmp_path / "no.json"
     measured.write_text('{"rows": [], "environment": {}}')
     said = refused("compare", files[0], measured, code=2)
@@ -477,7 +484,7 @@ def test_a_trace_has_the_format_of_trace_events(overlap):
     [
         *({"phases": x} for x in (5, ["x"], [{"a": 1}], [{"phase": 1, "mean": 1, "share_%": 1}])),
         *({"facts": x} for x in ({}, [], {"time": float("nan")})),
-        *({name: 5} for name in ("kernel", "modelled", "unit")),
+        *({name: 5} for name in ("kernel", "tiles", "modelled", "unit")),
     ],
 )
 def test_files_that_are_no_timelines(odd, tmp_path):
@@ -491,16 +498,6 @@ def test_files_that_are_no_timelines(odd, tmp_path):
         traces.load(file)
     file.write_text('{"cupyfa": 5}')
     assert not traces.is_timeline(file)
-
-
-def test_phases_that_warps_spend_most_time_in_come_first():
-    def saved(*phases):
-        rows = [{"phase": x, "mean": mean, "share_%": share} for x, mean, share in phases]
-        return traces.Saved("k", "k", "p", "x", False, "cycles", {"time": 100}, rows)
-
-    before = saved(("wait: K empty", 60, 6), ("softmax", 50, 50))
-    found = traces.compared(before, saved(("wait: K empty", 90, 9), ("softmax", 40, 40)))
-    assert [(x["phase"], x["change"]) for x in found] == [("softmax", -10), ("wait: K empty", 30)]
 
 
 def test_the_command(tmp_path):
