@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.analysis.timeline import Arrow, Kind, Span, Timeline
 from cupyfa.analysis.timeline_summary import (
     busiest_warps,
     extents,
@@ -166,30 +166,40 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Arrows that begin and end in the window; where there are many, those to copies."""
+    """Arrows of which a part is in the window; of many every second, third, … of each kind."""
+    from matplotlib.patches import FancyArrowPatch
+
     low, high = shown
-    found = [
+    there = [
         x
         for x in timeline.arrows
-        if x.start_warp in place and x.end_warp in place and low <= x.start and x.end <= high
+        if x.start_warp in place and x.end_warp in place and low < x.end and x.start < high
     ]
-    if len(found) > _ARROWS:
-        found = [x for x in found if x.is_copy][:_ARROWS]
+    step = -(-len(there) // _ARROWS)
+    found = [y for is_copy in (True, False) for y in _of_kind(there, is_copy)[:: step or 1]]
     for x in found:
-        colour = INK if x.is_copy else "#8c959f"
-        axes.annotate(
-            "",
-            (x.end, place[x.end_warp] - 0.1),
-            (x.start, place[x.start_warp] + 0.2),
-            arrowprops={
-                "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
-                "color": colour,
-                "linewidth": 0.6,
-                "linestyle": "-" if x.is_copy else (0, (3, 2)),
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
+        axes.add_patch(
+            FancyArrowPatch(
+                (x.start, place[x.start_warp] + 0.2),
+                (x.end, place[x.end_warp] - 0.1),
+                arrowstyle="-|>,head_length=0.25,head_width=0.12",
+                mutation_scale=9,
+                color=INK if x.is_copy else "#8c959f",
+                linewidth=0.6,
+                linestyle="-" if x.is_copy else (0, (3, 2)),
+                shrinkA=0,
+                shrinkB=0,
+            )
         )
+    if len(found) < len(there):
+        text = f"{len(found)} of {len(there)} arrows are shown"
+        where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        where |= {"horizontalalignment": "right", "verticalalignment": "top"}
+        axes.annotate(text, (1, 0), (0, -22), fontsize=7, **where)
+
+
+def _of_kind(arrows: Iterable[Arrow], is_copy: bool) -> list[Arrow]:
+    return sorted((x for x in arrows if x.is_copy == is_copy), key=lambda x: x.start)
 
 
 def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from helpers.cli import SIMULATOR, cli, refused, strict
 from cupyfa import Unsupported
 from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
 from cupyfa.analysis.resources import limits_of
-from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
+from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record, standard
 from cupyfa.analysis.timeline_plot import _block_figure, draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
 from cupyfa.commands import timeline as commands
@@ -537,6 +537,9 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     tile = [Span(0, 0, Kind.SOFTMAX, "softmax", i, i + 1) for i in range(9999)]
     draw(small(phases=tuple(tile)), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text().count(">warp 0<") == 2
+    arrows = [Arrow(0, 0, i, 1, i + 60, i % 2 == 0) for i in range(200)]
+    draw(small(arrows=arrows), tmp_path / "x.svg", (50, 100))
+    assert "50 of 100 arrows are shown" in (tmp_path / "x.svg").read_text()
     pytest.importorskip("matplotlib")
     figure = _block_figure(small(phases=tuple(tile)), (0, 9999))
     figure.canvas.draw()
