@@ -98,7 +98,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """A time of a warp: a phase, or copies or products that are under way."""
+    """A time of a warp: a phase, or copies or products that are in flight."""
 
     block: int
     warp: int
@@ -148,7 +148,7 @@ class Timeline:
     has_product_times: bool = True  # not where the model does not know how long products take
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
-    lost: int = 0  # entries for which there was no room
+    lost: int = 0  # entries that the log had no room for
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
     operation: str = ""
@@ -522,27 +522,27 @@ def _phases(
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
     """The groups of wgmma of one warp, each from its issue to the end of the wait for it."""
-    under_way: list[Entry] = []
+    in_flight: list[Entry] = []
     issue: Entry | None = None
     pending = 0
     for entry in entries:
         if entry.kind is Kind.ISSUE and not entry.ended:
             issue = entry
         elif entry.kind is Kind.ISSUE:
-            under_way.append(issue or entry)
+            in_flight.append(issue or entry)
             issue = None
         elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.PRODUCT_WAIT:
-            while len(under_way) > pending:
-                begun = under_way.pop(0)
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
                 yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
 
 
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Copies to the end of the first wait for them; arrows to waits for copies and for room."""
+    """Copies to the end of the first wait for them; arrows to waits for copies and buffers."""
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
@@ -577,16 +577,16 @@ def _copies(
 
 def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
     """The groups of cp.async of one warp, each to the end of the wait for it."""
-    under_way: list[Entry] = []
+    in_flight: list[Entry] = []
     pending = 0
     for entry in entries:
         if entry.kind is Kind.COPIES_BEGUN:
-            under_way.append(entry)
+            in_flight.append(entry)
         elif entry.kind is Kind.COPY_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.COPY_WAIT:
-            while len(under_way) > pending:
-                begun = under_way.pop(0)
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
                 yield Span(
                     entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
                 )

@@ -23,7 +23,10 @@ from cupyfa.report.plots import INK, PALE, check, new_figure, write
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
 _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
-    "waits for a copy or for room": (_YELLOW, (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT)),
+    "waits for a copy or a free buffer": (
+        _YELLOW,
+        (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT),
+    ),
     "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
     "mma": (_BLUE, (Kind.PRODUCTS,)),
@@ -34,7 +37,7 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
     "other": (PALE, (Kind.IN_BLOCK,)),
 }
 _COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
-_UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
+_IN_FLIGHT = {"copy in flight": INK, "wgmma in flight": _BLUE}
 _PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
 _NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
@@ -45,9 +48,10 @@ _CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
     """Draws a timeline to an .svg or .png file.
 
-    Of a block: a row for each warp, under it what it has under way, and arrows from the start of a
-    copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
-    first and the last time that are shown; by default all, or of long timelines both ends. Of all
+    Of a block: a row for each warp, under it its copies and products in flight, and arrows from the
+    start of a copy to the wait that it ends, and from a buffer's last reader to the wait for it.
+    ``window`` is the first and the last time that are shown; by default all, or of long timelines
+    both ends. Of all
     blocks: a row for each multiprocessor. Raises ValueError for another suffix, for an empty window
     and for one that shows nothing; Unsupported without matplotlib.
     """
@@ -113,7 +117,7 @@ def _draw_window(
     axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     phases = seen(timeline.phases)
     _bars(axes, [(x, place[x.warp] - 0.38, 0.56, _COLOUR[x.kind]) for x in phases])
-    copies, products = _UNDER_WAY.values()
+    copies, products = _IN_FLIGHT.values()
     under = [(x, place[x.warp] + 0.22, 0.08, copies) for x in seen(timeline.copies)]
     under += [(x, place[x.warp] + 0.31, 0.1, products) for x in seen(timeline.products)]
     _bars(axes, under)
@@ -211,7 +215,7 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     kinds = {x.kind for x in timeline.phases if shown(x)}
     found = [(name, colour) for name, (colour, own) in _GROUPS.items() if kinds & {*own}]
     spans = (timeline.copies, timeline.products)
-    return found + [x for x, own in zip(_UNDER_WAY.items(), spans) if any(map(shown, own))]
+    return found + [x for x, own in zip(_IN_FLIGHT.items(), spans) if any(map(shown, own))]
 
 
 def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]]) -> None:

@@ -102,16 +102,16 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         times = {"ts": at(x.start), "dur": round(at(x.end) - at(x.start), 3)}
         kind = x.kind.name.lower()
         yield {"ph": "X", "name": x.name, "cat": kind, **times, **place_of(x)}
-    under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
-    under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
-    for number, (kind, name, x) in enumerate(under_way):  # spans of one warp may overlap
+    in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
+    in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
+    for number, (kind, name, x) in enumerate(in_flight):  # spans of one warp may overlap
         own = {"local": hex(number)}  # in the process: its rows are among those of the block
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
         yield {"ph": "e", "ts": at(x.end), **common}
     for number, arrow in enumerate(timeline.arrows):
-        common = {"cat": "flow", "name": "copy" if arrow.is_copy else "room", "id": number}
+        common = {"cat": "flow", "name": "copy" if arrow.is_copy else "free buffer", "id": number}
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}

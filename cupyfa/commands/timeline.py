@@ -61,7 +61,10 @@ class _Window(click.ParamType):
 @options.tile_options
 @click.option("--launch", help="The launch to record: its entry point, or its number from 0.")
 @click.option(
-    "--block", type=_Block(), default=0, help="The block whose warps are shown; all shows blocks."
+    "--block",
+    type=_Block(),
+    default=0,
+    help="The block whose warps are shown; all: when and where each block runs.",
 )
 @click.option("--plot", type=options.FILE, help="Draw the timeline to an .svg or .png file.")
 @click.option(
