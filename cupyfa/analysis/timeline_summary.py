@@ -202,9 +202,11 @@ _TEXTS = {
 _TIMES = ("time", "longest_gap", "tail")
 
 
-def rounded(time: float) -> str:
-    """A time with three significant digits, or more before the point."""
-    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+def rounded(value: float | str) -> str:
+    """A number with three significant digits, or more before the point; text as it is."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _computing(timeline: Timeline) -> list[Span]:

@@ -5,11 +5,11 @@ from collections import Counter
 
 import click
 
-from cupyfa.analysis import timeline_trace
+from cupyfa.analysis import timeline_summary, timeline_trace
 from cupyfa.bench.compare import compare as compared, differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
-from cupyfa.report.tables import comparisons, render
+from cupyfa.report.tables import comparisons, render, table_of
 
 
 def _fraction(percentage: str) -> float:
@@ -50,10 +50,11 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
         rows = timeline_trace.compared(*saved)
         for difference in timeline_trace.differences(*saved):
             options.note(difference)
-        if form == "table":
-            names = (timeline_trace.named(x) for x in saved)
-            click.echo("before: {}\nafter: {}\n".format(*names))
-        click.echo(render(rows, form))
+        if form != "table":
+            click.echo(render(rows, form))
+            return
+        click.echo("before: {}\nafter: {}\n".format(*map(timeline_trace.named, saved)))
+        click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
         return
     if any(kinds):
         one, other = (before, after) if kinds[0] else (after, before)

@@ -9,14 +9,14 @@ import click
 
 from cupyfa.analysis import timeline as timelines, timeline_trace
 from cupyfa.analysis.timeline_plot import draw
-from cupyfa.analysis.timeline_summary import lines, shares
+from cupyfa.analysis.timeline_summary import lines, rounded, shares
 from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.commands.bench import check_target
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.planner.select import select
 from cupyfa.report import plots
-from cupyfa.report.tables import FORMATS, render
+from cupyfa.report.tables import FORMATS, render, table_of
 from cupyfa.runtime.select import backend_named
 from cupyfa.verify.case import Case
 
@@ -135,6 +135,9 @@ def timeline(
     if form == PERFETTO:
         click.echo(json.dumps(timeline_trace.trace(found)))
         return
-    if form == "table":
-        click.echo("\n".join(lines(found)) + "\n")
-    click.echo(render([x.row() for x in shares(found)], form))
+    rows = [x.row() for x in shares(found)]
+    if form != "table":
+        click.echo(render(rows, form))
+        return
+    click.echo("\n".join([*lines(found), ""]))
+    click.echo(table_of(rows, share=False, shown=rounded))

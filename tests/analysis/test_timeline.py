@@ -503,6 +503,8 @@ def test_the_command(tmp_path):
     picture, trace = tmp_path / "x.svg", tmp_path / "x.json"
     done = cli("timeline", "wgmma_overlap", *OPTIONS, "--plot", picture, "--save", trace)
     assert "times are those of a simple model, not measured" in done.stdout
+    copying = next(x for x in done.stdout.splitlines() if x.startswith("wait: K empty"))
+    assert re.fullmatch(r"wait: K empty +[\d.]+ +\d,\d{3} +\d+ +\d,\d{3} +0 +\d{3}", copying)
     svg = picture.read_text()
     assert "warp 4" in svg and "waits for wgmma" in svg and "K full" in svg
     assert traces.load(trace).kernel == "wgmma_overlap"
