@@ -64,7 +64,7 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
-            f"{timeline.end:g} {timeline.unit}"
+            f"{timeline.end:g} {timeline.unit}; give two times in it"
         )
     said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
     figure = _block_figure if timeline.is_detailed else _grid_figure

@@ -50,11 +50,14 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
         rows = timeline_trace.compared(*saved)
         for difference in timeline_trace.differences(*saved):
             options.note(difference)
-        if form != "table":
-            click.echo(render(rows, form))
+        names = [f"{x}: {timeline_trace.named(y)}" for x, y in zip(("before", "after"), saved)]
+        if form == "table":
+            click.echo("\n".join([*names, ""]))
+            click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
             return
-        click.echo("before: {}\nafter: {}\n".format(*map(timeline_trace.named, saved)))
-        click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
+        for name in names:
+            options.note(name)
+        click.echo(render(rows, form))
         return
     if any(kinds):
         one, other = (before, after) if kinds[0] else (after, before)

@@ -137,6 +137,8 @@ def timeline(
         return
     rows = [x.row() for x in shares(found)]
     if form != "table":
+        for line in lines(found):
+            options.note(line)
         click.echo(render(rows, form))
         return
     click.echo("\n".join([*lines(found), ""]))

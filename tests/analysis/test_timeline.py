@@ -429,7 +429,9 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     shorter = tuple(replace(x, end=x.end - 20 * (x.kind is Kind.SOFTMAX)) for x in small().phases)
     for file, one in zip(files, (small(), small(phases=shorter))):
         traces.save(one, file)
-    rows = strict(cli("compare", *files, "--format", "json").stdout)
+    done = cli("compare", *files, "--format", "json")
+    assert "note: before: k, block 0, 100 cycles" in done.stderr
+    rows = strict(done.stdout)
     changes = [(x["phase"], x["change"]) for x in rows]
     assert changes == [("idle", 20), ("softmax", -20), ("wait: K full", 0), ("other", 0)]
     traces.save(small(problem="q", blocks=(3,)), files[1])
@@ -528,7 +530,7 @@ def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     assert "cannot be written in the folder /proc; name another one" in said
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
-    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles"):
+    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles; give"):
         draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(small(phases=()), tmp_path / "x.png")
