@@ -627,6 +627,7 @@ def _of_all_blocks(
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
     return replace(
         made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
     )

@@ -25,10 +25,11 @@ class Share:
     longest: float
     longest_warp: int
     longest_at: float  # when it begins
+    longest_block: int | None = None  # of all blocks
 
     def row(self) -> dict[str, Any]:
         """A row of a table."""
-        made = asdict(self)
+        made = {name: x for name, x in asdict(self).items() if x is not None}
         return {"phase": made.pop("phase"), "share_%": made.pop("share"), **made}
 
 
@@ -46,7 +47,7 @@ def shares(timeline: Timeline) -> list[Share]:
         last, end = max(x.end for x in own), whole[block][1]
         if last < end:
             found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
-    rows = [_share(name, spans, total) for name, spans in found.items()]
+    rows = [_share(name, spans, total, timeline.is_detailed) for name, spans in found.items()]
     return sorted(rows, key=lambda row: -row.share)
 
 
@@ -94,7 +95,7 @@ def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
     return {key: own for key, own in found.items() if works(key, own)}
 
 
-def _share(name: str, spans: Sequence[Span], total: float) -> Share:
+def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) -> Share:
     warps = len({(x.block, x.warp) for x in spans})
     time = sum(x.length for x in spans)
     longest = max(spans, key=lambda x: x.length)
@@ -107,6 +108,7 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
         longest.length,
         longest.warp,
         longest.start,
+        None if is_detailed else longest.block,
     )
 
 
