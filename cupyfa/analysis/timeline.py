@@ -244,7 +244,7 @@ def record(
         operation=kernel.operation,
         tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
     )
-    marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
+    marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
     if block is None:
         return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
     return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
@@ -424,6 +424,11 @@ _NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
 
 
+def _unescaped(literal: str) -> str:
+    """What a literal of C stands for, if it has no other escapes than quotes and backslashes."""
+    return re.sub(r"\\([\"'\\])", r"\1", literal)
+
+
 def _hash(name: str) -> int:
     """FNV-1a, as timeline.cuh has it."""
     value = 2166136261
@@ -438,7 +443,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     if entry.kind is Kind.NAMED_WAIT:
         return f"wait: {barriers.named(entry.argument)}"
     if entry.kind is Kind.MARKED:
-        return marks.get(entry.argument, "mark")
+        return marks.get(entry.argument, f"mark {entry.argument:#x}")
     return NAMES[entry.kind]
 
 

@@ -184,13 +184,14 @@ def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
     assert "__syncthreads" not in text
     place = text.index("{", text.index("mine("))
     cu.write_text(
-        f'{text[: place + 1]}\n  {{ const auto phase = mark("own"); __syncthreads(); }}\n'
-        f"{text[place + 1 :]}"
+        f'{text[: place + 1]}\n  {{ const auto phase = mark("own \\"a\\""); __syncthreads(); }}\n'
+        f'  constexpr char name[] = "x";\n  mark(name);\n{text[place + 1 :]}'
     )
     kernel = record_named(f"{script}:mine")
     case = standard(kernel, {"batch": 1, "heads": 1, "M": 9, "N": 7, "d": 8}, small=True)
     found = record(kernel, case, Simulator(), block=0)
-    assert {x.name for x in found.phases} == {"other", "own", "wait: __syncthreads"}
+    names = {'own "a"', "wait: __syncthreads", f"mark {timelines._hash('x'):#x}"}
+    assert {x.name for x in found.phases} == {"other", *names}
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def test_phases_count_where_they_begin():
     times = {
         x.phase: x.times for x in shares(small(phases=phases)) if "longest_block" not in x.row()
     }
-    assert times == {"mark": 1, "wait: __syncthreads": 1, "other": 2}
+    assert times == {"mark 0x0": 1, "wait: __syncthreads": 1, "other": 2}
 
 
 def test_a_warp_ends_with_the_last_of_its_lanes():
