@@ -153,6 +153,7 @@ class Timeline:
     recorded_milliseconds: float | None = None  # and with it
     operation: str = ""
     tiles: str = ""  # as "Br=64 Bc=128"
+    other_launches: tuple[str, ...] = ()  # of the call, by their entry points
 
     @property
     def overhead(self) -> float | None:
@@ -179,7 +180,8 @@ def record(
     """Runs a kernel and records one of its launches.
 
     ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
-    call; by default the entry point named like the kernel, or the first whose name begins so.
+    call; by default the entry point named like the kernel, or the first whose name begins so, or
+    that with the most threads.
     ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
     only where each begins and ends and stores results.
 
@@ -243,6 +245,7 @@ def record(
         recorded_milliseconds=times[1] if times else None,
         operation=kernel.operation,
         tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
+        other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
     )
     marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
     if block is None:
@@ -283,7 +286,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
-    return (alike or there)[0]
+    return alike[0] if alike else max(there, key=lambda x: _blocks(x) * x.threads)
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:

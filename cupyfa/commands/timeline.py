@@ -135,6 +135,9 @@ def timeline(
     if form == PERFETTO:
         click.echo(json.dumps(timeline_trace.trace(found)))
         return
+    if found.other_launches and launch is None:
+        others = ", ".join(found.other_launches)
+        options.note(f"{found.entry} is recorded; --launch NAME records another one: {others}")
     rows = [x.row() for x in shares(found)]
     if form != "table":
         for line in lines(found):

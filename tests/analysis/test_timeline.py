@@ -232,6 +232,9 @@ def test_blocks_and_launches_that_are_not_there():
 
 
 def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
+    most = record_named("baseline_backward")  # no launch has its name
+    found = plan(most, standard(most, {}, small=True).problem, Simulator().limits)
+    assert timelines._chosen(found, None).entry == "score_gradients"
     kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
     case = standard(kernel, {**SIZES, "M": 32, "N": 512}, small=True)
     name = "mma_slices_backward_scores"
@@ -241,6 +244,7 @@ def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at
     assert whole.entry == name and part.entry == f"{name} (launch 1)"
     assert len(whole.phases) == len(part.phases)
     found = plan(kernel, case.problem, Simulator().limits, **tiles)
+    assert {"mma_delta", "mma_slices_backward_rows"} <= {*whole.other_launches}
     second = timelines._chosen(found, "4")
     assert timelines._title(found, second) == f"{name} (launch 4)"
 
