@@ -54,7 +54,9 @@ def main() -> None:
     right = out.copy()
     several = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True, devices=devices))
     print(f"one GPU: {one:.1f} ms; devices={devices}: {several:.1f} ms")
-    print("the bits are those of one GPU:", np.array_equal(out, right))
+    is_same = np.array_equal(out, right)
+    print("the bits are those of one GPU:", is_same)
+    assert is_same
 
     out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, devices=devices)
     dq, dk, dv = pullback(out)

@@ -3,9 +3,11 @@
 import os
 import pickle
 import runpy
+import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -480,28 +482,34 @@ def test_an_error_of_a_worker_arrives_as_itself(client):
         found.compute()
 
 
-def slowly(x):
-    time.sleep(0.5)
+def deadly(x, folder, block_id):
+    """The first that comes here ends its process."""
+    runs = folder / "-".join(map(str, block_id))
+    with runs.open("a") as file:
+        file.write("run ")
+    with suppress(FileExistsError), (folder / "dead").open("x") as file:
+        file.write(f"{os.getpid()} {runs}")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
     return x
 
 
-def require_right_if_one_dies(client, given, chunked, **options):
-    """A worker is killed while tasks are computed; another one takes its place."""
+def require_right_if_one_dies(client, folder, given, chunked, **options):
+    """A worker dies in a task, which is computed again; another one takes its place."""
     q, k, v = chunked
-    slow = q.map_blocks(slowly, dtype=q.dtype, meta=q._meta)
-    future = client.compute(parts.attention(slow, k, v, **options))
-    victim, *_ = client.run(os.getpid).values()
-    time.sleep(1)
-    os.kill(victim, 9)
+    of_q = q.map_blocks(deadly, folder, dtype=q.dtype, meta=q._meta)
+    future = client.compute(parts.attention(of_q, k, v, **options))
     assert_same_bits([future.result(timeout=120)], [cupyfa.attention(*given, **options)])
+    victim, runs = (folder / "dead").read_text().split()
+    assert Path(runs).read_text() == "run run "
     client.wait_for_workers(2, timeout=60)
-    assert victim not in client.run(os.getpid).values()
+    assert int(victim) not in client.run(os.getpid).values()
 
 
 @pytest.mark.slow
-def test_tasks_of_a_worker_that_dies_are_repeated(client):
+def test_tasks_of_a_worker_that_dies_are_repeated(client, tmp_path):
     given, chunked, options = case("causal")
-    require_right_if_one_dies(client, given, chunked, **FORWARD, **options)
+    require_right_if_one_dies(client, tmp_path, given, chunked, **FORWARD, **options)
 
 
 @pytest.fixture(scope="module")
@@ -571,9 +579,9 @@ def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
 
 
 @pytest.mark.gpu
-def test_tasks_of_a_worker_with_a_gpu_that_dies_are_repeated(of_two_gpus):
+def test_tasks_of_a_worker_with_a_gpu_that_dies_are_repeated(of_two_gpus, tmp_path):
     given = arrays(**{**OF_GPUS, "dtype": "float16"})
-    require_right_if_one_dies(of_two_gpus, given, cut(*given, STRIPS), causal=True)
+    require_right_if_one_dies(of_two_gpus, tmp_path, given, cut(*given, STRIPS), causal=True)
     assert len({*of_two_gpus.run(gpu).values()}) == 2
 
 

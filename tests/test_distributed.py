@@ -169,8 +169,10 @@ def test_results_of_16_bits_without_their_last_rounding(schedule):
     wide, _ = run(given, 2, schedule=schedule, causal=True, out_dtype="float32")
     assert {x.dtype.name for x in wide} == {"float32"}
     off = abs(wide[0].astype("float16") - narrow[0])
-    ulp = 0 if schedule != "ring" else np.spacing(abs(wide[0]).max().astype("float16"))
-    assert off.max() <= ulp and (wide[0] != narrow[0]).any()
+    # A ring rounds parts and their mean, and here the other result is rounded: by half a step of
+    # float16 each, at numbers up to the largest of v.
+    most = 1.5 * np.spacing(abs(given[2]).max()) if schedule == "ring" else 0
+    assert off.max() <= most and (wide[0] != narrow[0]).any()
 
 
 def test_rows_of_nobody_are_not_added_up(monkeypatch):
@@ -293,6 +295,21 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     assert made == [kernel]
 
 
+@pytest.mark.parametrize(
+    "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
+)
+def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
+    """Parts have 512 rows, 16 blocks of 128 for each key head, and 4 MiB of keys and values.
+
+    On the smallest device the second level of the cache would hold those of more heads.
+    """
+    x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
+    p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
+    backend = SimpleNamespace(limits=Limits("a GPU", 232448, multiprocessors=multiprocessors))
+    made = job.Job(None, p, shards, shards, None, backend, in_host=False)
+    assert (made.heads_of_rows(), made.heads_of_keys()) == (of_rows, of_keys)
+
+
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("n, count", [(0, 3), (1, 2), (5, 4), (48, 3), (49, 1), (50, 7)])
 def test_every_row_is_of_one_rank(order, n, count):
@@ -344,6 +361,13 @@ H100 = Limits("an H100", 232448, arch="90")
 OTHER = Simulator()  # as a GPU of another model
 OTHER.read_limits = lambda device: Limits("another", 232448, multiprocessors=7)
 X = np.ones((1, 2, 8, 4), np.float32)
+
+
+class NoText:
+    def __repr__(self):
+        raise TypeError("has no text")
+
+
 WRONG = {
     "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"give \[batch, heads, rows, d\]"),
     "rows": (
@@ -353,6 +377,7 @@ WRONG = {
     ),
     "M": ({"M": -1}, ValueError, "M is -1; give a whole number from 0"),
     "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
+    "no text": ({"order": NoText()}, TypeError, "has no text"),
     "schedule": (
         {"schedule": "tree"},
         ValueError,
@@ -422,7 +447,10 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
             {"causal": True},
             "options must be equal on all ranks: none on ranks 0, 2; causal=bottom-right on",
         ),
-        ({"M": 25, "q": X[:, :, :8]}, "sizes must be equal on all ranks: .*M=24, .*M=25"),
+        (
+            {"M": 25, "q": X[:, :, :8]},
+            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give M= and N= of the whole on",
+        ),
         (
             {x: X.astype("f2") for x in "qkv"},
             "dtype must be equal .*: float32 on .*; float16 on rank",
@@ -446,7 +474,7 @@ def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
         given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
         with pytest.raises(ValueError, match=message) as caught:
             ranks.attention(**given | (others if group.rank == 1 else {}))
-        assert str(caught.value).endswith("; give the same on all ranks")
+        assert str(caught.value).endswith(" on all ranks")
         assert group.sent == 2 * (64 + 4096)
         return str(caught.value)
 
@@ -588,14 +616,15 @@ def test_ranks_take_the_device_of_their_caller(monkeypatch):
 
 
 def test_ctrl_c_ends_all_ranks():
-    """No thread is at work when it is raised."""
+    """No thread is at work when it is raised, also if it comes again."""
     before, errors = threading.active_count(), []
 
     def of_rank(group):
         if group.rank == 0:
+            for _ in range(2):
+                time.sleep(0.1)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             time.sleep(0.1)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            time.sleep(0.2)
             return
         try:
             group.agree(b"")

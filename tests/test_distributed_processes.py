@@ -134,6 +134,19 @@ def test_ranks_that_do_not_come():
     assert "rank 3 did not reach rank 0" in str(found)
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ranks_that_count_others(rank):
+    port, found = _free_port(), {}
+    server = threading.Thread(target=lambda: found.update(met(2, port=port, asking=(0,))))
+    server.start()
+    found |= met(3, port=port, asking=(rank,))
+    server.join()
+    message = "rank {} is one of {} ranks, and rank {} one of {}; give the same WORLD_SIZE"
+    for numbers in ((0, 2, rank, 3), (rank, 3, 0, 2)):
+        assert isinstance(found[numbers[0]], DeviceError)
+        assert message.format(*numbers) in str(found[numbers[0]])
+
+
 def test_a_port_that_is_taken():
     with rendezvous._listening("localhost", 0) as other:
         port = other.getsockname()[1]
@@ -203,6 +216,7 @@ LAUNCHERS = [
     ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4, 3)),
     ({"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1"}, (9, 16, 1)),
     ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 2, 0)),
+    ({"PMI_RANK": "9", "PMI_SIZE": "16", "SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, (9, 16, 1)),
     ({}, (0, 1, 0)),
 ]
 
@@ -269,6 +283,17 @@ def test_a_host_with_gpus_of_several_models(monkeypatch):
         joining._use_device(joining.Place(2, 3, 2))
 
 
+@pytest.mark.parametrize("count, made", [(1, b"by MPI"), (2, b"by TCP")])
+def test_mpi_that_a_library_has_imported_does_not_count(monkeypatch, count, made):
+    """Then its world has this process alone."""
+    world = Communicator()
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    monkeypatch.setattr(joining, "_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    monkeypatch.setattr(joining, "unique_id", lambda: b"by MPI")
+    monkeypatch.setattr(joining, "shared_id", lambda *args: b"by TCP")
+    assert joining._name(joining.Place(0, count, 0), 1) == made
+
+
 def test_without_mpi4py(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="pip install mpi4py"):
@@ -286,9 +311,11 @@ def test_nvlink_multicast_is_off_unless_the_user_wants_it(monkeypatch, given):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", given or "")
     if given is None:
         monkeypatch.delenv("NCCL_NVLS_ENABLE")
-    nccl._library.cache_clear()
-    with pytest.raises(ImportError, match=r'pip install "nvidia-nccl-cu12>=.* CUDA 13 nvidia-nccl'):
-        ranks.unique_id()
+    nccl.library.cache_clear()
+    monkeypatch.setattr(joining, "_use_device", lambda place: None)
+    for without in (ranks.unique_id, lambda: ranks.group(1, 2)):
+        with pytest.raises(ImportError, match='pip install "nvidia-nccl-cu12>=.* 13 nvidia-nccl-c'):
+            without()
     assert os.environ["NCCL_NVLS_ENABLE"] == (given or "0")
 
 
@@ -410,6 +437,26 @@ def test_an_error_of_nccl_ends_the_group():
         group.agree(b"digest")
 
 
+def test_a_gpu_that_fails_ends_the_group():
+    """Who asks for an event gets the error, also the watchdog; and so does who ends the group."""
+
+    class Failed:
+        @property
+        def done(self):
+            raise ZeroDivisionError("an illegal address")
+
+    def abort():
+        engine.aborted.set()
+        raise ZeroDivisionError("an illegal address")
+
+    engine = Engine()
+    engine._event, engine.abort = Failed, abort
+    message = "the GPU of rank 0 failed: an illegal address"
+    with ending(engine, 0.1, message) as group, group.calling():
+        group.exchange([], [])()
+        assert engine.aborted.wait(20)
+
+
 def test_another_error_in_a_call_ends_the_group():
     engine = Engine()
     group = NcclGroup(0, 2, 30, engine)
@@ -420,19 +467,21 @@ def test_another_error_in_a_call_ends_the_group():
     assert engine.aborted.is_set()
 
 
-def test_ctrl_c_while_ranks_agree_ends_the_group(monkeypatch):
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, MemoryError])
+def test_a_failure_while_ranks_agree_ends_the_group(monkeypatch, failure):
+    """Else calls of this rank would be one ahead of those of the others for ever."""
     engine = Engine()
     group = NcclGroup(0, 2, 30, engine)
 
-    def interrupted(message):
-        raise KeyboardInterrupt
+    def failing(message):
+        raise failure
 
-    monkeypatch.setattr(engine, "agree", interrupted)
-    x = np.ones((1, 1, 8, 8), "f4")
-    with pytest.raises(KeyboardInterrupt):
-        ranks.attention(x, x, x, group=group, backend="simulator")
-    with pytest.raises(DeviceError, match="rank 0 raised KeyboardInterrupt"):
-        group.agree(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "agree", failing)
+        with pytest.raises(failure):
+            ranks.attention(X, X, X, group=group, backend="simulator")
+    with pytest.raises(DeviceError, match=f"rank 0 raised {failure.__name__}"):
+        ranks.attention(X, X, X, group=group, backend="simulator")
     assert engine.aborted.is_set()
 
 
@@ -460,11 +509,22 @@ def test_arrays_are_kept_until_computation_waits_for_their_messages():
         assert not group._queued
 
 
+def test_a_group_that_has_ended_keeps_no_arrays():
+    group, array = NcclGroup(0, 2, 30, Engine("silent")), X.copy()
+    alive, pending = weakref.ref(array), group.exchange([(array, 1)], [])
+    del array, pending
+    assert alive() is not None
+    group.abort("a test")
+    assert alive() is None
+    with pytest.raises(DeviceError, match="a test"):
+        group.settle()  # as what was queued has not arrived
+
+
 def test_calls_are_not_captured():
     engine = Engine()
     with NcclGroup(0, 2, 30, engine) as group:
         engine.is_capturing = True
-        with pytest.raises(Unsupported, match="is captured as a CUDA graph"):
+        with pytest.raises(Unsupported, match="rank 0: .* is captured as a CUDA graph"):
             ranks.attention(X, X, X, group=group, backend="simulator")
         engine.is_capturing = False
 
@@ -484,9 +544,10 @@ class Communicator:
     """MPI of a rank alone, whose messages do not arrive."""
 
     freed = False
+    is_late = False  # another rank, with Idup
 
-    def Dup(self):
-        return self
+    def Idup(self):
+        return self, SimpleNamespace(Test=lambda: not self.is_late)
 
     def Free(self):
         self.freed = True
@@ -519,6 +580,13 @@ def test_arrays_of_mpi_are_kept_as_long_as_it_may_write_there(monkeypatch):
     assert alive() is not None
     mpi._unfinished.clear()
     assert alive() is None
+
+
+def test_a_rank_of_mpi_that_does_not_come():
+    communicator = Communicator()
+    communicator.is_late = True
+    with pytest.raises(DeviceError, match=r"rank 0 waited 0.02 s for messages"):
+        mpi.MpiGroup(communicator, 0.02)
 
 
 def test_a_communicator_of_mpi_is_freed_when_all_have_closed():
@@ -593,7 +661,7 @@ def nccl_of_two(two_gpus):
     from cupyfa.runtime.cuda import nccl
 
     try:
-        nccl._library()
+        nccl.library()
     except ImportError as reason:
         pytest.skip(str(reason))
 

@@ -98,7 +98,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """A time of a warp: a phase, or copies or products that are under way."""
+    """A time of a warp: a phase, or copies or products that are in flight."""
 
     block: int
     warp: int
@@ -145,11 +145,15 @@ class Timeline:
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
+    has_product_times: bool = True  # not where the model does not know how long products take
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
-    lost: int = 0  # entries for which there was no room
+    lost: int = 0  # entries that the log had no room for
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
+    operation: str = ""
+    tiles: str = ""  # as "Br=64 Bc=128"
+    other_launches: tuple[str, ...] = ()  # of the call, by their entry points
 
     @property
     def overhead(self) -> float | None:
@@ -176,7 +180,8 @@ def record(
     """Runs a kernel and records one of its launches.
 
     ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
-    call; by default the entry point named like the kernel, or the first whose name begins so.
+    call; by default the entry point named like the kernel, or the first whose name begins so, or
+    that with the most threads.
     ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
     only where each begins and ends and stores results.
 
@@ -238,8 +243,11 @@ def record(
         lost=sum(full.values()),
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
+        operation=kernel.operation,
+        tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
+        other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
     )
-    marks = {_hash(x): x for text in texts for x in _MARK.findall(text)}
+    marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
     if block is None:
         return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
     return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
@@ -278,7 +286,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
-    return (alike or there)[0]
+    return alike[0] if alike else max(there, key=lambda x: _blocks(x) * x.threads)
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:
@@ -347,13 +355,17 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """The entries before the first one that was lost. All warps end at that time."""
-    by_warp = _by_warp(entries)
-    times = [own[-1].time for key, own in by_warp.items() if key in full]
-    if not times:
-        return entries
-    end, made = min(times), []
+    """The entries of each block before the first that it lost. Its warps end at that time."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # of another clock
+    ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
+        if (block, warp) in full:
+            ends[block] = min(own[-1].time, ends.get(block, own[-1].time))
+    made = [x for x in entries if x.block not in ends]
+    for (block, warp), own in by_warp.items():
+        if block not in ends:
+            continue
+        end = ends[block]
         kept = [x for x in own if x.time <= end]
         made += kept
         if kept and (len(kept) < len(own) or (block, warp) in full):
@@ -415,6 +427,11 @@ _NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
 
 
+def _unescaped(literal: str) -> str:
+    """What a literal of C stands for, if it has no other escapes than quotes and backslashes."""
+    return re.sub(r"\\([\"'\\])", r"\1", literal)
+
+
 def _hash(name: str) -> int:
     """FNV-1a, as timeline.cuh has it."""
     value = 2166136261
@@ -429,7 +446,7 @@ def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
     if entry.kind is Kind.NAMED_WAIT:
         return f"wait: {barriers.named(entry.argument)}"
     if entry.kind is Kind.MARKED:
-        return marks.get(entry.argument, "mark")
+        return marks.get(entry.argument, f"mark {entry.argument:#x}")
     return NAMES[entry.kind]
 
 
@@ -451,6 +468,7 @@ def _of_block(
         nanoseconds = 1 / rate
     entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
     if made.modelled:
+        made = replace(made, has_product_times=timeline_model.counts_work(entries))
         entries = timeline_model.timed(entries)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
@@ -512,27 +530,27 @@ def _phases(
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
     """The groups of wgmma of one warp, each from its issue to the end of the wait for it."""
-    under_way: list[Entry] = []
+    in_flight: list[Entry] = []
     issue: Entry | None = None
     pending = 0
     for entry in entries:
         if entry.kind is Kind.ISSUE and not entry.ended:
             issue = entry
         elif entry.kind is Kind.ISSUE:
-            under_way.append(issue or entry)
+            in_flight.append(issue or entry)
             issue = None
         elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.PRODUCT_WAIT:
-            while len(under_way) > pending:
-                begun = under_way.pop(0)
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
                 yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
 
 
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Copies to the end of the first wait for them; arrows to waits for copies and for room."""
+    """Copies to the end of the first wait for them; arrows to waits for copies and buffers."""
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
@@ -567,16 +585,16 @@ def _copies(
 
 def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
     """The groups of cp.async of one warp, each to the end of the wait for it."""
-    under_way: list[Entry] = []
+    in_flight: list[Entry] = []
     pending = 0
     for entry in entries:
         if entry.kind is Kind.COPIES_BEGUN:
-            under_way.append(entry)
+            in_flight.append(entry)
         elif entry.kind is Kind.COPY_WAIT and not entry.ended:
             pending = entry.argument
         elif entry.kind is Kind.COPY_WAIT:
-            while len(under_way) > pending:
-                begun = under_way.pop(0)
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
                 yield Span(
                     entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
                 )
@@ -606,15 +624,18 @@ def _of_all_blocks(
 ) -> Timeline:
     """The timeline of all blocks, in microseconds from the beginning of the first."""
     if made.modelled:
-        entries, places = timeline_model.scheduled(entries, made.multiprocessors)
+        complete = _complete(entries, full)  # else the model lacks what warps wait for
+        entries, places = timeline_model.scheduled(complete, made.multiprocessors)
         entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
     else:
         entries, places = _on_one_clock(entries, clock)
+        entries = _complete(entries, full)
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
-    entries = _complete([x for x in entries if x.kind in kept], full)
+    entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
     return replace(
         made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
     )

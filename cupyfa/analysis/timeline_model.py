@@ -26,7 +26,7 @@ MMA = 6.5  # of one 16x8x16 in a quarter of the multiprocessor
 ELEMENT = 5  # of softmax, for each element of a lane
 EPILOGUE = 250
 STEP = 20  # any entry
-UNKNOWN = 300  # any entry of a kernel that records no products, as the scalar ones
+UNKNOWN = 300  # the same where work is not counted, as in scalar kernels; but not the end of a wait
 
 _QUARTERS = 4
 
@@ -75,7 +75,8 @@ class _Block:
     def advance(self, x: Entry) -> float:
         """The time of an entry."""
         warp, quarter = x.warp, x.warp % _QUARTERS
-        self.now[warp] += STEP if self.has_work else UNKNOWN
+        ends_wait = x.ended and x.kind.name.endswith("_WAIT")
+        self.now[warp] += STEP if self.has_work or ends_wait else UNKNOWN
         begin = getattr(self, f"_{x.kind.name.lower()}", None)
         if begin is not None:
             begin(x, warp, quarter)
@@ -169,10 +170,14 @@ class _Block:
         self.now[warp] = max(self.now[warp], time)
 
 
+def counts_work(entries: Sequence[Entry]) -> bool:
+    """Whether entries say how much work products are, as those of scalar kernels do not."""
+    return any(x.kind.name in ("WORKED_WGMMA", "WORKED_MMA") for x in entries)
+
+
 def timed(entries: Sequence[Entry]) -> list[Entry]:
     """The entries of blocks with times in cycles in place of their order, warp by warp."""
-    worked = ("WORKED_WGMMA", "WORKED_MMA")
-    has_work = any(x.kind.name in worked for x in entries)
+    has_work = counts_work(entries)
     blocks: dict[int, _Block] = {}
     made = []
     for x in sorted(entries):

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.analysis.timeline import Arrow, Kind, Span, Timeline
 from cupyfa.analysis.timeline_summary import (
     busiest_warps,
     extents,
@@ -23,7 +23,10 @@ from cupyfa.report.plots import INK, PALE, check, new_figure, write
 _BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
 _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
-    "waits for a copy or for room": (_YELLOW, (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT)),
+    "waits for a copy or a free buffer": (
+        _YELLOW,
+        (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT),
+    ),
     "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
     "mma": (_BLUE, (Kind.PRODUCTS,)),
@@ -34,8 +37,9 @@ _GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
     "other": (PALE, (Kind.IN_BLOCK,)),
 }
 _COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
-_UNDER_WAY = {"copy under way": INK, "wgmma under way": _BLUE}
-_TILES = 6  # of a long timeline, shown at its beginning and at its end
+_IN_FLIGHT = {"copy in flight": INK, "wgmma in flight": _BLUE}
+_PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
+_NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
 _LINE = 120  # characters of the text above a picture
 _CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
@@ -44,9 +48,10 @@ _CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
     """Draws a timeline to an .svg or .png file.
 
-    Of a block: a row for each warp, under it what it has under way, and arrows from the start of a
-    copy to the wait that it ends, and from where room is made to the wait for it. ``window`` is the
-    first and the last time that are shown; by default all, or of long timelines both ends. Of all
+    Of a block: a row for each warp, under it its copies and products in flight, and arrows from the
+    start of a copy to the wait that it ends, and from a buffer's last reader to the wait for it.
+    ``window`` is the first and the last time that are shown; by default all, or of long timelines
+    both ends. Of all
     blocks: a row for each multiprocessor. Raises ValueError for another suffix, for an empty window
     and for one that shows nothing; Unsupported without matplotlib.
     """
@@ -59,7 +64,7 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
-            f"{timeline.end:g} {timeline.unit}"
+            f"{timeline.end:g} {timeline.unit}; give two times in it"
         )
     said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
     figure = _block_figure if timeline.is_detailed else _grid_figure
@@ -71,11 +76,11 @@ def _windows(timeline: Timeline, window: tuple[float, float] | None) -> list[tup
         return [window]
     counts: dict[int, int] = defaultdict(int)
     for x in timeline.phases:
-        counts[x.warp] += x.kind is Kind.SOFTMAX
-    tiles = max(counts.values(), default=0) / 2
-    if tiles <= 2 * _TILES:
+        counts[x.warp] += 1
+    most = max(counts.values())
+    if most <= 2 * _PHASES:
         return [(0.0, timeline.end)]
-    length = timeline.end * _TILES / tiles
+    length = timeline.end * _PHASES / most
     return [(0.0, length), (timeline.end - length, timeline.end)]
 
 
@@ -109,9 +114,10 @@ def _draw_window(
     def seen(spans: Iterable[Span]) -> list[Span]:
         return [x for x in spans if x.warp in place and x.end > low and x.start < high]
 
+    axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     phases = seen(timeline.phases)
     _bars(axes, [(x, place[x.warp] - 0.38, 0.56, _COLOUR[x.kind]) for x in phases])
-    copies, products = _UNDER_WAY.values()
+    copies, products = _IN_FLIGHT.values()
     under = [(x, place[x.warp] + 0.22, 0.08, copies) for x in seen(timeline.copies)]
     under += [(x, place[x.warp] + 0.31, 0.1, products) for x in seen(timeline.products)]
     _bars(axes, under)
@@ -129,7 +135,6 @@ def _draw_window(
                 verticalalignment="center",
                 clip_on=True,
             )
-    axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     axes.set_yticks(range(len(warps)), [f"warp {x}" for x in warps], fontsize=8)
     axes.tick_params(length=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -143,48 +148,62 @@ def _short(name: str) -> str:
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast."""
+    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast.
+
+    The limits of the axes are set before.
+    """
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
 
     codes = (Line.MOVETO, Line.LINETO, Line.LINETO, Line.LINETO, Line.CLOSEPOLY)
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+    low, high = axes.get_xlim()
     for x, top, height, colour in bars:
-        bottom = top + height
-        found[colour] += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom)]
-        found[colour].append((x.start, top))
-    for colour, corners in found.items():
+        bottom, own = top + height, found[colour, x.length < _NARROW * (high - low)]
+        own += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom), (x.start, top)]
+    for (colour, is_narrow), corners in found.items():
         path = Line(corners, codes * (len(corners) // len(codes)))
-        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", linewidth=0.15))
+        edge = {"linewidth": 0, "snap": False} if is_narrow else {"linewidth": 0.15}
+        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", **edge))
 
 
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Arrows that begin and end in the window; where there are many, those to copies."""
+    """Arrows of which a part is in the window; of many every second, third, … of each kind."""
+    from matplotlib.patches import FancyArrowPatch
+
     low, high = shown
-    found = [
+    there = [
         x
         for x in timeline.arrows
-        if x.start_warp in place and x.end_warp in place and low <= x.start and x.end <= high
+        if x.start_warp in place and x.end_warp in place and low < x.end and x.start < high
     ]
-    if len(found) > _ARROWS:
-        found = [x for x in found if x.is_copy][:_ARROWS]
+    step = -(-len(there) // _ARROWS)
+    found = [y for is_copy in (True, False) for y in _of_kind(there, is_copy)[:: step or 1]]
     for x in found:
-        colour = INK if x.is_copy else "#8c959f"
-        axes.annotate(
-            "",
-            (x.end, place[x.end_warp] - 0.1),
-            (x.start, place[x.start_warp] + 0.2),
-            arrowprops={
-                "arrowstyle": "-|>,head_length=0.25,head_width=0.12",
-                "color": colour,
-                "linewidth": 0.6,
-                "linestyle": "-" if x.is_copy else (0, (3, 2)),
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
+        axes.add_patch(
+            FancyArrowPatch(
+                (x.start, place[x.start_warp] + 0.2),
+                (x.end, place[x.end_warp] - 0.1),
+                arrowstyle="-|>,head_length=0.25,head_width=0.12",
+                mutation_scale=9,
+                color=INK if x.is_copy else "#8c959f",
+                linewidth=0.6,
+                linestyle="-" if x.is_copy else (0, (3, 2)),
+                shrinkA=0,
+                shrinkB=0,
+            )
         )
+    if len(found) < len(there):
+        text = f"{len(found)} of {len(there)} arrows are shown"
+        where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        where |= {"horizontalalignment": "right", "verticalalignment": "top"}
+        axes.annotate(text, (1, 0), (0, -22), fontsize=7, **where)
+
+
+def _of_kind(arrows: Iterable[Arrow], is_copy: bool) -> list[Arrow]:
+    return sorted((x for x in arrows if x.is_copy == is_copy), key=lambda x: x.start)
 
 
 def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
@@ -196,7 +215,7 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     kinds = {x.kind for x in timeline.phases if shown(x)}
     found = [(name, colour) for name, (colour, own) in _GROUPS.items() if kinds & {*own}]
     spans = (timeline.copies, timeline.products)
-    return found + [x for x, own in zip(_UNDER_WAY.items(), spans) if any(map(shown, own))]
+    return found + [x for x, own in zip(_IN_FLIGHT.items(), spans) if any(map(shown, own))]
 
 
 def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]]) -> None:
@@ -264,8 +283,8 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         if x.kind is Kind.MARKED:
             colour = _ORANGE
         bars.append((x, *place_of(x.block), colour))
-    _bars(axes, bars)
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
+    _bars(axes, bars)
     step = max(1, len(places) // 12)
     axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)

@@ -25,10 +25,11 @@ class Share:
     longest: float
     longest_warp: int
     longest_at: float  # when it begins
+    longest_block: int | None = None  # of all blocks
 
     def row(self) -> dict[str, Any]:
         """A row of a table."""
-        made = asdict(self)
+        made = {name: x for name, x in asdict(self).items() if x is not None}
         return {"phase": made.pop("phase"), "share_%": made.pop("share"), **made}
 
 
@@ -46,7 +47,7 @@ def shares(timeline: Timeline) -> list[Share]:
         last, end = max(x.end for x in own), whole[block][1]
         if last < end:
             found["idle"].append(Span(block, warp, Kind.IN_BLOCK, "idle", last, end))
-    rows = [_share(name, spans, total) for name, spans in found.items()]
+    rows = [_share(name, spans, total, timeline.is_detailed) for name, spans in found.items()]
     return sorted(rows, key=lambda row: -row.share)
 
 
@@ -94,7 +95,7 @@ def working(timeline: Timeline) -> dict[tuple[int, int], list[Span]]:
     return {key: own for key, own in found.items() if works(key, own)}
 
 
-def _share(name: str, spans: Sequence[Span], total: float) -> Share:
+def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) -> Share:
     warps = len({(x.block, x.warp) for x in spans})
     time = sum(x.length for x in spans)
     longest = max(spans, key=lambda x: x.length)
@@ -107,14 +108,16 @@ def _share(name: str, spans: Sequence[Span], total: float) -> Share:
         longest.length,
         longest.warp,
         longest.start,
+        None if is_detailed else longest.block,
     )
 
 
 def facts(timeline: Timeline) -> dict[str, float]:
     """Figures of the whole timeline by name; without products, for example, there are no gaps.
 
-    Of one block: its time; in percent the time in which products are under way, that between them,
-    and the part of softmax that is computed meanwhile; the longest gap between products. Of all
+    Of one block: its time; in percent the time in which products are in flight, that between them,
+    and the part of the softmax that is computed in the former; the longest gap between products. A
+    group of wgmma is in flight from its issue to the end of the wait for it. Of all
     blocks: how many run at a time, the time that the last blocks take after the first
     multiprocessor is idle, and the part of the time in which multiprocessors are idle.
     """
@@ -140,7 +143,9 @@ def _facts_of_block(timeline: Timeline) -> dict[str, float]:
 
 
 def _products(timeline: Timeline) -> Iterable[Span]:
-    """When products are under way: groups of wgmma, and mma.sync of any warp."""
+    """When products are in flight: groups of wgmma, and mma.sync of any warp."""
+    if not timeline.has_product_times:
+        return []
     return [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
 
 
@@ -184,10 +189,10 @@ def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
 
 _TEXTS = {
     "time": "{} {unit}",
-    "products_%": "products are under way {:.0f} % of the time",
-    "gaps_%": "tensor cores idle {:.1f} % between two of them",
-    "longest_gap": "at most {} {unit}",
-    "softmax_overlap_%": "{:.0f} % of softmax is computed meanwhile",
+    "products_%": "{products} in flight for {:.0f} % of the time",
+    "gaps_%": "gaps without {products} are {:.1f} %",
+    "longest_gap": "the longest {} {unit}",
+    "softmax_overlap_%": "{:.0f} % of the softmax overlaps with {products} in flight",
     "blocks": "{:.0f} blocks",
     "blocks_at_a_time": "at most {:.0f} at a time",
     "waves": "{:.2f} waves",
@@ -199,46 +204,48 @@ _TEXTS = {
 _TIMES = ("time", "longest_gap", "tail")
 
 
-def _number(time: float) -> str:
-    """A time with three significant digits, or more before the point."""
-    return f"{time:,.0f}" if time >= 100 else f"{time:.3g}"
+def rounded(value: float | str) -> str:
+    """A number with three significant digits, or more before the point; text as it is."""
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def _unwanted_waits(timeline: Timeline) -> list[Span]:
-    """All waits, without those of copying warps for an empty buffer: these should be ahead."""
-    copying = {(x.block, x.warp) for x in timeline.copies}
-    return [
-        x
-        for own in working(timeline).values()
-        for x in own
-        if x.name.startswith("wait")
-        and not (x.name.endswith(" empty") and (x.block, x.warp) in copying)
-    ]
+def _computing(timeline: Timeline) -> list[Span]:
+    """The phases of warps that have products or softmax; where none does, those of all."""
+    found = list(working(timeline).values())
+    kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX}
+    computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]
+    return [x for own in computing or found for x in own]
 
 
 def lines(timeline: Timeline) -> list[str]:
     """The same as text: what was recorded, the figures, the longest wait, how exact times are."""
     unit = timeline.unit
-    blocks = f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
-    head = f"{timeline.entry}, {blocks} of {timeline.grid} on {timeline.device}"
+    blocks = f"all {timeline.grid} blocks" if timeline.grid > 1 else "the only block"
+    if timeline.is_detailed:
+        blocks = f"block {timeline.blocks[0]} of {timeline.grid}"
+    head = f"{timeline.entry}, {blocks} on {timeline.device}"
     known = facts(timeline)
+    products = "wgmma" if timeline.products else "mma"
     text = ", ".join(
-        _TEXTS[x].format(_number(y) if x in _TIMES else y, unit=unit)
+        _TEXTS[x].format(rounded(y) if x in _TIMES else y, unit=unit, products=products)
         for x, y in known.items()
         if x in _TEXTS
     )
     made = [head, timeline.problem, text]
     if timeline.lost:
+        ends = "the timeline ends" if timeline.is_detailed else "blocks end"
         made.insert(
             0,
-            f"{timeline.lost:,} entries had no room: all warps end here where the first were lost; "
-            "record less, with a smaller N or fewer marks",
+            f"the log was full; {ends} at the first of {timeline.lost:,} lost entries; record "
+            "less, with a smaller N or fewer marks",
         )
-    if waits := _unwanted_waits(timeline):
+    if waits := [x for x in _computing(timeline) if x.name.startswith("wait")]:
         one = max(waits, key=lambda x: x.length)
         made.append(
-            f"the longest wait: warp {one.warp} from {_number(one.start)} on, "
-            f"{_number(one.length)} {unit}, {one.name.removeprefix('wait: ')}"
+            f"longest wait of a computing warp: {rounded(one.length)} {unit} for "
+            f"{one.name.removeprefix('wait: ')}, warp {one.warp} from {rounded(one.start)} on"
         )
     if timeline.modelled:
         made.append("times are those of a simple model, not measured")

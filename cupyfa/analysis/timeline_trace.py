@@ -16,6 +16,7 @@ from cupyfa.analysis.timeline_summary import (
     extents,
     facts,
     lines,
+    rounded,
     rows_of_blocks,
     shares,
 )
@@ -38,6 +39,9 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             "timeline": _VERSION,
             "kernel": timeline.kernel,
             "entry": timeline.entry,
+            "operation": timeline.operation,
+            "tiles": timeline.tiles,
+            "block": _block(timeline),
             "problem": timeline.problem,
             "device": timeline.device,
             "modelled": timeline.modelled,
@@ -52,6 +56,10 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 def save(timeline: Timeline, path: str | Path) -> None:
     """Writes the trace to a file, whole or not at all."""
     store.write_whole(Path(path), json.dumps(trace(timeline), separators=(",", ":")).encode())
+
+
+def _block(timeline: Timeline) -> str:
+    return f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
 
 
 _Places = Callable[[Span], dict[str, int]]
@@ -94,16 +102,16 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         times = {"ts": at(x.start), "dur": round(at(x.end) - at(x.start), 3)}
         kind = x.kind.name.lower()
         yield {"ph": "X", "name": x.name, "cat": kind, **times, **place_of(x)}
-    under_way = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
-    under_way += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
-    for number, (kind, name, x) in enumerate(under_way):  # spans of one warp may overlap
+    in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
+    in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
+    for number, (kind, name, x) in enumerate(in_flight):  # spans of one warp may overlap
         own = {"local": hex(number)}  # in the process: its rows are among those of the block
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
         yield {"ph": "e", "ts": at(x.end), **common}
     for number, arrow in enumerate(timeline.arrows):
-        common = {"cat": "flow", "name": "copy" if arrow.is_copy else "room", "id": number}
+        common = {"cat": "flow", "name": "copy" if arrow.is_copy else "free buffer", "id": number}
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}
@@ -125,6 +133,9 @@ class Saved:
 
     kernel: str
     entry: str
+    operation: str
+    tiles: str
+    block: str
     problem: str
     device: str
     modelled: bool
@@ -171,8 +182,8 @@ def _read(path: str | Path) -> bytes:
 
 def _check(saved: Saved) -> None:
     """Raises TypeError, KeyError or ValueError where a value is not what ``save`` writes."""
-    names = (saved.kernel, saved.entry, saved.problem, saved.device, saved.unit)
-    texts = [*names, *(x["phase"] for x in saved.phases)]
+    known = (getattr(saved, name) for name, kind in Saved.__annotations__.items() if kind == "str")
+    texts = [*known, *(x["phase"] for x in saved.phases)]
     if odd := [x for x in texts if not isinstance(x, str)]:
         raise TypeError(f"{odd[0]!r} is not text")
     if not isinstance(saved.modelled, bool):
@@ -183,9 +194,14 @@ def _check(saved: Saved) -> None:
             raise TypeError(f"{x!r} is not a number")
 
 
+def named(saved: Saved) -> str:
+    """What a file is of, and its time: "wgmma, block 0, 14,562 cycles"."""
+    return f"{saved.entry}, {saved.block}, {rounded(saved.facts['time'])} {saved.unit}"
+
+
 def differences(before: Saved, after: Saved) -> list[str]:
     """In what two timelines differ besides their times."""
-    names = "problem", "device"
+    names = "problem", "device", "tiles", "block"
     pairs = ((name, getattr(before, name), getattr(after, name)) for name in names)
     return [f"{name}: {old} before, {new} after" for name, old, new in pairs if old != new]
 
@@ -193,9 +209,12 @@ def differences(before: Saved, after: Saved) -> list[str]:
 def compared(before: Saved, after: Saved) -> list[dict[str, Any]]:
     """A row for each phase of two timelines: its time in a warp before and after, and the change.
 
-    Those come first whose part of the time of all warps changed most. Raises ValueError where times
-    are not of one kind.
+    The largest change comes first. Raises ValueError for different operations, and where times are
+    not of one kind.
     """
+    if before.operation != after.operation:
+        both = f"{before.entry} is {before.operation}, and {after.entry} {after.operation}"
+        raise ValueError(f"{both}; give two timelines of one operation")
     if before.modelled != after.modelled or before.unit != after.unit:
         kinds = (f"{'modelled' if x.modelled else 'measured'} {x.unit}" for x in (before, after))
         raise ValueError(f"times differ in kind: {' and '.join(kinds)}; record both alike")
@@ -213,8 +232,4 @@ def compared(before: Saved, after: Saved) -> list[dict[str, Any]]:
                 "after_%": new.get(phase, {}).get("share_%", 0.0),
             }
         )
-
-    def change(row: Mapping[str, Any]) -> float:
-        return abs(row["after_%"] * after.facts["time"] - row["before_%"] * before.facts["time"])
-
-    return sorted(rows, key=lambda row: -change(row))
+    return sorted(rows, key=lambda row: -abs(row["change"]))

@@ -1,5 +1,6 @@
 """``cupyfa bench``."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 import click
 
 from cupyfa import store
+from cupyfa.analysis import timeline_trace
 from cupyfa.bench import peers, sweeps
 from cupyfa.bench.bench import bench as measure
 from cupyfa.bench.results import Measurement, Results
@@ -185,8 +187,10 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
     Times of the simulator, where ``on`` is that, must not replace those of a GPU.
     """
     if save and not store.can_write_to(save):
-        target = save.resolve() if save.is_symlink() else save
-        raise ValueError(f"{save} cannot be written; is there a folder {target.parent}?")
+        folder = (save.resolve() if save.is_symlink() else save).parent
+        if os.path.isdir(folder):
+            raise ValueError(f"{save} cannot be written in the folder {folder}; name another one")
+        raise ValueError(f"{save} cannot be written; is there a folder {folder}?")
     if save and save.is_file() and on and on.name == "simulator":
         device = _measured_on(save)
         if device:
@@ -197,8 +201,11 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
 
 
 def _measured_on(file: Path) -> str | None:
-    """The GPU whose times a file has; None for others."""
+    """The GPU whose times a file has, of a benchmark or a timeline; None for others."""
     try:
+        if timeline_trace.is_timeline(file):
+            own = timeline_trace.load(file)
+            return None if own.modelled else own.device
         about = Results.load(file).environment
     except (OSError, ValueError):
         return None

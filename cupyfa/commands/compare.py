@@ -5,11 +5,11 @@ from collections import Counter
 
 import click
 
-from cupyfa.analysis import timeline_trace
+from cupyfa.analysis import timeline_summary, timeline_trace
 from cupyfa.bench.compare import compare as compared, differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
-from cupyfa.report.tables import comparisons, render
+from cupyfa.report.tables import comparisons, render, table_of
 
 
 def _fraction(percentage: str) -> float:
@@ -50,6 +50,13 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
         rows = timeline_trace.compared(*saved)
         for difference in timeline_trace.differences(*saved):
             options.note(difference)
+        names = [f"{x}: {timeline_trace.named(y)}" for x, y in zip(("before", "after"), saved)]
+        if form == "table":
+            click.echo("\n".join([*names, ""]))
+            click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
+            return
+        for name in names:
+            options.note(name)
         click.echo(render(rows, form))
         return
     if any(kinds):

@@ -9,14 +9,14 @@ import click
 
 from cupyfa.analysis import timeline as timelines, timeline_trace
 from cupyfa.analysis.timeline_plot import draw
-from cupyfa.analysis.timeline_summary import lines, shares
+from cupyfa.analysis.timeline_summary import lines, rounded, shares
 from cupyfa.bench import sweeps
 from cupyfa.commands import options
 from cupyfa.commands.bench import check_target
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.planner.select import select
 from cupyfa.report import plots
-from cupyfa.report.tables import FORMATS, render
+from cupyfa.report.tables import FORMATS, render, table_of
 from cupyfa.runtime.select import backend_named
 from cupyfa.verify.case import Case
 
@@ -56,12 +56,15 @@ class _Window(click.ParamType):
 
 @click.command()
 @options.kernel_argument
-@options.problem_options(small=False)
+@options.problem_options()
 @options.input_options
 @options.tile_options
 @click.option("--launch", help="The launch to record: its entry point, or its number from 0.")
 @click.option(
-    "--block", type=_Block(), default=0, help="The block whose warps are shown; all shows blocks."
+    "--block",
+    type=_Block(),
+    default=0,
+    help="The block whose warps are shown; all: when and where each block runs.",
 )
 @click.option("--plot", type=options.FILE, help="Draw the timeline to an .svg or .png file.")
 @click.option(
@@ -100,13 +103,15 @@ def timeline(
     table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
     the multiprocessor; in the simulator those of a simple model.
     """
-    for path in filter(None, (plot, save)):
-        check_target(path)
+    on = backend_named(backend)
+    check_target(plot)
+    check_target(save, on)
     if plot:
         plots.check(plot)
+    if save and plot and save.resolve() == plot.resolve():
+        raise ValueError(f"--save and --plot both name {save}; name two files")
     if zoom and not plot:
         options.refuse_idle("without --plot there is no picture", "zoom")
-    on = backend_named(backend)
     operation = operation_of(kernel)
     options.refuse_foreign([operation], *sizes)
     records = [] if kernel == "auto" else [record_named(kernel)]
@@ -130,6 +135,14 @@ def timeline(
     if form == PERFETTO:
         click.echo(json.dumps(timeline_trace.trace(found)))
         return
-    if form == "table":
-        click.echo("\n".join(lines(found)) + "\n")
-    click.echo(render([x.row() for x in shares(found)], form))
+    if found.other_launches and launch is None:
+        others = ", ".join(found.other_launches)
+        options.note(f"{found.entry} is recorded; --launch NAME records another one: {others}")
+    rows = [x.row() for x in shares(found)]
+    if form != "table":
+        for line in lines(found):
+            options.note(line)
+        click.echo(render(rows, form))
+        return
+    click.echo("\n".join([*lines(found), ""]))
+    click.echo(table_of(rows, share=False, shown=rounded))

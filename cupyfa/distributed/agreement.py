@@ -32,17 +32,22 @@ _SHOWN = 4  # ranks that an error names
 _REMEDY = "give the same on all ranks"
 
 
-def require_agreement(
+def difference(
     group: Group, fields: Mapping[str, str], error: Exception | None = None
-) -> None:
-    """Raises the same error on all ranks if one of them has an error, or fields that differ."""
+) -> Exception | None:
+    """What all ranks have to raise if one of them has an error, or fields that differ.
+
+    It is returned, so that what is raised here is a failure of this rank alone.
+    """
     mine = {name: fields.get(name, "") for name in FIELDS} | {"version": __version__}
     mine["error"] = f"{type(error).__name__}: {error}" if error else ""
     digests = group.agree(digest(mine))
     no_error = all(x[-8:] == _digest("") for x in digests)
     if no_error and all(x == digests[0] for x in digests):
-        return
-    raise _difference([_read(x) for x in group.agree(_written(mine))]) from error
+        return None
+    found = _difference([_read(x) for x in group.agree(_written(mine))])
+    found.__cause__ = error
+    return found
 
 
 def digest(fields: Mapping[str, str]) -> bytes:
@@ -75,14 +80,24 @@ def _difference(of_ranks: list[dict[str, str]]) -> Exception:
         if x["error"]:
             return _error(rank, x["error"])
     for name, what in FIELDS.items():
+        texts, remedy = [x[name] for x in of_ranks], _REMEDY
+        if name == "sizes":
+            texts = _unlike([x.split(", ") for x in texts])
+            if {size.partition("=")[0] for x in texts for size in x.split(", ")} <= {"M", "N"}:
+                remedy = "give M= and N= of the whole on all ranks"
         ranks = defaultdict(list)
-        for rank, x in enumerate(of_ranks):
-            ranks[x[name]].append(rank)
+        for rank, text in enumerate(texts):
+            ranks[text].append(rank)
         if len(ranks) > 1:
             found = [*ranks.items()][:_SHOWN]
             shown = "; ".join(f"{x or 'none'} on {_named(own)}" for x, own in found)
-            return ValueError(f"{what} must be equal on all ranks: {shown}; {_REMEDY}")
+            return ValueError(f"{what} must be equal on all ranks: {shown}; {remedy}")
     return ValueError(f"texts of options differ between ranks after their first letters; {_REMEDY}")
+
+
+def _unlike(of_ranks: list[list[str]]) -> list[str]:
+    """Sizes of each rank, without those that all have."""
+    return [", ".join(x for x in own if any(x not in y for y in of_ranks)) for own in of_ranks]
 
 
 def _error(rank: int, text: str) -> Exception:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyfa.distributed import gather, heads, ring
-from cupyfa.distributed.agreement import require_agreement
+from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.job import Job
 from cupyfa.distributed.shards import Shards
@@ -96,12 +96,14 @@ class Given:
 
         Else all ranks raise.
         """
-        fields = {"call": self._call()}
+        self.group.calls += 1
+        fields: dict[str, str] = {}
         made: Made | None = None
         error: Exception | None = None
         arrays: Sequence[Any] = ()
         with self.group.agreeing():
             try:
+                fields["call"] = self._call()
                 there, arrays = adopt(
                     self.how["backend"], **dict(zip("qkv", self.of_q)), **self.of_rows
                 )
@@ -110,13 +112,14 @@ class Given:
                 fields |= made.fields
             except Exception as found:
                 error = found
-            require_agreement(self.group, fields, error)
+            different = difference(self.group, fields, error)
+        if different is not None:
+            raise different
         assert made is not None
         return made, arrays
 
     def _call(self) -> str:
         """What ranks have to call at the same time."""
-        self.group.calls += 1
         return (
             f"{self.operation} number {self.group.calls} ({', '.join(self.of_rows)}) with "
             f"schedule={self.how['schedule']!r}, order={self.how['order']!r}"

@@ -9,7 +9,7 @@ from numbers import Real
 from threading import TIMEOUT_MAX
 from typing import Any
 
-from cupyfa.distributed.agreement import require_agreement
+from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.packing import new
 from cupyfa.errors import DeviceError, described
 
@@ -68,9 +68,11 @@ class Group(ABC):
         if self.reason:
             return
         try:
-            require_agreement(self, {"call": "close()"})
+            found = difference(self, {"call": "close()"})
         finally:
             self.abort("it was closed")
+        if found is not None:
+            raise found
 
     def __enter__(self) -> Group:
         return self
@@ -114,26 +116,19 @@ class Group(ABC):
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """Work before ranks agree, whose errors all raise: only what is no error, as Ctrl-C, ends
-        the group.
-        """
+        """Work of all ranks: if it fails here, the group ends, and the others do not wait."""
         try:
             yield
-        except Exception:
-            raise
-        except BaseException as stop:
-            self.abort(self._raised(stop))
+        except BaseException as error:
+            self.abort(self._raised(error))
             raise
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Work of all ranks: if it fails here, the group ends, and the others do not wait."""
-        try:
+        """The same, until all messages have arrived."""
+        with self.agreeing():
             yield
             self.settle()
-        except BaseException as error:
-            self.abort(self._raised(error))
-            raise
 
     def _raised(self, error: BaseException) -> str:
         return f"rank {self.rank} raised {type(error).__name__}: {error}"

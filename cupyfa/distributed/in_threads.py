@@ -53,6 +53,14 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
                 end.wait()
                 thread.join()
 
+    def wait_for_all() -> None:
+        """Also if Ctrl-C comes again."""
+        try:
+            wait()
+        except KeyboardInterrupt:
+            wait_for_all()
+            raise
+
     # Where Ctrl-C interrupts join(), Python 3.12 takes the thread for one that has ended.
     ends = [threading.Event() for _ in range(ranks)]
     started = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
@@ -62,7 +70,7 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
         wait()
     except BaseException as stop:  # no rank is at work any more when it is raised
         room.end(f"threads() raised {type(stop).__name__}")
-        wait()
+        wait_for_all()
         raise
     if errors:
         raise errors[0]

@@ -51,8 +51,8 @@ def group(
 
     rank, ranks: which one this process is, from 0, and how many there are.
     unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
-        if this program has imported it, else from MASTER_ADDR and MASTER_PORT, by default port
-        29400 of localhost.
+        if this program has imported it and MPI has started the ranks, else from MASTER_ADDR and
+        MASTER_PORT, by default port 29400 of localhost.
     device: the GPU, which becomes the current one; by default the rank on this host, and for a
         group of one the current one.
     timeout: the seconds for which a rank waits for another one's message, including the work that
@@ -93,6 +93,7 @@ def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
     from cupyfa.distributed.nccl import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
+    nccl.library()  # before ranks meet: where it is missing, the rank says so by itself
     name = _name(place, timeout) if name is None else name
     if not isinstance(name, bytes) or len(name) != ID_BYTES:
         raise ValueError(f"unique_id is {described(name)}; give the bytes of unique_id()")
@@ -139,11 +140,15 @@ def _cuda(rank: int) -> Backend:
 
 
 def _name(place: Place, timeout: float) -> bytes:
-    """What rank 0 made, by MPI where the program uses it, else by TCP."""
+    """What rank 0 made, by MPI where its processes are the ranks, else by TCP."""
     if "mpi4py.MPI" in sys.modules:
-        made = unique_id() if place.rank == 0 else None
-        name: bytes = _mpi().COMM_WORLD.bcast(made, root=0)
-        return name
+        world = _mpi().COMM_WORLD
+        # Else a library has imported it in processes that MPI has not started.
+        if (world.Get_rank(), world.Get_size()) == place[:2]:
+            from cupyfa.distributed.mpi import MpiGroup
+
+            with MpiGroup(world, timeout) as group:
+                return group.agree(unique_id() if place.rank == 0 else bytes(ID_BYTES))[0]
     address, port = os.environ.get("MASTER_ADDR", _ADDRESS), os.environ.get("MASTER_PORT", _PORT)
     return shared_id(
         place.rank, place.ranks, unique_id, address, _number("MASTER_PORT", port), timeout
@@ -165,8 +170,14 @@ def _place(
     if not 0 <= whole("rank", rank, 0) < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; ranks count from 0")
     if device is None:
-        device = _number(names[2], environment.get(names[2], rank)) if names else rank
+        device = rank if names is None else _rank_on_host(names[2], rank, environment)
     return Place(rank, ranks, whole("device", device, 0))
+
+
+def _rank_on_host(name: str, rank: int, environment: Mapping[str, str]) -> int:
+    """By the launcher's name, or that of another one: with PMI-2, srun sets its own."""
+    found = next((x for x in (name, *(x[2] for x in _NAMES)) if x in environment), None)
+    return rank if found is None else _number(found, environment[found])
 
 
 def _number(name: str, value: str | int) -> int:

@@ -18,9 +18,10 @@ class MpiGroup(Group):
 
     def __init__(self, communicator: Any, timeout: float) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)
-        # A communicator of its own: messages of the program's others do not mix with these.
-        self._mpi = communicator.Dup()
         self._reason = ""
+        # A communicator of its own: messages of the program's others do not mix with these.
+        self._mpi, made = communicator.Idup()
+        self._pending([made], self._mpi)()
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         self._require_alive()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic, sleep
 from typing import Any, Protocol
 
@@ -67,11 +67,6 @@ class NcclGroup(Group):
         return self._pending(event, (array, whole), whole)
 
     def agree(self, message: bytes) -> list[bytes]:
-        if self._engine.is_capturing:
-            raise Unsupported(
-                "the current stream is captured as a CUDA graph, and this process waits for other "
-                "ranks in each call; call outside of the capture"
-            )
         self.sent += len(message) * (self.ranks - 1)
         with self._waiting():
             event, read = self._engine.agree(message)
@@ -79,11 +74,17 @@ class NcclGroup(Group):
         return read()
 
     def settle(self) -> None:
-        while self._queued:
-            self._await(self._queued[0][0])
-            del self._queued[0]
+        with self._waiting():  # which raises if the group has ended: then nothing is queued
+            for event, _ in self._queued[:]:
+                self._await(event)
+            self._queued.clear()
 
     def require_place(self, in_gpu: bool) -> None:
+        if self._engine.is_capturing:
+            raise Unsupported(
+                "the current stream is captured as a CUDA graph, and this process waits for other "
+                "ranks in each call; call outside of the capture"
+            )
         if not in_gpu:
             raise TypeError(
                 "arrays lie in host memory, and NCCL sends those in GPU memory: give "
@@ -100,7 +101,9 @@ class NcclGroup(Group):
                 return
             self._reason = reason
         self._done.set()
-        self._engine.abort()
+        with suppress(*self._engine.failures):  # of a GPU that has failed
+            self._engine.abort()
+        self._queued.clear()  # the program may keep the group, which needs no arrays any more
 
     def _pending(self, event: Any, arrays: Any, result: Any) -> Pending:
         """Keeps arrays until computation waits for their messages.
@@ -150,7 +153,14 @@ class NcclGroup(Group):
         return ended(self.rank, self._reason)
 
     def _watch(self) -> None:
-        """Ends the group if this process or its GPU waits too long; the work of a thread."""
+        """The work of a thread. It ends with the group, also where the GPU has failed."""
+        try:
+            self._end_if_late()
+        except Exception as error:
+            self.abort(f"the GPU of rank {self.rank} failed: {error}")
+
+    def _end_if_late(self) -> None:
+        """Ends the group if this process or its GPU waits too long."""
         self._engine.use()
         oldest, since = None, 0.0  # the event of the next message that has to arrive
         while not self._done.wait(min(self.timeout / 4, 1)):

@@ -11,7 +11,8 @@ from time import monotonic, sleep
 from cupyfa.errors import DeviceError
 
 ID_BYTES = 128
-_GREETING = b"cupyfa.distributed 1 "  # and then the rank, in 4 bytes
+# And then the rank and the number of ranks, in 4 bytes each; the answer begins with that number.
+_GREETING = b"cupyfa.distributed 2 "
 _GREETING_SECONDS = 1.0  # for which rank 0 waits for a greeting, while others may ask
 _PAUSE = 0.05
 
@@ -22,14 +23,14 @@ def shared_id(
     """The 128 bytes that rank 0 makes.
 
     address, port: where rank 0 listens, and the others ask. Raises DeviceError if the port is
-    taken, and if not all ranks come within ``timeout`` seconds.
+    taken, if not all ranks come within ``timeout`` seconds, and to two that count others.
     """
     deadline = monotonic() + timeout
     if rank == 0:
         made = make()
         _give(made, ranks, address, port, deadline)
         return made
-    return _ask(rank, address, port, deadline)
+    return _ask(rank, ranks, address, port, deadline)
 
 
 def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> None:
@@ -38,7 +39,7 @@ def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> 
     with _listening(address, port) as server:
         while missing:
             try:
-                server.settimeout(max(deadline - monotonic(), 1e-3))
+                server.settimeout(_left(deadline))
                 asking, _ = server.accept()
             except TimeoutError:
                 few = ", ".join(map(str, sorted(missing)[:4]))
@@ -50,9 +51,10 @@ def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> 
                 continue  # this one asked and went
             with asking, suppress(OSError):  # nor if it says nothing
                 asking.settimeout(_GREETING_SECONDS)
-                rank = _greeted(asking)
-                if rank in missing:
-                    asking.sendall(made)
+                rank, count = _greeted(asking)
+                if rank in missing or count not in (0, ranks):
+                    asking.sendall(ranks.to_bytes(4) + made)
+                    _require_equal(0, ranks, rank, count)
                     missing.remove(rank)
 
 
@@ -67,23 +69,42 @@ def _listening(address: str, port: int) -> socket.socket:
         raise DeviceError(what) from error
 
 
-def _greeted(asking: socket.socket) -> int | None:
-    """The rank that asks; None if somebody else does."""
-    greeting = _read(asking, len(_GREETING) + 4)
-    return int.from_bytes(greeting[-4:]) if greeting.startswith(_GREETING) else None
+def _greeted(asking: socket.socket) -> tuple[int, int]:
+    """The rank that asks, and how many it counts; zeros if somebody else does."""
+    greeting = _read(asking, len(_GREETING) + 8)
+    if greeting[:-8] != _GREETING:
+        return 0, 0
+    return int.from_bytes(greeting[-8:-4]), int.from_bytes(greeting[-4:])
 
 
-def _ask(rank: int, address: str, port: int, deadline: float) -> bytes:
+def _require_equal(rank: int, ranks: int, other: int, count: int) -> None:
+    if ranks != count:
+        raise DeviceError(
+            f"rank {rank} is one of {ranks} ranks, and rank {other} one of {count}; give the same "
+            "WORLD_SIZE to all, and another MASTER_PORT to other programs"
+        )
+
+
+def _left(deadline: float) -> float:
+    """Seconds that are left. Raises TimeoutError if there are none."""
+    left = deadline - monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _ask(rank: int, ranks: int, address: str, port: int, deadline: float) -> bytes:
     while monotonic() < deadline:
         try:
-            with socket.create_connection((address, port), deadline - monotonic()) as server:
-                server.sendall(_GREETING + rank.to_bytes(4))
-                made = _read(server, ID_BYTES)
+            with socket.create_connection((address, port), _left(deadline)) as server:
+                server.sendall(_GREETING + rank.to_bytes(4) + ranks.to_bytes(4))
+                answer = _read(server, 4 + ID_BYTES)
         except OSError:
             sleep(_PAUSE)  # rank 0 does not listen yet
             continue
-        if len(made) == ID_BYTES:
-            return made
+        if len(answer) == 4 + ID_BYTES:
+            _require_equal(rank, ranks, 0, int.from_bytes(answer[:4]))
+            return answer[4:]
         raise DeviceError(
             f"{address}:{port} answers rank {rank}, and not as rank 0 does; is another program "
             "there, or another rank of this number?"

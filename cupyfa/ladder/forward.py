@@ -578,41 +578,59 @@ def mma_fp16x2(before: Kernel) -> Kernel:
 MMA_FP16X2 = mma_fp16x2(MMA_PIPELINED)
 
 
-def mma_f64_warps(p: Problem) -> int:
-    """How many warps share 16 rows of O, whose doubles take many registers."""
-    return 2 if max(p.d, p.dv) > 128 else 1
+def has_wide_f64_sums(sizes: Problem | SimpleNamespace) -> bool:
+    """Whether sums of 16 rows of O, in double, are more than a warp's registers hold."""
+    return max(sizes.d, sizes.dv) > 128
 
 
 def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of Q, K and V in 64 bits, and sums of scores that warps exchange."""
-    warps, depth = mma_f64_warps(p), round_up(p.d, 16)
-    width = round_up(p.dv, 16 * warps)
-    exchanged = 2 * c.Br * c.Bc if warps > 1 else 0
-    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + exchanged)
+    """Tiles of Q, K and V in 64 bits; of wide heads what four warps give each other."""
+    depth, width = round_up(p.d, 16), round_up(p.dv, 64 if has_wide_f64_sums(p) else 16)
+    given = c.Br * (4 * c.Bc + 1) if has_wide_f64_sums(p) else 0
+    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + given)
 
 
-MMA_F64 = rung(
-    MMA_PIPELINED,
-    "mma_f64",
-    "float64 on tensor cores (mma.sync): products and sums in double",
-    launch={"threads": lambda p, c: 2 * c.Br * mma_f64_warps(p), "shared": mma_f64_shared},
-    tiles=TileChoice.of(
-        "Br Bc stages",
-        [(64, 32, 1), (64, 16, 1), (32, 16, 1)],
-        up_to={
-            64: [(64, 64, 1), (64, 32, 1)],
-            128: [(128, 32, 1), (64, 32, 1)],
-            256: [(64, 16, 1), (32, 16, 1)],
+def mma_f64(before: Kernel) -> Kernel:
+    """The record of mma_f64, whose wide heads have a launch of their own."""
+    made = rung(
+        before,
+        "mma_f64",
+        "float64 on tensor cores (mma.sync): products and sums in double",
+        launch={"threads": lambda p, c: 2 * c.Br, "shared": mma_f64_shared},
+        tiles=TileChoice.of(
+            "Br Bc stages",
+            [(64, 32, 1), (64, 16, 1), (32, 16, 1)],
+            up_to={
+                64: [(64, 64, 1), (64, 32, 1)],
+                128: [(128, 32, 1), (64, 32, 1)],
+                256: [(64, 16, 1), (32, 16, 1)],
+            },
+        ),
+        candidates={"Br": (16, 32, 64, 128), "Bc": (16, 32, 48, 64), "stages": (1, 2)},
+        rules={
+            "Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0,
+            "above d or dv = 128 Br is a multiple of 32, Bc 16, and stages 1": (
+                lambda c: not has_wide_f64_sums(c) or (c.Br % 32, c.Bc, c.stages) == (0, 16, 1)
+            ),
         },
-    ),
-    candidates={"Br": (16, 32, 64, 128), "Bc": (16, 32, 48, 64), "stages": (1, 2)},
-    rules={"Br and Bc are multiples of 16": lambda c: c.Br % 16 == c.Bc % 16 == 0},
-    dtypes=("float64",),
-    dtype_arch={},
-    arch="80",
-    tflops={"float64": {64: 34.0, 128: 37.7, 256: 32.8}},
-    after=(),
-)
+        dtypes=("float64",),
+        dtype_arch={},
+        arch="80",
+        tflops={"float64": {64: 34.0, 128: 37.7, 256: 33.9}},
+        after=(),
+    )
+    (launch,) = (x for x in made.launches if isinstance(x, Launch))
+    narrow = replace(launch, when=lambda p: not has_wide_f64_sums(p))
+    wide = replace(
+        launch,
+        entry="mma_f64_wide",
+        threads=lambda p, c: 4 * c.Br,
+        when=has_wide_f64_sums,
+    )
+    return replace(made, launches=(narrow, wide))
+
+
+MMA_F64 = mma_f64(MMA_PIPELINED)
 
 
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -322,12 +322,17 @@ def _csv(rows: Sequence[Row]) -> str:
 
 
 def table_of(
-    rows: Sequence[Row], *, spare: Sequence[str] = (), share: bool = True, rule: int = 0
+    rows: Sequence[Row],
+    *,
+    spare: Sequence[str] = (),
+    share: bool = True,
+    rule: int = 0,
+    shown: Callable[[Any], str] | None = None,
 ) -> str:
     """A table; with ``share`` values that are equal in all rows stand above it.
 
     Columns of ``spare`` are left out, one by one, until the others fit. There is a line after
-    ``rule`` rows, if others follow.
+    ``rule`` rows, if others follow. ``shown`` makes the text of a value, by default ``text``.
     """
     if not rows:
         return ""
@@ -339,12 +344,17 @@ def table_of(
             columns.remove(column)
     caption = text({c: x for c, x in shared.items() if text(x)})
     above = f"{_drawn(Text(caption))}\n" if caption else ""
-    return above + _drawn(_table(rows, columns, rule))
+    return above + _drawn(_table(rows, columns, rule, shown or text))
 
 
-def _table(rows: Sequence[Row], columns: Sequence[str], rule: int = 0) -> Table:
+def _table(
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    rule: int = 0,
+    shown: Callable[[Any], str] = text,
+) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    cells = {column: [text(row[column]) for row in rows] for column in columns}
+    cells = {column: [shown(row[column]) for row in rows] for column in columns}
     lines = []
     for column in columns:
         widest, values = max(map(len, cells[column])), [row[column] for row in rows]

@@ -17,9 +17,8 @@
 //   row_maxima), d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/half_gradients.cuh>
 #include <backward/parts/part_keys.cuh>
-#include <backward/parts/walk_down.cuh>
+#include <backward/parts/part_walk.cuh>
 #include <forward/parts/part_products.cuh>
-#include <forward/parts/parts_head.cuh>
 #include <ptx/arch.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
@@ -49,35 +48,10 @@ static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
 static_assert(Br % (sharing * step) == 0, "warps share out whole products");
 
 using Loads = PartLoads<threads, Br>;
+using Walk = PartWalk<threads, Br, Bc, depth, width>;
 using Weights = float[1][own_rows / 8][4];
 template <int columns>
 using Sums = float[1][columns / 8][4];
-
-// The arrays of rows, and the tiles of them that the block goes through.
-struct Walk : WalkDown<Br, Bc> {
-  Tensor<const operand> Q_high, Q_low, dO_high, dO_low;
-  PartStatsInMemory stats;
-  int M;
-
-  // The addresses of heads are computed here again: registers do not keep them.
-  __device__ __forceinline__ void begin_Q(Shared& shared, int stage) const {
-    PartsHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(head), M)
-        .copy<threads>(shared.Q[stage], first_row);
-  }
-  __device__ __forceinline__ void begin_dO(Shared& shared, int stage) const {
-    PartsHead<width>(dO_high, dO_low, opaque(stats.batch), opaque(head), M)
-        .copy<threads>(shared.dO[stage], first_row);
-  }
-  __device__ __forceinline__ void load_stats(Loads& loads) const {
-    loads.load(stats, opaque(head), first_row, M);
-  }
-};
-
-// All that was copied is there for all threads, and what they have read may be overwritten.
-__device__ __forceinline__ void meet() {
-  cp_async_wait_group<0>();
-  __syncthreads();
-}
 
 // The first key and row of each tile that a warp owns.
 struct Own {
@@ -125,7 +99,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   const bool more = walk.left > 0;
   Loads next;
   if (stages == 2) {
-    if (more) walk.begin_Q(shared, 1 - stage), walk.begin_dO(shared, 1 - stage);
+    if (more) walk.begin_Q(shared.Q[1 - stage]), walk.begin_dO(shared.dO[1 - stage]);
     cp_async_commit_group();
   }
   const PartStats(&stats)[Br] = shared.stats[turn];
@@ -145,7 +119,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   add_product(dK, dS, largest[0], shared.Q[stage]);
   if (stages == 1) {
     __syncthreads();  // Q is no longer read
-    if (more) walk.begin_Q(shared, 0);
+    if (more) walk.begin_Q(shared.Q[0]);
     cp_async_commit_group();
   }
   if (more) walk.load_stats(next);
@@ -154,7 +128,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   if (more) next.store(shared.stats[1 - turn]);
   meet();  // the next tile, or Q of it, is there
   if (stages == 1) {
-    if (more) walk.begin_dO(shared, 0);
+    if (more) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
   }
 }
@@ -216,12 +190,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     walk.load_stats(first);
     PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
     PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
-    walk.begin_Q(shared, 0);
-    if (stages == 2) walk.begin_dO(shared, 0);
+    walk.begin_Q(shared.Q[0]);
+    if (stages == 2) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
     first.store(shared.stats[0]);
     meet();
-    if (stages == 1) walk.begin_dO(shared, 0);
+    if (stages == 1) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {

@@ -11,8 +11,7 @@
 //   d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/given_weights.cuh>
 #include <backward/parts/part_keys.cuh>
-#include <backward/parts/walk_down.cuh>
-#include <forward/parts/parts_head.cuh>
+#include <backward/parts/part_walk.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -33,25 +32,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 
 using Loads = PartLoads<threads, Br>;
-// The arrays of rows, and the tiles of them that the block goes through.
-struct Walk : WalkDown<Br, Bc> {
-  Tensor<const operand> Q_high, Q_low, dO_high, dO_low;
-  PartStatsInMemory stats;
-  int M;
-
-  // The addresses of heads are computed here again: registers do not keep them.
-  __device__ __forceinline__ void begin_Q(Shared& shared) const {
-    PartsHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(head), M)
-        .copy<threads>(shared.Q, first_row);
-  }
-  __device__ __forceinline__ void begin_dO(Shared& shared) const {
-    PartsHead<width>(dO_high, dO_low, opaque(stats.batch), opaque(head), M)
-        .copy<threads>(shared.dO, first_row);
-  }
-  __device__ __forceinline__ void load_stats(Loads& loads) const {
-    loads.load(stats, opaque(head), first_row, M);
-  }
-};
+using Walk = PartWalk<threads, Br, Bc, depth, width>;
 
 // One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q is there when it begins.
 // Each of Q and dO is replaced while the other one is read. Unless it is `masked` every row sees
@@ -88,7 +69,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   if (more) walk.load_stats(next);
   shared.given[0].multiply(dK, shared.Q);
   __syncthreads();  // Q and dS are no longer read
-  if (more) walk.begin_Q(shared);
+  if (more) walk.begin_Q(shared.Q);
   cp_async_commit_group();
   if (givens == 1) {
     if (Given::has_own()) shared.given[0].give(P, largest[1]);
@@ -97,7 +78,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   shared.given[givens - 1].multiply(dV, shared.dO);
   if (more) next.store(shared.stats[1 - turn]);
   meet();  // the next Q is there
-  if (more) walk.begin_dO(shared);
+  if (more) walk.begin_dO(shared.dO);
   cp_async_commit_group();
 }
 
@@ -111,11 +92,8 @@ __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<column
   constexpr int cols = of_V ? dv : d;
   const int* own_exponents = exponents + keys.own_head * cols;
   shared.given[0].store<cols, columns>(
-      sums, largest, of_V || scale != 0,
-      of_V             ? keys.kept_factor
-      : has_score_text ? scale
-                       : float(ln2),
-      gradient, keys.batch, keys.kv_head, first_key, keys.N,
+      sums, largest, of_V || scale != 0, of_V ? keys.kept_factor : keys.of_units(scale), gradient,
+      keys.batch, keys.kv_head, first_key, keys.N,
       [&](int col) { return keys.has_numbers(of_V ? d + col : col); },
       [&](int col) { return -key_exponent - own_exponents[col]; },
       [&](int key, bool wrong) { *flags.row(keys.batch, keys.kv_head, key) = wrong; });
@@ -146,11 +124,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     walk.load_stats(first);
     PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
     PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
-    walk.begin_Q(shared);
+    walk.begin_Q(shared.Q);
     cp_async_commit_group();
     first.store(shared.stats[0]);
     meet();
-    walk.begin_dO(shared);
+    walk.begin_dO(shared.dO);
     cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {

@@ -53,12 +53,6 @@ struct Keys {
   }
 };
 
-// All that was copied is there for all threads, and what they have read may be overwritten.
-__device__ __forceinline__ void meet() {
-  cp_async_wait_group<0>();
-  __syncthreads();
-}
-
 // One tile of keys: P, dS and dQ += dS K. With two stages K and V are there when it begins, and the
 // next are when it ends. With one only V is, and each of both is replaced while the other one is
 // read. Unless it is `masked` every row sees every key.

@@ -45,32 +45,56 @@ static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one i
 constexpr int dS_full = 1;   // both warpgroups have written theirs
 constexpr int dS_empty = 2;  // and have read all of what was there before
 
+// And this one: both have read the row sums of a stage.
+__device__ __forceinline__ int sums_read(int stage) {
+  return sums_left + 1 + stage;
+}
+constexpr int reading_threads = consuming_threads + warp_size;
+
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // Two loads: Q, and the row sums. Each thread says that it has read row sums, for
-  // compute-sanitizer follows no order through another one; one of a warpgroup, that Q was read.
-  shared.Q_pipeline.init(consuming_threads + consumers, 2);
+  shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
 }
 
-// The producer's thread loads K and V and, tile by tile, Q, the row sums and dO.
-__device__ __forceinline__ void produce(Shared& shared, const Task& task, const TensorMap& Q,
-                                        const TensorMap& K, const TensorMap& V, const TensorMap& dO,
-                                        const RowSums<Br>* row_sums) {
+// A warp loads K and, tile by tile, Q and the row sums; one of its threads starts the copies. Row
+// sums were read when Q is released, but by other threads, and compute-sanitizer follows no order
+// through the one that releases. So the warp meets all that read them at a named barrier, where
+// they arrive without waiting.
+__device__ __forceinline__ void produce_Q(Shared& shared, const Task& task, const TensorMap& Q,
+                                          const TensorMap& K, const RowSums<Br>* row_sums) {
+  if (task.first_row >= task.end_row) return;
+  const bool elected = elect_one();
+  const int packed = task.extent.packed_batch(task.batch);
+  if (elected)
+    load_async(shared.K, K, shared.K_pipeline.acquire(), task.extent.packed_key(task.first_key),
+               task.kv_head, packed);
+  PipelineState<stages> rows;
+  int begun = 0;
+  task.for_tiles([&](int head, int row, long long tile) {
+    __syncwarp();
+    if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);
+    if (elected) {
+      Barrier& full = shared.Q_pipeline.acquire(rows);
+      load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
+      arrive_expect_tx(full, sizeof(RowSums<Br>));
+      bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
+    }
+    rows.advance();
+  });
+}
+
+// A thread of another warp loads V and dO, which is released earlier than Q.
+__device__ __forceinline__ void produce_dO(Shared& shared, const Task& task, const TensorMap& V,
+                                           const TensorMap& dO) {
   if (task.first_row >= task.end_row) return;
   const int packed = task.extent.packed_batch(task.batch);
-  load_async(shared.K, K, shared.K_pipeline.acquire(), task.extent.packed_key(task.first_key),
-             task.kv_head, packed);
   load_async(shared.V, V, shared.V_pipeline.acquire(), task.extent.packed_key(task.first_key),
              task.kv_head, packed);
   PipelineState<stages> rows;
-  task.for_tiles([&](int head, int row, long long tile) {
-    Barrier& full = shared.Q_pipeline.acquire(rows);
-    load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-    arrive_expect_tx(full, sizeof(RowSums<Br>));
-    bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
+  task.for_tiles([&](int head, int row, long long) {
     load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
                task.extent.packed_row(row), head, packed);
     rows.advance();
@@ -98,7 +122,15 @@ struct Consumer {
         Parts::count == 1 ? first : 0, Parts::by_columns ? own.warpgroup : 0);
   }
 
-  // A tile of rows. Its products with dS are under way while others are waited for.
+  // A tile of rows. Its products with dS are under way while others are waited for. Tiles that are
+  // not masked have a text of their own.
+  __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
+    if (is_masked(pair))
+      advance<true>(pair, next_row);
+    else
+      advance<false>(pair, next_row);
+  }
+  template <bool masks>
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
@@ -110,7 +142,7 @@ struct Consumer {
     begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows);
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows);
-    own.compute_P_and_dS(S, dP, sums, scorer, pair, shared.pairs.own(), next_row);
+    own.compute_P_and_dS<masks>(S, dP, sums, scorer, pair, shared.pairs.own(), next_row);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
@@ -119,14 +151,14 @@ struct Consumer {
     fence_proxy_async();
     barrier_sync(dS_full, consuming_threads);
     begin_dQ(dQ);
+    wgmma_wait_group<1>(dV);
+    shared.dO_pipeline.release(rows);
     begin_output(Q, dS, dK);
-    shared.Q_pipeline.arrive(rows);  // row sums were read
+    barrier_arrive(sums_read(rows.stage), reading_threads);
     wgmma_wait_group<1>(dQ);
     pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);
-    read_after_here(dV);
     shared.Q_pipeline.release(rows);
-    shared.dO_pipeline.release(rows);
     dS_tile.advance();
     rows.advance();
   }
@@ -148,8 +180,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
-    if (warp == 0 && elect_one()) produce(shared, task, Q_map, K_map, V_map, dO_map, row_sums);
-    if (warp == 0 || warp > consumers) return;
+    if (warp == 0) return produce_Q(shared, task, Q_map, K_map, row_sums);
+    if (warp > consumers) {
+      if (elect_one()) produce_dO(shared, task, V_map, dO_map);
+      return;
+    }
     add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
     if constexpr (finishes)
       leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],

@@ -9,6 +9,7 @@
 //   the host sets: scalar, result, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/gradient_warpgroups.cuh>
+#include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <ptx/opaque.cuh>
@@ -147,7 +148,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const auto [tile, head, batch] = place_of_rows<own_rows>(blockIdx.x, sizes, mods, heads);
+  const int block = longest_first(blockIdx.x, gridDim.x, max(cdiv(sizes.M, own_rows), 1));
+  const auto [tile, head, batch] = place_of_rows<own_rows>(block, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.

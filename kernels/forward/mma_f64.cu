@@ -4,12 +4,10 @@
 // terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
 // 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q
 // lies in the order of its operands. A row's sums take twice the registers of float: above d = 128
-// two warps share 16 rows. Each sums its half of the columns of Q K^T, adds the half that the other
-// gives it, and has half of the columns of O. (With half of the keys each, in place of half of the
-// columns, they would load Q twice as often.)
+// there is another launch.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br * sharing)
+//   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, stages, pack_gqa, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/exp2_f64.cuh>
@@ -18,6 +16,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/f64_tiles.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/f64_fragments.cuh>
@@ -26,79 +25,41 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;                      // of Q and K, filled up with zeros
-constexpr int sharing = d > 128 || dv > 128 ? 2 : 1;             // warps that share 16 rows
-constexpr int width = cdiv(dv, sharing* step) * sharing * step;  // of V and O
-constexpr int own_width = width / sharing;
+constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
+constexpr int width = cdiv(dv, step) * step;  // of V and O
 using OwnRows = Rows<step, pack_gqa>;
 
-// The sums of the warps that share rows, in the order of their registers.
-template <int warps>
-struct Exchange {
-  operand sums[warps][Br / step][Bc / 8][4][warp_size];
-
-  // Gives the sums of a warp to the other one; a barrier has to follow.
-  __device__ __forceinline__ void give(const Fragments<step, Bc>& S, int rows, int part) {
-#pragma unroll
-    for (int i = 0; i < Bc / 2; ++i)
-      sums[part][rows][i / 4][i % 4][threadIdx.x % warp_size] = S[0][i / 4][i % 4];
-  }
-  __device__ __forceinline__ void add_other(Fragments<step, Bc>& S, int rows, int part) const {
-#pragma unroll
-    for (int i = 0; i < Bc / 2; ++i)
-      S[0][i / 4][i % 4] += sums[1 - part][rows][i / 4][i % 4][threadIdx.x % warp_size];
-  }
-};
-template <>
-struct Exchange<1> {
-  __device__ __forceinline__ void give(const Fragments<step, Bc>&, int, int) {}
-  __device__ __forceinline__ void add_other(Fragments<step, Bc>&, int, int) const {}
-};
-
-struct Shared : Exchange<sharing> {
+struct Shared {
   double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
   operand K[stages][Bc][depth];
   operand V[stages][Bc][width];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
-static_assert(threads == warp_size * Br / step * sharing, "warps own 16 rows, or share them");
+static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// What a warp needs for each tile of keys. Of the warps that share rows it is number `part`.
+// What a warp needs for each tile of keys.
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
-  int rows, part, lane;
+  int rows, lane;
   int end;  // of the keys that some row of the block sees
 };
-
-// Q in the order of operands: for each 16 columns those of lanes c = 0 … 3, four of each.
-__device__ __forceinline__ void load_queries(Shared& shared, const Head& queries, int first_row) {
-#pragma unroll 4
-  for (int i = threadIdx.x; i < Br * depth; i += threads) {
-    const int row = i / depth, col = i % depth, lane = row % 8 * 4 + col % 8 / 2;
-    double2& pair = shared.Q[row / step][col / step][col % step / 8 * 2 + col % 2][lane];
-    const bool inside = first_row + row < queries.rows && col < d;
-    (row % step < 8 ? pair.x : pair.y) = inside ? queries.row<pack_gqa>(first_row + row)[col] : 0.0;
-  }
-}
 
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
                                             int first_key) {
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// S = Q K^T for the warp's rows and its share of the columns.
+// S = Q K^T for the warp's rows.
 __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[Bc][depth],
                                                 Fragments<step, Bc>& S) {
   const timeline::Phase phase(timeline::products);
-  constexpr int share = cdiv(depth / step, sharing);
   const AlongRows<depth> keys(K, 0, task.lane);
-  const int begin = task.part * share, end = min(begin + share, depth / step);
 #pragma unroll 2
-  for (int k = begin; k < end; ++k) {
+  for (int k = 0; k < depth / step; ++k) {
     double a[8];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -114,15 +75,14 @@ __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[B
   }
 }
 
-// P = exp(S - maximum) and O += P V for the warp's columns. P of 16 keys is an operand. It is
+// P = exp(S - maximum) and O += P V. P of 16 keys is an operand. It is
 // computed right before its product, so that exponentials of some keys overlap with products of
 // others.
 __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[Bc][width],
-                                                Fragments<step, Bc>& S,
-                                                Fragments<step, own_width>& O, OwnRows& rows,
-                                                int first_key) {
+                                                Fragments<step, Bc>& S, Fragments<step, width>& O,
+                                                OwnRows& rows, int first_key) {
   const timeline::Phase phase(timeline::products);
-  const DownColumns<width> values(V, task.part * own_width, task.lane);
+  const DownColumns<width> values(V, 0, task.lane);
   real sum[1][2] = {};
 #pragma unroll
   for (int k = 0; k < Bc / step; ++k) {
@@ -133,7 +93,7 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
 #pragma unroll
     for (int i = 0; i < 8; ++i) a[i] = S[0][2 * k + i / 4][i % 2 * 2 + i / 2 % 2];
 #pragma unroll
-    for (int n = 0; n < own_width / 8; ++n) {
+    for (int n = 0; n < width / 8; ++n) {
       double b[4];
       values.load(b, k, n);
       multiply_add_f64(O[0][n], a, b);
@@ -147,7 +107,7 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
 // of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
-                                       Fragments<step, own_width>& O, OwnRows& rows) {
+                                       Fragments<step, width>& O, OwnRows& rows) {
   Shared& shared = task.shared;
   const bool more = task.after<Bc>(first_key) < task.end,
              seen = !masked || first_key < rows.extent.kv_end((rows.row(0, 1) | 7) / pack_gqa);
@@ -158,18 +118,14 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   }
   cp_async_commit_group();
   Fragments<step, Bc> S = {};
-  if (seen) {
-    multiply_scores(task, shared.K[buffer], S);
-    shared.give(S, task.rows, task.part);
-  }
-  if (stages == 1) cp_async_wait_group<0>();
-  if (stages == 1 || sharing > 1) __syncthreads();  // V and sums are there, and K is not read
+  if (seen) multiply_scores(task, shared.K[buffer], S);
   if (stages == 1) {
+    cp_async_wait_group<0>();
+    __syncthreads();  // V is there, and K is no longer read
     if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
   if (seen) {
-    shared.add_other(S, task.rows, task.part);
     task.scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     rescale<masked>(S, O, rows, first_key, task.lane);
     multiply_output(task, shared.V[buffer], S, O, rows, first_key);
@@ -185,7 +141,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const auto [tile, head, batch] =
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
-  const int own_row = warp / sharing * step, part = warp % sharing;
+  const int own_row = warp * step;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
@@ -202,14 +158,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   copy_rows<threads, d>(shared.K[0], keys, start);
   if (stages == 2) load_values(shared.V[0], values, start);
   cp_async_commit_group();
-  load_queries(shared, queries, first_row);
+  load_queries<threads, pack_gqa, d>(shared.Q, queries, first_row);
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there
-  Fragments<step, own_width> sums = {};
+  Fragments<step, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
   const int end = extent.kv_end(last_query);
-  const Task task = {map, shared, scorer, keys, values, own_row / step, part, lane, end};
+  const Task task = {map, shared, scorer, keys, values, warp, lane, end};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
     if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
@@ -221,14 +177,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   // The loop does not keep registers for the block's place: it is computed again.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-  // Warps that share rows agree, for the one that computes them again writes all columns.
-  const bool wrong = needs_repair(sums, rows);
-  if (sharing > 1 ? __syncthreads_or(wrong) : wrong) {
-    if (part == 0)
-      repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
-                               same.head * pack_gqa / group, scorer);
-    return;
-  }
-  finish_rows(sums, rows, lse, same.batch, same.head, lane, part == 0);
-  store_rows<dv>(sums, rows, O, same.batch, same.head, lane, part * own_width);
+  if (needs_repair(sums, rows))
+    return repair_rows<d, dv, true>(Q, K, V, O, lse, rows, same.batch, same.head,
+                                    same.head * pack_gqa / group, scorer);
+  finish_rows(sums, rows, lse, same.batch, same.head, lane);
+  store_rows<dv>(sums, rows, O, same.batch, same.head, lane);
 }

@@ -10,6 +10,7 @@
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/earlier_keys.cuh>
 #include <forward/parts/part_output.cuh>
 #include <forward/parts/part_products.cuh>
 #include <forward/parts/parts_head.cuh>
@@ -117,8 +118,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
-  int buffer = 0;
+  EarlierKeys<Wr / step> earlier;
+  int buffer = 0, section_end = end_of_section(start);
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
+    if (first_key >= section_end) {
+      const Place own =
+          place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
+      earlier.add<true, dv>(sums, rows, O, lse, own.batch, own.head, lane);
+      section_end = end_of_section(first_key);
+    }
     if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else
@@ -130,6 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;
   const int* exponents = V_exponents + (same.batch * key_heads + own_head) * dv;
+  if (earlier.any) earlier.add<false, dv>(sums, rows, O, lse, same.batch, same.head, lane);
   rows.move_maxima(weight_exponent);
   finish_rows(sums, rows, lse, same.batch, same.head, lane);
   flag_rows<dv>(sums, rows, exponents, flags, same.batch, same.head, lane);

@@ -8,7 +8,7 @@
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
 //   Q[i][j] * 2^(e[j]) * 2^(14 - r[i]) * sign     = Q_high + Q_low / 2^11
-//   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28)
+//   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28) * (1 + mean_cut)
 //
 // A product of parts of Q and K times scale2 is a score, as an exponent of two; sign is that of
 // scale. Where a text takes the scores, sign is 1 and scale2 is 2^(r[i] - 28): the product is q·k.
@@ -58,11 +58,12 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
   });
 }
 
-// What turns products of a row's parts into scores: above 0, for 0 times a hidden score, -infinity,
-// would be NaN.
+// What turns products of a row's parts into scores, with what tensor cores cut off: above 0, for 0
+// times a hidden score, -infinity, would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
   const float factor = has_score_text ? 1.0f : fabs(scale) * log2e;
-  const float unit = times_two_to(factor, exponent - 2 * part_exponent);
+  const float whole = fmaf(factor, mean_cut(d), factor);
+  const float unit = times_two_to(whole, exponent - 2 * part_exponent);
   return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
 }
 

@@ -12,6 +12,7 @@
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <forward/parts/earlier_keys.cuh>
 #include <forward/parts/part_output.cuh>
 #include <forward/parts/part_softmax.cuh>
 #include <forward/parts/part_warpgroups.cuh>
@@ -190,14 +191,22 @@ struct Consumer {
     for (;;) {
       begin(task);
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, cdiv(Br, Bc));
+      EarlierKeys<1> earlier;
       int first_key = task.kv_begin;
       for (;;) {
-        const int next = task.after<Bc>(first_key);
-        add(task, first_key, next >= end);
-        first_key = next;
+        const int end_here = min(end, end_of_section(first_key));
+        for (;;) {
+          const int next = task.after<Bc>(first_key);
+          add(task, first_key, next >= end);
+          first_key = next;
+          if (first_key >= end_here) break;
+          begin_scores();
+        }
         if (first_key >= end) break;
+        finish.template add_earlier<true>(O, rows, task, earlier);
         begin_scores();
       }
+      if (earlier.any) finish.template add_earlier<false>(O, rows, task, earlier);
 #pragma unroll 1
       for (; first_key < task.kv_end; first_key = task.after<Bc>(first_key)) skip();
       if (!tasks.advance()) break;
@@ -243,6 +252,12 @@ struct Epilogue {
   Tensor<result> O;
   Tensor<real> lse;
   int kv_heads, group;
+
+  template <bool moves>
+  __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, OwnRows& rows,
+                                              const RowTile& task, EarlierKeys<1>& earlier) const {
+    earlier.add<moves, dv>(sums, rows, O, lse, task.batch, task.head, threadIdx.x % warp_size);
+  }
 
   __device__ __forceinline__ void operator()(Fragments<step, width>& sums, OwnRows& rows,
                                              const RowTile& task) const {

@@ -16,8 +16,8 @@ from helpers.cli import SIMULATOR, cli, refused, strict
 from cupyfa import Unsupported
 from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
 from cupyfa.analysis.resources import limits_of
-from cupyfa.analysis.timeline import Entry, Kind, Span, Timeline, record, standard
-from cupyfa.analysis.timeline_plot import draw
+from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record, standard
+from cupyfa.analysis.timeline_plot import _block_figure, draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
 from cupyfa.commands import timeline as commands
 from cupyfa.ladder import LADDER
@@ -184,13 +184,14 @@ def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
     assert "__syncthreads" not in text
     place = text.index("{", text.index("mine("))
     cu.write_text(
-        f'{text[: place + 1]}\n  {{ const auto phase = mark("own"); __syncthreads(); }}\n'
-        f"{text[place + 1 :]}"
+        f'{text[: place + 1]}\n  {{ const auto phase = mark("own \\"a\\""); __syncthreads(); }}\n'
+        f'  constexpr char name[] = "x";\n  mark(name);\n{text[place + 1 :]}'
     )
     kernel = record_named(f"{script}:mine")
     case = standard(kernel, {"batch": 1, "heads": 1, "M": 9, "N": 7, "d": 8}, small=True)
     found = record(kernel, case, Simulator(), block=0)
-    assert {x.name for x in found.phases} == {"other", "own", "wait: __syncthreads"}
+    names = {'own "a"', "wait: __syncthreads", f"mark {timelines._hash('x'):#x}"}
+    assert {x.name for x in found.phases} == {"other", *names}
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,9 @@ def test_blocks_and_launches_that_are_not_there():
 
 
 def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at_a_time():
+    most = record_named("baseline_backward")  # no launch has its name
+    found = plan(most, standard(most, {}, small=True).problem, Simulator().limits)
+    assert timelines._chosen(found, None).entry == "score_gradients"
     kernel, tiles = record_named("mma_slices_backward"), {"room": 1}
     case = standard(kernel, {**SIZES, "M": 32, "N": 512}, small=True)
     name = "mma_slices_backward_scores"
@@ -240,6 +244,7 @@ def test_launches_with_the_same_name_have_numbers_and_rounds_are_recorded_one_at
     assert whole.entry == name and part.entry == f"{name} (launch 1)"
     assert len(whole.phases) == len(part.phases)
     found = plan(kernel, case.problem, Simulator().limits, **tiles)
+    assert {"mma_delta", "mma_slices_backward_rows"} <= {*whole.other_launches}
     second = timelines._chosen(found, "4")
     assert timelines._title(found, second) == f"{name} (launch 4)"
 
@@ -250,6 +255,9 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
     assert len(ends) == 2  # of eight tasks in four blocks
     assert facts(found)["waves"] == 1
+    rows = [x.row() for x in shares(found)]
+    assert {"work", "epilogue"} <= {x["phase"] for x in rows}
+    assert {x["longest_block"] for x in rows} <= {0, 1, 2, 3}
 
 
 def test_each_timed_run_begins_with_an_empty_log():
@@ -305,7 +313,16 @@ def test_all_warps_end_where_the_first_entries_were_lost():
         (0, "softmax", 2, 4),
         (1, "other", 0, 4),
     ]
-    assert lines(found)[0].startswith("9 entries had no room")
+    assert lines(found)[0].startswith("the log was full; the timeline ends at the first of 9 lost")
+
+
+def test_a_block_that_lost_entries_cuts_no_other_and_keeps_what_it_has():
+    """The last entry that a full warp keeps may be of a kind that is not shown of all blocks."""
+    whole = [entry(0, 0, Kind.IN_BLOCK), entry(9, 0, Kind.IN_BLOCK, ended=True)]
+    cut = [entry(2, 0, Kind.IN_BLOCK, block=1), entry(6, 0, Kind.BLOCK_WAIT, block=1)]
+    blank = small(phases=(), lost=9, grid=2, is_detailed=False, modelled=True, multiprocessors=2)
+    found = timelines._of_all_blocks(blank, [*whole, *cut], {}, {(1, 0): 9}, None)
+    assert [(x.block, x.length > 0) for x in found.phases] == [(0, True), (1, True)]
 
 
 def test_a_modelled_wait_ends_when_the_copy_is_there():
@@ -318,6 +335,13 @@ def test_a_modelled_wait_ends_when_the_copy_is_there():
     times = [x.time for x in model.timed(entries)]
     start = times[0]
     assert times[2] == start + size / model.COPY_BYTES + model.COPY_LATENCY > times[1]
+
+
+def test_warps_that_arrive_together_hardly_wait_where_work_is_not_counted():
+    found = recorded("v3", M=16, N=32)
+    mean = {x.phase: x.mean / x.times for x in shares(found)}
+    assert mean["wait: __syncthreads"] == model.STEP and mean["mma"] == model.UNKNOWN
+    assert facts(found).keys() == {"time"}, "nothing is known of products"
 
 
 def test_modelled_units_are_used_by_one_at_a_time_and_gaps_are_filled():
@@ -350,8 +374,10 @@ def test_phases_count_where_they_begin():
         entry(7, 0, Kind.IN_BLOCK, ended=True),
     ]
     phases = tuple(timelines._phases(entries, timelines._Barriers(()), {}))
-    times = {x.phase: x.times for x in shares(small(phases=phases))}
-    assert times == {"mark": 1, "wait: __syncthreads": 1, "other": 2}
+    times = {
+        x.phase: x.times for x in shares(small(phases=phases)) if "longest_block" not in x.row()
+    }
+    assert times == {"mark 0x0": 1, "wait: __syncthreads": 1, "other": 2}
 
 
 def test_a_warp_ends_with_the_last_of_its_lanes():
@@ -390,6 +416,7 @@ def small(**changed):
         warps=2,
         blocks=(0,),
         phases=phases,
+        operation="forward",
         products=(Span(0, 0, Kind.ISSUE, "wgmma", 0, 25),),
     )
     return replace(made, **changed)
@@ -399,13 +426,12 @@ def test_shares_are_of_the_time_of_warps_that_work():
     rows = {x.phase: x.share for x in shares(small())}
     assert rows == {"wait: K full": 45, "idle": 30, "softmax": 15, "other": 10}
     assert facts(small())["softmax_overlap_%"] == 50
-    text = "\n".join(lines(small(milliseconds=2.0, recorded_milliseconds=2.5, lost=3)))
-    assert "warp 1 from 0 on, 90 cycles, K full" in text
-    assert "25.0 % longer" in text and "3 entries had no room" in text
-    room = (*small().phases[:2], Span(0, 1, Kind.BARRIER_WAIT, "wait: K empty", 0, 4.5678))
-    copies = (Span(0, 1, Kind.COPIES_BEGUN, "K", 1, 2),)
-    assert "4.57 µs, K empty" in "\n".join(lines(small(phases=room, unit="µs")))
-    assert "longest wait" not in "\n".join(lines(small(phases=room, copies=copies)))
+    text = "\n".join(lines(small(milliseconds=2.0, recorded_milliseconds=2.5)))
+    assert "25.0 % longer" in text and "longest wait" not in text, "the warp that waits only copies"
+    assert "wgmma in flight for 25 % of the time, 50 % of the softmax overlaps with wgmma" in text
+    both = (*small().phases, Span(0, 1, Kind.ISSUE, "issue: wgmma", 95, 100))
+    said = "longest wait of a computing warp: 90 µs for K full, warp 1 from 0 on"
+    assert said in lines(small(phases=both, unit="µs"))
 
 
 def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
@@ -413,10 +439,18 @@ def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
     shorter = tuple(replace(x, end=x.end - 20 * (x.kind is Kind.SOFTMAX)) for x in small().phases)
     for file, one in zip(files, (small(), small(phases=shorter))):
         traces.save(one, file)
-    rows = strict(cli("compare", *files, "--format", "json").stdout)
-    assert {x["phase"]: x["change"] for x in rows if x["change"]} == {"softmax": -20, "idle": 20}
-    traces.save(small(problem="q"), files[1])
-    assert "problem: p before, q after" in cli("compare", *files).stderr
+    done = cli("compare", *files, "--format", "json")
+    assert "note: before: k, block 0, 100 cycles" in done.stderr
+    rows = strict(done.stdout)
+    changes = [(x["phase"], x["change"]) for x in rows]
+    assert changes == [("idle", 20), ("softmax", -20), ("wait: K full", 0), ("other", 0)]
+    traces.save(small(problem="q", blocks=(3,)), files[1])
+    done = cli("compare", *files)
+    assert "problem: p before, q after" in done.stderr and "block 3 after" in done.stderr
+    assert done.stdout.startswith("before: k, block 0, 100 cycles\nafter: k, block 3, 100 cycles\n")
+    traces.save(small(operation="backward"), files[1])
+    said = refused("compare", *files, code=2)
+    assert "k is forward, and k backward; give two timelines of one operation" in said
     measured, missing = tmp_path / "m.json", tmp_path / "no.json"
     measured.write_text('{"rows": [], "environment": {}}')
     said = refused("compare", files[0], measured, code=2)
@@ -461,7 +495,7 @@ def test_a_trace_has_the_format_of_trace_events(overlap):
     [
         *({"phases": x} for x in (5, ["x"], [{"a": 1}], [{"phase": 1, "mean": 1, "share_%": 1}])),
         *({"facts": x} for x in ({}, [], {"time": float("nan")})),
-        *({name: 5} for name in ("kernel", "modelled", "unit")),
+        *({name: 5} for name in ("kernel", "tiles", "modelled", "unit")),
     ],
 )
 def test_files_that_are_no_timelines(odd, tmp_path):
@@ -477,20 +511,12 @@ def test_files_that_are_no_timelines(odd, tmp_path):
     assert not traces.is_timeline(file)
 
 
-def test_phases_that_warps_spend_most_time_in_come_first():
-    def saved(*phases):
-        rows = [{"phase": x, "mean": mean, "share_%": share} for x, mean, share in phases]
-        return traces.Saved("k", "k", "p", "x", False, "cycles", {"time": 100}, rows)
-
-    before = saved(("wait: K empty", 60, 6), ("softmax", 50, 50))
-    found = traces.compared(before, saved(("wait: K empty", 90, 9), ("softmax", 40, 40)))
-    assert [(x["phase"], x["change"]) for x in found] == [("softmax", -10), ("wait: K empty", 30)]
-
-
 def test_the_command(tmp_path):
     picture, trace = tmp_path / "x.svg", tmp_path / "x.json"
     done = cli("timeline", "wgmma_overlap", *OPTIONS, "--plot", picture, "--save", trace)
     assert "times are those of a simple model, not measured" in done.stdout
+    copying = next(x for x in done.stdout.splitlines() if x.startswith("wait: K empty"))
+    assert re.fullmatch(r"wait: K empty +[\d.]+ +\d,\d{3} +\d+ +\d,\d{3} +0 +\d{3}", copying)
     svg = picture.read_text()
     assert "warp 4" in svg and "waits for wgmma" in svg and "K full" in svg
     assert traces.load(trace).kernel == "wgmma_overlap"
@@ -501,21 +527,38 @@ def test_the_command(tmp_path):
 def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
     assert "'x' is neither a number from 0 nor all" in said
+    assert "4 (1 in the simulator)" in " ".join(cli("timeline", "--help").stdout.split())
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
+    traces.save(small(device="an H100"), measured := tmp_path / "gpu.svg")
+    said = refused("timeline", "fa2", "--save", measured, *SIMULATOR, code=2)
+    assert "gpu.svg has times of an H100, which times of the simulator would replace" in said
+    both = ("--save", tmp_path / "x.svg", "--plot", tmp_path / "x.svg")
+    assert "x.svg; name two files" in refused("timeline", "fa2", *both, *SIMULATOR, code=2)
+    said = refused("timeline", "fa2", "--save", "/proc/x.json", *SIMULATOR, code=2)
+    assert "cannot be written in the folder /proc; name another one" in said
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
-    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles"):
+    with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} cycles; give"):
         draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))
     with pytest.raises(ValueError, match="nothing to draw"):
         draw(small(phases=()), tmp_path / "x.png")
 
 
 def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiprocessor(tmp_path):
-    tile = (Span(0, 0, Kind.SOFTMAX, "softmax", 2 * i, 2 * i + 1) for i in range(100))
+    tile = [Span(0, 0, Kind.SOFTMAX, "softmax", i, i + 1) for i in range(9999)]
     draw(small(phases=tuple(tile)), tmp_path / "x.svg")
     assert (tmp_path / "x.svg").read_text().count(">warp 0<") == 2
+    arrows = [Arrow(0, 0, i, 1, i + 60, i % 2 == 0) for i in range(200)]
+    draw(small(arrows=arrows), tmp_path / "x.svg", (50, 100))
+    assert "50 of 100 arrows are shown" in (tmp_path / "x.svg").read_text()
+    pytest.importorskip("matplotlib")
+    figure = _block_figure(small(phases=tuple(tile)), (0, 9999))
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]
+    row = pixels[pixels.shape[0] // 3, pixels.shape[1] // 2 :]
+    assert (row == (0, 158, 115)).all(axis=1).mean() > 0.9, "edges hide narrow bars"
     blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
     places = {i: i // 2 for i in range(8)}
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")

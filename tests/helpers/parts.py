@@ -6,6 +6,7 @@ import numpy as np
 
 LOW = 2.0**11  # times what a low part counts
 FRACTION, TOGETHER = 25, 16  # bits and products of a sum of Hopper's tensor cores
+SECTION = 8192  # keys whose sums are added up by themselves
 
 
 @dataclass
@@ -45,6 +46,11 @@ def times_two_to(x, power):
     return np.ldexp(x.astype(np.float64), power).astype(np.float32)
 
 
+def mean_cut(columns):
+    """What a product over so many columns lacks on average, as a share: it is cut off."""
+    return -(-columns // TOGETHER) * 0.25 * 0.72 * 2.0**-23
+
+
 def split(q, k, v, scale):
     """Operands of one head: q [M, d], k [N, d], v [N, dv], floats."""
 
@@ -56,7 +62,8 @@ def split(q, k, v, scale):
     rows = of_numbers.max(1)
     q_powers = 14 + columns[0] - rows[:, None]
     with np.errstate(under="ignore", over="ignore"):
-        scale2 = np.ldexp(float(np.float32(abs(scale)) * np.float32(np.log2(np.e))), rows - 28)
+        factor = float(np.float32(abs(scale)) * np.float32(np.log2(np.e)))
+        scale2 = np.ldexp(np.float32(factor * (1 + mean_cut(q.shape[1]))), rows - 28)
         scale2 = np.clip(scale2, 2.0**-126, np.finfo(np.float32).max).astype(np.float32)
         flags = np.ldexp(float(np.float32(abs(scale))), rows) > 2.0**22
     flags |= ~np.isfinite(q).all(1) | ~np.isfinite(k).all() | ~np.isfinite(v).all()
@@ -117,16 +124,17 @@ def multiply_parts(a, b):
     return np.float32(multiply(a.high, b.high) + rest / LOW)
 
 
-def attention(q, k, v, scale, tile=64, seed=0, visible=None):
+def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
     """O, lse and flags of one head; visible [M, N] are the pairs that a mask shows.
 
-    An exponential is off by up to 2**-23.
+    An exponential is off by up to 2**-23. Sums of a section of keys begin at zero.
     """
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
     unit = of.scale2[:, None]
     out = np.zeros((len(q), v.shape[1]), f)
     maximum, total = np.full((len(q), 1), -np.finfo(f).max), np.zeros((len(q), 1), f)
+    earlier = 0, 0  # of out and total
 
     def exp2(x):
         with np.errstate(under="ignore"):
@@ -145,8 +153,13 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None):
             P = exp2(f(S * unit - origin))
             factor, weight = exp2(maximum - now), exp2(origin - now) * f(2.0**-15)
             out, total = out * factor, total * factor + P.sum(1, keepdims=True, dtype=f) * weight
+            earlier = earlier[0] * factor, earlier[1] * factor
             out = f(multiply_parts(Parts.of(P), V) * weight.astype(np.float64) + out)
             maximum = now
+            if (first + tile) % section == 0:
+                earlier = earlier[0] + out, earlier[1] + total
+                out, total = np.zeros_like(out), np.zeros_like(total)
+        out, total = earlier[0] + out, earlier[1] + total
         out /= np.where(total > 0, total, 1)
         n = len(k) if visible is None else visible.sum(1, keepdims=True)
         least = f(2.0**-8) / np.sqrt(total * np.maximum(n, 1))

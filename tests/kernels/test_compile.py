@@ -81,16 +81,19 @@ SPILLED_BY_ALL = {  # at d = 64, outside of the loops of products
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
-    ("mma_fp16x2", "80", 256, "causal"): 16,
-    ("mma_fp16x2", "90", 128, "window"): 4,
-    ("mma_fp16x2", "90", 256, "causal"): 8,
+    # What the end of a section of keys needs.
+    ("mma_fp16x2", "80", 128, "window"): 4,
+    ("mma_fp16x2", "80", 256, "causal"): 36,
+    ("mma_fp16x2", "90", 128, "window"): 8,
+    ("mma_fp16x2", "90", 256, "causal"): 38,
+    ("wgmma_fp16x2", "90", 256, "causal"): 28,
+    ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts
     ("wgmma_fp16x2", "90", 64, "full"): 4,
-    ("wgmma_fp16x2", "90", 192, "window"): 8,  # where O is stored
     # Mostly addresses of copies, read once for each tile.
     ("mma_fp16x2_two_pass", "80", 64, "causal"): 8,
     ("mma_fp16x2_two_pass", "80", 128, "window"): 56,
-    ("mma_fp16x2_two_pass", "80", 256, "causal"): 68,
+    ("mma_fp16x2_two_pass", "80", 256, "causal"): 164,
     ("mma_fp16x2_two_pass", "90", 64, "causal"): 16,
     ("mma_fp16x2_two_pass", "90", 128, "window"): 24,
     ("mma_fp16x2_two_pass", "90", 256, "causal"): 72,

@@ -66,7 +66,12 @@ KEEPS_REGISTERS = (
 )
 # Nor does one bring a skipped tile's V before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
-NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEEPS_REGISTERS)
+# The release of Q comes after that of row sums; the wait for these is for compute-sanitizer.
+AWAITS_READERS = "if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);"
+NOT_NEEDED_HERE = (
+    *(ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEEPS_REGISTERS),
+    AWAITS_READERS,
+)
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
     "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),

@@ -245,6 +245,17 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
         np.testing.assert_array_equal(mixed[name][held], alone[name][held])
 
 
+@pytest.mark.parametrize(
+    "kernel", [pytest.param("mma_fp16x2", marks=pytest.mark.slow), "wgmma_fp16x2"]
+)
+def test_sections_of_keys(backend, kernel):
+    """More keys than a section, of which some rows see one alone."""
+    sizes = dict(heads=1, M=3, N=8193, d=8, causal=True)
+    plan, arrays = run(backend, kernel, lambda **given: given, **sizes)
+    assert not arrays["flags"].any()
+    require_right(plan, arrays)
+
+
 @pytest.mark.gpu
 @EACH
 @pytest.mark.parametrize("d", [64, 128, 256])

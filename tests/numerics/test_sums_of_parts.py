@@ -127,6 +127,36 @@ def test_long_sums_are_added_in_registers():
     assert errors(q, k, v, (on_cores, found[1]), d**-0.5)[0].max() > 2
 
 
+def test_sums_of_sections_lose_less():
+    rng = np.random.default_rng(0)
+    N, d = 16384, 16
+    q, k, v = (rng.random((rows, d), F) for rows in (8, N, N))
+    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5
+    weights = np.exp(scores - scores.max(1, keepdims=True))
+    expected = weights @ v.astype(float) / weights.sum(1, keepdims=True)
+    in_eight, in_one = (
+        np.abs(parts.attention(q, k, v, d**-0.5, section=size)[0] - expected).mean()
+        for size in (N // 8, N)
+    )
+    assert in_eight < in_one
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_get_back_what_is_cut_off(d):
+    """They would be smaller on average, by what they are off after that at most."""
+    q, k, v = drawn(HELD["normal"], N=512, d=d)
+    of = parts.split(q, k, v, d**-0.5)
+    products = parts.multiply_parts(of.Q, Parts(of.K.high.T, of.K.low.T)).astype(float)
+    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5 * np.log2(np.e)
+
+    def share(found):
+        return ((found - scores) * scores).sum() / (scores**2).sum()
+
+    kept = share(products * of.scale2[:, None])
+    without = share(products * (of.scale2[:, None] / (1 + parts.mean_cut(d))))
+    assert without < 0 and abs(kept) < 0.5 * abs(without)
+
+
 def test_low_parts_need_their_own_exponents():
     """A low part that is not 2**11 times larger runs out of exponents where weights are small."""
     q, k, v = drawn(lambda rng, q, k, v: one_hot(rng, q, k, v, 2.5))

@@ -2,9 +2,12 @@
 
 import runpy
 import sys
+from functools import partial
 
 import pytest
+from helpers.far_device import FarDevice
 
+import cupyfa
 from cupyfa.planner.source import ROOT
 
 EXAMPLE = ROOT / "examples" / "several_gpus.py"
@@ -21,7 +24,10 @@ def require_right(monkeypatch, capsys, options):
 
 @pytest.mark.filterwarnings("ignore:no CUDA device")
 def test_the_program(monkeypatch, capsys):
-    require_right(monkeypatch, capsys, "--tokens 40 -d 8 --devices 0")
+    """On devices whose memory is not the host's."""
+    for name in ("attention", "attention_vjp"):
+        monkeypatch.setattr(cupyfa, name, partial(getattr(cupyfa, name), backend=FarDevice()))
+    require_right(monkeypatch, capsys, "--tokens 40 -d 8 --devices 1 0")
 
 
 @pytest.mark.gpu

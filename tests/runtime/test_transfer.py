@@ -485,7 +485,15 @@ def pinned(far, shape, dtype=np.float32):
     return far.pinned(math.prod(shape) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
 
 
-def test_pinned_arrays_need_no_buffers(far):
+def test_pinned_arrays_need_no_buffers(far, monkeypatch):
+    """And the first kernel is started before the next piece is sent."""
+    sent, launch = [], pieces.Layout.launch
+
+    def launched(*args):
+        sent.append(len(far.copied))
+        launch(*args)
+
+    monkeypatch.setattr(pieces.Layout, "launch", launched)
     host = arrays(2, 2, 64, 16)
     q, k, v = (pinned(far, x.shape) for x in host)
     for mine, x in zip((q, k, v), host):
@@ -494,6 +502,7 @@ def test_pinned_arrays_need_no_buffers(far):
     cupyfa.attention(q, k, v, kernel="fa2", backend=far, out=out)
     np.testing.assert_array_equal(out, cupyfa.attention(*host, kernel="fa2", backend="simulator"))
     assert hosts[far][0].bytes == 0
+    assert sent[0] == len("qkv") and len(sent) > 2
 
 
 @pytest.mark.parametrize("least", [256, 1 << 18])

@@ -17,7 +17,7 @@ _HIGHEST_PRIORITY = -5  # a device takes the nearest one that it has
 
 
 @cache
-def _library() -> Any:
+def library() -> Any:
     """CuPy's module of NCCL. Raises ImportError if there is no NCCL."""
     # NVLink multicast, which NCCL would take by itself, needs the fabric manager of the host; on
     # shared hosts a process that ends badly can take it from all others.
@@ -31,7 +31,7 @@ def _library() -> Any:
 
 def unique_id() -> bytes:
     """The 128 bytes by which ranks find each other; rank 0 makes them, and must stay alive."""
-    return bytes(_library().get_unique_id())
+    return bytes(library().get_unique_id())
 
 
 class Nccl:
@@ -41,7 +41,7 @@ class Nccl:
     """
 
     def __init__(self, rank: int, ranks: int, name: bytes) -> None:
-        self._nccl = _library()
+        self._nccl = library()
         self._ranks = ranks
         self._device = cupy.cuda.Device()
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
@@ -50,8 +50,8 @@ class Nccl:
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What calls of NCCL raise."""
-        return (self._nccl.NcclError,)
+        """What calls of NCCL raise, and of CUDA: a kernel's failure is told by the next call."""
+        return (self._nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError)
 
     @property
     def is_capturing(self) -> bool:

@@ -110,10 +110,11 @@ class Call:
             places.append(self.placed(i, memory))
             sent.append(self.moved(self.up, places[i], self.new_in(i), send))
 
-        # The first kernel is started before others are sent; waiting for threads would delay them.
-        by_threads = not self.pinned.issuperset(self.bits.keys() & self.given)
         try:
-            for _ in range(count if by_threads else 1):
+            send_next()
+            yield 0
+            # Threads copy long before a kernel, so all pieces are handed to them first.
+            for _ in range(count - 1 if sent[0].end is None else 0):
                 send_next()
                 yield 0
             self.cut.compile(self.backend)  # while the first pieces are on their way

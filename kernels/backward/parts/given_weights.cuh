@@ -6,7 +6,6 @@
 
 #include <backward/parts/half_gradients.cuh>
 #include <forward/parts/part_products.cuh>
-#include <ptx/cp_async.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/opaque.cuh>
 #include <timeline.cuh>
@@ -17,12 +16,6 @@ constexpr int own_columns = columns <= team * 32 ? 32 : 64;
 template <int columns>
 using TeamSums = float[2][own_columns<columns> / 8][4];
 using Weights = float[1][2][4];
-
-// All that was copied is there for all threads, and what they have read may be overwritten.
-__device__ __forceinline__ void meet() {
-  cp_async_wait_group<0>();
-  __syncthreads();
-}
 
 // The place of a warp: its team, its turn there, and the first row and number across of the weights
 // that it computes.

@@ -3,6 +3,7 @@
 // each tile, and two of each 8 rows.
 
 #include <backward/parts/gradient_warpgroups.cuh>
+#include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
 #include <ptx/opaque.cuh>
@@ -43,16 +44,22 @@ struct KeyTile {
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
                                                     int kv_heads, int group, int heads) {
-  // With a causal mask the first keys have the most rows.
   const int tiles = max(cdiv(sizes.N, Bc), 1), batches = int(gridDim.x) / (tiles * kv_heads);
+  const int block = longest_first(blockIdx.x, gridDim.x, tiles);
   const auto [tile, first, second] =
-      place_of_keys<Bc>(blockIdx.x, sizes, mods, batch_first ? batches : kv_heads);
+      place_of_keys<Bc>(block, sizes, mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
   const auto number = tiles_of<Br>(mods, batch, heads, sizes.M);
   return {extent, first_key, kv_head, batch, first_row, end_row, group, number};
+}
+
+// Whether causal masks, windows or the end of the keys hide some of the pairs.
+template <int Br, int Bc>
+__device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
+  return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();
 }
 
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
@@ -75,8 +82,9 @@ struct Own {
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
   // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
-  // read, those of the tile that begins with next_row are copied, if there is one.
-  template <int Br, int Bc, class Pairs = const NoPairs&>
+  // read, those of the tile that begins with next_row are copied, if there is one. `masks` is false
+  // where it is known that the pair of tiles is not masked.
+  template <bool masks = true, int Br, int Bc, class Pairs = const NoPairs&>
   __device__ __forceinline__ void compute_P_and_dS(
       Sums<Br>& S, Sums<Br>& dP, const RowSums<Br>& sums, const Scorer<float>& scorer,
       const TilePair<Br, Bc>& pair, Pairs&& pairs = no_pairs, int next_row = -1) const {
@@ -84,7 +92,7 @@ struct Own {
     pairs.complete();
     if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
-      compute_P(S, PS, sums, scorer, pair, pairs);
+      compute_P<masks>(S, PS, sums, scorer, pair, pairs);
       pairs.load(pair, next_row, first_key());
       wgmma_wait_group<0>(dP);
       compute_dS(PS, dP, sums, pair.extent.kept_factor());
@@ -94,24 +102,24 @@ struct Own {
       Sums<Br> ones;
       for (float& x : ones) x = 1;
       compute_dS(ones, dP, sums, 1.0f);
-      weigh(S, dP, sums, scorer, pair, pairs);
+      weigh<masks>(S, dP, sums, scorer, pair, pairs);
       pairs.load(pair, next_row, first_key());
     }
   }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
-  template <int Br, int Bc, class Pairs = const NoPairs&>
+  template <bool masks = true, int Br, int Bc, class Pairs = const NoPairs&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
                                             const Scorer<float>& scorer,
                                             const TilePair<Br, Bc>& pair,
                                             Pairs&& pairs = no_pairs) const {
     for (float& x : PS) x = 1;
-    weigh(S, PS, sums, scorer, pair, pairs);
+    weigh<masks>(S, PS, sums, scorer, pair, pairs);
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
   // The same with what is to be multiplied by P and the slope.
-  template <int Br, int Bc, class Pairs>
+  template <bool masks, int Br, int Bc, class Pairs>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const RowSums<Br>& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
                                         Pairs&& pairs) const {
@@ -122,7 +130,7 @@ struct Own {
       exponentiate<false, false>(S, factors, sums, scorer, pair, pairs);
     else
       exponentiate<false, true>(S, factors, sums, scorer, pair, pairs);
-    mask(S, pair);
+    if (masks && is_masked(pair)) mask(S, pair);
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
   }
@@ -155,7 +163,6 @@ struct Own {
   template <int Br, int Bc>
   __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
     const Extent& extent = pair.extent;
-    if (pair.first_key + Bc <= extent.N && pair.reaches_all()) return;
     const int first = pair.first_key + key(), distance = first - pair.first_row - row();
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) {

@@ -22,14 +22,18 @@ struct PartKeys {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 
+  // dK of weights times the units of rows, which have the scale in powers of two, unless a text
+  // takes the scores, and what tensor cores cut off of these.
+  static __device__ __forceinline__ float of_units(float scale) {
+    return (has_score_text ? scale : float(ln2)) / (1 + mean_cut(d));
+  }
   // Whether some row of the heads has a number in this column of Q, or after them of dO.
   __device__ bool has_numbers(int col) const {
     for (int i = 0; i < group * row_slabs; ++i)
       if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;
     return false;
   }
-  // Stores a warp's 16 keys from `first` on of dK, or of dV, and their flags. Without a text the
-  // scale of dK, in powers of two, is in the units of rows.
+  // Stores a warp's 16 keys from `first` on of dK, or of dV, and their flags.
   template <bool of_V, int n>
   __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
                                         Tensor<result> gradient, Tensor<unsigned char> flags,
@@ -46,7 +50,7 @@ struct PartKeys {
       const int key = first + half * 8 + lane / 4;
       if (lane % 4 == 0 && key < N) *flags.row(batch, kv_head, key) = wrong;
     }
-    const float factor = of_V ? kept_factor : has_score_text ? scale : float(ln2);
+    const float factor = of_V ? kept_factor : of_units(scale);
     store_scaled<cols>(sums, factor, gradient, batch, kv_head, first, N, lane,
                        [&](int col) { return -key_exponent - own_exponents[col]; });
   }

@@ -1,7 +1,14 @@
 #pragma once
 // Copies of operands as parts in float16 into shared memory.
 
+#include <ptx/cp_async.cuh>
 #include <tile/async_copy.cuh>
+
+// All that was copied is there for all threads, and what they have read may be overwritten.
+__device__ __forceinline__ void meet() {
+  cp_async_wait_group<0>();
+  __syncthreads();
+}
 
 // A head of both parts, whose rows follow each other.
 template <int columns>

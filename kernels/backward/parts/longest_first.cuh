@@ -1,0 +1,14 @@
+#pragma once
+// The order of tiles. Under a causal mask the first of a head are the longest. The tiles of the
+// last heads are dealt out together, the longest first, so that multiprocessors end at about the
+// same time. Before these it goes head by head, so that blocks which run together share rows in L2.
+
+#include <attention/extent.cuh>
+
+// The number of a block's tile, counted head by head, each head with so many `tiles`.
+__device__ __forceinline__ int longest_first(int block, int blocks, int tiles) {
+  if constexpr (!causal || packed) return block;
+  const int heads = min(cdiv(264, tiles), blocks / tiles);  // two rounds on an H100
+  const int first = blocks - heads * tiles, place = block - first;
+  return place < 0 ? block : first + place % heads * tiles + place / heads;
+}
