@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import DTYPES, E4M3, DType, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -59,10 +59,13 @@ if TYPE_CHECKING:
         captured: Mapping[str, Any] | None
 
     class _Padded(_Modified, total=False):
-        """And how many rows of each batch element count."""
+        """And how many rows of each batch element count, and the factors of e4m3 numbers."""
 
         lengths_q: Any
         lengths_k: Any
+        q_descale: Any
+        k_descale: Any
+        v_descale: Any
 
     class _Compiled(_Padded, total=False):
         """What prepared calls take: also where sequences of a ragged batch lie."""
@@ -165,6 +168,9 @@ def attention(
     sink: Any = None,
     lengths_q: Any = None,
     lengths_k: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     dropout: float = 0.0,
     dropout_seed: Any = None,
     dropout_offset: Any = None,
@@ -186,10 +192,10 @@ def attention(
     """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
 
     q [..., heads, M, d], k [..., kv_heads, N, d], v [..., kv_heads, N, dv] of one dtype: float16,
-    bfloat16 (ml_dtypes), float32 or float64. heads is a multiple of kv_heads, and query head h
-    reads key head h // (heads // kv_heads). Arrays of two axes are one head, those of three are
-    [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows, heads, d]. Any size may be 0,
-    and arrays may have any strides.
+    bfloat16 (ml_dtypes), float32, float64 or float8_e4m3fn (ml_dtypes). heads is a multiple of
+    kv_heads, and query head h reads key head h // (heads // kv_heads). Arrays of two axes are one
+    head, those of three are [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows,
+    heads, d]. Any size may be 0, and arrays may have any strides.
 
     causal: with True or "bottom-right" query i sees keys j <= i + N - M, with "top-left" j <= i.
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
@@ -218,6 +224,10 @@ def attention(
         lengths. The other rows have no influence: out and gradients are 0 there, and lse is
         -infinity. Whole numbers in a list or a NumPy array, which are checked; or an array of int32
         where q is, which kernels read when they run: wrong ones count as the nearest right ones.
+    q_descale, k_descale, v_descale: [batch, kv_heads] of float32, by which q, k and v of
+        float8_e4m3fn are multiplied; batch is the product of all batch axes, and all heads of q
+        that share a key head have one q_descale. By default 1. Such inputs are not rounded, and
+        their out is bfloat16.
     dropout: the probability, from 0 to below 1, with which a weight of the softmax is set to 0; the
         others are multiplied by 1/(1 - dropout). lse is that without dropout. ``dropout_seed``, a
         whole number of 64 bits that a dropout above 0 needs, and ``dropout_offset``, one of 32
@@ -226,7 +236,7 @@ def attention(
         captured CUDA graph takes other weights each time. Of it the lowest 64 and 32 bits count.
     out_dtype: "float32" gives out of float16 and bfloat16 inputs in float32, in which it is summed,
         without its last rounding: for parts that are merged or added. By default out has the dtype
-        of the inputs.
+        of the inputs. Of float8_e4m3fn inputs it is "bfloat16", "float16" or "float32".
     precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
         they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
         float16 and bfloat16 inputs.
@@ -271,20 +281,23 @@ def attention(
     repeat: Repeatable | None = None
     if not (
         alibi_slopes is bias is mask is sink is captured is dropout_seed is dropout_offset is None
-        and lengths_q is lengths_k is None
+        and lengths_q is lengths_k is q_descale is k_descale is v_descale is None
     ):
-        seeds = dropout_seed, dropout_offset
-        if not (alibi_slopes is bias is sink is captured is lengths_q is lengths_k is None) or any(
-            map(is_array, seeds)
+        seeds, descales = (dropout_seed, dropout_offset), (q_descale, k_descale, v_descale)
+        if (
+            not (alibi_slopes is bias is sink is captured is lengths_q is lengths_k is None)
+            or any(map(is_array, seeds))
+            or any(x is not None for x in descales)
         ):
             others = check, return_own, isinstance(mask, BlockMask), any(map(is_array, seeds))
             if own is captured is devices is None and not any(others):
-                read = alibi_slopes, bias, mask, sink, lengths_q, lengths_k
+                read = alibi_slopes, bias, mask, sink, lengths_q, lengths_k, *descales
                 repeat = _repeatable("attention", how, read)
                 if (repeated := _again(repeat, (*arrays, *read), out)) is not None:
                     return repeated
             given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
             given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
+            given |= dict(zip(modifiers.DESCALES, descales))
             given |= {"captured": captured, **_arrays_of(dict(zip(modifiers.SEEDS, seeds)))}
             how = *how[: -len(seeds)], *(0 if is_array(x) else x for x in seeds)
             how, arrays = _with_operands(how, arrays, given, check)
@@ -326,7 +339,8 @@ def compile(
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
     in each call, by name, ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, or after v
     in the order alibi_slopes, bias, mask, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-    lengths_q, lengths_k, captured, these sorted by name. Numbers keep their values.
+    lengths_q, lengths_k, q_descale, k_descale, v_descale, captured, these sorted by name. Numbers
+    keep their values.
     Offsets and lengths are int32; those in GPU memory are not checked.
     """
     of_sequences, others = _without_sequences(compile, keywords)
@@ -470,6 +484,7 @@ def attention_vjp(
                 "and lse; call attention and attention_backward to have them"
             )
         raise unknown_argument(attention_vjp, options, tuple(_OF_BOTH))
+    _refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     if wrt is not _QKV:
         *_, wrt = _own_of(wrt)
         forms.refuse_without_gradients(wrt, _dtypes_of(options))
@@ -1082,7 +1097,7 @@ def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[s
     }
     if isinstance(given.get("options"), AttentionOptions):
         found["options"] = given["options"]
-    for name in ("own", "return_own", "progress", "wrt", *modifiers.PADDED):
+    for name in ("own", "return_own", "progress", "wrt", *modifiers.PADDED, *modifiers.DESCALES):
         if name in found:
             raise Unsupported(
                 f"{name} cannot be used with lists of arrays; pack them and leave it out, or call "
@@ -1148,7 +1163,8 @@ def plan(
     or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
     taken. A mask may also be a ``block_mask`` itself. lengths_q and lengths_k are True, or such a
-    form, "i32[batch]".
+    form, "i32[batch]". q_descale, k_descale and v_descale are True, shapes
+    or arrays.
 
     Raises what ``attention`` raises.
     """
@@ -1233,10 +1249,11 @@ How = tuple[Any, ...]
 _NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
 _NOT_GIVEN = (None,) * len(OPTIONS)
-_MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, "captured")
+_MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES, "captured")
 _ARRAYS_OF_CALLS = (
     *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS, modifiers.PAGE_TABLE),
     *modifiers.SCALES,
+    *modifiers.DESCALES,
     *modifiers.SEEDS,
 )
 # What attention_vjp hands to both passes.
@@ -1453,7 +1470,7 @@ def _compiled(
     sizes = {name: _shape(f"the shape of {name}", x) for name, x in inputs.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _out_dtype(how, of)}
-        arrays = [backend.empty(x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
+        arrays = [_empty(backend, x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
         if modified:
             how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
             arrays += [backend.empty(*x) for x in more]
@@ -1465,7 +1482,14 @@ def _out_dtype(how: How, dtype: DType) -> np.dtype:
     options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
     name = getattr(options, "out_dtype", None) or asked.get("out_dtype")
     known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
-    return (known or dtype).numpy
+    return (known or DTYPES[dtype.usual_result]).numpy
+
+
+def _empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """An array of any numbers; CuPy allocates e4m3 as bytes alone."""
+    if dtype == E4M3:
+        return backend.empty(shape, np.dtype(np.uint8)).view(E4M3)
+    return backend.empty(shape, dtype)
 
 
 def _prepared(
@@ -1491,6 +1515,7 @@ def _prepared(
         out, lse = (*q.shape[:-1], v.shape[-1]), rows_of(q, layout)
         results = [Result("O", out, "out"), Result("lse", lse, None)]
     if operation == "backward":
+        _refuse_gradients(problem.dtype)
         for name, shape, of in (
             ("dout", out, problem.dtype.numpy),
             ("out", out, problem.out_dtype.numpy),
@@ -1603,10 +1628,11 @@ def _with_forms(
     """A call with arrays of these forms, and their shapes and dtypes; see ``_with_operands``."""
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
-    blocks, given = _blocks(given)
+    _, kv_heads, N, _ = sizes_of("k", inputs["k"], layout)
+    blocks, given = _blocks(forms.of_heads(given, batch, kv_heads))
     packed = _shapes_of_sequences(given)
     elements = packed[modifiers.STARTS[0]][0] - 1 if packed else batch
-    sizes = elements, heads, M, sizes_of("k", inputs["k"], layout)[2]
+    sizes = elements, heads, M, N
     unread = () if _has_dropout(how) else modifiers.SEEDS
     others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
     others |= packed
@@ -1674,6 +1700,15 @@ def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
     if len(set(names)) < len(names) or not names:
         raise ValueError(f"wrt is {names}; give at least one name, and each once")
     return (*_NO_OWN[:-1], names)
+
+
+def _refuse_gradients(dtype: DType | None) -> None:
+    """Raises Unsupported for inputs of a dtype that gradients cannot have."""
+    if dtype is not None and dtype.result:
+        raise Unsupported(
+            f"q, k and v are {dtype.name}, and no kernel computes their gradients; convert them to "
+            "float16 or bfloat16"
+        )
 
 
 def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:

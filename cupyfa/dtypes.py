@@ -18,14 +18,20 @@ class DType:
     real: str  # the C++ name of the type that sums, maxima and lse are kept in
     sums: np.dtype  # that type in NumPy
     header: str | None = None  # what declares `scalar`
+    result: str | None = None  # the dtype of results by default, if it is another one
 
     @property
     def itemsize(self) -> int:
         return self.numpy.itemsize
 
+    @property
+    def usual_result(self) -> str:
+        """The dtype of results, by name, unless another one is asked for."""
+        return self.result or self.name
+
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # of keys and values in a cache
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)  # also of keys and values in a cache
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 DTYPES = {
     row.name: row
@@ -36,11 +42,16 @@ DTYPES = {
         DType("float64", _DOUBLE, "double", "double", _DOUBLE),
     )
 }
+# Of inputs of attention alone: no result, gradient or sum has it.
+E4M3_INPUTS = DType(
+    "float8_e4m3fn", E4M3, "E4m3", "float", _SINGLE, "ptx/e4m3.cuh", result="bfloat16"
+)
+INPUTS = {**DTYPES, E4M3_INPUTS.name: E4M3_INPUTS}
 
 
 def dtype_named(name: str) -> DType:
-    if not isinstance(name, str) or name not in DTYPES:
+    if not isinstance(name, str) or name not in INPUTS:
         by_name = "" if isinstance(name, str) else ", by name"
-        known = ", ".join(DTYPES)
+        known = ", ".join(INPUTS)
         raise TypeError(f"dtype {described(name)} is not supported; use one of {known}{by_name}")
-    return DTYPES[name]
+    return INPUTS[name]

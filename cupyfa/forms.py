@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES as FLOATS
+from cupyfa.dtypes import DTYPES as FLOATS, INPUTS
 from cupyfa.errors import described
 from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
     ALIBI,
     BIAS,
+    DESCALES,
     DLSE,
     MASK,
     OWN_ARRAYS,
@@ -88,13 +89,13 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
-        "i32[batch]", of those of packed rows a shape. A bias has by default the problem's dtype,
-        other floats have float32. ``dlse`` is whether there is a gradient of lse. ``wrt`` are
-        names, as "q,bias": see ``differentiated``.
+        "i32[batch]", of DESCALES a shape or an array, of those of packed rows a shape. A bias has
+        by default the dtype of results, other floats have float32. ``dlse`` is whether there is a
+        gradient of lse. ``wrt`` are names, as "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED, *DESCALES}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(_AXES, sizes))
     found = [
@@ -104,9 +105,10 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     ]
     if given.get(DLSE):
         batch = 1 if STARTS[0] in given else sizes[0]
-        found.append(Operand(DLSE, FLOATS[dtype].sums.name, (batch, *sizes[1:3])))
+        found.append(Operand(DLSE, INPUTS[dtype].sums.name, (batch, *sizes[1:3])))
     found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
     found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
+    found += [_of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None]
     found += [_seed(name, given[name]) for name in SEEDS if name in given]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
@@ -114,6 +116,12 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
     more = [_captured(name, form, named) for name, form in captured.items()]
     every = (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
     return differentiated(every, given.get(WRT) or ())
+
+
+def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, Any]:
+    """The same forms, with the usual shape for descales that are True."""
+    usual = {x: (batch, kv_heads) for x in DESCALES if given.get(x) is True}
+    return {**given, **usual}
 
 
 def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
@@ -160,7 +168,7 @@ def names_of_gradients(found: Iterable[Operand]) -> str:
 
 
 def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
-    usual = {BIAS: dtype, MASK: "bool"}.get(name, "float32")
+    usual = {BIAS: INPUTS[dtype].usual_result, MASK: "bool"}.get(name, "float32")
     if form is True:
         form = USUAL[name]
     if not isinstance(form, str):

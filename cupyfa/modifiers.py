@@ -34,6 +34,8 @@ LENGTHS = (*STARTS, *USED, *PADDED)
 PAGE_TABLE = "page_table"  # where keys and values lie in pages: the numbers of each element's pages
 # Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
 SCALES = ("k_scale", "v_scale")
+# Of q, k and v in e4m3, each [batch, kv_heads]; one that is not given is 1.
+DESCALES = ("q_descale", "k_descale", "v_descale")
 _WANTED = {
     **dict.fromkeys(
         STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
@@ -41,7 +43,7 @@ _WANTED = {
     **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
     **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
 }
-_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES)
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -54,6 +56,7 @@ _SIZES_OF = {  # of the last axes of arrays
     **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
     DLSE: _SIZES[:3],
     **dict.fromkeys((*PADDED, *USED), _SIZES[:1]),
+    **dict.fromkeys(DESCALES, ("batch", "kv_heads")),
     **{name: (name,) for name in STARTS},
 }
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
@@ -252,6 +255,7 @@ class Modifiers:
             "reads_places": self._reads_places,
             "has_sink": self.has_sink,
             "has_e4m3": self.is_e4m3,
+            **{f"has_{name}": self._has(name) for name in DESCALES},
             "has_dlse": self._has(DLSE),
             "has_dropout": self.dropout,
             "has_key_tiles": self._has(KEY_TILES),
@@ -373,7 +377,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE)
+    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES)
     if name in taken or name.startswith(OF_BLOCKS):
         raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
     return of_value(name, given)
@@ -388,7 +392,7 @@ def of_value(name: str, given: Any) -> Operand:
         return Operand(name, "int64", (), int(given))
     if isinstance(given, float | np.floating):
         return Operand(name, "float64", (), float(given))
-    what = "" if name in OWN_ARRAYS else "a number, or "
+    what = "" if name in (*OWN_ARRAYS, *DESCALES) else "a number, or "
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
         remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
         raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")

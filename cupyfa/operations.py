@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import E4M3
+from cupyfa.dtypes import E4M3, E4M3_INPUTS
 from cupyfa.forms import pairs_of
 from cupyfa.modifiers import (
+    DESCALES,
     LENGTHS,
     MAPS,
     OFFSET,
@@ -208,7 +209,7 @@ def modifications(
     first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
     of a ragged batch that they are applied to.
     """
-    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE, *SCALES)
+    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
     its = sequence or p
     return Modifications(
         score_steps=texts.score,
@@ -364,6 +365,18 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     return made, replace(p, operands=kept)
 
 
+def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
+    """The same problem with queries, keys and values that were multiplied by their descales."""
+    made = dict(inputs)
+    for name, descale in zip("QKV", DESCALES):
+        if (given := inputs.get(f"mods.{descale}")) is not None:
+            factor = np.asarray(given, np.float64).repeat(p.group if name == "Q" else 1, axis=1)
+            with np.errstate(invalid="ignore"):  # 0 * infinity
+                made[name] = inputs[name].astype(np.float64) * factor[..., None, None]
+    kept = tuple(x for x in p.operands if x.name not in DESCALES)
+    return made, replace(p, operands=kept)
+
+
 def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
     """The inputs and problem with the keys and values of each batch element in one place."""
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
@@ -379,6 +392,8 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
+    if p.dtype == E4M3_INPUTS:
+        inputs, p = _without_descales(inputs, p)
     if not p.is_ragged:
         arrays = (inputs[name] for name in "QKV")
         return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
@@ -427,7 +442,9 @@ def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    if p.modifiers.is_e4m3:
+    if p.dtype == E4M3_INPUTS:
+        inputs, p = _without_descales(inputs, p)
+    elif p.modifiers.is_e4m3:
         inputs, p = _without_scales(inputs, p)
     elif p.pages:
         inputs, p = without_pages(inputs, p)

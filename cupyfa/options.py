@@ -88,7 +88,8 @@ def _read_out_dtype(value: Any) -> str | None:
     if value is None or (isinstance(value, str) and value in DTYPES):
         return value
     raise ValueError(
-        f"out_dtype is {described(value)}; use 'float32', or leave it out for the dtype of q"
+        f"out_dtype is {described(value)}; use 'float32', or leave it out for the dtype of q; with "
+        "inputs in float8_e4m3fn use 'bfloat16', 'float16' or 'float32'"
     )
 
 
@@ -277,7 +278,8 @@ class AttentionOptions:
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
     mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
     out_dtype: "float32" leaves the output and the gradients of float16 and bfloat16 inputs in
-        float32, in which they are summed; None rounds them to the dtype of the inputs.
+        float32, in which they are summed; None rounds them to the dtype of the inputs. Of inputs
+        in float8_e4m3fn the output is "bfloat16", which is None, "float16" or "float32".
     dropout: the probability with which a weight is set to 0, rounded to multiples of 1/16384; the
         others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
         bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.

@@ -12,11 +12,12 @@ from typing import Any, Unpack
 import numpy as np
 
 from cupyfa import forms, modifiers
-from cupyfa.dtypes import DTYPES, DType, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
     BIAS,
+    DESCALES,
     DLSE,
     LENGTHS,
     MAPS,
@@ -91,9 +92,10 @@ class Problem:
             )
         _check_precision(self.precision, self.dtype)
         _check_out_dtype(self.options.out_dtype, self.dtype)
-        if self.options.out_dtype == self.dtype.name:
+        if self.options.out_dtype == self.dtype.usual_result:
             object.__setattr__(self, "options", replace(self.options, out_dtype=None))
         _ = self.modifiers  # raises for texts and arrays that do not fit
+        self._check_descales()
         if self.is_ragged:
             self._check_ragged()
         if self.lengths is not None:
@@ -127,6 +129,9 @@ class Problem:
         sink: Any = None,
         lengths_q: Any = None,
         lengths_k: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
         captured: Mapping[str, Any] | None = None,
         wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
@@ -140,11 +145,11 @@ class Problem:
         lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
         [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
-        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, captured, wrt, dlse: forms of arrays,
-        those whose gradients a backward kernel gives, and whether it takes a gradient of lse, as
-        ``forms.operands`` has them; dropout_seed and dropout_offset may be arrays, or forms such as
-        "u64[1]". With block_mask, mask and mask_mod are a block mask. With page_size, keys lie in
-        pages of so many: see ``in_pages``.
+        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
+        captured, wrt, dlse: forms of arrays, those whose gradients a backward kernel gives, and
+        whether it takes a gradient of lse, as ``forms.operands`` has them; dropout_seed and
+        dropout_offset may be arrays, or forms such as "u64[1]". With block_mask, mask and mask_mod
+        are a block mask. With page_size, keys lie in pages of so many: see ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
         packed = None if lengths is None else forms.lengths_of(lengths)
@@ -155,6 +160,8 @@ class Problem:
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
         given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
+        descales = dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
+        given |= forms.of_heads(descales, batch, kv_heads)
         given |= {
             "captured": captured,
             "wrt": wrt,
@@ -220,7 +227,8 @@ class Problem:
         _same("N, the number of keys,", shapes, N, v_N)
         is_e4m3 = any(x.name in SCALES for x in operands)
         of_dtype = {"q": q} if is_e4m3 else {"q": q, "k": k, "v": v}
-        dtype, chosen = _common_dtype(**of_dtype), AttentionOptions.of(options, keywords)
+        dtype = _common_dtype(INPUTS, **of_dtype)
+        chosen = AttentionOptions.of(options, keywords)
         pages = len(k) if table else 0
         N *= table.shape[1] if table else 1
         sizes = batch, heads, kv_heads, M, N, d, dv
@@ -298,7 +306,7 @@ class Problem:
         if name in OPTIONS and name != SEED:  # which dropout needs
             options = replace(options, **{name: OPTIONS[name].default})
         texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES)
+        known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
         own = (*known, *(SEEDS if options.dropout else ()))
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
@@ -476,6 +484,30 @@ class Problem:
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
             raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
 
+    def _check_descales(self) -> None:
+        """Raises ValueError, TypeError and Unsupported for descales that inputs cannot have."""
+        shape = self.batch, self.kv_heads
+        for x in self.operands:
+            if x.name not in DESCALES:
+                continue
+            if self.dtype != E4M3_INPUTS:
+                raise ValueError(
+                    f"{x.name} is given, and the dtype is {self.dtype.name}; descales are for "
+                    f"{E4M3_INPUTS.name}: leave it out"
+                )
+            if self.is_ragged:
+                raise Unsupported(
+                    f"{x.name} cannot be used with sequences of different lengths; convert q, k "
+                    "and v to float16 or bfloat16"
+                )
+            if x.shape != shape:
+                raise ValueError(
+                    f"{x.name} has shape {x.shape}; its shape must be [batch, kv_heads], here "
+                    f"{shape}"
+                )
+            if x.dtype != "float32":
+                raise TypeError(f"{x.name} is {x.dtype}; it must be float32: convert it")
+
     def check_offset(self) -> None:
         """Raises ValueError for an offset that nothing depends on, in a complete problem."""
         if self.offset is None or self.is_masked or self.modifiers.reads_position:
@@ -543,7 +575,9 @@ class Problem:
         """The softmax over the last axis of x: M rows of N scores."""
         if x.ndim == 0:
             raise ValueError("x has no axis for the softmax; give at least one dimension")
-        return cls.of_row_sizes(math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(x=x).name)
+        return cls.of_row_sizes(
+            math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(DTYPES, x=x).name
+        )
 
     @classmethod
     def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
@@ -622,7 +656,7 @@ class Problem:
         """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
-        of_arrays = {**sizes, "batch": self.sequences or batch}
+        of_arrays = {**sizes, "batch": self.sequences or batch, "kv_heads": kv_heads}
         operands = tuple(x.part(of_arrays) for x in self.operands)
         part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
         if not (self.is_masked or self.modifiers.reads_position):
@@ -638,7 +672,7 @@ class Problem:
     @property
     def out_dtype(self) -> DType:
         """The dtype of the output and of the gradients of Q, K and V."""
-        return DTYPES[self.options.out_dtype or self.dtype.name]
+        return DTYPES[self.options.out_dtype or self.dtype.usual_result]
 
     @property
     def itemsize(self) -> int:
@@ -757,29 +791,31 @@ def _same(what: str, shapes: str, *values: Any) -> None:
         raise ValueError(f"{what} must be equal; the shapes are {shapes}")
 
 
-def _common_dtype(**arrays: Any) -> DType:
-    """The dtype of all these arrays, which errors call by their names."""
+def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
+    """The dtype of all these arrays, one of those known; errors call the arrays by their names."""
     for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
             raise TypeError(
                 f"{name} has dtype {dtype.str}, whose bytes are in the other order; convert it: "
                 f"{name}.astype({dtype.newbyteorder('=').name!r})"
             )
-        if str(dtype) not in DTYPES:
+        if str(dtype) not in known:
             raise TypeError(
-                f"{name} has dtype {dtype}, which is not supported; use one of {', '.join(DTYPES)}"
+                f"{name} has dtype {dtype}, which is not supported; use one of {', '.join(known)}"
             )
     names = {name: str(array.dtype) for name, array in arrays.items()}
     if len(set(names.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
         raise TypeError(f"dtypes differ: {listed}; convert them to one")
-    return DTYPES[next(iter(names.values()))]
+    return known[next(iter(names.values()))]
 
 
 def _check_precision(precision: str | None, dtype: DType) -> None:
     narrower = dtype.itemsize == 2 and precision == FLOAT8
     if precision is not None and dtype.name != "float32" and not narrower:
         remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
+        if dtype.result:
+            remedy = "such inputs are not rounded, so leave it out"
         raise ValueError(
             f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
         )
@@ -787,13 +823,16 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
 
 def can_give(name: str | None, dtype: DType) -> bool:
     """Whether results of inputs of a dtype may be in the one that is named."""
+    if dtype.result:
+        return name in (None, "float16", "bfloat16", "float32")
     return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)
 
 
 def _check_out_dtype(name: str | None, dtype: DType) -> None:
     if can_give(name, dtype):
         return
-    which = f"{dtype.name!r} or 'float32'" if dtype.itemsize == 2 else f"{dtype.name!r}"
+    able = [repr(x) for x in DTYPES if can_give(x, dtype)]
+    which = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
     raise ValueError(
         f"out_dtype is {name!r}, and the dtype is {dtype.name}; give {which}, or leave it out"
     )

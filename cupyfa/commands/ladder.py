@@ -127,7 +127,8 @@ def _measure(
     on, M = backend_named(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()
-    names = [x.name for x in rungs if x.takes(sizes["dtype"]) and x.suits(sizes["precision"])]
+    of = sizes["dtype"], sizes["precision"]
+    names = [x.name for x in rungs if x.takes(of[0]) and x.suits(*of)]
     if sweep:
         sizes = {**sizes, "M": sorted({*LENGTHS, M or LENGTHS[-1]})}
 

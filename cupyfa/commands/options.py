@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cupyfa import forms
 from cupyfa.bench import sweeps
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import INPUTS
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels
 from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
@@ -65,7 +65,7 @@ SECONDS = Number(0)
 FIRST_NOTE = 10.0  # seconds, on a stderr that is no terminal
 TIMEOUT = Number(0, 10**6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
-dtype_choice = click.Choice(list(DTYPES))
+dtype_choice = click.Choice(list(INPUTS))
 format_option = click.option(
     "--format", "form", type=click.Choice(FORMATS), default="table", help="Output format."
 )

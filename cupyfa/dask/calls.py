@@ -195,6 +195,7 @@ class _Call:
         asked = {name: x for name, x in others.items() if name in OPTIONS}
         chosen = arguments.without_dropout(AttentionOptions.of(options, asked))
         problem = Problem.of(q, k, v, options=chosen, operands=arguments.numbers(captured))
+        problem = arguments.without_e4m3(problem)
         if limits is None:
             limits = adopt(backend, q=q._meta, k=k._meta, v=v._meta)[0].limits
         parts = graphs.Parts.of(q, k, v, problem, captured)

@@ -179,7 +179,8 @@ class Given:
 
     def _whole(self, q: Any, k: Any, v: Any) -> tuple[Shards, Shards, Problem]:
         """How queries and keys are divided, and the problem of all."""
-        Problem.of(q, k, v)  # of this rank's rows: their shapes and dtypes go together
+        # Of this rank's rows: their shapes and dtypes go together.
+        arguments.without_e4m3(Problem.of(q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
             _check_axes(name, x)
         asked = {name: x for name, x in self.others.items() if name in OPTIONS}

@@ -1,10 +1,12 @@
 """The forward ladder: each rung adds one idea to the rung before it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
+from cupyfa.dtypes import E4M3_INPUTS
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
@@ -13,6 +15,7 @@ from cupyfa.ladder.common import (
     batch_first,
     clear_rest,
     even_width,
+    key_tiles,
     of_lengths,
     of_pages,
     pair_bytes,
@@ -888,9 +891,32 @@ def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
 
 
+def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
+    """The launch that multiplies these arrays of e4m3."""
+    return replace(
+        WGMMA_LAUNCH,
+        entry="wgmma_fp8",
+        args=f"{q}.map {k}.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse sizes "
+        "heads group scale mods",
+        boxes={
+            q: lambda p, c: 64,
+            k: lambda p, c: c.Bc,
+            "V8": lambda p, c: round_up(p.dv, 16),
+        },
+        shared=fp8_shared,
+        constants=STAGES_PAIRS,
+        when=when,
+    )
+
+
+def of_quantised(formula: Formula) -> Formula:
+    """The scales that quantise writes; inputs in e4m3 have none."""
+    return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
+
+
 WGMMA_FP8 = Kernel(
     "wgmma_fp8",
-    "e4m3 operands, quantised by a separate launch: products twice as fast",
+    "e4m3 operands, which a separate launch quantises or transposes: products twice as fast",
     (
         Launch(
             "quantise",
@@ -898,20 +924,17 @@ WGMMA_FP8 = Kernel(
             grid=lambda p, c: row_tiles(p, c) + 2 * tiles_of_keys(p, c),
             threads=quantise_threads,
             shared=lambda p, c: 4 * quantise_threads(p, c) // WARP,
+            when=lambda p: p.dtype != E4M3_INPUTS,
         ),
-        replace(
-            WGMMA_LAUNCH,
-            entry="wgmma_fp8",
-            args="Q8.map K8.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse "
-            "sizes heads group scale mods",
-            boxes={
-                "Q8": lambda p, c: 64,
-                "K8": lambda p, c: c.Bc,
-                "V8": lambda p, c: round_up(p.dv, 16),
-            },
-            shared=fp8_shared,
-            constants=STAGES_PAIRS,
+        fp8_launch("Q8", "K8", when=lambda p: p.dtype != E4M3_INPUTS),
+        Launch(
+            "transpose_e4m3",
+            args="V V8 N kv_heads",
+            grid=key_tiles,
+            threads=lambda p, c: 256,
+            when=lambda p: p.dtype == E4M3_INPUTS,
         ),
+        fp8_launch("Q", "K", when=lambda p: p.dtype == E4M3_INPUTS),
     ),
     tiles=TileChoice.of(
         "Br Bc stages",
@@ -928,15 +951,15 @@ WGMMA_FP8 = Kernel(
         "Br is a multiple of 64": lambda c: c.Br % 64 == 0,
         "Bc is a multiple of 32": lambda c: c.Bc % 32 == 0,
     },
-    dtypes=("float16", "bfloat16", "float32"),
+    dtypes=("float16", "bfloat16", "float32", E4M3_INPUTS.name),
     features=EVERYTHING,
     scratch={
         "Q8": ("batch heads M d16", "byte"),
         "K8": ("batch kv_heads N d16", "byte"),
         "V8": ("batch kv_heads dv N32", "byte"),
-        "Q_scale": (row_tiles, "real"),
-        "K_scale": (tiles_of_keys, "real"),
-        "V_scale": (tiles_of_keys, "real"),
+        "Q_scale": (of_quantised(row_tiles), "real"),
+        "K_scale": (of_quantised(tiles_of_keys), "real"),
+        "V_scale": (of_quantised(tiles_of_keys), "real"),
     },
     arch="90a",
     largest_d=256,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.modifiers import MAPS
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
@@ -306,11 +306,14 @@ class Kernel(_Record):
         """The PRECISIONS in which it computes inputs of a dtype; empty if there is no choice."""
         if dtype == "float32":
             return self.float32_as
-        return (FLOAT8,) if self.rounding == FLOAT8 else ()
+        is_rounded = self.rounding == FLOAT8 and dtype != E4M3_INPUTS.name
+        return (FLOAT8,) if is_rounded else ()
 
-    def suits(self, precision: str | None) -> bool:
-        """Whether "auto" may take it: a kernel that rounds to float8 only where float8 is asked."""
-        return self.rounding != FLOAT8 or precision == FLOAT8
+    def suits(self, dtype: str, precision: str | None) -> bool:
+        """Whether "auto" may take it: a kernel that rounds to float8 only where float8 is asked, or
+        where inputs are in it.
+        """
+        return self.rounding != FLOAT8 or precision == FLOAT8 or dtype == E4M3_INPUTS.name
 
     def takes(self, dtype: str) -> bool:
         """Whether it computes inputs of a dtype, in any precision."""
@@ -506,7 +509,7 @@ _KERNEL_RULES: Rules = {
         )
     ),
     "rules are {in words: c -> bool}": lambda x: all(map(callable, x.rules.values())),
-    f"dtypes are {', '.join(DTYPES)}": lambda x: bool(x.dtypes) and set(x.dtypes) <= set(DTYPES),
+    f"dtypes are {', '.join(INPUTS)}": lambda x: bool(x.dtypes) and set(x.dtypes) <= set(INPUTS),
     f"features are {', '.join(FEATURES)}": lambda x: set(x.features) <= set(FEATURES),
     f"scratch is {{name: (axes, one of {', '.join(KINDS)})}}": lambda x: all(
         kind in KINDS for _, kind in x.scratch.values()

@@ -197,16 +197,17 @@ def tiles(
 
 @np.errstate(all="ignore")
 def attend(
-    tile: Tile, precision: str = "float64", *, scaled: str = "K"
+    tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
 ) -> tuple[Array, Array, Array]:
     """The attention of one tile, as `attention` describes it.
 
     scaled: "K" multiplies the keys by the scale, "S" the scores; only below float64 do the results
-    differ. Returns out [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64
-    arrays for the precision "float64", else float32.
+    differ. e4m3_inputs: Q, K and V are e4m3 times descales, and are not rounded. Returns out
+    [n, rows, dv], lse [n, rows] and P [n, rows, keys], before dropout: float64 arrays for the
+    precision "float64", else float32.
     """
-    q, k, v = (rounded(x, precision) for x in (tile.q, tile.k, tile.v))
     results = "float32" if precision == "float8_e4m3" else precision
+    q, k, v = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k, tile.v))
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
     scores = rounded(tile.modified((q @ k.mT) * scale), results)
     if tile.masked is not None:

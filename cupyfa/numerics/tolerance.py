@@ -55,7 +55,8 @@ Half an eps of float8_e4m3 is 2**-4. Its plain computation rounds Q, K, V and P,
 so that its largest number is in the last binade; scores and O stay float32, and O is rounded only
 to the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so the eps of
 the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
-infinity.
+infinity. Inputs in that format, times their descales, are exact: r is 0, and the plain computation
+rounds P alone.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
 0 and about the sink.
@@ -94,7 +95,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import INPUTS
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference
 
@@ -375,6 +376,7 @@ class Arithmetic:
 
     rounds_by_design: whether it may round more than its arrays and P to that precision.
     result: the dtype of O and of gradients, by default the arrays'.
+    e4m3_inputs: whether Q, K and V have 8 bits, the operands', and are not rounded.
     coarsest: the precision of O, the coarser one of the arrays' and the operands'; or that of
         results which are finer than the arrays.
     accumulator: np.finfo of the sums; eps: the spacing at 1 of sums of products.
@@ -382,13 +384,15 @@ class Arithmetic:
     """
 
     def __init__(self, dtype: str, rounding: str | None = None, result: str | None = None) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+        if dtype not in INPUTS:
+            raise ValueError(f"dtype {dtype!r} is unknown; use one of {', '.join(INPUTS)}")
         if rounding not in (None, *reference.PRECISIONS):
             known = ", ".join(reference.PRECISIONS)
             raise ValueError(f"rounding {rounding!r} is unknown; use None or one of {known}")
-        self.dtype, self.operands, self.result = dtype, rounding or dtype, result or dtype
-        self.rounds_by_design = rounding is not None
+        self.dtype, self.operands = dtype, rounding or dtype
+        self.result = result or INPUTS[dtype].usual_result
+        self.e4m3_inputs = INPUTS[dtype].result is not None
+        self.rounds_by_design = rounding is not None and not self.e4m3_inputs
         is_float8 = self.operands == _FLOAT8  # which no result has
         given = {name: float(_finfo(name).eps) for name in (dtype, self.operands)}
         self.coarsest = dtype if is_float8 else max(given, key=lambda name: given[name])
@@ -506,7 +510,7 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, f
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
     orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
     for scaled in orders if kernel.is_narrow else "":
-        out, lse, _ = work.attend(kernel.operands, scaled=scaled)
+        out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
             errors[i] = max(errors[i], _largest(plain - exact[i]))
             if kernel.rounds_by_design:

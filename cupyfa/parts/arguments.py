@@ -9,6 +9,7 @@ from cupyfa import modifiers
 from cupyfa.api import unknown_argument
 from cupyfa.errors import Unsupported, described
 from cupyfa.options import OPTIONS, AttentionOptions
+from cupyfa.problem import Problem
 
 # Arguments that are arrays, and what to give instead.
 _ARRAYS = {
@@ -17,6 +18,7 @@ _ARRAYS = {
     modifiers.ALIBI: "give a score_mod with captured numbers",
     modifiers.SINK: "leave it out",
     **dict.fromkeys(modifiers.PADDED, "call for the batch elements of each length"),
+    **dict.fromkeys(modifiers.DESCALES, "convert q, k and v to float16 or bfloat16"),
 }
 
 
@@ -53,6 +55,16 @@ def without_dropout(options: AttentionOptions) -> AttentionOptions:
             "problem decide which weights it drops, but parts count from 0; leave it out"
         )
     return options
+
+
+def without_e4m3(p: Problem) -> Problem:
+    """The problem. Raises Unsupported if its inputs are e4m3."""
+    if p.dtype.result:
+        raise Unsupported(
+            f"q, k and v are {p.dtype.name}, which calls on parts do not take; convert them to "
+            "float16 or bfloat16"
+        )
+    return p
 
 
 def numbers(captured: Mapping[str, Any] | None) -> tuple[modifiers.Operand, ...]:

@@ -147,7 +147,8 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
     able = [
         k
         for k in LADDER[chosen.operation].values()
-        if k.suits(problem.precision) and not _other_device(k, problem.dtype.name, limits)
+        if k.suits(problem.dtype.name, problem.precision)
+        and not _other_device(k, problem.dtype.name, limits)
     ]
     speeds = _speeds(able, problem, limits)
 
@@ -175,7 +176,9 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     others. Kernels that their records exclude are not planned; in most cases at most two are.
     """
     problem = _accurate(problem)
-    general = [k for k in kernels if k.made_for is None and k.suits(problem.precision)]
+    general = [
+        k for k in kernels if k.made_for is None and k.suits(problem.dtype.name, problem.precision)
+    ]
     chosen = (
         next((k for k in reversed(kernels) if _is_made_for(k, problem, limits)), None)
         or _fastest_measured(general, problem, limits)
@@ -317,18 +320,30 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     able = [
         k.name
         for k in LADDER[kernel.operation].values()
-        if k is not kernel and k.suits(problem.precision) and can(k, problem, limits)
+        if k is not kernel
+        and k.suits(problem.dtype.name, problem.precision)
+        and can(k, problem, limits)
     ]
     return f"kernels that can: {', '.join(able)}" if able else _no_other(kernel, problem, limits)
 
 
 def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     """What to do if no other kernel of the same operation can do the problem."""
+    if problem.dtype.result:
+        return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not problem.wrt:
         return "no other kernel can either"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
     known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
     return f"kernels of the backward pass give gradients{known}"
+
+
+def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """What to do with inputs of a dtype that few kernels take."""
+    own = problem.dtype.name
+    others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
+    why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
+    return f"{'; '.join(why) or 'no other kernel can'}; convert q, k and v to float16 or bfloat16"
 
 
 def _accurate(problem: Problem) -> Problem:

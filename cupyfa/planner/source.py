@@ -34,7 +34,8 @@ def text(launch: PlannedLaunch) -> str:
     for all others; all of them where macros may make names. The digest changes the text, and every
     cache key, when a header changes.
     """
-    headers = dict.fromkeys(filter(None, (launch.dtype.header, launch.operand.header)))
+    types = launch.dtype, launch.operand, launch.result
+    headers = dict.fromkeys(filter(None, (x.header for x in types)))
     header = [*_recording(launch), *(f"#include <{name}>" for name in headers)]
     path = KERNELS / launch.path
     name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path

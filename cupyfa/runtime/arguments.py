@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.dtypes import E4M3
 from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, PlannedLaunch, aligned_width
 from cupyfa.runtime.backend import Backend, Mapped
 
@@ -68,7 +69,8 @@ def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapp
     """
     dtype, address = array.dtype, backend.address(array) if array.size else 0
     what = f"{step.entry}: {name}.map is of {dtype.name} {array.shape}"
-    if dtype.name not in _BOXED or len(array.shape) != 4:
+    boxed = "uint8" if dtype == E4M3 else dtype.name
+    if boxed not in _BOXED or len(array.shape) != 4:
         raise ValueError(
             f"{what}; boxes are of [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
         )
@@ -84,7 +86,7 @@ def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapp
         for size, stride in zip(array.shape, array.strides[:3])
     )
     sizes, strides = (columns, rows, heads, batch), (of_row, of_head, of_batch)
-    return Mapped(address, dtype.name, sizes, strides, step.boxes[name])
+    return Mapped(address, boxed, sizes, strides, step.boxes[name])
 
 
 def can_be_boxed(array: Any, address: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.dtypes import E4M3
 from cupyfa.errors import described
 from cupyfa.modifiers import name_of
 from cupyfa.planner.plan import Plan, aligned_width
@@ -158,15 +159,16 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
     score.
     """
     seen = {
-        name: array if _is_plain(plan, name, array) else array.copy()
+        name: _as_bytes(array) if _is_plain(plan, name, array) else _as_bytes(array).copy()
         for name, array in with_planned_shapes(plan, inputs).items()
     }
-    return {
+    aligned = {
         name: array
         if _has_aligned_rows(plan, name, array)
         else _with_aligned_rows(array, repeats=name not in plan.boxed)
         for name, array in seen.items()
     }
+    return {name: _with_dtype(array, inputs[name].dtype) for name, array in aligned.items()}
 
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
@@ -198,9 +200,19 @@ def _is_plain(plan: Plan, name: str, array: Any) -> bool:
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
     """Zeros of an array's own kind."""
-    zeros = np.empty_like(array, order="C", shape=shape)
+    zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
-    return zeros
+    return _with_dtype(zeros, array.dtype)
+
+
+def _as_bytes(array: Any) -> Any:
+    """An array of e4m3, which CuPy cannot copy by elements, as bytes; others as they are."""
+    return array.view(np.uint8) if array.dtype == E4M3 else array
+
+
+def _with_dtype(array: Any, dtype: np.dtype) -> Any:
+    """The array from before ``_as_bytes``."""
+    return array if array.dtype == dtype else array.view(dtype)
 
 
 def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from cupyfa.dtypes import DTYPES
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
 from cupyfa.planner.plan import Plan
@@ -71,10 +72,11 @@ def checked(
     expected = plan.operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
     p, context = plan.problem, f"{plan.kernel.name} on {plan.problem}"
     tolerance.require(tolerance.compare(results, expected), context)
-    if p.out_dtype != p.dtype:
+    usual = DTYPES[p.dtype.usual_result]
+    if p.out_dtype.itemsize > usual.itemsize:
         kinds = {name: x.kind for name, x in plan.operation.outputs_of(p).items()}
         wide = {name: x for name, x in results.items() if kinds.get(name) == "result"}
-        tolerance.require_unrounded(wide, expected, p.dtype.name, context)
+        tolerance.require_unrounded(wide, expected, usual.name, context)
     return results
 
 

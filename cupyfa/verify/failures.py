@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa import store
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import INPUTS
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
@@ -162,7 +162,7 @@ def read(path: str | Path) -> Stored:
             if about["format"] != _FORMAT:
                 raise ValueError(f"its format is {about['format']!r}")
             arrays = {
-                name: members[name].view(DTYPES[dtype].numpy if dtype in DTYPES else dtype)
+                name: members[name].view(INPUTS[dtype].numpy if dtype in INPUTS else dtype)
                 for name, dtype in about["dtypes"].items()
             }
         outcome = Outcome(

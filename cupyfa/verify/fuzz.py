@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from cupyfa import forms
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import DTYPES, INPUTS
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
@@ -309,7 +309,7 @@ class Fuzz:
 
     def _out_dtype(self, turns: "_Turns") -> str | None:
         """float32 of some groups with 16-bit inputs."""
-        dtype = DTYPES[self._dtype(turns)]
+        dtype = INPUTS[self._dtype(turns)]
         able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
         tried = [x for x in able if can_give(x, dtype)]
         return turns.choose("out_dtype", (None, None, None, *tried))

@@ -16,7 +16,7 @@ from itertools import combinations, islice, product
 from typing import Any
 
 from cupyfa import forms
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import DTYPES, INPUTS
 from cupyfa.modifiers import BIAS, MASK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem, can_give
@@ -307,7 +307,7 @@ def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS) - _OF_RESULTS)
     for chosen, offset in zip(_paired({**odd, "causal": _MASKS[1:]}, len(_OFFSETS)), _OFFSETS):
         yield {**chosen, "offset": offset}
-    if narrow := [x for x in dtypes if DTYPES[x].itemsize == 2]:
+    if narrow := [x for x in dtypes if INPUTS[x].itemsize <= 2]:
         for chosen in _paired({**odd, "dtype": narrow}, _OF_RESULTS):
             yield {**chosen, "out_dtype": "float32"}
     others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}

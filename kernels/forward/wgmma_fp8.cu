@@ -1,17 +1,20 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
 // `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
-// scale. The scales of Q and K join the scale of the scores. O is kept in units of the largest
-// scale of V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one
-// is lowered. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
+// scale. Those of Q and K join the scale of the scores. O is kept in units of the largest scale of
+// V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one is
+// lowered. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and `transpose_e4m3`
+// has transposed V. Their descales take the place of the tiles' scales; that of V multiplies O at
+// the end. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
 // elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
 // that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them
+//   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -29,6 +32,7 @@ constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 constexpr int offset = 6;
 constexpr int tolerated = 8 - offset;  // as slack: no P is above 2^8, and e4m3 ends at 448
 constexpr int depth = 32;              // of a product
+constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -94,17 +98,19 @@ __device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Pack
   }
 }
 
-// The scales of a tile of keys.
+// The scales of a tile of keys. With e4m3 inputs the one of K has the descale of Q, too: each by
+// itself may be near the ends of float.
 struct Units {
   float K, V;
 };
 
-// The scales of a head's tiles of keys, and the unit of O.
+// The scales of the tiles of keys of a head, and the unit of O.
 struct Scales {
-  const float *K, *V;
+  const float *K, *V;  // of e4m3 inputs there are none, and these are not read
   float own, of_O = 0;
 
-  __device__ __forceinline__ Units at(int first_key) const {
+  __device__ __forceinline__ Units at(int first_key, const Descales& descales) const {
+    if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
   }
   // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
@@ -122,6 +128,7 @@ struct Consumer {
   Scorer<real> scorer;
   int warpgroup;
   Scales scales;
+  Descales descales;
   Units units = {};
   Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
@@ -159,6 +166,10 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
+    if constexpr (has_q_descale || has_k_descale) {  // scales have no sign
+      if ((descales.q < 0) != (descales.k < 0))
+        for (float& x : flat(S)) x = -x;
+    }
     if constexpr (has_score_text) {  // a modification takes the products of Q and K themselves
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
@@ -191,7 +202,7 @@ struct Consumer {
   // The first tile of keys, before which there is no P V to wait for.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
-    units = scales.at(task.kv_begin);
+    units = scales.at(task.kv_begin, descales);
     shared.pairs.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
@@ -205,7 +216,7 @@ struct Consumer {
   // The scores of the next tile, and O += P V of the tile before.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     float factor[1][2];
-    units = scales.at(first_key);
+    units = scales.at(first_key, descales);
     begin_scores();
     begin_output();
     Turns::arrive(warpgroup);
@@ -255,21 +266,28 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   increase_registers<Registers::consumer>();
   const Scorer<real> scorer = {scale, mods};
   const int first_tile = (batch * heads + head) / group * cdiv(sizes.N, Bc);
-  const float own = Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
+  const Descales descales = descales_of(mods, batch, head / group);
+  const float own =
+      e4m3_inputs ? 1 : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
   const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
-  Consumer consumer = {shared, sizes, scorer, warpgroup, scales};
+  Consumer consumer = {shared, sizes, scorer, warpgroup, scales, descales};
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
   for (float& maximum : rows.maximum[0]) maximum -= offset;
-  if (__any_sync(full_warp, overflows(rows) || has_nan(sums))) {  // V8 has NaN for infinity
-    repair_rows<d, dv>(Q, K, V, O, lse, rows, batch, head, head / group, scorer);
+  const bool wrong = overflows(rows) || has_nan(sums);  // V8 has NaN for infinity
+  if (__any_sync(full_warp, wrong || !are_finite(descales))) {
+    const auto [of_Q, of_K, of_scores] = for_repair(descales);
+    repair_rows<d, dv>(descaled(Q, of_Q), descaled(K, of_K), descaled(V, descales.v), O, lse, rows,
+                       batch, head, head / group, DescaledScorer<real>{scorer, of_scores});
     return;
   }
   const int lane = threadIdx.x % warp_size;
   finish_rows(sums, rows, lse, batch, head, lane);
-  const float unit[1][2] = {{consumer.scales.of_O, consumer.scales.of_O}};
+  const float of_O = consumer.scales.of_O, unit[1][2] = {{of_O, of_O}};
   scale_rows(sums, unit);
+  if constexpr (has_v_descale)
+    for (float& x : flat(sums)) x = x * descales.v + 0.0f;  // 0 of hidden rows is not to be -0
   if constexpr (sizeof(result) == 2)
     store_output<dv>(sums, rows, O, batch, head, lane);
   else

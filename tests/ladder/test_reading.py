@@ -53,7 +53,7 @@ LONGER_STEPS = {
     ),
     ("forward/mma_pipelined", "forward/mma_split_kv"): (
         114,
-        424,
+        427,
         "splits of the keys and what they leave; keys in pages, and in e4m3 with scales",
     ),
     ("forward/mma_pipelined", "forward/mma_tf32"): (
@@ -62,9 +62,10 @@ LONGER_STEPS = {
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
-        137,
-        43,
-        "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers",
+        155,
+        162,
+        "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers; e4m3 inputs, whose "
+        "rows are repaired with their descales",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
         102,
@@ -129,13 +130,13 @@ LONGER = {
     "forward/mma_fp16x2": (1169, COPIES + "; products of parts, loaded ahead; sections of keys"),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
-    "forward/mma_split_kv": (1430, COPIES + ", in pages too; products of e4m3; results of splits"),
+    "forward/mma_split_kv": (1433, COPIES + ", in pages too; products of e4m3; results of splits"),
     "forward/mma_split_q": (681, REPAIR),
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1092, HOPPER),
     "forward/wgmma_fp16x2": (1527, HOPPER + "; a schedule; parts of operands; sections of keys"),
-    "forward/wgmma_fp8": (1272, HOPPER + "; scales of tiles"),
+    "forward/wgmma_fp8": (1409, HOPPER + "; scales of tiles; descales of e4m3 inputs"),
     "forward/wgmma_overlap": (1158, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1333, HOPPER + "; a schedule"),
     "forward/wgmma_slices": (1321, HOPPER + "; slices of d, dv and keys"),

@@ -15,7 +15,7 @@ from cupy.cuda import nvrtc
 from cupy.cuda.stream import get_current_stream
 from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa.dtypes import DTYPES, E4M3
+from cupyfa.dtypes import E4M3, INPUTS
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
@@ -217,6 +217,8 @@ class Cuda(Backend):
     def adopt(self, array: Any) -> Any:
         if self.owns(array):
             return array
+        if (as_bytes := _bytes_of(array)) is not None:
+            return cupy.from_dlpack(as_bytes).view(E4M3)
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
@@ -413,6 +415,15 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
     return _unowned(address, tuple(x.shape), dtype, strides, device, owner=x)
 
 
+def _bytes_of(array: Any) -> Any:
+    """A tensor of e4m3, of which CuPy's DLPack knows no dtype, as bytes; None for other arrays."""
+    torch: Any = sys.modules.get("torch")
+    theirs = getattr(torch, E4M3.name, None)
+    if theirs is None or getattr(array, "dtype", None) is not theirs:
+        return None
+    return array.view(torch.uint8)
+
+
 def _unowned(
     address: int,
     shape: Sequence[int],
@@ -431,7 +442,8 @@ def _unowned(
 
 @cache
 def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
-    return {getattr(torch, name): dtype.numpy for name, dtype in DTYPES.items()}
+    known = ((getattr(torch, name, None), dtype.numpy) for name, dtype in INPUTS.items())
+    return {theirs: dtype for theirs, dtype in known if theirs is not None}
 
 
 def _dotted(version: int) -> str:

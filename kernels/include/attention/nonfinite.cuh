@@ -50,14 +50,14 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
 // A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
 // unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
 // on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
-template <int d, int dv, class T, class Keys, class Scores>
-__device__ void repair_row(Tensor<const T> Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
+template <int d, int dv, class Queries, class Keys, class Scores>
+__device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
                            const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
   const int lane = threadIdx.x % warp_size;
   const real scale2 = scorer.scale2();
-  const T* q = Q.row(batch, head, query);
+  const auto q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     real maximum = -infinity, sum = 0, o[count] = {};
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
@@ -96,7 +96,7 @@ __device__ __noinline__ void call_repair_row(Args... args) {
 
 // The same for all rows of a warp.
 template <int d, int dv, bool by_call = false, int Wr, int pack_gqa, class T, class Keys, class S>
-__device__ void repair_rows(Tensor<const T> Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
+__device__ void repair_rows(T Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                             const Rows<Wr, pack_gqa>& rows, int batch, int head, int kv_head,
                             const S& scorer) {
   const int first = __shfl_sync(full_warp, rows.first, 0);

@@ -8,7 +8,7 @@
 // as one operand.
 
 #include <attention/pages.cuh>
-#include <ptx/unpack_e4m3.cuh>
+#include <attention/scaled_row.cuh>
 
 // Arrays of e4m3, also as operands. Keys and values differ in their scales, which `rows_of` takes.
 struct E4m3Tensor : Tensor<const E4m3> {
@@ -92,17 +92,6 @@ struct Scaling<Arrays, true> {
 
   __device__ __forceinline__ Scaling(const Arrays& mods, int batch, int head)
       : keys(Scales(mods.k_scale_), batch, head), values(Scales(mods.v_scale_), batch, head) {}
-};
-
-// A row of e4m3 numbers, which are multiplied by a scale.
-struct ScaledRow {
-  const E4m3* data;
-  float scale;
-
-  __device__ __forceinline__ float operator[](int col) const {
-    return e4m3_value(data[col]) * scale;
-  }
-  __device__ __forceinline__ ScaledRow operator+(int cols) const { return {data + cols, scale}; }
 };
 
 // Keys, or values, as rows of numbers, with the interface of a Tensor.

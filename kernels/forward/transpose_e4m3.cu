@@ -1,0 +1,56 @@
+// transpose_e4m3: V of e4m3 as wgmma_fp8 takes it; V of other dtypes quantise transposes.
+//
+// wgmma takes both operands of e4m3 by rows, and so V by its columns; each 32 keys have the order
+// in which a thread of wgmma_fp8 holds their P. The numbers stay as they are.
+//
+//   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N filled up to N32 with zeros
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads): a tile
+//   the host sets: Bc, dv, threads, shared_bytes
+#include <ptx/e4m3.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+static_assert(Bc % 32 == 0, "keys change their order within 32");
+
+// Four numbers of a row from a column on, the first in the lowest bits; 0 past its end.
+__device__ __forceinline__ unsigned load_four(const E4m3* row, int col, bool aligned) {
+  if (aligned && col + 4 <= dv) return *reinterpret_cast<const unsigned*>(row + col);
+  unsigned four = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (col + j < dv) four |= unsigned(row[col + j].bits) << j * 8;
+  }
+  return four;
+}
+
+__device__ __forceinline__ unsigned byte_of(unsigned four, int j) {
+  return four >> j * 8 & 0xff;
+}
+
+extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<const E4m3> V,
+                                                                     Tensor<unsigned char> V8,
+                                                                     int N, int kv_heads) {
+  const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
+  constexpr int in_row = cdiv(dv, 4);
+  const bool aligned = is_aligned(V);
+  // A thread has 16 keys of four columns, two neighbouring threads 32 keys of the same ones.
+  for (int i = threadIdx.x; i < Bc / 16 * in_row; i += threads) {
+    const int key = tile * Bc + i / 2 / in_row * 32 + i % 2 * 16, col = i / 2 % in_row * 4;
+    if (key / 32 * 32 >= N) return;  // rows of V8 end where 32 keys do
+    unsigned rows[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k)
+      rows[k] = key + k < N ? load_four(V.row(of_batch, head, key + k), col, aligned) : 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (col + j >= dv) break;
+      const auto four = [&](int k) {
+        return byte_of(rows[k], j) | byte_of(rows[k + 1], j) << 8 | byte_of(rows[k + 8], j) << 16 |
+               byte_of(rows[k + 9], j) << 24;
+      };
+      *reinterpret_cast<uint4*>(V8.row(of_batch, head, col + j) + key) = {four(0), four(2), four(4),
+                                                                          four(6)};
+    }
+  }
+}

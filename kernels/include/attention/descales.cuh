@@ -1,0 +1,71 @@
+#pragma once
+// What Q, K and V of e4m3 are multiplied by: a number for each batch element and key head.
+//
+// The host writes above a kernel's text has_q_descale, has_k_descale and has_v_descale: whether
+// struct Mods has
+//   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
+
+#include <attention/scaled_row.cuh>
+#include <attention/score.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+
+// Those of a head; one that is not given is 1.
+struct Descales {
+  float q = 1, k = 1, v = 1;
+};
+template <class Arrays>
+__device__ __forceinline__ Descales descales_of([[maybe_unused]] const Arrays& mods,
+                                                [[maybe_unused]] int batch,
+                                                [[maybe_unused]] int kv_head) {
+  Descales found;
+  if constexpr (has_q_descale) found.q = *mods.q_descale_.row(batch, kv_head);
+  if constexpr (has_k_descale) found.k = *mods.k_descale_.row(batch, kv_head);
+  if constexpr (has_v_descale) found.v = *mods.v_descale_.row(batch, kv_head);
+  return found;
+}
+__device__ __forceinline__ bool are_finite(const Descales& x) {
+  return fabs(x.q) < infinity && fabs(x.k) < infinity && fabs(x.v) < infinity;
+}
+
+// The factors of Q, of K and of their products for scores that are computed one by one. Descales
+// that are finite multiply products alone, as each by itself may take Q or K past the ends of
+// float. One that is not finite makes infinities and NaN of elements.
+struct Factors {
+  float Q, K, scores;
+};
+__device__ __forceinline__ Factors for_repair(const Descales& x) {
+  const bool of_q = fabs(x.q) < infinity, of_k = fabs(x.k) < infinity;
+  return {of_q ? 1 : x.q, of_k ? 1 : x.k, (of_q ? x.q : 1) * (of_k ? x.k : 1)};
+}
+
+// A scorer whose products are multiplied by descales first.
+template <class T>
+struct DescaledScorer {
+  const Scorer<T>& scorer;
+  float factor;
+
+  __device__ __forceinline__ T scale2() const { return scorer.scale2(); }
+  __device__ __forceinline__ T applied(T product, const Extent& extent, Index row,
+                                       Index key) const {
+    if constexpr (has_q_descale || has_k_descale) product *= factor;
+    return scorer.applied(product, extent, row, key);
+  }
+};
+
+// Rows times a descale, with the interface of a Tensor; others than e4m3 stay as they are.
+struct DescaledRows {
+  Tensor<const E4m3> rows;
+  float descale;
+
+  __device__ __forceinline__ ScaledRow row(int batch, int head, int row) const {
+    return {rows.row(batch, head, row), descale};
+  }
+};
+__device__ __forceinline__ DescaledRows descaled(Tensor<const E4m3> rows, float descale) {
+  return {rows, descale};
+}
+template <class T>
+__device__ __forceinline__ Tensor<const T> descaled(Tensor<const T> rows, float) {
+  return rows;
+}
