@@ -16,9 +16,10 @@ from helpers.cli import SIMULATOR, cli, refused, strict
 from cupyfa import Unsupported
 from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
 from cupyfa.analysis.resources import limits_of
-from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record, standard
+from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record
 from cupyfa.analysis.timeline_plot import _block_figure, _legend, draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.bench import sweeps
 from cupyfa.commands import timeline as commands
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
@@ -26,6 +27,7 @@ from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
 from cupyfa.planner.select import plan
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import Case
 
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
 ODD_WINDOWS = ("12", "0:inf", "5:2", "nan:3", "a:b")
@@ -38,6 +40,11 @@ ODD_MEMBERS = (
     "#if 1",
 )
 OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
+
+
+def standard(kernel, sizes, *, small):
+    (usual,) = sweeps.problems(kernel.operation, sizes, kernel, small=small)
+    return Case(kernel.operation, usual)
 
 
 def recorded(name, block=0, **sizes):
