@@ -21,7 +21,7 @@ import numpy as np
 
 from cupyfa import blocks as block_masks
 from cupyfa.analysis import timeline_model
-from cupyfa.bench import sweeps, timing
+from cupyfa.bench import timing
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import source
@@ -665,9 +665,3 @@ def _on_one_clock(
         for x in entries
         if x.kind is not Kind.PLACED and x.block in places
     ], places
-
-
-def standard(record: Kernel, sizes: Mapping[str, Any], *, small: bool) -> Case:
-    """The case of a kernel with these sizes."""
-    (usual,) = sweeps.problems(record.operation, sizes, record, small=small)
-    return Case(record.operation, usual)

@@ -62,7 +62,7 @@ class _Block:
         )
         self.barriers: defaultdict[int, float] = defaultdict(float)
         self.named: defaultdict[int, list[list[float]]] = defaultdict(list)
-        self.waits_named: dict[tuple[int, int], list[float]] = {}
+        self.waits_named: dict[int, list[float]] = {}
         self.rounds: defaultdict[int, int] = defaultdict(int)
         self.arrivals: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self.issue: dict[int, float] = {}
@@ -108,9 +108,9 @@ class _Block:
 
     def _named_wait(self, x: Entry, warp: int, quarter: int) -> None:
         if x.ended:
-            self._wait_until(warp, self.waits_named[warp, 0][1])
+            self._wait_until(warp, self.waits_named[warp][1])
         else:
-            self.waits_named[warp, 0] = self._join(x, warp)
+            self.waits_named[warp] = self._join(x, warp)
 
     def _block_wait(self, x: Entry, warp: int, quarter: int) -> None:
         number = self.rounds[warp]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -20,24 +21,28 @@ from cupyfa.analysis.timeline_summary import (
 from cupyfa.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
-_BLACK, _ORANGE, _SKY, _GREEN = "#000000", "#e69f00", "#56b4e9", "#009e73"
+_SKY, _GREEN = "#56b4e9", "#009e73"
 _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
-_GROUPS: Mapping[str, tuple[str, tuple[Kind, ...]]] = {
-    "waits for a copy or a free buffer": (
-        _YELLOW,
+_LILAC = "#8da2e8"
+Fill = tuple[str, str]  # a colour, and a hatch or nothing
+_FREE = "waits for a free buffer"
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # of phases of a kernel's own, by their names
+_GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
+    "waits for a copy or a store": (
+        (_YELLOW, ""),
         (Kind.BARRIER_WAIT, Kind.COPY_WAIT, Kind.STORE_WAIT),
     ),
-    "waits for other warps": (_VERMILION, (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
-    "waits for wgmma": (_SKY, (Kind.PRODUCT_WAIT,)),
-    "mma": (_BLUE, (Kind.PRODUCTS,)),
-    "issue of wgmma": (_BLUE, (Kind.ISSUE,)),
-    "softmax": (_GREEN, (Kind.SOFTMAX,)),
-    "epilogue": (_PURPLE, (Kind.EPILOGUE,)),
-    "own phase": (_ORANGE, (Kind.MARKED,)),
-    "other": (PALE, (Kind.IN_BLOCK,)),
+    _FREE: ((_YELLOW, "////"), ()),
+    "waits for other warps": ((_VERMILION, ""), (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
+    "waits for wgmma": ((_SKY, ""), (Kind.PRODUCT_WAIT,)),
+    "mma": ((_BLUE, ""), (Kind.PRODUCTS,)),
+    "issue of wgmma": ((_BLUE, ""), (Kind.ISSUE,)),
+    "softmax": ((_GREEN, ""), (Kind.SOFTMAX,)),
+    "epilogue": ((_PURPLE, ""), (Kind.EPILOGUE,)),
+    "other": ((PALE, ""), (Kind.IN_BLOCK,)),
 }
-_COLOUR = {kind: colour for colour, kinds in _GROUPS.values() for kind in kinds}
-_IN_FLIGHT = {"copy in flight": INK, "wgmma in flight": _BLUE}
+_GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
+_IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
 _PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
 _NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
@@ -116,7 +121,8 @@ def _draw_window(
 
     axes.set(xlim=shown, ylim=(len(warps) - 0.5, -0.5))
     phases = seen(timeline.phases)
-    _bars(axes, [(x, place[x.warp] - 0.38, 0.56, _COLOUR[x.kind]) for x in phases])
+    fills = _fills(timeline)
+    _bars(axes, [(x, place[x.warp] - 0.38, 0.56, fills[_group(x)]) for x in phases])
     copies, products = _IN_FLIGHT.values()
     under = [(x, place[x.warp] + 0.22, 0.08, copies) for x in seen(timeline.copies)]
     under += [(x, place[x.warp] + 0.31, 0.1, products) for x in seen(timeline.products)]
@@ -130,7 +136,7 @@ def _draw_window(
                 place[x.warp] - 0.1,
                 name,
                 fontsize=6,
-                color="white" if _COLOUR[x.kind] == _BLUE else "black",
+                color="white" if fills[_group(x)][0] == _BLUE else "black",
                 horizontalalignment="center",
                 verticalalignment="center",
                 clip_on=True,
@@ -141,14 +147,30 @@ def _draw_window(
     axes.spines["left"].set_visible(False)
 
 
+def _group(x: Span) -> str:
+    """What a phase is called in the legend."""
+    if x.kind is Kind.MARKED:
+        return x.name
+    if x.kind is Kind.BARRIER_WAIT and x.name.endswith(" empty"):
+        return _FREE
+    return _GROUP[x.kind]
+
+
+def _fills(timeline: Timeline) -> dict[str, Fill]:
+    """How phases look, by their names in the legend."""
+    own = dict.fromkeys(x.name for x in timeline.phases if x.kind is Kind.MARKED)
+    marks = {name: (colour, "") for name, colour in zip(own, cycle(_OWN))}
+    return {**marks, **{name: fill for name, (fill, _) in _GROUPS.items()}}
+
+
 def _short(name: str) -> str:
     """What a phase is called where there is little room; colours say the rest."""
     short = name.removeprefix("wait: ").replace("named barrier", "bar").replace("__", "")
     return {"other": "", "wgmma": ""}.get(short, short)
 
 
-def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
-    """Draws spans as rectangles: (span, top, height, colour). A colour is one path, to be fast.
+def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
+    """Draws spans as rectangles: (span, top, height, fill). A fill is one path, to be fast.
 
     The limits of the axes are set before.
     """
@@ -156,15 +178,16 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, str]]) -> None:
     from matplotlib.path import Path as Line
 
     codes = (Line.MOVETO, Line.LINETO, Line.LINETO, Line.LINETO, Line.CLOSEPOLY)
-    found: dict[tuple[str, bool], list[tuple[float, float]]] = defaultdict(list)
+    found: dict[tuple[Fill, bool], list[tuple[float, float]]] = defaultdict(list)
     low, high = axes.get_xlim()
-    for x, top, height, colour in bars:
-        bottom, own = top + height, found[colour, x.length < _NARROW * (high - low)]
+    for x, top, height, fill in bars:
+        bottom, own = top + height, found[fill, x.length < _NARROW * (high - low)]
         own += [(x.start, top), (x.end, top), (x.end, bottom), (x.start, bottom), (x.start, top)]
-    for (colour, is_narrow), corners in found.items():
+    for ((colour, hatch), is_narrow), corners in found.items():
         path = Line(corners, codes * (len(corners) // len(codes)))
-        edge = {"linewidth": 0, "snap": False} if is_narrow else {"linewidth": 0.15}
-        axes.add_patch(PathPatch(path, facecolor=colour, edgecolor="white", **edge))
+        edge: dict[str, Any] = {"linewidth": 0, "snap": False} if is_narrow else {"linewidth": 0.15}
+        edge |= {"edgecolor": "white", "hatch": hatch}
+        axes.add_patch(PathPatch(path, facecolor=colour, **edge))
 
 
 def _draw_arrows(
@@ -206,19 +229,19 @@ def _of_kind(arrows: Iterable[Arrow], is_copy: bool) -> list[Arrow]:
     return sorted((x for x in arrows if x.is_copy == is_copy), key=lambda x: x.start)
 
 
-def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
-    """The names and colours that a picture has."""
+def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, Fill]]:
+    """The names and fills that a picture has."""
 
     def shown(x: Span) -> bool:
         return any(x.end > low and x.start < high for low, high in windows)
 
-    kinds = {x.kind for x in timeline.phases if shown(x)}
-    found = [(name, colour) for name, (colour, own) in _GROUPS.items() if kinds & {*own}]
+    groups = {_group(x) for x in timeline.phases if shown(x)}
+    found = [x for x in _fills(timeline).items() if x[0] in groups]
     spans = (timeline.copies, timeline.products)
     return found + [x for x, own in zip(_IN_FLIGHT.items(), spans) if any(map(shown, own))]
 
 
-def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]]) -> None:
+def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, Fill]]) -> None:
     """What was recorded above the picture, and the meaning of the colours below it."""
     from matplotlib.patches import Patch
 
@@ -228,7 +251,10 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]
     for number, line in enumerate(text[1:], 1):
         figure.text(0.0, 1 + (0.17 * (len(text) - number) - 0.02) / height, line, fontsize=8)
     figure.legend(
-        handles=[Patch(facecolor=colour, edgecolor=INK, linewidth=0.3) for _, colour in legend],
+        handles=[
+            Patch(facecolor=colour, hatch=hatch, edgecolor="white" if hatch else INK, linewidth=0.3)
+            for _, (colour, hatch) in legend
+        ],
         labels=[name for name, _ in legend],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.02),
@@ -241,12 +267,11 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, str]
 
 # All blocks
 
-_GRID = (
-    ("a block or a task", _BLUE),
-    ("the next block or task", _SKY),
-    ("epilogue", _PURPLE),
-    ("own phase", _ORANGE),
-    ("other warps of the block", PALE),
+_GRID: tuple[tuple[str, Fill], ...] = (
+    ("a block or a task", (_BLUE, "")),
+    ("the next block or task", (_SKY, "")),
+    ("epilogue", (_PURPLE, "")),
+    ("other warps of the block", (PALE, "")),
 )
 
 
@@ -266,12 +291,12 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         return order[place] + lane / lanes - 0.45, 0.9 / lanes
 
     bars = [
-        (Span(block, 0, Kind.IN_BLOCK, "", *whole), *place_of(block), PALE)
+        (Span(block, 0, Kind.IN_BLOCK, "", *whole), *place_of(block), (PALE, ""))
         for block, whole in extents(timeline).items()
     ]
     tasks: dict[int, int] = defaultdict(int)
     last_kind: dict[int, Kind] = {}
-    warp_of = busiest_warps(timeline)
+    warp_of, fills = busiest_warps(timeline), _fills(timeline)
     for x in timeline.phases:
         if x.warp != warp_of[x.block]:
             continue
@@ -279,16 +304,15 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
             tasks[x.block] += 1
         last_kind[x.block] = x.kind
         shade = (x.block + tasks[x.block]) % 2
-        colour = _PURPLE if x.kind is Kind.EPILOGUE else (_BLUE, _SKY)[shade]
-        if x.kind is Kind.MARKED:
-            colour = _ORANGE
-        bars.append((x, *place_of(x.block), colour))
+        fill = fills[_group(x)] if x.kind is not Kind.IN_BLOCK else ((_BLUE, _SKY)[shade], "")
+        bars.append((x, *place_of(x.block), fill))
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
     _bars(axes, bars)
     step = max(1, len(places) // 12)
     axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)
     axes.set_xlabel(timeline.unit)
-    drawn = {colour for *_, colour in bars}
-    _add_texts(figure, timeline, [x for x in _GRID if x[1] in drawn])
+    drawn = {fill for *_, fill in bars}
+    own = {x.name: fills[x.name] for x in timeline.phases if x.kind is Kind.MARKED}
+    _add_texts(figure, timeline, [x for x in (*_GRID, *own.items()) if x[1] in drawn])
     return figure

@@ -16,9 +16,10 @@ from helpers.cli import SIMULATOR, cli, refused, strict
 from cupyfa import Unsupported
 from cupyfa.analysis import timeline as timelines, timeline_model as model, timeline_trace as traces
 from cupyfa.analysis.resources import limits_of
-from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record, standard
-from cupyfa.analysis.timeline_plot import _block_figure, draw
+from cupyfa.analysis.timeline import Arrow, Entry, Kind, Span, Timeline, record
+from cupyfa.analysis.timeline_plot import _block_figure, _legend, draw
 from cupyfa.analysis.timeline_summary import facts, lines, shares
+from cupyfa.bench import sweeps
 from cupyfa.commands import timeline as commands
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import record_named
@@ -26,6 +27,7 @@ from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Recording
 from cupyfa.planner.select import plan
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import Case
 
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
 ODD_WINDOWS = ("12", "0:inf", "5:2", "nan:3", "a:b")
@@ -38,6 +40,11 @@ ODD_MEMBERS = (
     "#if 1",
 )
 OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
+
+
+def standard(kernel, sizes, *, small):
+    (usual,) = sweeps.problems(kernel.operation, sizes, kernel, small=small)
+    return Case(kernel.operation, usual)
 
 
 def recorded(name, block=0, **sizes):
@@ -518,7 +525,7 @@ def test_the_command(tmp_path):
     copying = next(x for x in done.stdout.splitlines() if x.startswith("wait: K empty"))
     assert re.fullmatch(r"wait: K empty +[\d.]+ +\d,\d{3} +\d+ +\d,\d{3} +0 +\d{3}", copying)
     svg = picture.read_text()
-    assert "warp 4" in svg and "waits for wgmma" in svg and "K full" in svg
+    assert all(x in svg for x in ("warp 4", "waits for wgmma", "waits for a free buffer", "K full"))
     assert traces.load(trace).kernel == "wgmma_overlap"
     printed = cli("timeline", "wgmma_overlap", *OPTIONS, "--format", "perfetto").stdout
     assert strict(printed)["traceEvents"] == json.loads(trace.read_text())["traceEvents"]
@@ -559,6 +566,9 @@ def test_long_timelines_show_both_ends_and_all_blocks_a_row_for_each_multiproces
     pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3]
     row = pixels[pixels.shape[0] // 3, pixels.shape[1] // 2 :]
     assert (row == (0, 158, 115)).all(axis=1).mean() > 0.9, "edges hide narrow bars"
+    own = tuple(Span(0, 0, Kind.MARKED, name, i, i + 1) for i, name in enumerate("aba"))
+    (a, one), (b, other) = _legend(small(phases=own, products=()), [(0, 9)])
+    assert (a, b) == ("a", "b") and one != other
     blocks = tuple(Span(i, 0, Kind.IN_BLOCK, "other", i % 2, 5) for i in range(8))
     places = {i: i // 2 for i in range(8)}
     draw(small(phases=blocks, places=places, is_detailed=False), tmp_path / "y.svg")
