@@ -38,6 +38,7 @@ MAY_READ = {
     "pages.cuh": {"page_size"},
     "stored.cuh": {"has_e4m3"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
+    "longest_first.cuh": {"causal", "packed"},
     "row_sums.cuh": {"packed"},
     "sum_tile.cuh": {"ragged", "packed"},
     "score.cuh": {
