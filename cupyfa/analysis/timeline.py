@@ -151,6 +151,7 @@ class Timeline:
     lost: int = 0  # entries that the log had no room for
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
+    undisturbed: float | None = None  # cycles of the block if only its ends are recorded
     operation: str = ""
     tiles: str = ""  # as "Br=64 Bc=128"
     other_launches: tuple[str, ...] = ()  # of the call, by their entry points
@@ -191,35 +192,24 @@ def record(
     plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
     chosen = _chosen(plan, launch)
     recording = _recording(chosen, block, backend)
-    # A program of its own: rounds repeat that of the other launches.
-    with_recording = replace(chosen, recording=recording, launch=replace(chosen.launch))
-    steps = tuple(with_recording if x is chosen else x for x in plan.steps)
-    recorded = replace(plan, steps=steps)
-    progress(0, 3, "compiling")
-    kernels = compiled(backend, recorded)
-    progress(1, 3, "drawing inputs")
-    readable = block_masks.readable(backend, recorded, case.inputs(backend, kernel))
+    progress(0, 3, "drawing inputs")
+    readable = block_masks.readable(backend, plan, case.inputs(backend, kernel))
     arrays = dict(timing.placed(backend, readable, {}))
     arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
-    addresses = tuple(map(backend.address, arrays.values()))
-    launcher = Launcher(backend, recorded, arrays, kernels)
-    program = kernels[id(with_recording.launch)]
-    log = backend.variable(program, "timeline_log", _log_bytes(chosen, recording))
+    progress(1, 3, "compiling")
+    call = _Recorded(backend, plan, chosen, recording, arrays)
     names = source.members(source.file_of(chosen))
-    members = backend.variable(program, "timeline_members", 16 * len(names)) if names else None
+    members = backend.variable(call.program, "timeline_members", 16 * len(names)) if names else None
     progress(2, 3, "running")
-    times = None
+    times, undisturbed = None, None
     if backend.name == "cuda":
         plain = Launcher(backend, plan, arrays)
-        times = [
-            _shortest(backend, log, partial(x, addresses, backend.stream))
-            for x in (plain, launcher)
-        ]
-    log[...] = 0
-    launcher(addresses, backend.stream)
-    backend.synchronize()
+        times = [_shortest(backend, call.log, partial(x, *call.given)) for x in (plain, call.run)]
+        if recording.detailed and block is not None:
+            without = replace(recording, detailed=False)
+            undisturbed = _cycles(*_Recorded(backend, plan, chosen, without, arrays).entries())
+    entries, full = call.entries()
     progress(3, 3, "running")
-    entries, full = _entries(backend.download(log), chosen, recording)
     if not entries:
         raise ValueError(
             f"no warp of {chosen.entry} recorded anything: the body that {chosen.path} has was not "
@@ -243,6 +233,7 @@ def record(
         lost=sum(full.values()),
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
+        undisturbed=undisturbed,
         operation=kernel.operation,
         tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
         other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
@@ -251,6 +242,44 @@ def record(
     if block is None:
         return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
     return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
+
+
+class _Recorded:
+    """A call with one launch that is recorded, in a program of its own: rounds repeat others'."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: Plan,
+        chosen: PlannedLaunch,
+        recording: Recording,
+        arrays: Mapping[str, Any],
+    ) -> None:
+        self._backend = backend
+        self._launch = replace(chosen, recording=recording, launch=replace(chosen.launch))
+        self._recording = recording
+        steps = tuple(self._launch if x is chosen else x for x in plan.steps)
+        recorded = replace(plan, steps=steps)
+        kernels = compiled(backend, recorded)
+        self.run = Launcher(backend, recorded, arrays, kernels)
+        self.given = tuple(map(backend.address, arrays.values())), backend.stream
+        self.program = kernels[id(self._launch.launch)]
+        self.log = backend.variable(
+            self.program, "timeline_log", _log_bytes(self._launch, recording)
+        )
+
+    def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
+        """What one run writes: see ``_entries``."""
+        self.log[...] = 0
+        self.run(*self.given)
+        self._backend.synchronize()
+        return _entries(self._backend.download(self.log), self._launch, self._recording)
+
+
+def _cycles(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> float | None:
+    """The time of one block from its first to its last entry; None if that was lost."""
+    times = [x.time for x in entries if x.kind is Kind.IN_BLOCK]
+    return max(times) - min(times) if times and not full else None
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:

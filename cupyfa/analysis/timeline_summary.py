@@ -254,4 +254,10 @@ def lines(timeline: Timeline) -> list[str]:
             f"recording made the call {100 * timeline.overhead:.1f} % longer: "
             f"{timeline.milliseconds:.4g} ms without, {timeline.recorded_milliseconds:.4g} ms with"
         )
+    if timeline.undisturbed and not timeline.lost:
+        made.append(
+            f"the recorded block took {rounded(timeline.end)} {unit}, and "
+            f"{rounded(timeline.undisturbed)} without phases "
+            f"({timeline.end / timeline.undisturbed:.1f} times)"
+        )
     return made

@@ -280,6 +280,18 @@ def test_each_timed_run_begins_with_an_empty_log():
     assert len(calls) == timelines._TIMES and not any(calls)
 
 
+def test_what_a_recording_costs_is_told_of_the_call_and_of_the_block(monkeypatch):
+    monkeypatch.setattr(timelines, "_TIMES", 1)
+    gpu = Simulator()
+    gpu.name = "cuda"
+    kernel = record_named("v1")
+    sizes = {"batch": 1, "heads": 1, "M": 8, "N": 8, "d": 8}
+    found = record(kernel, standard(kernel, sizes, small=True), gpu, block=0)
+    assert 0 < found.undisturbed < found.end and found.milliseconds > 0
+    said = f"the recorded block took {found.end:.0f} cycles, and {found.undisturbed:.0f} without"
+    assert said in lines(found)[-1]
+
+
 # Clocks and the model
 
 
