@@ -1,5 +1,5 @@
-// wgmma_columns: `columns` on Hopper's tensor cores. Two warpgroups own 64 keys each, one warp
-// loads for both with TMA, and two more add to dQ, for which no warpgroup waits.
+// wgmma_columns: `columns` on Hopper's tensor cores. Two warpgroups own 64 keys each. One
+// warp loads Q, K and row sums, another V and dO; two more add to dQ, for which no warpgroup waits.
 //
 // Scores are computed transposed, S^T = K Q^T: in that form P^T and dS^T are operands in registers
 // of dV += P^T dO and dK += dS^T Q, and stay where they come out. Only dS for dQ = dS K, a sum over
@@ -49,6 +49,7 @@ constexpr int dS_empty = 2;  // and have read all of what was there before
 __device__ __forceinline__ int sums_read(int stage) {
   return sums_left + 1 + stage;
 }
+static_assert(sums_left + 1 + stages <= 16, "a block has 16 named barriers");
 constexpr int reading_threads = consuming_threads + warp_size;
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
@@ -122,8 +123,8 @@ struct Consumer {
         Parts::count == 1 ? first : 0, Parts::by_columns ? own.warpgroup : 0);
   }
 
-  // A tile of rows. Its products with dS are under way while others are waited for. Tiles that are
-  // not masked have a text of their own.
+  // A tile of rows. Its products with dS are under way while others are waited for. For tiles that
+  // are not masked there is a copy of this code without masks.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     if (is_masked(pair))
       advance<true>(pair, next_row);

@@ -34,6 +34,7 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ int sums_read(int stage) {
   return 1 + stage;
 }
+static_assert(1 + stages <= 16, "a block has 16 named barriers");
 constexpr int reading_threads = consuming_threads + warp_size;
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
@@ -44,10 +45,9 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// A warp loads K and, tile by tile, Q and the row sums; one of its threads starts the copies. Row
-// sums were read when Q is released, but by other threads, and compute-sanitizer follows no order
-// through the one that releases. So the warp meets all that read them at a named barrier, where
-// they arrive without waiting.
+// A warp loads K and, tile by tile, Q and the row sums; one of its threads starts the copies. One
+// thread of a warpgroup releases Q, which says nothing about the row sums that others read. So the
+// warp meets all that read them at a named barrier, where they arrive without waiting.
 __device__ __forceinline__ void produce_Q(Shared& shared, const Task& task, const TensorMap& Q,
                                           const TensorMap& K, const RowSums<Br>* row_sums) {
   if (task.first_row >= task.end_row) return;

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.device_code import launch
 from helpers.gradients import BACKWARD, MMA, reference_gradients, tiles_of
 from helpers.problems import RAGGED, WINDOWED, check_case, in_turn, inputs_of, name, planned
 
@@ -13,7 +14,7 @@ from cupyfa.bench.trial import trial
 from cupyfa.dtypes import DTYPES
 from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
-from cupyfa.planner.source import ROOT
+from cupyfa.planner.source import KERNELS as FILES, ROOT
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
@@ -374,3 +375,28 @@ def test_wide_tiles_fit_and_others_are_refused(kernel, d, dv):
     assert wide.constants["Bc"] == 64
     with pytest.raises(ValueError, match="Bc is 128, or 64 above d = 128"):
         planning.plan(BACKWARD[kernel], problem, limits_of("90"), Bc=128)
+
+
+def test_stages_for_which_there_are_no_named_barriers_are_refused():
+    problem, kernel = Problem.of_sizes(M=64, d=16, dtype="float16"), BACKWARD["wgmma_columns"]
+    tiles = {"Br": 64, "Bc": 128, "dS_stages": 1}
+    planning.plan(kernel, problem, limits_of("90"), stages=8, **tiles)
+    with pytest.raises(ValueError, match="stages is at most 8"):
+        planning.plan(kernel, problem, limits_of("90"), stages=9, **tiles)
+
+
+@pytest.mark.parametrize("tiles, heads", [(1, 300), (3, 100), (16, 5), (16, 20), (300, 2)])
+def test_each_tile_has_a_block_and_the_longest_of_the_last_heads_come_first(tiles, heads):
+    header = (FILES / "backward/parts/longest_first.cuh").read_text()
+    head = header.replace(
+        "#pragma once", "using real = float;\nconstexpr bool causal = true, packed = false;"
+    )
+    head = head.replace("attention/extent.cuh", "tile/math.cuh")
+    order = np.zeros(tiles * heads, np.int32)
+    body = "for (int i = 0; i < s0; ++i) A[i] = longest_first(i, s0, s1);"
+    launch(body, order, scalars=(np.int32(tiles * heads), np.int32(tiles)), head=head, threads=1)
+    last = min(-(-264 // tiles), heads)  # heads whose tiles are dealt out together
+    earlier = (heads - last) * tiles
+    np.testing.assert_array_equal(order[:earlier], np.arange(earlier))
+    assert sorted(order[earlier:]) == list(range(earlier, tiles * heads))
+    assert (np.diff(order[earlier:] % tiles) >= 0).all()

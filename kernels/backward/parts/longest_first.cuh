@@ -5,7 +5,7 @@
 
 #include <attention/extent.cuh>
 
-// The number of a block's tile, counted head by head, each head with so many `tiles`.
+// The number of a block's tile, counted head by head; `tiles` is the number of tiles of a head.
 __device__ __forceinline__ int longest_first(int block, int blocks, int tiles) {
   if constexpr (!causal || packed) return block;
   const int heads = min(cdiv(264, tiles), blocks / tiles);  // two rounds on an H100
