@@ -246,7 +246,9 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
         np.testing.assert_array_equal(mixed[name][held], alone[name][held])
 
 
-@EACH
+@pytest.mark.parametrize(
+    "kernel", [pytest.param("mma_fp16x2", marks=pytest.mark.slow), "wgmma_fp16x2"]
+)
 def test_sections_of_keys(backend, tmp_path, monkeypatch, kernel):
     """Rows see 4 to 6 sections of 64 keys, the first from its midst on; blocks have many tasks."""
     at = "constexpr int section = "
