@@ -584,10 +584,10 @@ def has_wide_f64_sums(sizes: Problem | SimpleNamespace) -> bool:
 
 
 def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of Q, K and V in 64 bits; of wide heads what four warps give each other."""
+    """Tiles of Q, K and V in 64 bits; of wide heads what four warps exchange."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 64 if has_wide_f64_sums(p) else 16)
-    given = c.Br * (4 * c.Bc + 1) if has_wide_f64_sums(p) else 0
-    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + given)
+    exchange = c.Br * (4 * c.Bc + 1) if has_wide_f64_sums(p) else 0
+    return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + exchange)
 
 
 def mma_f64(before: Kernel) -> Kernel:

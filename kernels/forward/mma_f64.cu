@@ -3,8 +3,8 @@
 // No ldmatrix is needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
 // terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
 // 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q
-// lies in the order of its operands. A row's sums take twice the registers of float: above d = 128
-// there is another launch.
+// lies in the order of its operands. A row's sums take twice the registers of float: above d or
+// dv = 128 there is another launch.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br)
@@ -75,9 +75,8 @@ __device__ __forceinline__ void multiply_scores(const Task& task, operand (&K)[B
   }
 }
 
-// P = exp(S - maximum) and O += P V. P of 16 keys is an operand. It is
-// computed right before its product, so that exponentials of some keys overlap with products of
-// others.
+// P = exp(S - maximum) and O += P V. P of 16 keys is an operand. It is computed right before its
+// product, so that exponentials of some keys overlap with products of others.
 __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[Bc][width],
                                                 Fragments<step, Bc>& S, Fragments<step, width>& O,
                                                 OwnRows& rows, int first_key) {

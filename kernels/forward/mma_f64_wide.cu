@@ -1,7 +1,7 @@
 // mma_f64_wide: `mma_f64` for wide heads, whose sums of 16 rows are more than a warp's registers
 // hold. Teams of four warps own 32 rows. Each warp multiplies a quarter of the columns of Q and K
-// for all of them, and gives the sums to the others. Then it has the softmax of 8 rows, gives P of
-// these, and adds a quarter of the columns of O += P V.
+// for all of them; the warps exchange the sums. Then each has the softmax of 8 rows; they exchange
+// P of these, and each adds a quarter of the columns of O += P V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (4 * Br)
@@ -35,8 +35,8 @@ struct Shared {
   double2 Q[Br / step][depth / step][4][warp_size];  // rows r and r + 8 of a column
   operand K[Bc][depth];
   operand V[Bc][width];
-  double2 given[Br / 8][team][2][warp_size];  // of 8 rows each: sums of all warps, then P
-  operand factors[Br];                        // of earlier sums
+  double2 exchange[Br / 8][team][2][warp_size];  // of 8 rows each: sums of all warps, then P
+  operand factors[Br];                           // of earlier sums
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
 }
 
 // Gives the team S = Q K^T of its rows, summed over the warp's columns.
-__device__ __forceinline__ void give_scores(const Task& task) {
+__device__ __forceinline__ void write_scores(const Task& task) {
   const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, team);
   const AlongRows<depth> keys(task.shared.K, 0, task.lane);
@@ -85,20 +85,20 @@ __device__ __forceinline__ void give_scores(const Task& task) {
   for (int i = 0; i < 8; ++i) {
     const double (&sums)[4] = S[i / 4][i % 2];
     const int half = i / 2 % 2;
-    task.shared.given[task.group * team + i / 2][task.turn][i % 2][task.lane] = {
+    task.shared.exchange[task.group * team + i / 2][task.turn][i % 2][task.lane] = {
         sums[2 * half], sums[2 * half + 1]};
   }
 }
 
-// P = exp(S - maximum) of the warp's 8 rows, given to the team with what earlier sums are
+// P = exp(S - maximum) of the warp's 8 rows, written for the team with what earlier sums are
 // multiplied by.
 template <bool masked>
-__device__ __forceinline__ void give_weights(const Task& task, OwnRows& rows, int first_key) {
-  double2(&given)[team][2][warp_size] = task.shared.given[task.eight];
+__device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, int first_key) {
+  double2(&exchange)[team][2][warp_size] = task.shared.exchange[task.eight];
   Fragments<step, Bc> S = {};
 #pragma unroll
   for (int i = 0; i < 2 * team; ++i) {
-    const double2 pair = given[i / 2][i % 2][task.lane];
+    const double2 pair = exchange[i / 2][i % 2][task.lane];
     S[0][i % 2][0] += pair.x, S[0][i % 2][1] += pair.y;
   }
   task.scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
@@ -129,7 +129,7 @@ __device__ __forceinline__ void give_weights(const Task& task, OwnRows& rows, in
     if (e / 2 == half) S[i][j][e % 2] = 0;
   });
 #pragma unroll
-  for (int n = 0; n < 2; ++n) given[0][n][task.lane] = {S[0][n][0], S[0][n][1]};
+  for (int n = 0; n < 2; ++n) exchange[0][n][task.lane] = {S[0][n][0], S[0][n][1]};
   if (task.lane % 4 == 0) task.shared.factors[task.eight * 8 + task.lane / 4] = factor;
 }
 
@@ -146,7 +146,7 @@ __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
     risen |= own != 1;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const double2 pair = task.shared.given[eight][0][n][task.lane];
+      const double2 pair = task.shared.exchange[eight][0][n][task.lane];
       a[i / 2][n * 4 + i % 2] = pair.x, a[i / 2][n * 4 + 2 + i % 2] = pair.y;
     }
   }
@@ -171,13 +171,13 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O,
              seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   load_values(shared.V, task.values, first_key);
   cp_async_commit_group();
-  if (seen) give_scores(task);
+  if (seen) write_scores(task);
   cp_async_wait_group<0>();
   __syncthreads();  // V and sums are there, and K is not read
   if (more) copy_rows<threads, d>(shared.K, task.keys, first_key + task.stride<Bc>(first_key));
   cp_async_commit_group();
   if (seen) {
-    give_weights<masked>(task, rows, first_key);
+    write_weights<masked>(task, rows, first_key);
     barrier_sync(1 + task.group, team * warp_size);
     add_output(task, O);
   }
@@ -223,12 +223,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
     else
       attend<false>(task, first_key, sums, own_rows, last_row);
   }
-  shared.given[warp][0][0][lane] = {own_rows.maximum[0][0], own_rows.sum[0][0]};
+  shared.exchange[warp][0][0][lane] = {own_rows.maximum[0][0], own_rows.sum[0][0]};
   __syncthreads();  // maxima and sums of all rows are there
   TeamRows rows(first_row + own_team * team_rows + lane / 4, extent, scorer.scale2());
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const double2 of_row = shared.given[own_team * team + i][0][0][lane];
+    const double2 of_row = shared.exchange[own_team * team + i][0][0][lane];
     rows.maximum[i / 2][i % 2] = of_row.x, rows.sum[i / 2][i % 2] = of_row.y;
   }
   // The loop does not keep registers for the block's place: it is computed again.

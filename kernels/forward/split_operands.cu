@@ -11,7 +11,8 @@
 //   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28) * (1 + mean_cut)
 //
 // A product of parts of Q and K times scale2 is a score, as an exponent of two; sign is that of
-// scale. Where a text takes the scores, sign is 1 and scale2 is 2^(r[i] - 28): the product is q·k.
+// scale. Where a text takes the scores, sign is 1 and scale2 is 2^(r[i] - 28) * (1 + mean_cut): the
+// product is q·k.
 // NaN and infinity become 0. flags are 1 for rows that parts cannot hold:
 //  - a number of the row, or of K or V of its head, is NaN or infinite;
 //  - scores are so large that what the low part of the row's largest number lacks would show.
@@ -58,7 +59,7 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
   });
 }
 
-// What turns products of a row's parts into scores, with what tensor cores cut off: above 0, for 0
+// What turns products of a row's parts into scores, corrected for truncation: above 0, for 0
 // times a hidden score, -infinity, would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
   const float factor = has_score_text ? 1.0f : fabs(scale) * log2e;

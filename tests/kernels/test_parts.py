@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from helpers import parts
+from helpers.broken_kernels import Fault, broken
 from helpers.problems import FORWARD, inputs_of
 
 from cupyfa import Problem
@@ -16,12 +17,12 @@ EACH = pytest.mark.parametrize("kernel", ["mma_fp16x2", "wgmma_fp16x2"])
 EACH_BACKWARD = pytest.mark.parametrize("kernel", ["mma_fp16x2_two_pass", "wgmma_fp16x2_two_pass"])
 
 
-def run(backend, kernel="mma_fp16x2", values=None, **sizes):
+def run(backend, kernel="mma_fp16x2", values=None, tiles=None, **sizes):
     """The plan and its arrays, scratch too, after a kernel has run."""
     problem = Problem.of_sizes(**sizes, dtype="float32")
     if not planning.can(FORWARD[kernel], problem, backend.limits):
         pytest.skip(f"{backend.limits.device} is not of sm_90")
-    plan = planning.plan(FORWARD[kernel], problem, backend.limits)
+    plan = planning.plan(FORWARD[kernel], problem, backend.limits, **(tiles or {}))
     given = inputs_of(plan)
     change = values or (lambda **given: given)
     given |= {name: F(x) for name, x in change(**{x: given[x] for x in "QKV"}).items()}
@@ -248,10 +249,16 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
 @pytest.mark.parametrize(
     "kernel", [pytest.param("mma_fp16x2", marks=pytest.mark.slow), "wgmma_fp16x2"]
 )
-def test_sections_of_keys(backend, kernel):
-    """More keys than a section, of which some rows see one alone."""
-    sizes = dict(heads=1, M=3, N=8193, d=8, causal=True)
-    plan, arrays = run(backend, kernel, lambda **given: given, **sizes)
+def test_sections_of_keys(backend, tmp_path, monkeypatch, kernel):
+    """Rows see 4 to 6 sections of 64 keys, the first from its midst on; blocks have many tasks."""
+    at = "constexpr int section = "
+    short = Fault(kernel, "forward/parts/earlier_keys.cuh", "", f"{at}8192;", f"{at}64;", "", None)
+    monkeypatch.setitem(FORWARD, kernel, broken(tmp_path, short))
+    sizes = dict(batch=2, heads=6, kv_heads=2, M=30, N=330, d=8)
+    seen = dict(causal=True, window=(250, None), offset=295)
+    plan, arrays = run(backend, kernel, lambda **given: given, tiles={"Br": 64}, **sizes, **seen)
+    packed = {x.launch.entry: x.constants.get("pack_gqa") for x in plan.launches}
+    assert packed[kernel] == (3 if kernel == "mma_fp16x2" else 1)
     assert not arrays["flags"].any()
     require_right(plan, arrays)
 
