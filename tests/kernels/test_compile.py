@@ -17,6 +17,7 @@ from helpers.problems import DTYPES, usual_dtype, usual_first
 from cupyfa import Launch, Problem
 from cupyfa.analysis import resources as compiling
 from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
+from cupyfa.dtypes import E4M3_INPUTS
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import record_named
@@ -36,7 +37,7 @@ def plans(arch, d):
     """Every plan for an architecture: each kernel, dtype and mask that it claims."""
     for kernels in LADDER.values():
         for kernel in kernels.values():
-            for dtype in DTYPES:
+            for dtype in (*DTYPES, E4M3_INPUTS.name):
                 for mask in MASKS if arch == "90" else ("full", "causal"):
                     problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **MASKS[mask])
                     if planning.can(kernel, problem, limits_of(arch)):
