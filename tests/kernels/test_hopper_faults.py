@@ -147,7 +147,7 @@ def files():
         yield pytest.param(kernel, file, marks=[pytest.mark.slow] * (file == OF_BIAS))
 
 
-def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
+def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9, 13)):
     """Runs a kernel without one statement of a file, with two warpgroups and reused stages.
 
     Unless that is about turns, nobody waits for them, so that they make up for nothing.
