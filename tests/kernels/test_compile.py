@@ -91,7 +91,8 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts
     ("wgmma_fp16x2", "90", 64, "full"): 4,
-    # Mostly addresses of copies, read once for each tile; the most is that of the launch for dQ.
+    # Mostly addresses of copies, read once for each tile. The largest is that of the launch for dQ:
+    # ten sums of dQ, read and written once for each tile in both copies of the loop body.
     ("mma_fp16x2_two_pass", "80", 64, "causal"): 8,
     ("mma_fp16x2_two_pass", "80", 128, "window"): 56,
     ("mma_fp16x2_two_pass", "80", 256, "causal"): 164,
