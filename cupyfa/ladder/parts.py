@@ -78,10 +78,11 @@ SPLIT = (
     ),
     Launch(
         "split_operands",
-        args=f"Q K V maxima.data {PARTS} sizes query_blocks heads kv_heads group scale mods",
+        args=f"Q K V maxima.data {PARTS} small_values.data sizes query_blocks heads kv_heads "
+        "group scale mods",
         grid=lambda p, c: _query_blocks(p, c) + _key_blocks(p, c),
         threads=lambda p, c: _THREADS,
-        shared=lambda p, c: 4 * (p.d + p.dv),
+        shared=lambda p, c: 4 * (p.d + 2 * p.dv),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
         numbers={"query_blocks": _query_blocks},
         file="forward/split_operands.cu",
@@ -108,11 +109,11 @@ SPLIT_FOR_GRADIENTS = (
 )
 REPAIR_PARTS = Launch(
     "repair_parts",
-    args="Q K V flags O lse sizes heads group scale mods",
+    args="Q K V flags V_exponents.data small_values.data O lse sizes heads group scale mods",
     grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
     threads=lambda p, c: _THREADS,
     shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
-    constants={"rows_of_block": lambda p, c: _REPAIRED},
+    constants={"rows_of_block": lambda p, c: _REPAIRED, "counted": lambda p, c: _ROWS},
 )
 REPAIR_PART_GRADIENTS = Launch(
     "repair_part_gradients",
@@ -134,6 +135,7 @@ SCRATCH = {
     "V_low": ("batch kv_heads N dv16", "operand"),
     "V_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.dv, "int"),
     "scale2": ("batch heads M", "real"),
+    "small_values": (lambda p, c: _key_blocks(p, c) * p.dv, "byte"),
     "flags": ("batch heads M", "byte"),
 }
 GRADIENT_SCRATCH = {
