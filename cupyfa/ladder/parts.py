@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP, tiles_of
 from cupyfa.ladder.kernel import Launch
+from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem import Problem
 
 OPERANDS = "Q_high Q_low K_high K_low V_high V_low"
@@ -82,7 +83,7 @@ SPLIT = (
         "group scale mods",
         grid=lambda p, c: _query_blocks(p, c) + _key_blocks(p, c),
         threads=lambda p, c: _THREADS,
-        shared=lambda p, c: 4 * (p.d + 2 * p.dv),
+        shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
         numbers={"query_blocks": _query_blocks},
         file="forward/split_operands.cu",

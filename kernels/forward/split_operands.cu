@@ -36,15 +36,15 @@
 #include <tile/tensor.cuh>
 
 struct Shared {
-  int exponents[d + dv];  // of the columns of K, then of V
-  int small_values[dv];
+  int exponents[d + dv];                      // of the columns of K, then of V
+  unsigned small[cdiv(dv, step) * step / 2];  // small values of a pair of columns: in 16 bits each
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two parts are packed into a word");
 static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
 constexpr float largest_score = 0x1p22f;  // of a row's largest numbers alone
 
-// Splits rows of K or V. Calls see(column, x) with their numbers in units of parts.
+// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of parts.
 template <int cols, class See>
 __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
                            int batch, int head, int first_row, int end, const int* exponents,
@@ -59,7 +59,7 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
       return times_two_to(x[j], part_exponent - exponents[col + j]);
     };
     const float pair[2] = {at(0), at(1)};
-    see(col, pair[0]), see(col + 1, pair[1]);
+    see(i % pairs, pair[0], pair[1]);
     unsigned high_pair, low_pair;
     split_pair<operand>(pair[0], pair[1], high_pair, low_pair);
     *reinterpret_cast<unsigned*>(high.row(batch, head, row) + col) = high_pair;
@@ -112,19 +112,20 @@ extern "C" __global__ __launch_bounds__(threads) void split_operands(
     if (tile == 0)
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];
-    for (int col = threadIdx.x; col < dv; col += threads) shared.small_values[col] = 0;
-    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents, [](int, float) {});
-    __syncthreads();  // counts are 0
-    const float small = small_value(N);
+    for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
+    __syncthreads();  // before they are counted
+    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
+                  [](int, float, float) {});
+    const float least = small_value(N);
     split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d,
-                   [&](int col, float x) {
-                     if (counts_values && col < dv && fabs(x) < small)
-                       atomicAdd(&shared.small_values[col], 1);
+                   [&](int pair, float x, float y) {
+                     const unsigned small = (fabs(x) < least) + ((fabs(y) < least) << 16);
+                     if (counts_values && small > 0) atomicAdd(&shared.small[pair], small);
                    });
     if constexpr (!counts_values) return;
     __syncthreads();  // all are counted
     const long long place = kv_head * max(cdiv(N, rows_of_block), 1) + tile;
     for (int col = threadIdx.x; col < dv; col += threads)
-      small_values[place * dv + col] = shared.small_values[col];
+      small_values[place * dv + col] = shared.small[col / 2] >> 16 * (col % 2);
   }
 }
