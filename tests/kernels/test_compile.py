@@ -82,11 +82,12 @@ SPILLED_BY_ALL = {  # at d = 64, outside of the loops of products
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
-    # What the end of a section of keys needs.
+    # What the end of a section of keys, or of rows, needs.
     ("mma_fp16x2", "80", 128, "window"): 4,
     ("mma_fp16x2", "80", 256, "causal"): 36,
     ("mma_fp16x2", "90", 128, "window"): 8,
     ("mma_fp16x2", "90", 256, "causal"): 38,
+    ("wgmma_fp16x2", "90", 128, "window"): 4,
     ("wgmma_fp16x2", "90", 256, "causal"): 28,
     ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts

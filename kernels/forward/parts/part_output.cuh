@@ -35,7 +35,6 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     sum += __shfl_xor_sync(full_warp, sum, 2);
     const int row = rows.row(i / 2, i % 2), query = row / pack_gqa;
     const float least = least_output(sum, rows.extent, query);
-    const bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
     bool small = false;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
@@ -43,10 +42,13 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
       if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not of a column of zeros
     }
-    small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;  // in any lane of the row
-    if (lane % 4 > 0 || !(wrong || small) || sum == 0 || row >= rows.extent.M * pack_gqa) continue;
-    unsigned char& flag = *flags.row(batch, head * pack_gqa + row % pack_gqa, query);
-    if (wrong || flag == 0) flag = wrong ? 1 : flag_of_sum(sum);
+    const bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
+    // One lane of a row reads its flag and sets it.
+    const bool is_small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;
+    if ((wrong || is_small) && lane % 4 == 0 && sum != 0 && row < rows.extent.M * pack_gqa) {
+      unsigned char& flag = *flags.row(batch, head * pack_gqa + row % pack_gqa, query);
+      if (wrong || flag == 0) flag = wrong ? 1 : flag_of_sum(sum);
+    }
   }
 }
 
