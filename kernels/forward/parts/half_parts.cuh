@@ -13,9 +13,8 @@ constexpr int part_exponent = 14;  // of the largest numbers, times their power 
 constexpr float low_unit = 0x1p-11f;
 
 // The mean error of a product over so many columns, relative to it. After each 16 columns Hopper
-// truncates the sum so far, which loses half a unit in the last place, where a unit is 0.72 * 2^-23
-// of that sum on average. The mean of all sums so far is half the product. Other architectures get
-// the same factor; their truncation was not measured.
+// truncates the sum so far, on average half the product, by half a unit in the last place, and a
+// unit is 0.72 * 2^-23 of it. Other architectures, which were not measured, get the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
