@@ -589,7 +589,18 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
 
 def finishes(p: Problem) -> bool:
     """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096 and not p.is_ragged
+    return p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+
+
+FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
+
+
+def stays(p: Problem) -> bool:
+    """Whether blocks of wgmma_columns go from tile to tile: many short ones of like length."""
+    if is_wide(p) or p.is_ragged or p.window != (None, None) or p.modifiers.mask:
+        return False
+    tiles = cdiv(p.N, 128) * p.kv_heads * p.batch
+    return max(p.M, p.N) <= 1024 and tiles >= FEWEST_STAYING
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -659,7 +670,7 @@ WGMMA_COLUMNS_LAUNCH = Launch(
         "pair_bytes": lambda p, c: pair_bytes(p),
         "batch_first": lambda p, c: batch_first(p),
     },
-    when=lambda p: not is_wide(p),
+    when=lambda p: not is_wide(p) and not stays(p),
     walks=DOWN_ROWS,
 )
 WGMMA_TWO_PASS_COLUMNS = replace(
@@ -667,6 +678,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
     constants={},
+    when=lambda p: not is_wide(p),
     # In each stage row sums and 4 barriers; P too, and 8 barriers, where d or dv is above 128.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
@@ -682,6 +694,17 @@ WGMMA_COLUMNS = Kernel(
             constants=BY_LENGTHS,
         ),
         WGMMA_COLUMNS_LAUNCH,
+        replace(
+            WGMMA_COLUMNS_LAUNCH,
+            entry="wgmma_columns_persistent",
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("counts.data dQ ", "").replace("mods", "batch mods"),
+            grid=lambda p, c: min(c.multiprocessors, key_tiles(p, c)),
+            constants={
+                "pair_bytes": lambda p, c: pair_bytes(p),
+                "batch_first": lambda p, c: batch_first(p),
+            },
+            when=stays,
+        ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
             entry="wgmma_columns_wide",

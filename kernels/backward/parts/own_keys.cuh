@@ -41,19 +41,27 @@ struct KeyTile {
   }
 };
 
+// Number `number` of all tiles of keys, counted head by head.
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads) {
-  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = int(gridDim.x) / (tiles * kv_heads);
-  const int block = longest_first(blockIdx.x, gridDim.x, tiles);
+                                                    int kv_heads, int group, int heads, int number,
+                                                    int all) {
+  const int batches = all / (max(cdiv(sizes.N, Bc), 1) * kv_heads);
   const auto [tile, first, second] =
-      place_of_keys<Bc>(block, sizes, mods, batch_first ? batches : kv_heads);
+      place_of_keys<Bc>(number, sizes, mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  const auto number = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, number};
+  const auto tiles = tiles_of<Br>(mods, batch, heads, sizes.M);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, tiles};
+}
+// The same of a block that has one tile.
+template <int Br, int Bc, bool batch_first = false>
+__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
+                                                    int kv_heads, int group, int heads) {
+  const int tile = longest_first(blockIdx.x, gridDim.x, max(cdiv(sizes.N, Bc), 1));
+  return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, tile, gridDim.x);
 }
 
 // Whether causal masks, windows or the end of the keys hide some of the pairs.
