@@ -61,16 +61,13 @@ template <class Tasks>
 __device__ __forceinline__ void produce_Q(Shared& shared, const Tasks& tasks, const TensorMap& Q,
                                           const TensorMap& K, const RowSums<Br>* row_sums) {
   const bool elected = elect_one();
-  PipelineState<1> keys;
   PipelineState<stages> rows;
   int begun = 0;
-  tasks([&](const Task& task) {
-    if (task.first_row >= task.end_row) return;
+  tasks([&](const Task& task, PipelineState<1> keys) {
     const int packed = task.extent.packed_batch(task.batch);
     if (elected)
       load_async(shared.K, K, shared.K_pipeline.acquire(keys),
                  task.extent.packed_key(task.first_key), task.kv_head, packed);
-    keys.advance();
     task.for_tiles([&](int head, int row, long long tile) {
       __syncwarp();
       if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);
@@ -89,14 +86,11 @@ __device__ __forceinline__ void produce_Q(Shared& shared, const Tasks& tasks, co
 template <class Tasks>
 __device__ __forceinline__ void produce_dO(Shared& shared, const Tasks& tasks, const TensorMap& V,
                                            const TensorMap& dO) {
-  PipelineState<1> keys;
   PipelineState<stages> rows;
-  tasks([&](const Task& task) {
-    if (task.first_row >= task.end_row) return;
+  tasks([&](const Task& task, PipelineState<1> keys) {
     const int packed = task.extent.packed_batch(task.batch);
     load_async(shared.V, V, shared.V_pipeline.acquire(keys),
                task.extent.packed_key(task.first_key), task.kv_head, packed);
-    keys.advance();
     task.for_tiles([&](int head, int row, long long) {
       load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
                  task.extent.packed_row(row), head, packed);
@@ -112,7 +106,6 @@ struct Consumer {
   Scorer<float> scorer;
   Sums<depth> dK;
   Sums<width> dV;
-  PipelineState<1> keys;
   PipelineState<stages> rows;
   PipelineState<dS_stages> dS_tile;
 
@@ -120,10 +113,9 @@ struct Consumer {
       : shared(shared), own(warpgroup), scorer(scorer) {}
 
   // dK and dV of a task: all its tiles of rows.
-  __device__ __forceinline__ void run(const Task& task) {
+  __device__ __forceinline__ void run(const Task& task, PipelineState<1> keys) {
     for (float& x : dK) x = 0;
     for (float& x : dV) x = 0;
-    if (task.first_row >= task.end_row) return;
     shared.K_pipeline.wait(keys);
     shared.V_pipeline.wait(keys);
     task.for_tiles([&](int head, int row, long long) {
@@ -133,7 +125,6 @@ struct Consumer {
     });
     shared.K_pipeline.release(keys);
     shared.V_pipeline.release(keys);
-    keys.advance();
   }
 
   // Begins the warpgroup's part of dQ = dS K: of its rows, columns or keys.
@@ -195,11 +186,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_persisten
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  // body(task) for the block's tiles of keys.
+  // body(task, the state of K and V) for the block's tiles of keys, one in each round.
   const auto tasks = [&](auto body) {
     const int tiles = cdiv(sizes.N, Bc), all = tiles * kv_heads * batch;
-    for_own_tiles(tiles, all, [&](int tile) {
-      body(key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, tile, all));
+    for_own_tiles(tiles, all, [&](int tile, int round) {
+      body(key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, tile, all),
+           PipelineState<1>{0, round % 2});
     });
   };
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
@@ -211,7 +203,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_persisten
       if (elect_one()) produce_dO(shared, tasks, V_map, dO_map);
       return;
     }
-    tasks([&](const Task& task) {
+    tasks([&](const Task& task, PipelineState<1>) {
       add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
     });
     return;
@@ -219,8 +211,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_persisten
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
-  tasks([&](const Task& task) {
-    consumer.run(task);
+  tasks([&](const Task& task, PipelineState<1> keys) {
+    consumer.run(task, keys);
     const StatsOfTiles<Br> stats = {row_sums, task.number};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};

@@ -13,23 +13,26 @@ __device__ __forceinline__ int longest_first(int block, int blocks, int tiles) {
   return place < 0 ? block : first + place % heads * tiles + place / heads;
 }
 
-// body(number of a tile) for each tile of a block that stays on its multiprocessor. Under a causal
-// mask the tiles of as many heads as make two rounds are dealt out together, the longest first and
-// the second round from the last block to the first: so all blocks have about the same to do.
+// The same where blocks go from tile to tile: the tiles of as many heads as make two rounds are
+// dealt out together, then those of the next.
+__device__ __forceinline__ int longest_first_of_two_rounds(int place, int all, int tiles) {
+  if constexpr (!causal) return place;
+  const int together = max(1, 2 * int(gridDim.x) / tiles), first = place / (together * tiles);
+  const int heads = min(together, all / tiles - first * together);
+  const int rest = place % (together * tiles);
+  return (first * together + rest % heads) * tiles + rest / heads;
+}
+
+// body(number of a tile, number of the round) for the tiles of a block, of `all`. Under a causal
+// mask every second round goes from the last block to the first, so that all have about the same to
+// do.
 template <class Body>
 __device__ __forceinline__ void for_own_tiles(int tiles, int all, Body body) {
-  const int blocks = gridDim.x, block = blockIdx.x, heads = all / tiles;
-  if constexpr (!causal) {
+  const int blocks = gridDim.x;
 #pragma unroll 1
-    for (int i = block; i < all; i += blocks) body(i);
-  } else {
-    const int together = max(1, 2 * blocks / tiles), rounds = max(2, cdiv(tiles, blocks));
-#pragma unroll 1
-    for (int i = 0; i / rounds * together < heads; ++i) {
-      const int first = i / rounds * together, size = min(together, heads - first);
-      const int round = i % rounds, seat = round % 2 ? blocks - 1 - block : block;
-      const int place = round * blocks + seat;
-      if (place < size * tiles) body((first + place % size) * tiles + place / size);
-    }
+  for (int round = 0; round * blocks < all; ++round) {
+    const bool back = causal && round % 2;
+    const int place = round * blocks + (back ? blocks - 1 - int(blockIdx.x) : int(blockIdx.x));
+    if (place < all) body(longest_first_of_two_rounds(place, all, tiles), round);
   }
 }
