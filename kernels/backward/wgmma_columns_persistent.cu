@@ -123,6 +123,8 @@ struct Consumer {
       if (task.is_first(head, row)) shared.pairs.own().load(pair, row, own.first_key());
       advance(pair, task.after(head, row));
     });
+    // Products bring the threads together; where there are none, a late one would miss these keys.
+    if (task.first_row >= task.end_row) barrier_sync(dS_full, consuming_threads);
     shared.K_pipeline.release(keys);
     shared.V_pipeline.release(keys);
   }
