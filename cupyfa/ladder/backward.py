@@ -697,7 +697,9 @@ WGMMA_COLUMNS = Kernel(
         replace(
             WGMMA_COLUMNS_LAUNCH,
             entry="wgmma_columns_persistent",
-            args=WGMMA_COLUMNS_LAUNCH.args.replace("counts.data dQ ", "").replace("mods", "batch mods"),
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("counts.data dQ ", "").replace(
+                "mods", "batch mods"
+            ),
             grid=lambda p, c: min(c.multiprocessors, key_tiles(p, c)),
             constants={
                 "pair_bytes": lambda p, c: pair_bytes(p),

@@ -10,6 +10,7 @@
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, pair_bytes, batch_first, d, dv,
 //   threads, shared_bytes and options (score.cuh)
 #include <backward/parts/add_dQ.cuh>
+#include <backward/parts/own_tiles.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <tile/shared.cuh>
 
@@ -89,8 +90,8 @@ __device__ __forceinline__ void produce_dO(Shared& shared, const Tasks& tasks, c
   PipelineState<stages> rows;
   tasks([&](const Task& task, PipelineState<1> keys) {
     const int packed = task.extent.packed_batch(task.batch);
-    load_async(shared.V, V, shared.V_pipeline.acquire(keys),
-               task.extent.packed_key(task.first_key), task.kv_head, packed);
+    load_async(shared.V, V, shared.V_pipeline.acquire(keys), task.extent.packed_key(task.first_key),
+               task.kv_head, packed);
     task.for_tiles([&](int head, int row, long long) {
       load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
                  task.extent.packed_row(row), head, packed);
