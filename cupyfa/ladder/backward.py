@@ -32,7 +32,7 @@ from cupyfa.ladder.parts import (
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES
+from cupyfa.modifiers import KEY_TILES, MAPS
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
@@ -597,7 +597,8 @@ FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
 
 def stays(p: Problem) -> bool:
     """Whether blocks of wgmma_columns go from tile to tile: many short ones of like length."""
-    if is_wide(p) or p.is_ragged or p.window != (None, None) or p.modifiers.mask:
+    hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
+    if is_wide(p) or p.is_ragged or p.window != (None, None) or hides:
         return False
     tiles = cdiv(p.N, 128) * p.kv_heads * p.batch
     return max(p.M, p.N) <= 1024 and tiles >= FEWEST_STAYING

@@ -193,7 +193,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_persisten
   const auto tasks = [&](auto body) {
     const int tiles = cdiv(sizes.N, Bc), all = tiles * kv_heads * batch;
     for_own_tiles(tiles, all, [&](int tile, int round) {
-      body(key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, tile, all),
+      body(key_tile<Br, Bc, batch_first, true>(sizes, mods, kv_heads, group, heads, all, tile),
            PipelineState<1>{0, round % 2});
     });
   };

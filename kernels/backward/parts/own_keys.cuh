@@ -41,27 +41,20 @@ struct KeyTile {
   }
 };
 
-// Number `number` of all tiles of keys, counted head by head.
-template <int Br, int Bc, bool batch_first = false>
+template <int Br, int Bc, bool batch_first = false, bool chooses = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads, int number,
-                                                    int all) {
-  const int batches = all / (max(cdiv(sizes.N, Bc), 1) * kv_heads);
+                                                    int kv_heads, int group, int heads,
+                                                    int all = gridDim.x, int chosen = 0) {
+  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
+  if constexpr (!chooses) chosen = longest_first(blockIdx.x, all, tiles);  // a block has one
   const auto [tile, first, second] =
-      place_of_keys<Bc>(number, sizes, mods, batch_first ? batches : kv_heads);
+      place_of_keys<Bc>(chosen, sizes, mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  const auto tiles = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, tiles};
-}
-// The same of a block that has one tile.
-template <int Br, int Bc, bool batch_first = false>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads) {
-  const int tile = longest_first(blockIdx.x, gridDim.x, max(cdiv(sizes.N, Bc), 1));
-  return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, tile, gridDim.x);
+  const auto number = tiles_of<Br>(mods, batch, heads, sizes.M);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, number};
 }
 
 // Whether causal masks, windows or the end of the keys hide some of the pairs.
@@ -90,8 +83,7 @@ struct Own {
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
   // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
-  // read, those of the tile that begins with next_row are copied, if there is one. `masks` is false
-  // where it is known that the pair of tiles is not masked.
+  // read, those of the tile that begins with next_row are copied. `masks` is false if none hides.
   template <bool masks = true, int Br, int Bc, class Pairs = const NoPairs&>
   __device__ __forceinline__ void compute_P_and_dS(
       Sums<Br>& S, Sums<Br>& dP, const RowSums<Br>& sums, const Scorer<float>& scorer,
