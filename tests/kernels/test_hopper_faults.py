@@ -51,6 +51,9 @@ NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
+# For blocks that go from tile to tile, some of which have no rows.
+PERSISTENT = "wgmma_columns_persistent.cu"
+OF_EMPTY = {**SIZES, "heads": 2, "N": 650}
 # For the launch that computes the gradient of a bias.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
@@ -75,7 +78,7 @@ NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEE
 # wait is for compute-sanitizer. In wgmma_two_pass_columns.cu nothing else orders the two.
 AWAITS_READERS = [
     (file, "if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);")
-    for file in ("wgmma_columns.cu", "wgmma_columns_persistent.cu")
+    for file in ("wgmma_columns.cu", PERSISTENT)
 ]
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
@@ -169,6 +172,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = SUMS
     if file == OF_BIAS:
         sizes = BIAS
+    if file == PERSISTENT:
+        sizes = OF_EMPTY
     if file == OF_NARROW:
         sizes = NARROW
     number = int(os.environ.get(VARIABLE, 0))
@@ -176,7 +181,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
-    few = 1 if file == "wgmma_columns_persistent.cu" else backward.FEWEST_STAYING
+    few = 1 if file == PERSISTENT else backward.FEWEST_STAYING
     with patch.object(backward, "FEWEST_STAYING", few):
         plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
