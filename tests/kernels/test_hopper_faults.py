@@ -51,9 +51,10 @@ NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
-# For blocks that go from tile to tile, some of which have no rows.
+# Blocks that go from tile to tile: their threads meet where no tile has rows.
 PERSISTENT = "wgmma_columns_persistent.cu"
-OF_EMPTY = {**SIZES, "heads": 2, "N": 650}
+MEET = "if (task.first_row >= task.end_row) barrier_sync("
+WITHOUT_ROWS = {"batch": 2, "heads": 2, "M": 0, "N": 140, "d": 64}
 # For the launch that computes the gradient of a bias.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
@@ -172,11 +173,11 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = SUMS
     if file == OF_BIAS:
         sizes = BIAS
-    if file == PERSISTENT:
-        sizes = OF_EMPTY
     if file == OF_NARROW:
         sizes = NARROW
     number = int(os.environ.get(VARIABLE, 0))
+    if number and text_of(file).removeprefix(before(file, number)).startswith(MEET):
+        sizes = WITHOUT_ROWS
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
