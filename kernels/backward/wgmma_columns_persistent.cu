@@ -221,5 +221,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_persisten
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
     store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
+    __syncwarp();  // the compiler has uniform registers for threads that are together
   });
 }

@@ -115,7 +115,7 @@ LONGER = {
     "backward/mma_two_pass_rows": (946, GRADIENTS),
     "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
     "backward/wgmma_columns": (1524, f"{HOPPER}; {GRADIENTS}"),
-    "backward/wgmma_columns_persistent": (1559, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns_persistent": (1560, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_columns_wide": (1549, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1738, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_columns_wide": (1796, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
