@@ -40,21 +40,20 @@ HEADERS = {
     "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
     "add_dQ.cuh": "wgmma_columns",
+    "kept_operands.cuh": "wgmma_columns",
+    "load_rows.cuh": "wgmma_two_pass",
     "own_parts.cuh": "wgmma_columns",
     "part_warpgroups.cuh": "wgmma_fp16x2",
     "part_columns.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For a file up to d = 64.
-OF_NARROW = "wgmma_fp16x2_two_pass_columns.cu"
+# For files up to d = 64, and for what blocks of wgmma_columns do that go from tile to tile.
+OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "kept_operands.cuh")
+OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
 NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
 OF_SUMS = "add_dQ.cuh"
 SUMS = {**SIZES, "causal": None}
-# Blocks that go from tile to tile: their threads meet where no tile has rows.
-PERSISTENT = "wgmma_columns_persistent.cu"
-MEET = "if (task.first_row >= task.end_row) barrier_sync("
-WITHOUT_ROWS = {"batch": 2, "heads": 2, "M": 0, "N": 140, "d": 64}
 # For the launch that computes the gradient of a bias.
 OF_BIAS = "wgmma_bias_gradient.cu"
 BIAS = {**SIZES, "batch": 2, "bias": "f16[1hmn]", "wrt": "bias"}
@@ -65,6 +64,7 @@ AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
 AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
+ANNOUNCES_V = '"B has one box");\n  wgmma_fence();'
 # The wait for a skipped tile of V keeps the phases of its stage apart if a copy is two tiles late,
 # which no schedule here brings about.
 AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(values);"
@@ -74,13 +74,10 @@ KEEPS_REGISTERS = (
 )
 # Nor does one bring a skipped tile's V before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
-NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEEPS_REGISTERS)
-# Where all threads meet at dS_full after they have read row sums, and before Q is released, this
-# wait is for compute-sanitizer. In wgmma_two_pass_columns.cu nothing else orders the two.
-AWAITS_READERS = [
-    (file, "if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);")
-    for file in ("wgmma_columns.cu", PERSISTENT)
-]
+NOT_NEEDED_HERE = (
+    *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
+    KEEPS_REGISTERS,
+)
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
     "all_finite.cuh": ("return __all_sync(full_warp, finite);", "return true;"),
@@ -120,6 +117,11 @@ def before(file, number):
     return text[: list(ORDERS.finditer(text))[number - 1].start()]
 
 
+def statement(file, number):
+    """One of the synchronizing statements of a file."""
+    return list(ORDERS.finditer(text_of(file)))[number - 1][0]
+
+
 def is_of_mods(before):
     """Whether the code after a text is compiled only for modified scores."""
     return before.rfind("if constexpr (has_score_mod) {") > before.rfind("} else {")
@@ -140,7 +142,6 @@ def places():
         for number, found in enumerate(ORDERS.finditer(text), 1):
             is_needed = not text[: found.end()].endswith(NOT_NEEDED_HERE)
             can_run = "softcap" in OPTIONS or not is_of_mods(text[: found.start()])
-            is_needed = is_needed and (file, found[0]) not in AWAITS_READERS
             if found[0] not in AWAIT_TURNS and is_needed and can_run:
                 line = text[: found.start()].count("\n") + 1
                 about_turns = file == "ping_pong.cuh" or "Turns" in found[0]
@@ -173,16 +174,15 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = SUMS
     if file == OF_BIAS:
         sizes = BIAS
-    if file == OF_NARROW:
-        sizes = NARROW
     number = int(os.environ.get(VARIABLE, 0))
-    if number and text_of(file).removeprefix(before(file, number)).startswith(MEET):
-        sizes = WITHOUT_ROWS
+    stays = number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
+    if file in OF_NARROW or stays:
+        sizes, tiles = NARROW, {}
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
-    few = 1 if file == PERSISTENT else backward.FEWEST_STAYING
+    few = 1 if stays else backward.FEWEST_STAYING
     with patch.object(backward, "FEWEST_STAYING", few):
         plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
