@@ -31,8 +31,8 @@ using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers: products then read it from shared memory once.
 constexpr bool keeps_V = Parts::by_rows && dv <= 64 && !stays && unit_slope && !has_dropout;
 // Whether the quarter of a tile is left out that a causal mask hides.
-constexpr bool has_quarters =
-    Parts::by_rows && causal && !windowed && !has_row_tiles && !has_dropout && pair_bytes == 0;
+constexpr bool has_quarters = Parts::by_rows && dS_stages == 2 && causal && !windowed &&
+                              !has_row_tiles && !has_dropout && pair_bytes == 0;
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -58,7 +58,10 @@ constexpr int dS_empty = 2;  // and have read all of what was there before
 
 // And one for each stage, from this on: both have read its row sums.
 constexpr int sums_read = sums_left + 1;
-static_assert(sums_read + stages <= 16, "a block has 16 named barriers");
+// In a tile whose quarter is left out a warpgroup waits for the other one's dS at a barrier of its
+// own, because each has its own code there.
+constexpr int dS_of = sums_read + stages;
+static_assert(dS_of + 2 * has_quarters <= 16, "a block has 16 named barriers");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(consumers);
@@ -126,6 +129,18 @@ struct Consumer {
       }
     advance<true, 0, all>(pair, next_row);
   }
+  // Waits until both warpgroups have stored dS. compute-sanitizer wants all that wait at a barrier
+  // to do so in one place.
+  template <bool whole, int warpgroup>
+  __device__ __forceinline__ void meet() const {
+    if constexpr (whole) {
+      barrier_sync(dS_full, consuming_threads);
+    } else {
+      if (warpgroup == 1) barrier_arrive(dS_of + 1, consuming_threads);
+      barrier_sync(dS_of + 1 - warpgroup, consuming_threads);
+      if (warpgroup == 0) barrier_arrive(dS_of, consuming_threads);
+    }
+  }
   // Of the tile's rows those from `first` on, and of dQ = dS K the sum over `summed` keys.
   template <bool masks, int first, int summed>
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
@@ -151,7 +166,7 @@ struct Consumer {
     store_dS(dS, shared.dS[dS_tile.stage], own, first);
     begin_output(dO, P, dV, true, first);
     fence_proxy_async();
-    barrier_sync(dS_full, consuming_threads);
+    meet<first == 0 && summed == (Parts::count == 1 ? warpgroup_rows : Bc), (first > 0)>();
     begin_dQ<summed>(dQ);
     wgmma_wait_group<1>(dV);
     shared.dO_pipeline.release(rows);

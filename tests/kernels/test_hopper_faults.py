@@ -47,9 +47,11 @@ HEADERS = {
     "part_columns.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For files up to d = 64, and for what blocks of wgmma_columns do that go from tile to tile.
+# For files up to d = 64, and for what wgmma_columns does in blocks that go from tile to tile and in
+# tiles whose quarter is left out.
 OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "kept_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
+OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
 OF_SUMS = "add_dQ.cuh"
@@ -176,7 +178,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = BIAS
     number = int(os.environ.get(VARIABLE, 0))
     stays = number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
-    if file in OF_NARROW or stays:
+    of_quarters = number and OF_QUARTERS in statement(file, number)
+    if file in OF_NARROW or stays or of_quarters:
         sizes, tiles = NARROW, {}
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
