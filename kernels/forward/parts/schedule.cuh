@@ -10,6 +10,11 @@
 // same to do, and heads whose K and V are in the cache are finished before others. By the map of a
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
+//
+// Heads of few tiles are dealt out in two halves, a round each: first all tiles of one half, then
+// those of the other. A short tile needs Q and O for few products. In each round blocks with long
+// tiles and blocks with short ones share the memory, and all blocks that read K and V of a head do
+// so together.
 template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
@@ -23,10 +28,20 @@ struct Schedule {
         heads(heads),
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
-        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles & (few_tiles() ? ~1 : ~0))
+                           : all_heads) {}
+
+  __device__ __forceinline__ bool few_tiles() const {
+    return by_length && !has_key_tiles && tiles <= 8;
+  }
 
   // How many heads are dealt out together, from `first` on.
   __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
+
+  // Whether these are dealt out in two halves.
+  __device__ __forceinline__ bool in_halves() const {
+    return few_tiles() && together > 1 && all_heads - first >= together;
+  }
 
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
@@ -36,12 +51,13 @@ struct Schedule {
       return index < all_heads * tiles;
     } else {
       for (; first < all_heads; first += together, round = 0) {
-        index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
+        const int width = in_halves() ? together / 2 * tiles : blocks;
+        index = round * width + (round % 2 ? width - 1 - seat : seat);
         round += 1;
-        if (index < count() * tiles) return true;
-        // The blocks that had one tile less begin with the next heads.
-        const int left = count() * tiles % blocks;
-        seat = (seat + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
+        if (seat < width && index < count() * tiles) return true;
+        // The blocks that had fewer tiles begin with the next heads.
+        const int dealt = count() * tiles, left = in_halves() ? width : dealt % blocks;
+        seat = (seat + (in_halves() || dealt / blocks % 2 == 0 ? blocks - left : left)) % blocks;
       }
       return false;
     }
@@ -50,10 +66,12 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(by_length ? count() : tiles);
+    const int size = opaque(!by_length ? tiles : in_halves() ? together / 2 : count());
     const int all = opaque(batch_first ? all_heads / heads : heads);
-    int tile = by_length ? tiles - 1 - index / size : index % size;
-    const int of_all = first + (by_length ? index % size : index / size);
+    const bool second = by_length && in_halves() && index >= together / 2 * tiles;
+    int tile = by_length ? tiles - 1 - index / size + (second ? tiles : 0) : index % size;
+    const int of_all =
+        first + (second ? together / 2 : 0) + (by_length ? index % size : index / size);
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
