@@ -526,7 +526,7 @@ def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
     """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
-    cut: set[int] = set()  # numbers of open phases, of which the last one has a piece already
+    cut: set[int] = set()  # depths at which the open phase has a piece already
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
     own = [x for x in entries if x.kind <= Kind.MARKED]
@@ -558,7 +558,7 @@ def _phases(
 
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of wgmma of one warp, each from its issue to the end of the wait for it."""
+    """The groups of wgmma of one warp, each from its fence to the end of the wait for it."""
     in_flight: list[Entry] = []
     issue: Entry | None = None
     pending = 0

@@ -171,7 +171,7 @@ class _Block:
 
 
 def counts_work(entries: Sequence[Entry]) -> bool:
-    """Whether entries say how much work products are, as those of scalar kernels do not."""
+    """Whether entries give the work of products; those of scalar kernels do not."""
     return any(x.kind.name in ("WORKED_WGMMA", "WORKED_MMA") for x in entries)
 
 

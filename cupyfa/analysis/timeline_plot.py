@@ -193,7 +193,7 @@ def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
 def _draw_arrows(
     axes: Any, timeline: Timeline, place: Mapping[int, int], shown: tuple[float, float]
 ) -> None:
-    """Arrows of which a part is in the window; of many every second, third, … of each kind."""
+    """Draws arrows that overlap the window; if there are many, only every second, third, …"""
     from matplotlib.patches import FancyArrowPatch
 
     low, high = shown

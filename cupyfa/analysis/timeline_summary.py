@@ -117,8 +117,8 @@ def facts(timeline: Timeline) -> dict[str, float]:
 
     Of one block: its time; in percent the time in which products are in flight, that between them,
     and the part of the softmax that is computed in the former; the longest gap between products. A
-    group of wgmma is in flight from its issue to the end of the wait for it. Of all
-    blocks: how many run at a time, the time that the last blocks take after the first
+    group of wgmma is in flight from the fence before it to the end of the wait for it. Of
+    all blocks: how many run at a time, the time that the last blocks take after the first
     multiprocessor is idle, and the part of the time in which multiprocessors are idle.
     """
     if not timeline.phases:
@@ -212,7 +212,7 @@ def rounded(value: float | str) -> str:
 
 
 def _computing(timeline: Timeline) -> list[Span]:
-    """The phases of warps that have products or softmax; where none does, those of all."""
+    """The phases of warps that compute products or a softmax, or of all warps if none does."""
     found = list(working(timeline).values())
     kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX}
     computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]

@@ -105,7 +105,7 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
     in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
     for number, (kind, name, x) in enumerate(in_flight):  # spans of one warp may overlap
-        own = {"local": hex(number)}  # in the process: its rows are among those of the block
+        own = {"local": hex(number)}  # of the process: shown with its block
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}

@@ -37,7 +37,7 @@ def difference(
 ) -> Exception | None:
     """What all ranks have to raise if one of them has an error, or fields that differ.
 
-    It is returned, so that what is raised here is a failure of this rank alone.
+    It is returned, not raised: what this function raises is a failure of this rank alone.
     """
     mine = {name: fields.get(name, "") for name in FIELDS} | {"version": __version__}
     mine["error"] = f"{type(error).__name__}: {error}" if error else ""

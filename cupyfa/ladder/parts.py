@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP, tiles_of
 from cupyfa.ladder.kernel import Launch
+from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem import Problem
 
 OPERANDS = "Q_high Q_low K_high K_low V_high V_low"
@@ -78,10 +79,11 @@ SPLIT = (
     ),
     Launch(
         "split_operands",
-        args=f"Q K V maxima.data {PARTS} sizes query_blocks heads kv_heads group scale mods",
+        args=f"Q K V maxima.data {PARTS} small_values.data sizes query_blocks heads kv_heads "
+        "group scale mods",
         grid=lambda p, c: _query_blocks(p, c) + _key_blocks(p, c),
         threads=lambda p, c: _THREADS,
-        shared=lambda p, c: 4 * (p.d + p.dv),
+        shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
         numbers={"query_blocks": _query_blocks},
         file="forward/split_operands.cu",
@@ -108,11 +110,11 @@ SPLIT_FOR_GRADIENTS = (
 )
 REPAIR_PARTS = Launch(
     "repair_parts",
-    args="Q K V flags O lse sizes heads group scale mods",
+    args="Q K V flags V_exponents.data small_values.data O lse sizes heads group scale mods",
     grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
     threads=lambda p, c: _THREADS,
     shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
-    constants={"rows_of_block": lambda p, c: _REPAIRED},
+    constants={"rows_of_block": lambda p, c: _REPAIRED, "counted": lambda p, c: _ROWS},
 )
 REPAIR_PART_GRADIENTS = Launch(
     "repair_part_gradients",
@@ -134,6 +136,7 @@ SCRATCH = {
     "V_low": ("batch kv_heads N dv16", "operand"),
     "V_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.dv, "int"),
     "scale2": ("batch heads M", "real"),
+    "small_values": (lambda p, c: _key_blocks(p, c) * p.dv, "byte"),
     "flags": ("batch heads M", "byte"),
 }
 GRADIENT_SCRATCH = {

@@ -2,15 +2,17 @@
 // arrays.
 //
 // Rows with a flag are rare: a block whose rows have none returns at once. For a row with one,
-// the keys are divided among the warps of a block. The other rows are not touched, so that their
-// bits do not depend on their neighbours.
+// the keys are divided among the warps of a block, unless its values are large enough
+// (small_values.cuh): then its flag becomes 0. The other rows are not touched, so that their bits
+// do not depend on their neighbours.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse, flags [batch, heads, M]
+//   lse, flags [batch, heads, M]    V_exponents, small_values: see split_operands.cu
 //   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
-//   the host sets: scalar, result, real, rows_of_block, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   the host sets: scalar, result, real, rows_of_block, counted, d, dv, threads,
+//   shared_bytes and options (score.cuh)
 #include <attention/score.cuh>
+#include <forward/parts/small_values.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -21,10 +23,24 @@ constexpr int together = 4;  // keys, whose loads and sums are under way at the 
 struct Shared {
   real maximum[warps], sum[warps];
   real output[warps][dv];
-  bool flagged[rows_of_block];
+  unsigned char flags[rows_of_block];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
+
+// Whether parts held a row of O with this flag: no column whose element is small has as many small
+// values. `counts` are those of each `counted` keys.
+__device__ bool is_held(int flag, const result* row, const int* exponents,
+                        const unsigned char* counts, int keys) {
+  bool held = flag > 1;
+  for (int col = threadIdx.x; held && col < dv; col += threads) {
+    if (exponents[col] == -127 || fabs(times_two_to(row[col], 22 - exponents[col])) >= 1) continue;
+    int small = 0;
+    for (int block = 0; block < cdiv(keys, counted); ++block) small += counts[block * dv + col];
+    held = small < sum_of_flag(flag);
+  }
+  return __syncthreads_and(held);
+}
 
 // Every 32nd column of a row.
 template <int cols>
@@ -124,21 +140,29 @@ __device__ void write_row(const Shared& shared, const Extent& extent, real scale
 
 extern "C" __global__ __launch_bounds__(threads) void repair_parts(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
-    Tensor<const unsigned char> flags, Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads,
-    int group, real scale, Mods mods) {
+    Tensor<unsigned char> flags, const int* V_exponents, const unsigned char* small_values,
+    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   const auto [tile, head, batch] = place_of_rows<rows_of_block>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const int first = tile * rows_of_block, own = first + threadIdx.x;
   if (!extent.has_tile_of_rows(first)) return;
-  const bool flagged =
-      threadIdx.x < rows_of_block && own < extent.M && *flags.row(batch, head, own) != 0;
-  if (threadIdx.x < rows_of_block) shared.flagged[threadIdx.x] = flagged;
-  if (!__syncthreads_or(flagged)) return;
+  int flag = 0;
+  if (threadIdx.x < rows_of_block && own < extent.M) flag = *flags.row(batch, head, own);
+  if (threadIdx.x < rows_of_block) shared.flags[threadIdx.x] = flag;
+  if (!__syncthreads_or(flag)) return;
   const Scorer<real> scorer = {scale, mods};
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   for (int row = first; row < min(first + rows_of_block, extent.M); ++row) {
-    if (!shared.flagged[row - first]) continue;
+    if (shared.flags[row - first] == 0) continue;
+    if constexpr (counts_values) {
+      const long long kv_head = (long long)batch * (heads / group) + head / group;
+      const bool held =
+          is_held(shared.flags[row - first], O.row(batch, head, row), V_exponents + kv_head * dv,
+                  small_values + kv_head * cdiv(extent.N, counted) * dv, extent.N);
+      if (threadIdx.x == 0) *flags.row(batch, head, row) = !held;
+      if (held) continue;
+    }
     const int begin = extent.kv_begin(row), end = extent.kv_end(row);
     const int share = cdiv(cdiv(max(end - begin, 0), warps), together) * together;
     const int own_begin = min(begin + warp * share, end), own_end = min(own_begin + share, end);

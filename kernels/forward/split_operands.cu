@@ -17,6 +17,8 @@
 //  - a number of the row, or of K or V of its head, is NaN or infinite;
 //  - scores are so large that what the low part of the row's largest number lacks would show.
 // Other flags are 0. All rows that count have one, and nothing has to be cleared.
+// small_values says how many numbers of a block's rows of V are small, for each column
+// (small_values.cuh).
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see part_maxima
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
@@ -27,22 +29,28 @@
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
 #include <attention/score.cuh>
+#include <forward/parts/small_values.cuh>
 #include <forward/parts/split_rows.cuh>
+#include <ptx/resident_threads.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 
 struct Shared {
-  int exponents[d + dv];  // of the columns of K, then of V
+  int exponents[d + dv];                      // of the columns of K, then of V
+  unsigned small[cdiv(dv, step) * step / 2];  // small values of a pair of columns: in 16 bits each
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two parts are packed into a word");
-constexpr float largest_score = 0x1p22f;  // of a row's largest numbers alone
+static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
+constexpr float largest_score = 0x1p22f;              // of a row's largest numbers alone
+constexpr int resident = resident_threads / threads;  // blocks; memory bounds this launch
 
-// Splits rows of K or V.
-template <int cols>
+// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of parts.
+template <int cols, class See>
 __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
-                           int batch, int head, int first_row, int end, const int* exponents) {
+                           int batch, int head, int first_row, int end, const int* exponents,
+                           See see) {
   constexpr int pairs = cdiv(cols, step) * step / 2;
   share_out<threads, rows_of_block * pairs, 4>([&](int i, int) {
     const int row = first_row + i / pairs, col = i % pairs * 2;
@@ -52,8 +60,10 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
       if (col + j >= cols || !is_finite(x[j])) return 0.0f;
       return times_two_to(x[j], part_exponent - exponents[col + j]);
     };
+    const float pair[2] = {at(0), at(1)};
+    see(i % pairs, pair[0], pair[1]);
     unsigned high_pair, low_pair;
-    split_pair<operand>(at(0), at(1), high_pair, low_pair);
+    split_pair<operand>(pair[0], pair[1], high_pair, low_pair);
     *reinterpret_cast<unsigned*>(high.row(batch, head, row) + col) = high_pair;
     *reinterpret_cast<unsigned*>(low.row(batch, head, row) + col) = low_pair;
   });
@@ -68,12 +78,12 @@ __device__ __forceinline__ float unit_of(int exponent, float scale) {
   return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
 }
 
-extern "C" __global__ __launch_bounds__(threads) void split_operands(
+extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, const float* maxima,
     Tensor<operand> Q_high, Tensor<operand> Q_low, Tensor<operand> K_high, Tensor<operand> K_low,
     Tensor<operand> V_high, Tensor<operand> V_low, int* V_exponents, Tensor<real> scale2,
-    Tensor<unsigned char> flags, Sizes sizes, int query_blocks, int heads, int kv_heads, int group,
-    real scale, Mods mods) {
+    Tensor<unsigned char> flags, unsigned char* small_values, Sizes sizes, int query_blocks,
+    int heads, int kv_heads, int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
   constexpr int table = slabs * (d + dv + 1);
   const int lane = threadIdx.x % warp_size, index = blockIdx.x;
@@ -104,7 +114,20 @@ extern "C" __global__ __launch_bounds__(threads) void split_operands(
     if (tile == 0)
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];
-    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents);
-    split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d);
+    for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
+    __syncthreads();  // before they are counted
+    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
+                  [](int, float, float) {});
+    const float least = small_value(N);
+    split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d,
+                   [&](int pair, float x, float y) {
+                     const unsigned small = (fabs(x) < least) + ((fabs(y) < least) << 16);
+                     if (counts_values && small > 0) atomicAdd(&shared.small[pair], small);
+                   });
+    if constexpr (!counts_values) return;
+    __syncthreads();  // all are counted
+    const long long place = kv_head * max(cdiv(N, rows_of_block), 1) + tile;
+    for (int col = threadIdx.x; col < dv; col += threads)
+      small_values[place * dv + col] = shared.small[col / 2] >> 16 * (col % 2);
   }
 }

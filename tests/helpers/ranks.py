@@ -1,5 +1,6 @@
 """What each rank of a launcher does: its rows of attention, compared with one call on the whole."""
 
+import gc
 import os
 import signal
 import sys
@@ -117,10 +118,21 @@ def wrong(group, over):
     ranks.attention(x, x, x, group=group, **how)
 
 
+def used_bytes(over):
+    """What all arrays have of this rank's GPU."""
+    if over != "nccl":
+        return 0
+    import cupy
+
+    gc.collect()
+    return cupy.get_default_memory_pool().used_bytes()
+
+
 def killed(group, over):
-    """The last rank is killed while the others wait for it."""
+    """The last rank is killed while the others wait for it, who then keep no memory of the call."""
     x, how = ones(over)
     ranks.attention(x, x, x, group=group, **how)
+    before = used_bytes(over)
     if group.rank == group.ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
@@ -132,6 +144,7 @@ def killed(group, over):
         assert time.monotonic() - begin < group.timeout + 5
     else:
         raise AssertionError("no error")
+    assert used_bytes(over) == before
     group.close()  # does not wait for the dead one
 
 

@@ -82,16 +82,18 @@ SPILLED_BY_ALL = {  # at d = 64, outside of the loops of products
 SPILLED = {
     ("mma_async", "120", 256, "window"): 4,
     ("mma_pipelined", "90", 128, "causal"): 12,
-    # What the end of a section of keys needs.
+    # What the end of a section of keys, or of rows, needs.
     ("mma_fp16x2", "80", 128, "window"): 4,
     ("mma_fp16x2", "80", 256, "causal"): 36,
     ("mma_fp16x2", "90", 128, "window"): 8,
     ("mma_fp16x2", "90", 256, "causal"): 38,
+    ("wgmma_fp16x2", "90", 128, "window"): 4,
     ("wgmma_fp16x2", "90", 256, "causal"): 28,
     ("wgmma_fp16x2", "90", 256, "window"): 8,
     ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts
     ("wgmma_fp16x2", "90", 64, "full"): 4,
-    # Mostly addresses of copies, read once for each tile; the most is that of the launch for dQ.
+    # Mostly addresses of copies, read once for each tile. The largest is that of the launch for dQ:
+    # ten sums of dQ, read and written once for each tile in both copies of the loop body.
     ("mma_fp16x2_two_pass", "80", 64, "causal"): 8,
     ("mma_fp16x2_two_pass", "80", 128, "window"): 56,
     ("mma_fp16x2_two_pass", "80", 256, "causal"): 164,
@@ -102,6 +104,8 @@ SPILLED = {
     ("mma_tf32", "90", 256, "full"): 16,
     ("mma_tf32", "90", 256, "window"): 12,
 }
+# Addresses, in a launch that memory bounds: it is faster with few registers and more blocks.
+SPILLED_BY_SPLITTING = {"split_operands": 36}
 HOPPER = [name for name in LADDER["forward"] if name.startswith("wgmma")]
 
 
@@ -163,7 +167,8 @@ def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, m
     for launch in launches:
         made = compile_launch(launch, launch.target or arch)
         assert made.warnings == ()
-        assert made.spilled_bytes <= SPILLED.get((name, arch, d, mask), 0), launch.constants
+        known = SPILLED_BY_SPLITTING.get(launch.entry, SPILLED.get((name, arch, d, mask), 0))
+        assert made.spilled_bytes <= known, launch.constants
         if name in HOPPER:
             assert made.registers * launch.threads <= 65536, "one block fills a multiprocessor"
 

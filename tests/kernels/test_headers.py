@@ -57,6 +57,7 @@ MAY_READ = {
     "part_softmax.cuh": {"has_score_text"},
     "half_gradients.cuh": {"has_score_text", "has_dropout"},
     "part_keys.cuh": {"has_score_text"},
+    "small_values.cuh": {"ragged", "has_sink", "has_dropout"},
     "walk_down.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)

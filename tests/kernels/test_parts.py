@@ -95,6 +95,18 @@ def one_hot(size):
     return values
 
 
+def cancelling(Q, K, V):
+    """Pairs of equal keys with opposite values: O is 0."""
+    K[:, :, 1::2], V[:, :, 1::2] = K[:, :, ::2], -V[:, :, ::2]
+    return {"Q": Q, "K": K, "V": V}
+
+
+def few_values(Q, K, V):
+    """The same, but a column of V has more zeros than the weights add up to."""
+    V[:, :, 2:, 3] = 0
+    return cancelling(Q, K, V)
+
+
 def outliers(Q, K, V):
     rng = np.random.default_rng(1)
     return {
@@ -135,6 +147,8 @@ CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
         (columns, LARGE, 0),
         (one_hot(1), LARGE, 0),
         (one_hot(8), LARGE, 0.5),
+        (cancelling, LARGE, 0),
+        (few_values, LARGE, 1),
         (hidden(np.nan), CAUSAL, 1),
         (hidden(np.inf), CAUSAL, 1),
         (hidden(-np.inf), CAUSAL, 1),

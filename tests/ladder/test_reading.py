@@ -127,7 +127,10 @@ LONGER = {
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (931, COPIES + "; fragments and an exponential of doubles"),
     "forward/mma_f64_wide": (1005, COPIES + "; the same of doubles, whose scores warps share"),
-    "forward/mma_fp16x2": (1168, COPIES + "; products of parts, loaded ahead; sections of keys"),
+    "forward/mma_fp16x2": (
+        1204,
+        COPIES + "; products of parts, loaded ahead; sections of keys; small values",
+    ),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
     "forward/mma_split_kv": (1433, COPIES + ", in pages too; products of e4m3; results of splits"),
@@ -135,7 +138,10 @@ LONGER = {
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1092, HOPPER),
-    "forward/wgmma_fp16x2": (1527, HOPPER + "; a schedule; parts of operands; sections of keys"),
+    "forward/wgmma_fp16x2": (
+        1563,
+        HOPPER + "; a schedule; parts of operands; sections of keys; small values",
+    ),
     "forward/wgmma_fp8": (1409, HOPPER + "; scales of tiles; descales of e4m3 inputs"),
     "forward/wgmma_overlap": (1158, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1333, HOPPER + "; a schedule"),

@@ -26,6 +26,12 @@ def one_hot(rng, q, k, v, size):
     return size * q, size * k, (row[:, None] % v.shape[1] == np.arange(v.shape[1])).astype(F)
 
 
+def cancelling(rng, q, k, v):
+    """Pairs of equal keys with opposite values: O is 0."""
+    signs = np.resize([1, -1], (len(v), 1))
+    return q, np.repeat(k[::2], 2, 0), np.repeat(v[::2], 2, 0) * signs
+
+
 def of_columns(rng, q, k, v):
     u = power(rng, q.shape[1])
     return q * u, k / u, v
@@ -49,6 +55,7 @@ HELD = {
     ),
     "rows of K": lambda rng, q, k, v: (q, k * power(rng, len(k), 1, low=-8, high=0), v),
     "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
+    "cancelling": cancelling,
 }
 # Inputs of which parts do not hold some rows.
 NOT_HELD = {
@@ -209,9 +216,11 @@ def shares_of_gradients(inputs, found, scale=0.125):
         yield np.where(np.isnan(share), np.inf, share), flags
 
 
-# Keys that are all equal have dQ = 0; columns of V of all sizes are too much for rows of dO.
+# Keys that are all equal have dQ = 0, values that cancel D = 0; columns of V of all sizes are too
+# much for rows of dO.
 FLAGGED = {
     "equal": [True, False, False],
+    "cancelling": [True, True, True],
     "columns of V": [True, True, True],
     "elements of V": [True, True, True],
 }

@@ -12,9 +12,9 @@
 constexpr int part_exponent = 14;  // of the largest numbers, times their power of two
 constexpr float low_unit = 0x1p-11f;
 
-// What a product over so many columns lacks on average, as a share: after each 16 of them Hopper
-// cuts off half a unit, 0.72 * 2^-23 on average, of the sum so far, which on the way is half the
-// sum. Other architectures get the same factor; what they cut off was not measured.
+// The mean error of a product over so many columns, relative to it. After each 16 columns Hopper
+// truncates the sum so far, on average half the product, by half a unit in the last place, and a
+// unit is 0.72 * 2^-23 of it. Other architectures, which were not measured, get the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }

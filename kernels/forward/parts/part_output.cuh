@@ -3,6 +3,7 @@
 // the units of V.
 
 #include <forward/parts/part_softmax.cuh>
+#include <forward/parts/small_values.cuh>
 
 // Whether a maximum is so large that the largest weight may overflow: it is a difference of scores
 // that are rounded to whole numbers.
@@ -19,8 +20,9 @@ __device__ __forceinline__ float least_output(float sum, const Extent& extent, i
   return 0x1p-23f * 0x1p15f * rsqrtf(sum * fmax(keys, 1.0f));
 }
 
-// Of O / sum of a warp's rows: sets the flags of rows that parts did not hold. `exponents` are
-// those of V's columns. Rows without a weight are zeros and right.
+// Of O / sum of a warp's rows: sets the flags of rows that parts may not have held
+// (small_values.cuh), unless a row has one. `exponents` are those of V's columns. Rows without a
+// weight are zeros and right.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
                                           const PartRows<m * step, pack_gqa>& rows,
@@ -33,15 +35,20 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     sum += __shfl_xor_sync(full_warp, sum, 2);
     const int row = rows.row(i / 2, i % 2), query = row / pack_gqa;
     const float least = least_output(sum, rows.extent, query);
-    bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
+    bool small = false;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
-      if (col < cols && !(o >= least)) wrong |= exponents[col] > -127;  // not of a column of zeros
+      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not of a column of zeros
     }
-    if (wrong && sum != 0 && row < rows.extent.M * pack_gqa)
-      *flags.row(batch, head * pack_gqa + row % pack_gqa, query) = 1;
+    const bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
+    // One lane of a row reads its flag and sets it.
+    const bool is_small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;
+    if ((wrong || is_small) && lane % 4 == 0 && sum != 0 && row < rows.extent.M * pack_gqa) {
+      unsigned char& flag = *flags.row(batch, head * pack_gqa + row % pack_gqa, query);
+      if (wrong || flag == 0) flag = wrong ? 1 : flag_of_sum(sum);
+    }
   }
 }
 

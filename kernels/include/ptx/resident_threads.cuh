@@ -1,0 +1,6 @@
+#pragma once
+// Threads of all blocks that a multiprocessor holds.
+
+constexpr bool is_of_server =
+    __CUDA_ARCH__ == 800 || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10;
+constexpr int resident_threads = __CUDA_ARCH__ < 800 ? 1024 : is_of_server ? 2048 : 1536;
