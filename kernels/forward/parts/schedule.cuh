@@ -11,15 +11,15 @@
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
 //
-// Heads of few tiles are dealt out in two halves, a round each: first all tiles of one half, then
-// those of the other. A short tile needs Q and O for few products. In each round blocks with long
-// tiles and blocks with short ones share the memory, and all blocks that read K and V of a head do
-// so together.
+// Heads of few tiles are dealt out head by head, and in each round every block goes on to the next
+// tile of a head: a tile loads Q and stores O however few its keys, and so blocks with long tiles
+// and with short ones share the memory, and those that read K and V of a head do so together. In as
+// many rounds as a head has tiles, all blocks have the same to do.
 template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together;
+  int heads, all_heads, tiles, together, turned;
   int first = 0, round = 0, seat = blockIdx.x, index = 0;
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
@@ -28,19 +28,26 @@ struct Schedule {
         heads(heads),
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
-        together(by_length ? max(1, 2 * int(gridDim.x) / tiles & (few_tiles() ? ~1 : ~0))
-                           : all_heads) {}
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
+        turned(heads_in_turn()) {}
 
-  __device__ __forceinline__ bool few_tiles() const {
-    return by_length && !has_key_tiles && tiles <= 8;
+  // How many heads are dealt out with the tiles in turn: up to four tiles, where it is faster, and
+  // with eight it is not. They make whole groups of an even number of rounds, as the others do, so
+  // that what is left is as even as it was; but up to a 32nd of all heads may lack in the last one.
+  __device__ __forceinline__ int heads_in_turn() const {
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * blocks : blocks;
+    if (!by_length || has_key_tiles || tiles < 2 || tiles > 4 || blocks % tiles > 0) return 0;
+    return (all_heads + all_heads / 32) / group * group;
+  }
+
+  // Whether the heads from `first` on are dealt out so.
+  __device__ __forceinline__ bool in_turn() const {
+    return by_length && !has_key_tiles && first < turned;
   }
 
   // How many heads are dealt out together, from `first` on.
-  __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
-
-  // Whether these are dealt out in two halves.
-  __device__ __forceinline__ bool in_halves() const {
-    return few_tiles() && together > 1 && all_heads - first >= together;
+  __device__ __forceinline__ int count() const {
+    return min(in_turn() ? turned : together, all_heads - first);
   }
 
   // Goes to the block's next row tile, if there is one.
@@ -50,14 +57,13 @@ struct Schedule {
       index = round++ * blocks + blockIdx.x;
       return index < all_heads * tiles;
     } else {
-      for (; first < all_heads; first += together, round = 0) {
-        const int width = in_halves() ? together / 2 * tiles : blocks;
-        index = round * width + (round % 2 ? width - 1 - seat : seat);
+      for (; first < all_heads; first += count(), round = 0) {
+        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - seat : seat);
         round += 1;
-        if (seat < width && index < count() * tiles) return true;
-        // The blocks that had fewer tiles begin with the next heads.
-        const int dealt = count() * tiles, left = in_halves() ? width : dealt % blocks;
-        seat = (seat + (in_halves() || dealt / blocks % 2 == 0 ? blocks - left : left)) % blocks;
+        if (index < count() * tiles) return true;
+        // The blocks that had one tile less begin with the next heads.
+        const int left = count() * tiles % blocks;
+        seat = (seat + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
       return false;
     }
@@ -66,12 +72,12 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(!by_length ? tiles : in_halves() ? together / 2 : count());
+    const bool by_head = !by_length || in_turn();
+    const int size = opaque(by_head ? tiles : count());
     const int all = opaque(batch_first ? all_heads / heads : heads);
-    const bool second = by_length && in_halves() && index >= together / 2 * tiles;
-    int tile = by_length ? tiles - 1 - index / size + (second ? tiles : 0) : index % size;
-    const int of_all =
-        first + (second ? together / 2 : 0) + (by_length ? index % size : index / size);
+    int tile = by_head ? index % size : tiles - 1 - index / size;
+    if (in_turn()) tile = (tile + round) % size;
+    const int of_all = first + (by_head ? index / size : index % size);
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
