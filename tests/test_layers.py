@@ -169,7 +169,7 @@ def test_the_entry_point_bears_its_files_name(kernel, launch):
 
 
 # Instructions that name up to 128 registers are lists, which nothing else can write.
-WITH_MACROS = ("wgmma.cuh",)
+WITH_MACROS = ("wgmma.cuh", "wgmma_rows.cuh")
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu*")), ids=lambda path: path.name)

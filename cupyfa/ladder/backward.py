@@ -32,7 +32,7 @@ from cupyfa.ladder.parts import (
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES
+from cupyfa.modifiers import KEY_TILES, MAPS
 from cupyfa.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
@@ -589,7 +589,24 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
 
 def finishes(p: Problem) -> bool:
     """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096 and not p.is_ragged
+    return p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+
+
+FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
+
+
+def stays(p: Problem) -> bool:
+    """Whether blocks of wgmma_columns go from tile to tile: many short ones of like length."""
+    hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
+    if p.is_ragged or p.window != (None, None) or hides:
+        return False
+    tiles = cdiv(p.N, 128) * p.kv_heads * p.batch
+    return max(p.d, p.dv) <= 64 and max(p.M, p.N) <= 1024 and tiles >= FEWEST_STAYING
+
+
+def wgmma_blocks(p: Problem, c: SimpleNamespace) -> int:
+    tiles = key_tiles(p, c)
+    return min(c.multiprocessors, tiles) if stays(p) else tiles
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -654,11 +671,6 @@ WGMMA_COLUMNS_LAUNCH = Launch(
     grid=key_tiles,
     threads=lambda p, c: 384,
     shared=wgmma_shared,
-    constants={
-        "finishes": lambda p, c: finishes(p),
-        "pair_bytes": lambda p, c: pair_bytes(p),
-        "batch_first": lambda p, c: batch_first(p),
-    },
     when=lambda p: not is_wide(p),
     walks=DOWN_ROWS,
 )
@@ -666,7 +678,6 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    constants={},
     # In each stage row sums and 4 barriers; P too, and 8 barriers, where d or dv is above 128.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
@@ -681,7 +692,17 @@ WGMMA_COLUMNS = Kernel(
             threads=lambda p, c: THREADS,
             constants=BY_LENGTHS,
         ),
-        WGMMA_COLUMNS_LAUNCH,
+        replace(
+            WGMMA_COLUMNS_LAUNCH,
+            args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods"),
+            grid=wgmma_blocks,
+            constants={
+                "finishes": lambda p, c: finishes(p),
+                "stays": lambda p, c: stays(p),
+                "pair_bytes": lambda p, c: pair_bytes(p),
+                "batch_first": lambda p, c: batch_first(p),
+            },
+        ),
         replace(
             WGMMA_COLUMNS_LAUNCH,
             entry="wgmma_columns_wide",

@@ -6,14 +6,20 @@
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
 // copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
 //
+// A block has one tile of keys. Or it `stays`, for short sequences: it goes from one tile to the
+// next, and loads that while it stores the gradients of the last one.
+//
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, pair_bytes,
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if blocks stay one for each multiprocessor
+//   block (384)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, stays, pair_bytes,
 //   batch_first, d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/add_dQ.cuh>
-#include <ptx/bulk_copy.cuh>
+#include <backward/parts/kept_operands.cuh>
+#include <backward/parts/load_rows.cuh>
+#include <backward/parts/own_tiles.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -22,6 +28,11 @@ using Task = KeyTile<Br, Bc>;
 using Parts = QueryParts<Br, d, dv>;
 using Part = RegisterTile<Parts::width>;
 using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
+// Whether V stays in registers: products then read it from shared memory once.
+constexpr bool keeps_V = Parts::by_rows && dv <= 64 && !stays && unit_slope && !has_dropout;
+// Whether the quarter of a tile is left out that a causal mask hides.
+constexpr bool has_quarters = Parts::by_rows && dS_stages == 2 && causal && !windowed &&
+                              !has_row_tiles && !has_dropout && pair_bytes == 0;
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -45,61 +56,19 @@ static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one i
 constexpr int dS_full = 1;   // both warpgroups have written theirs
 constexpr int dS_empty = 2;  // and have read all of what was there before
 
-// And this one: both have read the row sums of a stage.
-__device__ __forceinline__ int sums_read(int stage) {
-  return sums_left + 1 + stage;
-}
-static_assert(sums_left + 1 + stages <= 16, "a block has 16 named barriers");
-constexpr int reading_threads = consuming_threads + warp_size;
+// And one for each stage, from this on: both have read its row sums.
+constexpr int sums_read = sums_left + 1;
+// In a tile whose quarter is left out a warpgroup waits for the other one's dS at a barrier of its
+// own, because each has its own code there.
+constexpr int dS_of = sums_read + stages;
+static_assert(dS_of + 2 * has_quarters <= 16, "a block has 16 named barriers");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
-  shared.K_pipeline.init(1);
-  shared.V_pipeline.init(1);
+  shared.K_pipeline.init(consumers);
+  shared.V_pipeline.init(consumers);
   shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
-}
-
-// A warp loads K and, tile by tile, Q and the row sums; one of its threads starts the copies. Row
-// sums were read when Q is released, but by other threads, and compute-sanitizer follows no order
-// through the one that releases. So the warp meets all that read them at a named barrier, where
-// they arrive without waiting.
-__device__ __forceinline__ void produce_Q(Shared& shared, const Task& task, const TensorMap& Q,
-                                          const TensorMap& K, const RowSums<Br>* row_sums) {
-  if (task.first_row >= task.end_row) return;
-  const bool elected = elect_one();
-  const int packed = task.extent.packed_batch(task.batch);
-  if (elected)
-    load_async(shared.K, K, shared.K_pipeline.acquire(), task.extent.packed_key(task.first_key),
-               task.kv_head, packed);
-  PipelineState<stages> rows;
-  int begun = 0;
-  task.for_tiles([&](int head, int row, long long tile) {
-    __syncwarp();
-    if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);
-    if (elected) {
-      Barrier& full = shared.Q_pipeline.acquire(rows);
-      load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-      arrive_expect_tx(full, sizeof(RowSums<Br>));
-      bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
-    }
-    rows.advance();
-  });
-}
-
-// A thread of another warp loads V and dO, which is released earlier than Q.
-__device__ __forceinline__ void produce_dO(Shared& shared, const Task& task, const TensorMap& V,
-                                           const TensorMap& dO) {
-  if (task.first_row >= task.end_row) return;
-  const int packed = task.extent.packed_batch(task.batch);
-  load_async(shared.V, V, shared.V_pipeline.acquire(), task.extent.packed_key(task.first_key),
-             task.kv_head, packed);
-  PipelineState<stages> rows;
-  task.for_tiles([&](int head, int row, long long) {
-    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
-               task.extent.packed_row(row), head, packed);
-    rows.advance();
-  });
 }
 
 // A warpgroup of consumers.
@@ -109,53 +78,100 @@ struct Consumer {
   Scorer<float> scorer;
   Sums<depth> dK;
   Sums<width> dV;
+  Operands<keeps_V ? width : step> V;  // the warpgroup's 64 keys, if they are kept
+  PipelineState<1> keys;
   PipelineState<stages> rows;
   PipelineState<dS_stages> dS_tile;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
-      : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
+      : shared(shared), own(warpgroup), scorer(scorer) {}
+
+  // dK and dV of a tile of keys.
+  __device__ __forceinline__ void run(const Task& task) {
+    for (float& x : dK) x = 0;
+    for (float& x : dV) x = 0;
+    const bool is_loaded = task.first_row < task.end_row;
+    if (is_loaded) {
+      shared.K_pipeline.wait(keys);
+      shared.V_pipeline.wait(keys);
+      if constexpr (keeps_V) load_operands(shared.V, V, own.first_key());
+    }
+    task.for_tiles([&](int head, int row, long long) {
+      const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
+      if (task.is_first(head, row)) shared.pairs.own().load(pair, row, own.first_key());
+      advance(pair, task.after(head, row));
+    });
+    if (!is_loaded) return;
+    shared.K_pipeline.release(keys);
+    shared.V_pipeline.release(keys);
+    keys.advance();
+  }
 
   // Begins the warpgroup's part of dQ = dS K: of its rows, columns or keys.
+  template <int summed>
   __device__ __forceinline__ void begin_dQ(Sums<Parts::width>& dQ) const {
     const int first = own.warpgroup * warpgroup_rows;
-    ::begin_dQ<Parts::count == 1 ? warpgroup_rows : Bc>(
-        shared.dS[dS_tile.stage], shared.K, dQ, Parts::by_rows ? first : 0,
-        Parts::count == 1 ? first : 0, Parts::by_columns ? own.warpgroup : 0);
+    ::begin_dQ<summed>(shared.dS[dS_tile.stage], shared.K, dQ, Parts::by_rows ? first : 0,
+                       Parts::count == 1 ? first : 0, Parts::by_columns ? own.warpgroup : 0);
   }
 
   // A tile of rows. Its products with dS are under way while others are waited for. For tiles that
-  // are not masked there is a copy of this code without masks.
+  // are not masked there is a copy of this code without masks. There are two more for tiles whose
+  // first 64 rows see none of the last 64 keys: the keys' warpgroup leaves out these rows, and the
+  // one that has these rows of dQ the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
-    if (is_masked(pair))
-      advance<true>(pair, next_row);
-    else
-      advance<false>(pair, next_row);
+    constexpr int all = Parts::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
+    if (!is_masked(pair)) return advance<false, 0, all>(pair, next_row);
+    if constexpr (has_quarters)
+      if (pair.extent.kv_end(pair.first_row + half - 1) <= pair.first_key + half) {
+        if (own.warpgroup == 0) return advance<true, 0, half>(pair, next_row);
+        return advance<true, half, all>(pair, next_row);
+      }
+    advance<true, 0, all>(pair, next_row);
   }
-  template <bool masks>
+  // Waits until both warpgroups have stored dS. compute-sanitizer wants all that wait at a barrier
+  // to do so in one place.
+  template <bool whole, int warpgroup>
+  __device__ __forceinline__ void meet() const {
+    if constexpr (whole) {
+      barrier_sync(dS_full, consuming_threads);
+    } else {
+      if (warpgroup == 1) barrier_arrive(dS_of + 1, consuming_threads);
+      barrier_sync(dS_of + 1 - warpgroup, consuming_threads);
+      if (warpgroup == 0) barrier_arrive(dS_of, consuming_threads);
+    }
+  }
+  // Of the tile's rows those from `first` on, and of dQ = dS K the sum over `summed` keys.
+  template <bool masks, int first, int summed>
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
-    const auto& sums = shared.sums[rows.stage];
-    Sums<Br> S, dP;
+    const TilePair<Br - first, Bc> rest = {pair.extent, pair.first_row + first, pair.first_key};
+    const auto& stored = shared.sums[rows.stage];
+    const SumsOfRows sums = {stored.lse2 + first, stored.delta + first};
+    Sums<Br - first> S, dP;
     Sums<Parts::width> dQ;
-    Operands<Br> P, dS;
+    Operands<Br - first> P, dS;
     shared.Q_pipeline.wait(rows);
-    begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows);
+    begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows, first);
     shared.dO_pipeline.wait(rows);
-    begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows);
-    own.compute_P_and_dS<masks>(S, dP, sums, scorer, pair, shared.pairs.own(), next_row);
+    if constexpr (keeps_V)
+      begin_scores(V, dO, dP, first);
+    else
+      begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows, first);
+    own.compute_P_and_dS<masks>(S, dP, sums, scorer, rest, shared.pairs.own(), next_row);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);
-    store_dS(dS, shared.dS[dS_tile.stage], own);
-    begin_output(dO, P, dV);
+    store_dS(dS, shared.dS[dS_tile.stage], own, first);
+    begin_output(dO, P, dV, true, first);
     fence_proxy_async();
-    barrier_sync(dS_full, consuming_threads);
-    begin_dQ(dQ);
+    meet<first == 0 && summed == (Parts::count == 1 ? warpgroup_rows : Bc), (first > 0)>();
+    begin_dQ<summed>(dQ);
     wgmma_wait_group<1>(dV);
     shared.dO_pipeline.release(rows);
-    begin_output(Q, dS, dK);
-    barrier_arrive(sums_read(rows.stage), reading_threads);
+    begin_output(Q, dS, dK, true, first);
+    barrier_arrive(sums_read + rows.stage, reading_threads);
     wgmma_wait_group<1>(dQ);
     pass_dQ(dQ, shared.dQ[own.warpgroup], own.warpgroup);
     wgmma_wait_group<0>(dK);
@@ -170,49 +186,56 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
     const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<result> dQ, Tensor<result> dK,
-    Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
+    Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale, int batch,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads);
-  if (!task.extent.has_tile_of_keys(task.first_key)) return;
+  // The block's tiles of keys: one, or several if it stays.
+  const OwnTiles own = {cdiv(sizes.N, Bc), cdiv(sizes.N, Bc) * kv_heads * batch};
+  const auto task_of = [&](int i) {
+    if constexpr (!stays) return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads);
+    return key_tile<Br, Bc, batch_first, true>(sizes, mods, kv_heads, group, heads, own.all,
+                                               own[i]);
+  };
+  if (!task_of(0).extent.has_tile_of_keys(task_of(0).first_key)) return;
+  const int tasks = stays ? own.count() : 1;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
-    if (warp == 0) return produce_Q(shared, task, Q_map, K_map, row_sums);
+    if (warp == 0) return produce_Q(shared, tasks, task_of, Q_map, K_map, row_sums, sums_read);
     if (warp > consumers) {
-      if (elect_one()) produce_dO(shared, task, V_map, dO_map);
+      if (elect_one()) produce_dO(shared, tasks, task_of, V_map, dO_map);
       return;
     }
-    add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
-    if constexpr (finishes)
-      leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
-                 consumers * max(cdiv(sizes.N, Bc), 1));
+#pragma unroll 1
+    for (int i = 0; i < tasks; ++i) {
+      const Task task = task_of(i);
+      add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
+      if constexpr (finishes)
+        leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
+                   consumers * max(cdiv(sizes.N, Bc), 1));
+    }
     return;
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
-  if (task.first_row < task.end_row) {
-    shared.K_pipeline.wait();
-    shared.V_pipeline.wait();
-  }
-  task.for_tiles([&](int head, int row, long long) {
-    const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
-    if (task.is_first(head, row)) shared.pairs.own().load(pair, row, consumer.own.first_key());
-    consumer.advance(pair, task.after(head, row));
-  });
-
-  const StatsOfTiles<Br> stats = {row_sums, task.number};
-  const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
-      task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
-  store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
-  store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-  if constexpr (finishes) {
-    barrier_sync(sums_left, leaving_threads);
-    if (shared.is_last[0] || shared.is_last[1])
-      finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
+#pragma unroll 1
+  for (int i = 0; i < tasks; ++i) {
+    const Task task = task_of(i);
+    consumer.run(task);
+    const StatsOfTiles<Br> stats = {row_sums, task.number};
+    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
+        task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
+    store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
+    store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
+    __syncwarp();  // the compiler has uniform registers where all threads of a warp are
+    if constexpr (finishes) {
+      barrier_sync(sums_left, leaving_threads);
+      if (shared.is_last[0] || shared.is_last[1])
+        finish_heads<Br, d, dv>({repair, dQ_sum, dQ}, group);
+    }
   }
 }

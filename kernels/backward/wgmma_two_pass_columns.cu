@@ -8,9 +8,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
-#include <backward/parts/own_keys.cuh>
-#include <ptx/bulk_copy.cuh>
-#include <ptx/named_barrier.cuh>
+#include <backward/parts/load_rows.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -30,12 +28,9 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// The named barrier of a stage: both warpgroups have read its row sums.
-__device__ __forceinline__ int sums_read(int stage) {
-  return 1 + stage;
-}
-static_assert(1 + stages <= 16, "a block has 16 named barriers");
-constexpr int reading_threads = consuming_threads + warp_size;
+// A named barrier for each stage, from this on: both warpgroups have read its row sums.
+constexpr int sums_read = 1;
+static_assert(sums_read + stages <= 16, "a block has 16 named barriers");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
@@ -43,47 +38,6 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
   shared.dO_pipeline.init(consumers);
   fence_barrier_init();
-}
-
-// A warp loads K and, tile by tile, Q and the row sums; one of its threads starts the copies. One
-// thread of a warpgroup releases Q, which says nothing about the row sums that others read. So the
-// warp meets all that read them at a named barrier, where they arrive without waiting.
-__device__ __forceinline__ void produce_Q(Shared& shared, const Task& task, const TensorMap& Q,
-                                          const TensorMap& K, const RowSums<Br>* row_sums) {
-  if (task.first_row >= task.end_row) return;
-  const bool elected = elect_one();
-  const int packed = task.extent.packed_batch(task.batch);
-  if (elected)
-    load_async(shared.K, K, shared.K_pipeline.acquire(), task.extent.packed_key(task.first_key),
-               task.kv_head, packed);
-  PipelineState<stages> rows;
-  int begun = 0;
-  task.for_tiles([&](int head, int row, long long tile) {
-    __syncwarp();
-    if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);
-    if (elected) {
-      Barrier& full = shared.Q_pipeline.acquire(rows);
-      load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
-      arrive_expect_tx(full, sizeof(RowSums<Br>));
-      bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
-    }
-    rows.advance();
-  });
-}
-
-// A thread of another warp loads V and dO.
-__device__ __forceinline__ void produce_dO(Shared& shared, const Task& task, const TensorMap& V,
-                                           const TensorMap& dO) {
-  if (task.first_row >= task.end_row) return;
-  const int packed = task.extent.packed_batch(task.batch);
-  load_async(shared.V, V, shared.V_pipeline.acquire(), task.extent.packed_key(task.first_key),
-             task.kv_head, packed);
-  PipelineState<stages> rows;
-  task.for_tiles([&](int head, int row, long long) {
-    load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
-               task.extent.packed_row(row), head, packed);
-    rows.advance();
-  });
 }
 
 // A warpgroup of consumers.
@@ -116,7 +70,7 @@ struct Consumer {
     begin_output(Q, dS, dK);
     wgmma_wait_group<0>(dK);
     read_after_here(dV);
-    barrier_arrive(sums_read(rows.stage), reading_threads);
+    barrier_arrive(sums_read + rows.stage, reading_threads);
     shared.Q_pipeline.release(rows);
     shared.dO_pipeline.release(rows);
     rows.advance();
@@ -138,8 +92,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size);
-    if (warp == 0) return produce_Q(shared, task, Q_map, K_map, row_sums);
-    if (warp == 1 && elect_one()) produce_dO(shared, task, V_map, dO_map);
+    const auto task_of = [&](int) { return task; };
+    if (warp == 0) return produce_Q(shared, 1, task_of, Q_map, K_map, row_sums, sums_read);
+    if (warp == 1 && elect_one()) produce_dO(shared, 1, task_of, V_map, dO_map);
     return;
   }
   increase_registers<consumer_registers>();

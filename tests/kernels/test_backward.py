@@ -12,6 +12,7 @@ from cupyfa.analysis.resources import limits_of
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.bench.trial import trial
 from cupyfa.dtypes import DTYPES
+from cupyfa.ladder import backward
 from cupyfa.numerics import reference
 from cupyfa.planner import select as planning
 from cupyfa.planner.source import KERNELS as FILES, ROOT
@@ -95,6 +96,24 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(backend, M, d
     sizes = {"heads": 2, "kv_heads": 1 if M == 1025 else 2, "M": M, "N": 130, "d": d}
     plan = planned(BACKWARD["wgmma_columns"], backend, {**sizes, "window": (None, 30)})
     assert len(plan.launches) == (2 if M == 1025 else 3)
+    guard.checked(backend, plan, inputs_of(plan), {})
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"kv_heads": 1, "M": 100, "N": 140, "d": 64},
+        {"kv_heads": 2, "M": 200, "N": 300, "d": 40, "causal": "top-left"},
+        {"kv_heads": 2, "M": 0, "N": 140, "d": 64},
+    ],
+)
+def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes):
+    """Some tiles have no rows: below M = 0, or right of the rows of a causal mask."""
+    monkeypatch.setattr(backward, "FEWEST_STAYING", 1)
+    plan = planned(BACKWARD["wgmma_columns"], backend, {"batch": 3, "heads": 2, **sizes})
+    _, columns, finish = plan.launches
+    assert columns.constants["stays"] and finish.entry == "finish_dQ"
     guard.checked(backend, plan, inputs_of(plan), {})
 
 

@@ -151,6 +151,8 @@ def without_spills():
             dtype = "float32" if name == "wgmma_fp16x2" else "bfloat16" if turn else "float16"
             sizes = {"M": 2048, "heads": heads, "dtype": dtype}
             yield name, "90", d, mask, sizes
+    for mask in ("full", "causal"):
+        yield "wgmma_columns", "90", 64, mask, {"M": 512, "batch": 8, "heads": 16}
     # Launches for d above 128, and for sequences that no block finishes alone.
     yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64}
     yield "wgmma_columns", "90", 256, "full", {"M": 5000, "N": 64, "dtype": "bfloat16"}

@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from helpers.left_out import VARIABLE, optional
@@ -11,7 +12,7 @@ from helpers.problems import inputs_of
 from cupyfa import Problem, WrongResult
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import SimulatorFault
-from cupyfa.ladder import LADDER
+from cupyfa.ladder import LADDER, backward
 from cupyfa.options import OPTIONS
 from cupyfa.planner import select as planning, source as sources
 from cupyfa.runtime import guard
@@ -39,13 +40,18 @@ HEADERS = {
     "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
     "add_dQ.cuh": "wgmma_columns",
+    "kept_operands.cuh": "wgmma_columns",
+    "load_rows.cuh": "wgmma_two_pass",
     "own_parts.cuh": "wgmma_columns",
     "part_warpgroups.cuh": "wgmma_fp16x2",
     "part_columns.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
-# For a file up to d = 64.
-OF_NARROW = "wgmma_fp16x2_two_pass_columns.cu"
+# For files up to d = 64, and for what wgmma_columns does in blocks that go from tile to tile and in
+# tiles whose quarter is left out.
+OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "kept_operands.cuh")
+OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
+OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
 OF_SUMS = "add_dQ.cuh"
@@ -60,6 +66,7 @@ AWAITS_TURN = "barrier_sync(1 + warpgroup, 2 * warpgroup_size);"
 AWAIT_TURNS = (AWAITS_TURN, "Turns::wait(warpgroup);")
 # Registers written since the last wait must be announced to a device's products alone.
 ANNOUNCES_REGISTERS = "int first_row, int first_key, int first_box) {\n  wgmma_fence();"
+ANNOUNCES_V = '"B has one box");\n  wgmma_fence();'
 # The wait for a skipped tile of V keeps the phases of its stage apart if a copy is two tiles late,
 # which no schedule here brings about.
 AWAITS_SKIPPED = "for (; tiles > 0; --tiles) {\n      shared.V_pipeline.wait(values);"
@@ -69,12 +76,9 @@ KEEPS_REGISTERS = (
 )
 # Nor does one bring a skipped tile's V before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
-NOT_NEEDED_HERE = (ANNOUNCES_REGISTERS, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS, KEEPS_REGISTERS)
-# Where all threads meet at dS_full after they have read row sums, and before Q is released, this
-# wait is for compute-sanitizer. In wgmma_two_pass_columns.cu nothing else orders the two.
-AWAITS_READERS = (
-    "wgmma_columns.cu",
-    "if (begun++ >= stages) barrier_sync(sums_read(rows.stage), reading_threads);",
+NOT_NEEDED_HERE = (
+    *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
+    KEEPS_REGISTERS,
 )
 # Sums that are not finite would be computed again: that hides what is missing.
 REPAIRED = {
@@ -115,6 +119,11 @@ def before(file, number):
     return text[: list(ORDERS.finditer(text))[number - 1].start()]
 
 
+def statement(file, number):
+    """One of the synchronizing statements of a file."""
+    return list(ORDERS.finditer(text_of(file)))[number - 1][0]
+
+
 def is_of_mods(before):
     """Whether the code after a text is compiled only for modified scores."""
     return before.rfind("if constexpr (has_score_mod) {") > before.rfind("} else {")
@@ -135,7 +144,6 @@ def places():
         for number, found in enumerate(ORDERS.finditer(text), 1):
             is_needed = not text[: found.end()].endswith(NOT_NEEDED_HERE)
             can_run = "softcap" in OPTIONS or not is_of_mods(text[: found.start()])
-            is_needed = is_needed and (file, found[0]) != AWAITS_READERS
             if found[0] not in AWAIT_TURNS and is_needed and can_run:
                 line = text[: found.start()].count("\n") + 1
                 about_turns = file == "ping_pong.cuh" or "Turns" in found[0]
@@ -168,14 +176,18 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = SUMS
     if file == OF_BIAS:
         sizes = BIAS
-    if file == OF_NARROW:
-        sizes = NARROW
     number = int(os.environ.get(VARIABLE, 0))
+    stays = number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
+    of_quarters = number and OF_QUARTERS in statement(file, number)
+    if file in OF_NARROW or stays or of_quarters:
+        sizes, tiles = NARROW, {}
     if number and is_of_mods(before(file, number)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
-    plan = planning.plan(broken, problem, limits, **tiles)
+    few = 1 if stays else backward.FEWEST_STAYING
+    with patch.object(backward, "FEWEST_STAYING", few):
+        plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 

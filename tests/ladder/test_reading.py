@@ -72,6 +72,12 @@ LONGER_STEPS = {
         119,
         "a schedule of row tiles, and another one for elements of different lengths",
     ),
+    ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): (
+        176,
+        80,
+        "all of dQ is left out, and with it blocks that go from tile to tile, V in registers and "
+        "quarters that masks hide, for which the second pass has no use",
+    ),
 }
 # Rungs that begin a family, and why they are read as a whole and not as a change of another file.
 FAMILIES = {
@@ -99,6 +105,7 @@ COPIES = REPAIR + "; asynchronous copies of rows, aligned or not"
 SLICES = COPIES + "; slices of d, dv and keys pass through one ring"
 HOPPER = "TMA, mbarriers and wgmma; " + REPAIR
 GRADIENTS = "products of tiles in both orders, sums in memory and the repair of gradients"
+ONE_TILE_OR_MORE = "blocks with one tile or several; V in registers; quarters that masks hide"
 PARTS = "products of parts, whose fragments are loaded ahead; sums of gradients"
 TEXTS = "all that texts compute with"
 LONGER = {
@@ -114,13 +121,13 @@ LONGER = {
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
     "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1524, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns": (1694, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
     "backward/wgmma_columns_wide": (1549, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1738, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_columns_wide": (1796, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_rows": (1255, f"{HOPPER}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_rows_wide": (1335, f"{HOPPER}; {PARTS}"),
-    "backward/wgmma_two_pass_columns": (1227, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_two_pass_columns": (1249, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_two_pass_columns_wide": (1255, f"{HOPPER}; {GRADIENTS}"),
     "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
@@ -219,7 +226,7 @@ def test_the_headers_that_all_kernels_share():
 
 def test_steps_are_of_kernels_that_exist_and_few_are_longer():
     assert set(chain(*STEPS)) <= set(NAMES)
-    assert len(LONGER_STEPS) <= 5 and set(LONGER_STEPS) <= set(STEPS)
+    assert len(LONGER_STEPS) <= 6 and set(LONGER_STEPS) <= set(STEPS)
 
 
 def test_kernels_that_have_more_lines_to_read_exist_and_are_above_the_limit():

@@ -21,15 +21,14 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
-// Writes the warp's columns of dS, whose transpose these operands are.
-template <int Br, int Bc>
-__device__ __forceinline__ void store_dS(const Operands<Br>& operands, TmaTile<scalar, Br, Bc>& dS,
-                                         const Own& own) {
+// Writes the warp's columns of dS, whose transpose these operands are, from a row on.
+template <int steps, int Br, int Bc>
+__device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
+                                         TmaTile<scalar, Br, Bc>& dS, const Own& own, int row = 0) {
   const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
-  // 16 rows further the chunks are swizzled alike.
-  scalar* const first = dS.at(lane % 8 + lane / 16 * 8, chunk);
+  scalar* const first = dS.at(row + lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
-  for (int i = 0; i < Br / step; ++i)
+  for (int i = 0; i < steps; ++i)  // 16 rows further the chunks are swizzled alike
     store_matrices_transposed(first + i * step * dS.in_row, operands[i]);
 }
 

@@ -8,7 +8,7 @@
 // The number of a block's tile, counted head by head; `tiles` is the number of tiles of a head.
 __device__ __forceinline__ int longest_first(int block, int blocks, int tiles) {
   if constexpr (!causal || packed) return block;
-  const int heads = min(cdiv(264, tiles), blocks / tiles);  // two rounds on an H100
+  const int heads = min(cdiv(2 * 132, tiles), blocks / tiles);  // two rounds of an H100
   const int first = blocks - heads * tiles, place = block - first;
   return place < 0 ? block : first + place % heads * tiles + place / heads;
 }

@@ -41,13 +41,14 @@ struct KeyTile {
   }
 };
 
-template <int Br, int Bc, bool batch_first = false>
+template <int Br, int Bc, bool batch_first = false, bool chooses = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads) {
-  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = int(gridDim.x) / (tiles * kv_heads);
-  const int block = longest_first(blockIdx.x, gridDim.x, tiles);
+                                                    int kv_heads, int group, int heads,
+                                                    int all = gridDim.x, int chosen = 0) {
+  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
+  if constexpr (!chooses) chosen = longest_first(blockIdx.x, all, tiles);  // a block has one
   const auto [tile, first, second] =
-      place_of_keys<Bc>(block, sizes, mods, batch_first ? batches : kv_heads);
+      place_of_keys<Bc>(chosen, sizes, mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
@@ -82,11 +83,10 @@ struct Own {
 
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
   // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
-  // read, those of the tile that begins with next_row are copied, if there is one. `masks` is false
-  // where it is known that the pair of tiles is not masked.
-  template <bool masks = true, int Br, int Bc, class Pairs = const NoPairs&>
+  // read, those of the tile that begins with next_row are copied. `masks` is false if none hides.
+  template <bool masks = true, int Br, int Bc, class StoredSums, class Pairs = const NoPairs&>
   __device__ __forceinline__ void compute_P_and_dS(
-      Sums<Br>& S, Sums<Br>& dP, const RowSums<Br>& sums, const Scorer<float>& scorer,
+      Sums<Br>& S, Sums<Br>& dP, const StoredSums& sums, const Scorer<float>& scorer,
       const TilePair<Br, Bc>& pair, Pairs&& pairs = no_pairs, int next_row = -1) const {
     wgmma_wait_group<1>(S);
     pairs.complete();
@@ -108,8 +108,8 @@ struct Own {
   }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
-  template <bool masks = true, int Br, int Bc, class Pairs = const NoPairs&>
-  __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const RowSums<Br>& sums,
+  template <bool masks = true, int Br, int Bc, class StoredSums, class Pairs = const NoPairs&>
+  __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
                                             const TilePair<Br, Bc>& pair,
                                             Pairs&& pairs = no_pairs) const {
@@ -119,8 +119,8 @@ struct Own {
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
   // The same with what is to be multiplied by P and the slope.
-  template <bool masks, int Br, int Bc, class Pairs>
-  __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const RowSums<Br>& sums,
+  template <bool masks, int Br, int Bc, class StoredSums, class Pairs>
+  __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
                                         Pairs&& pairs) const {
     const timeline::Phase phase(timeline::softmax, Br / 2);
@@ -134,9 +134,9 @@ struct Own {
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
   }
-  template <bool at_end, bool hides, int Br, int Bc, class Pairs>
+  template <bool at_end, bool hides, int Br, int Bc, class StoredSums, class Pairs>
   __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
-                                               const RowSums<Br>& sums, const Scorer<float>& scorer,
+                                               const StoredSums& sums, const Scorer<float>& scorer,
                                                const TilePair<Br, Bc>& pair, Pairs&& pairs) const {
     const int own_row = reads_places ? row() : 0, own_key = reads_places ? key() : 0;
     decltype(pairs.part(0)) part;
@@ -173,12 +173,12 @@ struct Own {
   }
 
   // dP^T becomes dS^T = PS^T * (dP^T - delta), without the scale.
-  template <int Br>
-  __device__ __forceinline__ void compute_dS(const Sums<Br>& PS, Sums<Br>& dP,
-                                             const RowSums<Br>& sums, float factor) const {
-    const timeline::Phase phase(timeline::softmax, Br / 2);
+  template <int count, class StoredSums>
+  __device__ __forceinline__ void compute_dS(const float (&PS)[count], float (&dP)[count],
+                                             const StoredSums& sums, float factor) const {
+    const timeline::Phase phase(timeline::softmax, count);
 #pragma unroll
-    for (int n = 0; n < Br / 8; ++n) {
+    for (int n = 0; n < count / 4; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e)

@@ -13,12 +13,12 @@ template <int blocks>
 __device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
     [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
 
-// Starts S = A B^T for 64 rows of A, from `first_row` on, and all rows of B.
+// Starts S = A B^T for 64 rows of A, from `first_row` on, and rows of B, from `first` on.
 template <class T, int A_rows, int B_rows, int columns, int count>
 __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
                                              const TmaTile<T, B_rows, columns>& B,
-                                             float (&S)[count], int first_row = 0) {
-  const Matrix a = by_rows(A.box[0][first_row]), b = by_rows(B.box);
+                                             float (&S)[count], int first_row = 0, int first = 0) {
+  const Matrix a = by_rows(A.box[0][first_row]), b = by_rows(B.box[0][first]);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k) {
@@ -29,15 +29,15 @@ __device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& 
   wgmma_commit_group();
 }
 
-// Starts O += P V, or O = P V if it is not to be `added`; P is in registers.
+// Starts O += P V, or O = P V if it is not `added`; P is in registers, V from a row on.
 template <class T, int rows, int columns, int steps, int count>
 __device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
                                              const unsigned (&P)[steps][4], float (&O)[count],
-                                             bool added = true) {
+                                             bool added = true, int row = 0) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < steps; ++k)
-    multiply<T>(O, P[k], by_columns(V.box, rows) + k * 16 * box_row_bytes, added || k > 0);
+    multiply<T>(O, P[k], by_columns(V.box[0][row], rows) + k * 16 * box_row_bytes, added || k > 0);
   wgmma_commit_group();
 }
 

@@ -1,0 +1,67 @@
+#pragma once
+// What two warps load for warpgroups that own keys: K and V of each tile of keys that some row
+// sees, and, tile by tile, the rows. The block has `tasks` tiles of keys, the KeyTiles task_of(0)
+// ….
+
+#include <backward/parts/own_keys.cuh>
+#include <ptx/bulk_copy.cuh>
+#include <ptx/named_barrier.cuh>
+
+constexpr int reading_threads = consuming_threads + warp_size;
+
+// A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
+// warpgroup releases Q, which says nothing about the row sums that others read. So the warp meets
+// all that read them at a named barrier, where they arrive without waiting: sums_read + stage.
+template <class Shared, class TaskOf, int Br>
+__device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task_of,
+                                          const TensorMap& Q, const TensorMap& K,
+                                          const RowSums<Br>* row_sums, int sums_read) {
+  constexpr int stages = sizeof(Shared::Q) / sizeof(Shared::Q[0]);
+  const bool elected = elect_one();
+  PipelineState<1> keys;
+  PipelineState<stages> rows;
+  int begun = 0;
+#pragma unroll 1
+  for (int i = 0; i < tasks; ++i) {
+    const auto task = task_of(i);
+    if (task.first_row >= task.end_row) continue;
+    const int packed = task.extent.packed_batch(task.batch);
+    if (elected)
+      load_async(shared.K, K, shared.K_pipeline.acquire(keys),
+                 task.extent.packed_key(task.first_key), task.kv_head, packed);
+    keys.advance();
+    task.for_tiles([&](int head, int row, long long tile) {
+      __syncwarp();
+      if (begun++ >= stages) barrier_sync(sums_read + rows.stage, reading_threads);
+      if (elected) {
+        Barrier& full = shared.Q_pipeline.acquire(rows);
+        load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
+        arrive_expect_tx(full, sizeof(RowSums<Br>));
+        bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
+      }
+      rows.advance();
+    });
+  }
+}
+
+// A thread of another warp loads V and dO, which is released earlier if there is dQ.
+template <class Shared, class TaskOf>
+__device__ __forceinline__ void produce_dO(Shared& shared, int tasks, TaskOf task_of,
+                                           const TensorMap& V, const TensorMap& dO) {
+  PipelineState<1> keys;
+  PipelineState<sizeof(Shared::dO) / sizeof(Shared::dO[0])> rows;
+#pragma unroll 1
+  for (int i = 0; i < tasks; ++i) {
+    const auto task = task_of(i);
+    if (task.first_row >= task.end_row) continue;
+    const int packed = task.extent.packed_batch(task.batch);
+    load_async(shared.V, V, shared.V_pipeline.acquire(keys), task.extent.packed_key(task.first_key),
+               task.kv_head, packed);
+    keys.advance();
+    task.for_tiles([&](int head, int row, long long) {
+      load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
+                 task.extent.packed_row(row), head, packed);
+      rows.advance();
+    });
+  }
+}
