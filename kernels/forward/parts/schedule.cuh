@@ -11,10 +11,9 @@
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
 //
-// Heads of few tiles are dealt out head by head, and in each round every block goes on to the next
-// tile of a head: a tile loads Q and stores O however few its keys, and so blocks with long tiles
-// and with short ones share the memory, and those that read K and V of a head do so together. In as
-// many rounds as a head has tiles, all blocks have the same to do.
+// Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
+// many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
+// however few its keys. So long tiles and short ones share the memory, and those of a head its K.
 template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
@@ -31,23 +30,20 @@ struct Schedule {
         together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
         turned(heads_in_turn()) {}
 
-  // How many heads are dealt out with the tiles in turn: up to four tiles, where it is faster, and
-  // with eight it is not. They make whole groups of an even number of rounds, as the others do, so
-  // that what is left is as even as it was; but up to a 32nd of all heads may lack in the last one.
+  // How many heads are dealt out so: up to four tiles it is faster, with eight it is not. They make
+  // whole groups of an even number of rounds, as the others do, so that the rest is as even as it
+  // was; but the last group may lack heads, up to a 32nd of all.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * blocks : blocks;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > 4 || blocks % tiles > 0) return 0;
     return (all_heads + all_heads / 32) / group * group;
   }
 
-  // Whether the heads from `first` on are dealt out so.
-  __device__ __forceinline__ bool in_turn() const {
-    return by_length && !has_key_tiles && first < turned;
-  }
+  __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
   // How many heads are dealt out together, from `first` on.
   __device__ __forceinline__ int count() const {
-    return min(in_turn() ? turned : together, all_heads - first);
+    return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
 
   // Goes to the block's next row tile, if there is one.
@@ -72,12 +68,16 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const bool by_head = !by_length || in_turn();
-    const int size = opaque(by_head ? tiles : count());
+    const int size = opaque(by_length && !in_turn() ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
-    int tile = by_head ? index % size : tiles - 1 - index / size;
-    if (in_turn()) tile = (tile + round) % size;
-    const int of_all = first + (by_head ? index / size : index % size);
+    int tile = by_length ? tiles - 1 - index / size : index % size;
+    int of_all = first + (by_length ? index % size : index / size);
+    if constexpr (by_length) {
+      if (in_turn()) {
+        tile = (index + round) % size;
+        of_all = index / size;
+      }
+    }
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
