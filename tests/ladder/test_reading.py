@@ -69,8 +69,9 @@ LONGER_STEPS = {
     ),
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
         102,
-        119,
-        "a schedule of row tiles, and another one for elements of different lengths",
+        143,
+        "a schedule of row tiles, with another order for heads of few tiles, and another one for "
+        "elements of different lengths",
     ),
     ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): (
         176,
@@ -146,12 +147,12 @@ LONGER = {
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1092, HOPPER),
     "forward/wgmma_fp16x2": (
-        1563,
+        1587,
         HOPPER + "; a schedule; parts of operands; sections of keys; small values",
     ),
     "forward/wgmma_fp8": (1409, HOPPER + "; scales of tiles; descales of e4m3 inputs"),
     "forward/wgmma_overlap": (1158, HOPPER + "; ping-pong order"),
-    "forward/wgmma_persistent": (1333, HOPPER + "; a schedule"),
+    "forward/wgmma_persistent": (1357, HOPPER + "; a schedule"),
     "forward/wgmma_slices": (1321, HOPPER + "; slices of d, dv and keys"),
 }
 

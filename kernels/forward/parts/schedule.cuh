@@ -10,11 +10,15 @@
 // same to do, and heads whose K and V are in the cache are finished before others. By the map of a
 // block mask it is the same, and the map has the order of the tiles. Where the batch elements share
 // what a text reads, those of a head follow each other.
+//
+// Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
+// many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
+// however few its keys. So long tiles and short ones share the memory, and those of a head its K.
 template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together;
+  int heads, all_heads, tiles, together, turned;
   int first = 0, round = 0, seat = blockIdx.x, index = 0;
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
@@ -23,10 +27,24 @@ struct Schedule {
         heads(heads),
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
-        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads) {}
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
+        turned(heads_in_turn()) {}
+
+  // How many heads are dealt out so: up to four tiles it is faster, with eight it is not. They make
+  // whole groups of an even number of rounds, as the others do, so that the rest is as even as it
+  // was; but the last group may lack heads, up to a 32nd of all.
+  __device__ __forceinline__ int heads_in_turn() const {
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * blocks : blocks;
+    if (!by_length || has_key_tiles || tiles < 2 || tiles > 4 || blocks % tiles > 0) return 0;
+    return (all_heads + all_heads / 32) / group * group;
+  }
+
+  __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
   // How many heads are dealt out together, from `first` on.
-  __device__ __forceinline__ int count() const { return min(together, all_heads - first); }
+  __device__ __forceinline__ int count() const {
+    return min(by_length && in_turn() ? turned : together, all_heads - first);
+  }
 
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
@@ -35,8 +53,8 @@ struct Schedule {
       index = round++ * blocks + blockIdx.x;
       return index < all_heads * tiles;
     } else {
-      for (; first < all_heads; first += together, round = 0) {
-        index = round * blocks + (round % 2 ? blocks - 1 - seat : seat);
+      for (; first < all_heads; first += count(), round = 0) {
+        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - seat : seat);
         round += 1;
         if (index < count() * tiles) return true;
         // The blocks that had one tile less begin with the next heads.
@@ -50,10 +68,16 @@ struct Schedule {
   // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
   // take a while, and an opaque divisor keeps them where they are called: between products.
   __device__ __forceinline__ RowTile task() const {
-    const int size = opaque(by_length ? count() : tiles);
+    const int size = opaque(by_length && !in_turn() ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
     int tile = by_length ? tiles - 1 - index / size : index % size;
-    const int of_all = first + (by_length ? index % size : index / size);
+    int of_all = first + (by_length ? index % size : index / size);
+    if constexpr (by_length) {
+      if (in_turn()) {
+        tile = (index + round) % size;
+        of_all = index / size;
+      }
+    }
     const int batch = batch_first ? of_all % all : of_all / all;
     const int head = batch_first ? of_all / all : of_all % all;
     Extent extent = extent_of(sizes, batch);
