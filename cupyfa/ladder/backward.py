@@ -587,9 +587,15 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
     return max(sizes.d, sizes.dv) > 128
 
 
+FEWEST_FINISHING = 64  # last blocks: on about half the multiprocessors of an H100
+
+
 def finishes(p: Problem) -> bool:
-    """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+    """Whether the last block of a key head computes dQ, as add_dQ.cuh says: where there are many
+    such blocks, or each has so few rows that a launch would take longer.
+    """
+    rows, are_many = p.M * p.group, p.batch * p.kv_heads >= FEWEST_FINISHING
+    return rows <= (4096 if are_many else 256) and not p.is_ragged and not stays(p)
 
 
 FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
