@@ -573,6 +573,7 @@ MMA_SLICES_BACKWARD = rung(
 
 # Hopper: wgmma and TMA
 
+LANES_OF_ROW = 8  # threads of begin_rows and sum_rows
 # Of a launch that goes by lengths without the argument sizes.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
 SHARED_OF_SM_90 = 232448  # bytes a block may have
@@ -695,7 +696,7 @@ WGMMA_COLUMNS = Kernel(
             "begin_rows",
             args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
-            threads=lambda p, c: THREADS,
+            threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
         ),
         replace(
@@ -763,7 +764,7 @@ WGMMA_TWO_PASS = rung(
             "sum_rows",
             args="O dO lse row_sums.data M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
-            threads=lambda p, c: THREADS,
+            threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
         ),
         WGMMA_TWO_PASS_COLUMNS,
