@@ -573,6 +573,7 @@ MMA_SLICES_BACKWARD = rung(
 
 # Hopper: wgmma and TMA
 
+LANES_OF_ROW = 8  # threads of begin_rows and sum_rows
 # Of a launch that goes by lengths without the argument sizes.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
 SHARED_OF_SM_90 = 232448  # bytes a block may have
@@ -587,9 +588,15 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
     return max(sizes.d, sizes.dv) > 128
 
 
+FEWEST_FINISHING = 64  # last blocks: on about half the multiprocessors of an H100
+
+
 def finishes(p: Problem) -> bool:
-    """Whether the last block of a key head computes dQ, as add_dQ.cuh says."""
-    return p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+    """Whether the last block of a key head computes dQ, as add_dQ.cuh says: where there are many
+    such blocks, or each has so few rows that a launch would take longer.
+    """
+    rows, are_many = p.M * p.group, p.batch * p.kv_heads >= FEWEST_FINISHING
+    return rows <= (4096 if are_many else 256) and not p.is_ragged and not stays(p)
 
 
 FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
@@ -689,7 +696,7 @@ WGMMA_COLUMNS = Kernel(
             "begin_rows",
             args="O dO lse row_sums.data dQ_sum.data counts.data M heads group mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
-            threads=lambda p, c: THREADS,
+            threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
         ),
         replace(
@@ -757,7 +764,7 @@ WGMMA_TWO_PASS = rung(
             "sum_rows",
             args="O dO lse row_sums.data M heads mods",
             grid=lambda p, c: (row_tiles(p, c), 1),
-            threads=lambda p, c: THREADS,
+            threads=lambda p, c: LANES_OF_ROW * c.Br,
             constants=BY_LENGTHS,
         ),
         WGMMA_TWO_PASS_COLUMNS,

@@ -2,7 +2,7 @@
 // dQ = dS K of each tile, summed in memory. A warpgroup leaves its part in shared memory to a warp
 // that has the copy engine add it, and goes on. The last block of a key head finishes dQ of the
 // heads that share it: the sums are still in L2 then, and the products of other heads go on
-// meanwhile. For long sequences a launch of its own does it: many multiprocessors would wait.
+// meanwhile. For long sequences or few heads a launch does it: many multiprocessors would wait.
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/own_keys.cuh>

@@ -20,24 +20,22 @@ __device__ __forceinline__ Place place_of_sums(int& M, int heads,
   }
 }
 
+// Lanes share a row, and a block has all rows of the tile at a time, so that all loads are under
+// way together.
 template <int dv, int threads, int Br>
 __device__ __forceinline__ void sum_tile(Tensor<const result> O, Tensor<const scalar> dO,
                                          Tensor<const real> lse, RowSums<Br>& sums, int tile,
                                          int head, int batch, int M, const Mods& mods) {
-  constexpr int lanes = 8, together = threads / lanes;  // lanes of a row, rows at a time
-  static_assert(threads % warp_size == 0 && Br % together == 0, "each time a whole number of rows");
-#pragma unroll
-  for (int i = 0; i < Br; i += together) {
-    const int own = i + threadIdx.x / lanes, row = tile * Br + own;
-    const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);
-    if (threadIdx.x % lanes == 0) {
-      const int first = packed ? lse.first_rows()[batch] : 0;  // of packed rows
-      const float dlse =
-          row < M ? gradient_of_lse(mods, packed ? 0 : batch, head, first + row) : real(0);
-      const RowStats stats =
-          row_stats(row < M ? *lse.row(batch, head, row) : -infinity, delta - dlse);
-      sums.lse2[own] = stats.lse2;
-      sums.delta[own] = stats.delta;
-    }
-  }
+  constexpr int lanes = threads / Br;
+  static_assert(threads == lanes * Br && warp_size % lanes == 0, "a warp has whole rows");
+  const int own = threadIdx.x / lanes, row = tile * Br + own;
+  const real own_lse = row < M ? *lse.row(batch, head, row) : -infinity;
+  const float delta = row_product<dv, lanes>(O, dO, batch, head, row, row < M);
+  if (threadIdx.x % lanes != 0) return;
+  const int first = packed ? lse.first_rows()[batch] : 0;  // of packed rows
+  const float dlse =
+      row < M ? gradient_of_lse(mods, packed ? 0 : batch, head, first + row) : real(0);
+  const RowStats stats = row_stats(own_lse, delta - dlse);
+  sums.lse2[own] = stats.lse2;
+  sums.delta[own] = stats.delta;
 }
