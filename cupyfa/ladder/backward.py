@@ -588,15 +588,15 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
     return max(sizes.d, sizes.dv) > 128
 
 
-FEWEST_FINISHING = 64  # last blocks: on about half the multiprocessors of an H100
+FEWEST_FINISHING = 128  # last blocks: about as many as an H100 has multiprocessors
 
 
 def finishes(p: Problem) -> bool:
     """Whether the last block of a key head computes dQ, as add_dQ.cuh says: where there are many
-    such blocks, or each has so few rows that a launch would take longer.
+    such blocks, and none has many rows. Otherwise a launch is faster.
     """
-    rows, are_many = p.M * p.group, p.batch * p.kv_heads >= FEWEST_FINISHING
-    return rows <= (4096 if are_many else 256) and not p.is_ragged and not stays(p)
+    are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
+    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
 
 
 FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
@@ -792,7 +792,7 @@ WGMMA_TWO_PASS = rung(
         up_to={
             64: [(128, 128, 128, 2)],
             128: [(64, 128, 128, 2)],
-            192: [(64, 64, 80, 2)],
+            192: [(64, 64, 64, 2)],
             256: [(64, 64, 48, 2)],
         },
     ),

@@ -153,8 +153,9 @@ def without_spills():
             yield name, "90", d, mask, sizes
     for mask in ("full", "causal"):
         yield "wgmma_columns", "90", 64, mask, {"M": 512, "batch": 8, "heads": 16}
-    # Launches for d above 128, and for sequences that no block finishes alone.
-    yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64}
+    # Launches whose last blocks finish dQ, and those above d = 128.
+    yield "wgmma_columns", "90", 128, "causal", {"M": 512, "batch": 8, "heads": 16}
+    yield "wgmma_columns", "90", 256, "window", {"M": 64, "N": 64, "heads": 128}
     yield "wgmma_columns", "90", 256, "full", {"M": 5000, "N": 64, "dtype": "bfloat16"}
     yield "wgmma_two_pass", "90", 192, "causal", {"M": 64, "dv": 128, "dtype": "bfloat16"}
     for d, mask in ((64, "causal"), (128, "window"), (256, "causal")):
