@@ -13,6 +13,7 @@ import pytest
 import cupyfa
 from cupyfa import DeviceError
 from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.ladder import backward
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import tuned
 from cupyfa.runtime.select import backend_named
@@ -147,6 +148,14 @@ def nothing_tuned():
     """Plans in tests ignore what was tuned on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuned, "on", lambda device: ())
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_heads_are_many():
+    """The last block of a key head finishes dQ in small problems too, unless they have one head."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "FEWEST_FINISHING", 2)
         yield
 
 

@@ -737,7 +737,7 @@ WGMMA_COLUMNS = Kernel(
         "dS_stages is 1, or 2 up to d = 128": lambda c: (
             c.dS_stages == 1 or (c.dS_stages == 2 and not is_wide(c))
         ),
-        "stages is at most 8, for named barriers": lambda c: c.stages <= 8,
+        "stages is at most 6, for named barriers": lambda c: c.stages <= 6,
     },
     dtypes=HALF,
     features=FEATURES,

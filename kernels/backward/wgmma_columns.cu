@@ -231,7 +231,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
     store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-    __syncwarp();  // the compiler has uniform registers where all threads of a warp are
+    __syncwarp();  // threads are together again, so that the next products take uniform registers
     if constexpr (finishes) {
       barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])

@@ -34,10 +34,12 @@ __device__ bool is_held(int flag, const result* row, const int* exponents,
                         const unsigned char* counts, int keys) {
   bool held = flag > 1;
   for (int col = threadIdx.x; held && col < dv; col += threads) {
-    if (exponents[col] == -127 || fabs(times_two_to(row[col], 22 - exponents[col])) >= 1) continue;
+    if (exponents[col] == -127 ||
+        fabs(times_two_to(row[col], part_exponent - exponents[col])) >= least_share)
+      continue;
     int small = 0;
     for (int block = 0; block < cdiv(keys, counted); ++block) small += counts[block * dv + col];
-    held = small < sum_of_flag(flag);
+    held = small < many_of_flag(flag);
   }
   return __syncthreads_and(held);
 }

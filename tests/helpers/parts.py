@@ -166,7 +166,8 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
         used = of.V_exponents > -127
         small = ((np.abs(out) < least) & used).any(1) & (total[:, 0] > 0)
         counts = (np.abs(times_two_to(v, 14 - of.V_exponents)) < 2.0**-10 * len(k) ** 0.5).sum(0)
-        few = counts < 2.0 ** np.floor(np.log2(np.where(total >= 1, total, 2.0**-60)))
+        half = 2.0 ** (np.floor(np.log2(np.maximum(total, 1))) - 1)
+        few = (counts < np.maximum(half, 1)) & (total >= 1)
         small &= ~(few | (np.abs(out) >= 2.0**-8) | ~used).all(1)
         flags = of.flags | small | ~(np.abs(maximum[:, 0] + 15) < 2.0**24) & (total[:, 0] > 0)
         lse = (maximum[:, 0] + 15) * np.log(2) + np.log(total[:, 0].astype(np.float64))

@@ -177,7 +177,7 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
 
 @pytest.mark.parametrize("M, heads, blocks", [(70, 35, 12), (130, 7, 3), (250, 9, 4)])
 def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks):
-    """The last group of causal heads is not full, or some heads are left over."""
+    """Each tile once: the last group of causal heads is not full, or some heads are left over."""
     sizes = {"heads": heads, "M": M, "N": 40, "causal": "top-left"}
     alone, together = (
         checked(backend, planned(PERSISTENT[0], backend, **sizes, multiprocessors=count))

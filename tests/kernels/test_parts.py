@@ -102,9 +102,12 @@ def cancelling(Q, K, V):
 
 
 def few_values(Q, K, V):
-    """The same, but a column of V has more zeros than the weights add up to."""
-    V[:, :, 2:, 3] = 0
-    return cancelling(Q, K, V)
+    """A column of V has one value, of a key whose weight is tiny. The weights of the others add up
+    to more than there are keys, where a maximum between 2^15 and 2^16 is rounded down.
+    """
+    Q[:], K[:] = np.linspace(3e3, 5e3, Q.shape[2])[:, None], 1
+    K[:, :, 0], V[..., 3], V[:, :, 0, 3] = 0.998, 0, 1
+    return {"Q": Q, "K": K, "V": V}
 
 
 def outliers(Q, K, V):
@@ -148,7 +151,7 @@ CAUSAL = {"M": 70, "N": 70, "d": 20, "causal": True}
         (one_hot(1), LARGE, 0),
         (one_hot(8), LARGE, 0.5),
         (cancelling, LARGE, 0),
-        (few_values, LARGE, 1),
+        (few_values, {**LARGE, "N": 1024}, 1),
         (hidden(np.nan), CAUSAL, 1),
         (hidden(np.inf), CAUSAL, 1),
         (hidden(-np.inf), CAUSAL, 1),
@@ -161,6 +164,20 @@ def test_flags(backend, kernel, values, sizes, flagged):
     plan, arrays = run(backend, kernel, values, heads=2, **sizes)
     share = (arrays["flags"] == 1).mean()
     assert share >= flagged and (share == 0) == (flagged == 0)
+    require_right(plan, arrays)
+
+
+@EACH
+def test_small_values_are_those_of_the_key_head(backend, kernel):
+    def few(Q, K, V):
+        V[1, 0, 2:, 3] = 0
+        return cancelling(Q, K, V)
+
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 40, "N": 300, "d": 16}
+    plan, arrays = run(backend, kernel, few, **sizes)
+    flagged = np.array([[False] * 4, [True, True, False, False]])
+    np.testing.assert_array_equal((arrays["flags"] == 1).all(axis=2), flagged)
+    np.testing.assert_array_equal((arrays["flags"] == 1).any(axis=2), flagged)
     require_right(plan, arrays)
 
 

@@ -136,7 +136,7 @@ LONGER = {
     "forward/mma_f64": (931, COPIES + "; fragments and an exponential of doubles"),
     "forward/mma_f64_wide": (1005, COPIES + "; the same of doubles, whose scores warps share"),
     "forward/mma_fp16x2": (
-        1204,
+        1208,
         COPIES + "; products of parts, loaded ahead; sections of keys; small values",
     ),
     "forward/mma_pipelined": (959, COPIES),
@@ -147,7 +147,7 @@ LONGER = {
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1092, HOPPER),
     "forward/wgmma_fp16x2": (
-        1587,
+        1591,
         HOPPER + "; a schedule; parts of operands; sections of keys; small values",
     ),
     "forward/wgmma_fp8": (1409, HOPPER + "; scales of tiles; descales of e4m3 inputs"),

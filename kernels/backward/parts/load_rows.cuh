@@ -1,7 +1,7 @@
 #pragma once
 // What two warps load for warpgroups that own keys: K and V of each tile of keys that some row
-// sees, and, tile by tile, the rows. The block has `tasks` tiles of keys, the KeyTiles task_of(0)
-// ….
+// sees, and, tile by tile, the rows. The block has `tasks` tiles of keys: task_of(i) is the i-th
+// KeyTile.
 
 #include <backward/parts/own_keys.cuh>
 #include <ptx/bulk_copy.cuh>

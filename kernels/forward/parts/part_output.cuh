@@ -17,7 +17,7 @@ __device__ __forceinline__ bool is_beyond_parts(real maximum) {
 // which are at most 1, need for their sum.
 __device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
   const float keys = has_mask_text ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
-  return 0x1p-23f * 0x1p15f * rsqrtf(sum * fmax(keys, 1.0f));
+  return least_share * rsqrtf(sum * fmax(keys, 1.0f));
 }
 
 // Of O / sum of a warp's rows: sets the flags of rows that parts may not have held

@@ -31,8 +31,8 @@ struct Schedule {
         turned(heads_in_turn()) {}
 
   // How many heads are dealt out so: up to four tiles it is faster, with eight it is not. They make
-  // whole groups of an even number of rounds, as the others do, so that the rest is as even as it
-  // was; but the last group may lack heads, up to a 32nd of all.
+  // whole groups of rounds, whose number is even: then a block's seat is the same after them. The
+  // last group may lack heads, up to a 32nd of all.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * blocks : blocks;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > 4 || blocks % tiles > 0) return 0;

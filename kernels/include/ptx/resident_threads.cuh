@@ -3,4 +3,4 @@
 
 constexpr bool is_of_server =
     __CUDA_ARCH__ == 800 || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10;
-constexpr int resident_threads = __CUDA_ARCH__ < 800 ? 1024 : is_of_server ? 2048 : 1536;
+constexpr int resident_threads = is_of_server ? 2048 : 1536;
