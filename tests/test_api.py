@@ -392,7 +392,8 @@ def test_calls_keep_no_device_memory(cuda):
         cupyfa.attention(q, k, v, kernel=kernel.name)
         del q, k, v
         used.append(cupy.get_default_memory_pool().used_bytes())
-    assert len(set(used)) == 1
+    # Calls would add to it; what earlier tests left may be freed meanwhile.
+    assert used == sorted(used, reverse=True)
 
 
 def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
