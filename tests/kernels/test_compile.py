@@ -76,7 +76,7 @@ def test_every_kernel_for_every_architecture(arch, launch):
 
 # Bytes that are known to be spilled: the fastest tiles need a few registers more than there are.
 SPILLED_BY_ALL = {  # at d = 64, outside of the loops of products
-    "mma_fp16x2": 36,
+    "mma_fp16x2": 40,
     "mma_fp16x2_two_pass_rows": 8,
 }
 SPILLED = {
