@@ -171,7 +171,7 @@ class _Block:
 
 
 def counts_work(entries: Sequence[Entry]) -> bool:
-    """Whether entries give the work of products; those of scalar kernels do not."""
+    """Whether the entries record the work of products, which scalar kernels do not record."""
     return any(x.kind.name in ("WORKED_WGMMA", "WORKED_MMA") for x in entries)
 
 
