@@ -127,6 +127,11 @@ class Launch(_Record):
         memory where they do; an output is copied back.
     numbers: more int32 arguments, as ``{"name": lambda p, c: …}``.
     in_rounds: whether the launch is repeated in each of the kernel's ``rounds``.
+    begins_early: whether it may begin while the launch before it ends, on "90" and later
+        (programmatic dependent launch). Each thread that reads what launches before it write, or
+        writes what they read or write, calls wait_for_launch_before() of
+        ptx/dependent_launch.cuh first, and some thread of each block calls it in any case. It can
+        begin when all blocks of the launch before have ended or called launch_dependents().
     walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
         lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
         "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys
@@ -148,6 +153,7 @@ class Launch(_Record):
     boxes: Mapping[str, Formula] = field(default_factory=dict)
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
+    begins_early: bool = False
     walks: Mapping[str, Walk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

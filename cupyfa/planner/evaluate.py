@@ -32,6 +32,7 @@ _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # The struct Sizes of extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}  # of an array's argument, by its form
+_EARLY_SINCE = 90  # compute capability
 _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
 
@@ -194,7 +195,14 @@ class _Planner:
             ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
+            begins_early=launch.begins_early and self.can_begin_early,
         )
+
+    @property
+    def can_begin_early(self) -> bool:
+        """Whether the device has programmatic dependent launches."""
+        arch = self.limits.arch
+        return arch is None or int(arch) >= _EARLY_SINCE
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""

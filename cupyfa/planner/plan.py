@@ -89,6 +89,7 @@ class PlannedLaunch:
     mods: str = "struct Mods {};"  # that struct and the functions of texts, in C++
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
     recording: Recording | None = None  # what it records of its run, if anything
+    begins_early: bool = False  # whether the device can begin it while the launch before it ends
 
     @property
     def entry(self) -> str:

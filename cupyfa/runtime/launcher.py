@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -127,18 +128,16 @@ class Launcher:
                 backend,
                 _launch(backend, step, kernels[id(step.launch)], arrays, place, written),
             )
-            for step in plan.steps
-            if isinstance(step, Matmul) or all(step.grid)  # CUDA refuses an empty grid
+            for step in _in_order(plan)
         ]
 
     def with_numbers(self, plan: Plan) -> Launcher:
         """The same launches with the numbers of another plan; see planner.evaluate."""
         other = copy(self)
         other._mine = threading.local()
-        steps = (x for x in plan.steps if isinstance(x, Matmul) or all(x.grid))
         other._steps = [
             make if isinstance(step, Matmul) else _with_values(make, step)
-            for step, make in zip(steps, self._steps)
+            for step, make in zip(_in_order(plan), self._steps)
         ]
         return other
 
@@ -174,6 +173,23 @@ class Launcher:
             step.write(addresses)
         calls = [partial(step.start, stream, step.pointers, 0) for step in steps]
         return calls[0] if len(calls) == 1 else partial(_call_all, self._together, calls), steps
+
+
+def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
+    """The steps that are launched. CUDA refuses an empty grid.
+
+    The first one is ordered after all work before the plan, and one that is recorded begins when
+    the launch before it has ended.
+    """
+    steps = [x for x in plan.steps if isinstance(x, Matmul) or all(x.grid)]
+    return [
+        replace(x, begins_early=False)
+        if isinstance(x, PlannedLaunch)
+        and x.begins_early
+        and (x.recording or not isinstance(before, PlannedLaunch))
+        else x
+        for before, x in zip((None, *steps), steps)
+    ]
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:

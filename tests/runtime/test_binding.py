@@ -776,6 +776,16 @@ def driver(monkeypatch):
     def launch(function, gx, gy, gz, x, y, z, shared, stream, pointers, extra):
         launched.append((function, (gx, gy, gz), x, shared, stream, pointers))
 
+    def launch_early(address, function, pointers, extra):
+        config = cuda._LaunchConfig.from_address(address)
+        (attribute,) = config.attributes[: config.attribute_count]
+        assert (attribute.id, attribute.value[1]) == (6, 1)
+        sizes = (*config.grid, *config.block, config.shared_bytes)
+        cuda.driver.launchKernel(function, *sizes, config.stream, pointers, extra)
+        launch_early.functions.append(function)
+
+    launch_early.functions = []
+    monkeypatch.setattr(cuda, "_launch_kernel_ex", lambda: launch_early)
     runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
     monkeypatch.setattr(cuda, "runtime", runtime)
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
@@ -851,6 +861,27 @@ def test_the_driver_gets_the_arguments_that_a_launch_would_have(driver, kernel):
             for value, address in zip(values, table):
                 size = np.asarray(value).nbytes
                 assert ctypes.string_at(address, size) == np.asarray(value).tobytes()
+
+
+def test_only_launches_that_follow_another_begin_early(driver):
+    from cupyfa.runtime.cuda import device as cuda
+
+    kernel = FORWARD["mma_split_kv"]
+    kernel = replace(kernel, launches=[replace(x, begins_early=True) for x in kernel.launches])
+    plan = planned(kernel, Simulator(), {"heads": 2, "M": 1, "N": 300, "d": 32}, "float16")
+    p = plan.problem
+    arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
+    arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
+    arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
+    for steps in (plan.steps, plan.steps[1:]):
+        cuda._launch_kernel_ex().functions.clear()
+        driver.clear()
+        addresses = tuple(x.data.ptr for x in arrays.values())
+        Launcher(Driven(), replace(plan, steps=steps), arrays)(addresses, 42)
+        functions = [function for function, *_ in driver]
+        assert len(functions) == len(steps)
+        assert cuda._launch_kernel_ex().functions == functions[1:]
+        assert {stream for *_, stream, _ in driver} == {42}
 
 
 def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch):

@@ -284,6 +284,8 @@ class Cuda(Backend):
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
         function, block = kernel.kernel.ptr, (launch.threads, 1, 1)
+        if launch.begins_early and (launch_kernel := _launch_kernel_ex()) is not None:
+            return _early_starter(launch_kernel, function, launch)
         return partial(driver.launchKernel, function, *launch.grid, *block, launch.shared_bytes)
 
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
@@ -488,6 +490,72 @@ def _encoded(mapped: Mapped) -> np.ndarray:
     if error:
         raise DeviceError(f"cuTensorMapEncodeTiled failed for {mapped}: CUresult {error}")
     return encoded
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, with a value that is an int."""
+
+    _fields_ = (("id", ctypes.c_int), ("value", ctypes.c_int * 17))  # value[1] is the int
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CAPTURES_EARLY_LAUNCHES = 12030  # the first CUDA whose graphs have them
+
+
+def _early_starter(
+    launch_kernel: Callable[..., Any], function: int, launch: PlannedLaunch
+) -> Start:
+    """Starts a launch that may begin while the launch before it ends.
+
+    One thread at a time calls it: launches of several steps are queued together.
+    """
+    attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
+    attribute.value[1] = 1
+    config = _LaunchConfig(
+        launch.grid,
+        (launch.threads, 1, 1),
+        launch.shared_bytes,
+        attributes=ctypes.pointer(attribute),
+        attribute_count=1,
+    )
+    address = ctypes.addressof(config)
+
+    def start(stream: int | None, pointers: int, extra: int) -> None:
+        config.stream = stream
+        launch_kernel(address, function, pointers, extra)
+
+    return start
+
+
+@cache
+def _launch_kernel_ex() -> Any:
+    """The driver's cuLaunchKernelEx, for which CuPy has no function.
+
+    None for a driver without it, or whose graphs cannot have its launches.
+    """
+    version = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        library.cuDriverGetVersion(ctypes.byref(version))
+        function = library.cuLaunchKernelEx
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p] * 4
+    function.restype = driver.check_status
+    return function if version.value >= _CAPTURES_EARLY_LAUNCHES else None
 
 
 @cache

@@ -1,0 +1,8 @@
+#pragma once
+// Programmatic dependent launch. Here a launch begins when the one before it has ended.
+
+// Waits until the launch before has ended, and sees all that it wrote.
+inline void wait_for_launch_before() {}
+
+// The next launch may begin when all blocks have called this or ended.
+inline void launch_dependents() {}

@@ -1,0 +1,18 @@
+#pragma once
+// Programmatic dependent launch: a launch whose record says `begins_early` may begin while the one
+// before it ends. Elsewhere, and before Hopper, these do nothing.
+#include <ptx/arch.cuh>
+
+// Waits until the launch before has ended, and sees all that it wrote. Called before a thread reads
+// what launches before write, or writes what they read or write. Some thread of each block calls it
+// in any case: then the end of this launch says that those before have ended, too.
+// griddepcontrol.wait
+__device__ __forceinline__ void wait_for_launch_before() {
+  if constexpr (on_hopper) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next launch may begin when all blocks have called this or ended. Its blocks take what
+// multiprocessors have left.  griddepcontrol.launch_dependents
+__device__ __forceinline__ void launch_dependents() {
+  if constexpr (on_hopper) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
