@@ -219,18 +219,19 @@ MMA_PIPELINED_TILES = TileChoice.of(
     short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
+LARGE_FEW = {Br: (Br, 64, 16, 3, 1) for Br in (16, 32)} | {64: (64, 32, 16, 2, 1)}
 SPLIT_KV_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
     up_to={64: [(128, 64, 32, 2, 2)], 128: [(64, 64, 16, 2, 2)]},
     # Where ptxas lacks registers for the others.
     on={arch: {256: [(64, 16, 16, 2, 2)]} for arch in ("100", "120")},
-    # The second ones are for 64 KB of shared memory.
+    # The second ones are for less than 200 KB of shared memory, the last ones for 64.
     few_rows={
         Br: {
-            64: [(Br, 64, 16, 3, 3)],
-            128: [(Br, 64, 16, 2, 2), (Br, 32, 16, 2, 2)],
-            256: [(Br, 16, 16, 4, 2), (Br, 16, 16, 2, 2)],
+            64: [(Br, 128, 16, 3, 1), (Br, 64, 16, 3, 3)],
+            128: [(Br, 64, 16, 3, 1), (Br, 64, 16, 2, 2), (Br, 32, 16, 2, 2)],
+            256: [LARGE_FEW[Br], (Br, 16, 16, 4, 2), (Br, 16, 16, 2, 2)],
         }
         for Br in (16, 32, 64)
     },
@@ -257,6 +258,7 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 )
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
+MORE_WAVES = 4
 FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer than multiplying
 
 
@@ -295,9 +297,23 @@ def visible_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def num_splits(p: Problem, c: SimpleNamespace) -> int:
-    """How many splits the keys of a row tile have, each of at least one tile: the fewest that leave
-    at most a tenth of the device idle, whose multiprocessors run `blocks_per_sm` blocks at a time.
+    """How many splits the keys of a row tile have, each of at least one tile: the fewest that take
+    at most a twentieth longer than the fastest.
+
+    A wave of blocks, `blocks_per_sm` on each multiprocessor, takes as long as the tiles of a split
+    and one more.
     """
+    tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
+    most = max(cdiv(visible_keys(p, c), c.Bc), 1)
+    waves = range(cdiv(tiles, at_a_time), cdiv(tiles, at_a_time) + MORE_WAVES)
+    shortest = {n: cdiv(most, min(n * at_a_time // tiles, most)) for n in waves}
+    enough = 21 * min(n * (length + 1) for n, length in shortest.items()) // 20
+    lengths = [enough // n - 1 for n, length in shortest.items() if n * (length + 1) <= enough]
+    return min(cdiv(most, length) for length in lengths)
+
+
+def filling_splits(p: Problem, c: SimpleNamespace) -> int:
+    """The same as the fewest that leave at most a tenth of the device idle."""
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     for splits in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
@@ -417,6 +433,21 @@ def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * c.Br * max(depth, width) + c.stages * c.Bc * (depth + width)
 
 
+def key_warps(p: Problem, c: SimpleNamespace) -> int:
+    """Among how many warps the keys of a tile are divided: until a block has four, where each of
+    them has whole products, and what they leave takes no more memory than K and V. With those in
+    e4m3 one warp was as fast.
+    """
+    if p.modifiers.is_e4m3:
+        return 1
+    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    for warps in (4, 2):
+        fits = 4 * warps * c.Br * (width + 8) <= 2 * c.stages * c.Bc * (depth + width)
+        if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
+            return warps
+    return 1
+
+
 def rows_of_splits(splits: Formula) -> Formula:
     """The rows of all splits together, if a launch has to merge them."""
 
@@ -437,7 +468,9 @@ def split_kv(splits: Formula) -> Kernel:
         launch={
             "args": f"Q K V O lse {SPLITS} num_splits sizes heads group scale mods",
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
+            "threads": lambda p, c: WARP * c.Br // c.Wr * key_warps(p, c),
             "shared": split_kv_shared,
+            "constants": {"pack_gqa": pack_gqa, "key_warps": key_warps},
             "numbers": {"num_splits": splits},
             "walks": {},
         },
@@ -447,8 +480,9 @@ def split_kv(splits: Formula) -> Kernel:
                 args=f"{SPLITS} O lse num_splits Q K V sizes heads group scale mods",
                 grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
                 threads=lambda p, c: MERGE_WARPS * WARP,
-                shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 1),
+                shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
                 numbers={"num_splits": splits},
+                begins_early=True,
             ),
         ),
         scratch={
@@ -459,7 +493,7 @@ def split_kv(splits: Formula) -> Kernel:
         tiles=SPLIT_KV_TILES,
         candidates={
             "Br": (16, 32, 64, 128),
-            "Bc": (16, 32, 64),
+            "Bc": (16, 32, 64, 128),
             "Wr": (16, 32),
             "stages": (2, 3, 4),
             "blocks_per_sm": (1, 2, 3, 4),
@@ -516,7 +550,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
     )
 
 
-FA2_SPLIT_KV = fa2_split_kv(num_splits)
+FA2_SPLIT_KV = fa2_split_kv(filling_splits)
 MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
@@ -1041,7 +1075,8 @@ def for_decoding(
 def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
     if name == "fa2_split_kv" and splits is not None:
         return _with_lengths(fa2_split_kv(lambda p, c: splits))
-    made = MMA_SPLIT_KV if splits is None else split_kv(lambda p, c: splits)
+    usual = filling_splits if is_e4m3 else num_splits
+    made = split_kv(usual if splits is None else lambda p, c: splits)
     if not is_e4m3:
         return _with_lengths(rounded_first(made))
     return replace(

@@ -5,12 +5,16 @@
 // results. K and V go through a ring of `stages` tiles, so that enough loads are in flight to keep
 // memory busy. A single split writes O and lse itself.
 //
+// A tile of few rows would be a single warp's. Then the keys of each tile are divided among
+// `key_warps` warps, whose sums are added up at the end.
+//
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_splits [batch, heads, M, num_splits, stored_width]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
-//   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (32 * Br / Wr)
-//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)
+//   block (32 * Br / Wr * key_warps)
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, key_warps, d, dv,
+//   threads, shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/paged_head.cuh>
@@ -18,7 +22,9 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/e4m3_products.cuh>
+#include <forward/parts/key_warps.cuh>
 #include <ptx/cp_async.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
@@ -31,6 +37,7 @@ constexpr int whole = step * in_operand;
 constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, whole) * whole;       // of V and O
 constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
+constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
@@ -39,9 +46,14 @@ struct Shared {
   operand V[stages][Bc][width / in_operand];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
+static_assert(threads == warp_size * Br / Wr * key_warps, "each warp owns Wr rows and Wc keys");
 static_assert(stages >= 2, "the next tile is loaded while this one is multiplied");
-static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
+static_assert(Wr % step == 0 && Bc % (step * key_warps) == 0, "tiles are made of whole products");
+
+using OwnSums = WarpSums<Wr / step, width / 8>;
+static_assert(Br / Wr * key_warps * sizeof(OwnSums) <= sizeof(Shared::K) + sizeof(Shared::V) ||
+                  key_warps == 1,
+              "sums of warps take the place of keys and values");
 
 // A split of the keys from `start` to `end`. The numbers of tiles of any two differ by one at most.
 struct Split {
@@ -61,7 +73,7 @@ struct Task {
   Scorer<real> scorer;
   KeyHead keys, values;
   Scaling<Mods> scales;
-  int own_row, lane;
+  int own_row, own_key, lane;
   int end;  // of the split's keys
 };
 
@@ -74,8 +86,8 @@ __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int b
   cp_async_commit_group();
 }
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. Unless it is `masked`, all rows see all of
-// its keys.
+// The warp's keys of one tile: S = Q K^T, P = softmax(S), O += P V. Unless it is `masked`, all rows
+// see all of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -87,13 +99,14 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   __syncthreads();  // the tile is there, and the one before it is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
   if (!seen) return;
-  Fragments<Wr, Bc> S = {};
-  multiply_stored_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane, task.scales,
-                         task.keys, first_key);
-  task.scorer.apply(S, rows, first_key);
-  rescale<masked>(S, O, rows, first_key, task.lane);
-  multiply_stored_output(shared.V[buffer], S, O, rows, first_key, task.lane, task.scales,
-                         task.values);
+  const int first = first_key + task.own_key;
+  Fragments<Wr, Wc> S = {};
+  multiply_stored_scores(shared.Q, keys_from<Wc>(shared.K[buffer], task.own_key), S, task.own_row,
+                         task.lane, task.scales, task.keys, first);
+  task.scorer.apply(S, rows, first);
+  rescale<masked>(S, O, rows, first, task.lane);
+  multiply_stored_output(keys_from<Wc>(shared.V[buffer], task.own_key), S, O, rows, first,
+                         task.lane, task.scales, task.values);
 }
 
 // Writes what merge_splits needs of the warp's rows: the maxima, the sums of P relative to them,
@@ -129,11 +142,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  launch_dependents();
   const int tiles = cdiv(sizes.M * pack_gqa, Br);
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;
-  const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+  const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
@@ -148,12 +163,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   copy_tile<threads, depth, d == depth, pack_gqa>(shared.Q, queries, first_row, 0, d);
   cp_async_commit_group();
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
-  const Task task = {shared,  scorer, keys,     values, {mods, batch, kv_head},
-                     own_row, lane,   split.end};
+  const Task task = {shared,  scorer,        keys, values,   {mods, batch, kv_head},
+                     own_row, key_warp * Wc, lane, split.end};
 #pragma unroll 1
   for (int i = 0; i < stages - 1; ++i) copy_keys(task, split.first_key + i * Bc, i);
   Fragments<Wr, width> sums = {};
-  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2(), index / tiles == 0);
+  OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2(),
+               index / tiles == 0 && key_warp == 0);
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
     if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
@@ -164,6 +180,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   }
   cp_async_wait_group<0>();
   __syncthreads();  // Q is no longer read, nor written
+  if constexpr (key_warps > 1) {
+    OwnSums* all = reinterpret_cast<OwnSums*>(shared.K) + warp / key_warps * key_warps;
+    add_up<key_warps>(all, key_warp, sums, rows, lane);
+    if (key_warp > 0) return;
+  }
   // The loop does not keep registers for the block's place: it is computed again.
   const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);

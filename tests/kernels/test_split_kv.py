@@ -37,13 +37,15 @@ def splits(plan):
     return found
 
 
-BLOCKS = [(sizes, (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
+# Of 16 keys, or of 64, which four warps divide among each other.
+BLOCKS = [(sizes, (16, 64)[i % 2], (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
 @pytest.mark.each_choice
-@pytest.mark.parametrize("sizes, blocks", BLOCKS, ids=name)
-def test_splits_are_merged(backend, sizes, blocks):
-    check_case(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=blocks)
+@pytest.mark.parametrize("sizes, Bc, blocks", BLOCKS, ids=name)
+def test_splits_are_merged(backend, sizes, Bc, blocks):
+    tiles = {**SMALL, "Bc": Bc, "blocks_per_sm": blocks}
+    check_case(SPLIT, backend, sizes, "float16", **tiles)
 
 
 @pytest.mark.parametrize("M", [1, 16, 64])
@@ -113,13 +115,17 @@ DECODE = {"heads": 32, "kv_heads": 8, "M": 1}
 
 
 @pytest.mark.parametrize("batch, N", [(1, 8192), (1, 131072), (4, 32768), (16, 8192), (128, 4096)])
-def test_splits_fill_the_device(batch, N):
+def test_splits_are_the_fewest_of_those_that_take_hardly_longer(batch, N):
     plan = h100(batch=batch, N=N, **DECODE)
-    blocks, at_a_time = plan.launches[0].grid[0], 132 * plan.constants["blocks_per_sm"]
-    assert blocks == 8 * batch * splits(plan)
-    assert blocks / (-(-blocks // at_a_time) * at_a_time) >= 0.9
-    fewer = blocks - 8 * batch
-    assert splits(plan) == 1 or fewer / (-(-fewer // at_a_time) * at_a_time) < 0.9
+    tiles, at_a_time = -(-N // plan.constants["Bc"]), 132 * plan.constants["blocks_per_sm"]
+    assert plan.launches[0].grid[0] == 8 * batch * splits(plan)
+
+    def time(number):
+        return -(-8 * batch * number // at_a_time) * (-(-tiles // number) + 1)
+
+    times = {number: time(number) for number in range(1, 4 * at_a_time // (8 * batch) + 2)}
+    enough = 1.05 * min(times.values())
+    assert splits(plan) == min(number for number, took in times.items() if took <= enough)
 
 
 def test_a_split_has_at_least_one_tile_of_visible_keys():
@@ -128,7 +134,7 @@ def test_a_split_has_at_least_one_tile_of_visible_keys():
     assert splits(h100(N=1, **DECODE)) == splits(h100(N=0, **DECODE)) == 1
     window = h100(N=131072, window=(256, 0), **DECODE)
     assert splits(window) == -(-(1 + 256) // Bc)
-    assert splits(h100(N=131072, window=(256, None), **DECODE)) > 20
+    assert splits(h100(N=131072, window=(256, None), **DECODE)) == 132 // 8
 
 
 def test_a_single_split_needs_no_scratch_and_no_merge():

@@ -52,9 +52,10 @@ LONGER_STEPS = {
         "tiles of 16-bit operands and of float32, one buffer or two, heads that share K and V",
     ),
     ("forward/mma_pipelined", "forward/mma_split_kv"): (
-        114,
-        427,
-        "splits of the keys and what they leave; keys in pages, and in e4m3 with scales",
+        155,
+        524,
+        "splits of the keys and what they leave; keys in pages, and in e4m3 with scales; warps "
+        "with the same rows",
     ),
     ("forward/mma_pipelined", "forward/mma_tf32"): (
         115,
@@ -141,7 +142,11 @@ LONGER = {
     ),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
-    "forward/mma_split_kv": (1433, COPIES + ", in pages too; products of e4m3; results of splits"),
+    "forward/merge_splits": (621, REPAIR),
+    "forward/mma_split_kv": (
+        1551,
+        COPIES + ", in pages too; products of e4m3; results of splits and of warps",
+    ),
     "forward/mma_split_q": (681, REPAIR),
     "forward/mma_swizzled": (697, REPAIR),
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
