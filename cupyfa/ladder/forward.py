@@ -335,6 +335,29 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
     return few and visible_keys(p, c) >= (512 if 4 * rows <= FEW_ROWS else 1024)
 
 
+# By head dimension: the share of the device, and the keys, of the rule below; measured on an H100.
+PAYS_TO_SPLIT = {64: (0.575, 448), 128: (0.53, 256), 256: (0.43, 128)}
+
+
+def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether dividing the keys takes less time than wgmma_persistent does, on a device that has
+    it: on others, and where that one does not fit or has more tiles than the device at a time, as
+    few_rows_for_many_keys.
+
+    That one takes as long as N keys do, however few of its tiles of 64 rows there are; blocks that
+    share the keys of T such tiles take T shares of the device, and as long as 1024 keys more.
+    """
+    rows = p.M * p.group
+    tiles = cdiv(p.M, 64) * p.heads * p.batch
+    is_full = rows <= FEW_ROWS and tiles > c.multiprocessors
+    if c.arch != "90" or p.pages or p.precision or p.sequences or is_full:
+        return few_rows_for_many_keys(p, c)
+    N, d = visible_keys(p, c), max(p.d, p.dv)
+    share, least = next(PAYS_TO_SPLIT[most] for most in PAYS_TO_SPLIT if d <= most)
+    T = packed_tiles(p, c) * c.Br / 64
+    return T * (N + 1024) <= share * c.multiprocessors * (N - least)
+
+
 def rounded_first(kernel: Kernel) -> Kernel:
     """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
     launches = [x for x in kernel.launches if isinstance(x, Launch)]
@@ -500,7 +523,7 @@ def split_kv(splits: Formula) -> Kernel:
         },
         rules={**MMA_PIPELINED.rules, "stages is 2 or more": lambda c: c.stages >= 2},
         tflops={"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
-        made_for=few_rows_for_many_keys,
+        made_for=pays_to_split,
     )
 
 

@@ -228,8 +228,9 @@ class Kernel(_Record):
         and the like for precisions: at batch 4, heads 16, M = N = 2048 or what its page measures; a
         softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it. It takes a kernel
         that was not measured only where no kernel of that precision or dtype was.
-    made_for: the problems that it was made for, ``lambda p, c: bool`` with ``c.multiprocessors``.
-        ``kernel="auto"`` takes it for these, once it was measured, and for no others.
+    made_for: the problems that it was made for, ``lambda p, c: bool`` with ``c.multiprocessors``
+        and ``c.arch``, the device's compute capability. ``kernel="auto"`` takes it for these, once
+        it was measured, and for no others.
     unordered: outputs that are summed in any order, as by atomics: their last bits differ from run
         to run.
     persistent: whether each block has its tiles from the beginning, so that all wait for one that

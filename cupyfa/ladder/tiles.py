@@ -21,7 +21,7 @@ RESERVED = (
     "Mods",
     *("d", "dv", "threads", "shared_bytes"),
     *("scalar", "operand", "real"),
-    *("multiprocessors", "round"),
+    *("multiprocessors", "arch", "round"),
 )
 # Names of constants that are rows, or keys, of a tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")

@@ -203,7 +203,7 @@ def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
         return False
 
     def suits(p: Problem, constants: Mapping[str, int]) -> bool:
-        c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors)
+        c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors, arch=limits.arch)
         return bool(kernel.evaluated("made_for", made_for, p, c))
 
     p = kernel.resolved(_with_columns(kernel, problem))
