@@ -354,8 +354,8 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
         return few_rows_for_many_keys(p, c)
     N, d = visible_keys(p, c), max(p.d, p.dv)
     share, least = next(PAYS_TO_SPLIT[most] for most in PAYS_TO_SPLIT if d <= most)
-    T = packed_tiles(p, c) * c.Br / 64
-    return T * (N + 1024) <= share * c.multiprocessors * (N - least)
+    tiles_64 = packed_tiles(p, c) * c.Br / 64
+    return (N + 1024) * tiles_64 <= share * c.multiprocessors * (N - least)
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
