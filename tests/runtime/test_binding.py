@@ -936,7 +936,6 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
     arrays = {x: on_device(p.shape(f"batch heads {x} d"), p.dtype.numpy) for x in ("M", "N")}
     arrays = {"Q": arrays["M"], "K": arrays["N"], "V": arrays["N"]}
     arrays |= {x: on_device(*about) for x, about in {**plan.outputs, **plan.scratch}.items()}
-    launchers = [Launcher(engine, plan, arrays) for _ in range(2)]
     launched = []
 
     def launch(function, *_):
@@ -944,6 +943,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
         time.sleep(0.001)  # as the driver does, it lets other threads go on
 
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    launchers = [Launcher(engine, plan, arrays) for _ in range(2)]
     addresses = [x.data.ptr for x in arrays.values()]
     start = threading.Barrier(2)
 
@@ -954,6 +954,7 @@ def test_launches_of_a_call_are_not_interleaved_with_other_threads(driver, monke
 
     in_threads(call, launchers)
     count = len(plan.launches)
+    assert len(launched) == 2 * 20 * count
     for at in range(0, len(launched), count):
         assert len({thread for thread, _ in launched[at : at + count]}) == 1
 
