@@ -83,10 +83,13 @@ def test_nonfinite_inputs_stay_in_their_rows(backend):
 
 
 def test_maxima_of_splits_may_lie_far_apart(backend):
-    """One split has all the weight, wherever it is; sums must not overflow."""
-    sizes = {"heads": 1, "M": 2, "N": 200, "d": 16, "scale": 1.0}
-    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=3)
-    for key in (0, 100, 199):
+    """One split has all the weight, wherever it is; sums must not overflow. More splits than the
+    warps of a merge read at a time.
+    """
+    sizes = {"heads": 1, "M": 2, "N": 600, "d": 16, "scale": 1.0}
+    plan = planned(SPLIT, backend, sizes, "float16", **SMALL, blocks_per_sm=40)
+    assert splits(plan) == 38
+    for key in (0, 100, 599):
         inputs = inputs_of(plan)
         inputs["Q"][...] = 60
         inputs["K"][...] = np.abs(inputs["K"])
