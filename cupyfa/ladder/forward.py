@@ -481,6 +481,18 @@ def rows_of_splits(splits: Formula) -> Formula:
     return rows
 
 
+def splits_at_once(splits: Formula) -> Formula:
+    """How many splits a warp of merge_splits reads at a time: a power of two, the next one to its
+    own splits, as far as registers allow.
+    """
+
+    def at_once(p: Problem, c: SimpleNamespace) -> int:
+        own = cdiv(splits(p, c), MERGE_WARPS)
+        return min(1 << (own - 1).bit_length(), max(8 // cdiv(p.dv, 4 * WARP), 1))
+
+    return at_once
+
+
 def split_kv(splits: Formula) -> Kernel:
     """The record of mma_split_kv with a formula of the number of splits."""
     rows = rows_of_splits(splits)
@@ -504,6 +516,7 @@ def split_kv(splits: Formula) -> Kernel:
                 grid=lambda p, c: p.M * p.heads * p.batch if splits(p, c) > 1 else 1,
                 threads=lambda p, c: MERGE_WARPS * WARP,
                 shared=lambda p, c: 4 * MERGE_WARPS * (round_up(p.dv, 16) + 2),
+                constants={"at_once": splits_at_once(splits)},
                 numbers={"num_splits": splits},
                 begins_early=True,
             ),

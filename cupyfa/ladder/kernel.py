@@ -137,9 +137,9 @@ class Launch(_Record):
         "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys
         of a tile, or None where the launch visits all tiles.
 
-    Formulas of grids and numbers also find ``c.multiprocessors``, the multiprocessors of the device
-    (few in the simulator, so that a persistent block has several tiles there too), and ``c.round``,
-    the number of the round, from 0.
+    Formulas of grids, numbers and constants also find ``c.multiprocessors``, the multiprocessors of
+    the device (few in the simulator, so that a persistent block has several tiles there too), those
+    of grids and numbers ``c.round``, the number of the round, from 0.
     """
 
     entry: str

@@ -334,7 +334,7 @@ class _Planner:
 
     def constant(self, what: str, formula: Constant) -> int | float:
         """A constant above a kernel's text: a bool, an int, or a float in single precision."""
-        value = self.kernel.evaluated(what, formula, self.problem, self.c)
+        value = self.kernel.evaluated(what, formula, self.problem, self.on_device())
         if isinstance(value, bool | np.bool_):
             return bool(value)
         if isinstance(value, int | np.integer) and -(2**31) <= value < 2**31:

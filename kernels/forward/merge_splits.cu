@@ -10,8 +10,8 @@
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
-//   split, a lane four columns of each 128
-//   the host sets: scalar, result, operand, real, d, dv, threads, shared_bytes and options
+//   split, `at_once` of them at a time, a lane four columns of each 128
+//   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
@@ -25,7 +25,6 @@
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int rounds = cdiv(width, 4 * warp_size);
 constexpr int warps = threads / warp_size;
-constexpr int at_once = 8 / rounds;  // splits of a warp whose loads are under way together
 static_assert(threads % warp_size == 0, "a warp takes whole splits");
 
 struct Shared {
