@@ -336,7 +336,9 @@ def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
 
 
 # By head dimension: the share of the device, and the keys, of the rule below; measured on an H100.
-PAYS_TO_SPLIT = {64: (0.575, 448), 128: (0.53, 256), 256: (0.43, 128)}
+PAYS_TO_SPLIT = {64: (0.85, 384), 128: (0.6, 352), 256: (0.35, 160)}
+# Columns of keys of all heads that blocks of wgmma_persistent read as fast as memory allows.
+MANY_COLUMNS = 64 * 256
 
 
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
@@ -344,8 +346,10 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     it: on others, and where that one does not fit or has more tiles than the device at a time, as
     few_rows_for_many_keys.
 
-    That one takes as long as N keys do, however few of its tiles of 64 rows there are; blocks that
-    share the keys of T such tiles take T shares of the device, and as long as 1024 keys more.
+    That one takes as long as N keys do, however few of its tiles of 64 rows there are, but for what
+    memory allows. Blocks that share the keys of T such tiles take T shares of the device, and as
+    long as 131,072 / d keys more; of T, one half is their own rows, the other half those that they
+    merge. Tiles of few rows take a tenth longer.
     """
     rows = p.M * p.group
     tiles = cdiv(p.M, 64) * p.heads * p.batch
@@ -353,9 +357,13 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     if c.arch != "90" or p.pages or p.precision or p.sequences or is_full:
         return few_rows_for_many_keys(p, c)
     N, d = visible_keys(p, c), max(p.d, p.dv)
-    share, least = next(PAYS_TO_SPLIT[most] for most in PAYS_TO_SPLIT if d <= most)
-    tiles_64 = packed_tiles(p, c) * c.Br / 64
-    return (N + 1024) * tiles_64 <= share * c.multiprocessors * (N - least)
+    if p.kv_heads * p.batch * d >= MANY_COLUMNS:
+        return False
+    most = next(most for most in PAYS_TO_SPLIT if d <= most)
+    share, least = PAYS_TO_SPLIT[most]
+    merged = p.M * p.heads * p.batch if num_splits(p, c) > 1 else 0
+    tiles_64 = (packed_tiles(p, c) * c.Br + merged) / 128 * (1.1 if rows <= FEW_ROWS else 1)
+    return (N + 131072 // most) * tiles_64 <= share * c.multiprocessors * (N - least)
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
