@@ -119,17 +119,17 @@ class Launcher:
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
-        written = {*plan.outputs, *plan.scratch}
-        self._steps: list[partial[Any]] = [
-            partial(_Operands, backend, plan, step, _operands(step, arrays, place))
-            if isinstance(step, Matmul)
-            else partial(
-                _Arguments,
-                backend,
-                _launch(backend, step, kernels[id(step.launch)], arrays, place, written),
-            )
-            for step in _in_order(plan)
-        ]
+        written, before = {*plan.outputs, *plan.scratch}, set[str]()
+        self._steps: list[partial[Any]] = []
+        for step in _in_order(plan):
+            if isinstance(step, Matmul):
+                operands = _operands(step, arrays, place)
+                self._steps.append(partial(_Operands, backend, plan, step, operands))
+                continue
+            kernel = kernels[id(step.launch)]
+            launch = _launch(backend, step, kernel, arrays, place, written, before)
+            self._steps.append(partial(_Arguments, backend, launch))
+            before |= written & _named(step)
 
     def with_numbers(self, plan: Plan) -> Launcher:
         """The same launches with the numbers of another plan; see planner.evaluate."""
@@ -205,6 +205,7 @@ def _launch(
     arrays: Mapping[str, Any],
     place: Mapping[str, int],
     written: Set[str],
+    before: Set[str],
 ) -> _Launch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
     given = [(at, 0, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
@@ -215,7 +216,8 @@ def _launch(
     for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
         low, high = extent(arrays[name])
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
-        regions.append(Region(name, at, low, high - low, itemsize, constant, inside))
+        size = high - low
+        regions.append(Region(name, at, low, size, itemsize, constant, inside, name in before))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,
@@ -226,6 +228,12 @@ def _launch(
             if form == "map"
         ),
     )
+
+
+def _named(step: PlannedLaunch) -> set[str]:
+    """The arrays of a launch."""
+    own = {x.name for x in step.arguments if x.value is None}
+    return own | {name for x in step.arguments for name, _ in x.arrays}
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:

@@ -12,6 +12,7 @@
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
 #include <timeline.cuh>
@@ -148,15 +149,17 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const int block = longest_first(blockIdx.x, gridDim.x, max(cdiv(sizes.M, own_rows), 1));
   const auto [tile, head, batch] = place_of_rows<own_rows>(block, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
+  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
   if (!extent.has_tile_of_rows(first_row)) return;
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
-  const int kv_head = task.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const int kv_head = task.head / group;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())

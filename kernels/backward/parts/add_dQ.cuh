@@ -7,6 +7,7 @@
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/own_keys.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
 
@@ -64,6 +65,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
                                        RegisterTile<Parts::width>* dQ_sum, const Task& task,
                                        int warpgroup, int first, int end) {
   const bool elected = elect_one();
+  wait_for_launch_before();  // which clears the sums
   task.for_tiles([&](int, int, long long tile) {
 #pragma unroll 1
     for (int i = first; i < end; ++i) {
