@@ -882,6 +882,8 @@ def test_only_launches_that_follow_another_begin_early(driver):
         assert len(functions) == len(steps)
         assert cuda._launch_kernel_ex().functions == functions[1:]
         assert {stream for *_, stream, _ in driver} == {42}
+    before_hopper = replace(Simulator().limits, arch="89")
+    assert not any(x.begins_early for x in planning.plan(kernel, p, before_hopper).launches)
 
 
 def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch):
