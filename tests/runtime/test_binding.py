@@ -776,8 +776,8 @@ def driver(monkeypatch):
     def launch(function, gx, gy, gz, x, y, z, shared, stream, pointers, extra):
         launched.append((function, (gx, gy, gz), x, shared, stream, pointers))
 
-    def launch_early(address, function, pointers, extra):
-        config = cuda._LaunchConfig.from_address(address)
+    def launch_early(by_reference, function, pointers, extra):
+        config, function, pointers = by_reference._obj, function.value, pointers.value
         (attribute,) = config.attributes[: config.attribute_count]
         assert (attribute.id, attribute.value[1]) == (6, 1)
         sizes = (*config.grid, *config.block, config.shared_bytes)
