@@ -787,6 +787,7 @@ WGMMA_TWO_PASS = rung(
             shared=lambda p, c: wgmma_two_pass_shared(p, 128, c.stages, c.Bk, 24),
             walks={KEY_TILES: lambda p, c: (128, c.Bk)},
             begins_early=True,
+            unawaited="row_sums",
         ),
     ),
     tiles=TileChoice.of(

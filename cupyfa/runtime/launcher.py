@@ -178,18 +178,23 @@ class Launcher:
 def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
     """The steps that are launched. CUDA refuses an empty grid.
 
-    The first one is ordered after all work before the plan, and one that is recorded begins when
-    the launch before it has ended.
+    The first one is ordered after all work before the plan, and one that is recorded, or comes
+    after an empty grid, begins when all before it has ended.
     """
-    steps = [x for x in plan.steps if isinstance(x, Matmul) or all(x.grid)]
-    return [
-        replace(x, begins_early=False)
-        if isinstance(x, PlannedLaunch)
-        and x.begins_early
-        and (x.recording or not isinstance(before, PlannedLaunch))
-        else x
-        for before, x in zip((None, *steps), steps)
-    ]
+    steps: list[PlannedLaunch | Matmul] = []
+    before: PlannedLaunch | Matmul | None = None
+    for x, after in zip(plan.steps, (*plan.steps[1:], None)):
+        if isinstance(x, PlannedLaunch):
+            follows = isinstance(before, PlannedLaunch) and all(before.grid)
+            x = replace(
+                x,
+                begins_early=x.begins_early and follows and not x.recording,
+                waits_first=isinstance(after, PlannedLaunch) and bool(after.launch.unawaited),
+            )
+        before = x
+        if isinstance(x, Matmul) or all(x.grid):
+            steps.append(x)
+    return steps
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:
@@ -216,8 +221,8 @@ def _launch(
     for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
         low, high = extent(arrays[name])
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
-        size = high - low
-        regions.append(Region(name, at, low, size, itemsize, constant, inside, name in before))
+        awaited = name in before and name not in step.launch.unawaited.split()
+        regions.append(Region(name, at, low, high - low, itemsize, constant, inside, awaited))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,

@@ -84,12 +84,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
+  if (warpgroup >= 0) {  // in every block, also one that ends here
+    wait_for_launch_before();
+    launch_dependents();  // which read row sums
+  }
   if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();

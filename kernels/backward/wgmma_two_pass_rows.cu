@@ -3,6 +3,8 @@
 // S = Q K^T and dP = dO V^T are fragments, and dS stays in registers as an operand of dQ += dS K:
 // nothing goes through shared memory, and nothing is added in global memory.
 //
+// It runs while wgmma_two_pass_columns does: both only read row sums.
+//
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
@@ -156,14 +158,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
-  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
-  if (!extent.has_tile_of_rows(first_row)) return;
+  if (!extent.has_tile_of_rows(first_row)) return wait_for_launch_before();
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int kv_head = task.head / group;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())
       produce(shared, task, Q_map, K_map, V_map, dO_map, kv_head);
+    wait_for_launch_before();  // for nothing here, but what comes next is to see the end of both
     return;
   }
   increase_registers<consumer_registers>();
@@ -175,8 +177,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   for (int half = 0; half < 2; ++half) {
     const int row = rows.first + half * 8;
     const RowSums<Br>* sums = row_sums + stats.number(head, row);
-    rows.lse2[half] = row < extent.M ? sums->lse2[row % Br] : infinity;
-    rows.delta[half] = row < extent.M ? sums->delta[row % Br] : 0;
+    rows.lse2[half] = row < extent.M ? __ldcg(&sums->lse2[row % Br]) : infinity;
+    rows.delta[half] = row < extent.M ? __ldcg(&sums->delta[row % Br]) : 0;
   }
   Sums<depth> sums = {};
   consume(shared, task, warpgroup, rows, sums, extent, scorer);

@@ -94,8 +94,8 @@ class Simulator(Backend):
     ) -> Start:
         block = launch.grid, launch.threads, launch.shared_bytes
         order = self.schedule, self.workers
-        early = launch.begins_early
-        return machine.starter(kernel, sizes, regions, *block, *order, early=early)
+        ways = {"early": launch.begins_early, "waits_first": launch.waits_first}
+        return machine.starter(kernel, sizes, regions, *block, *order, **ways)
 
     def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:
         found = (ctypes.c_uint8 * size).in_dll(prepared.code, name)

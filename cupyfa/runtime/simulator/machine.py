@@ -102,6 +102,7 @@ def starter(
     workers: int | None = None,
     *,
     early: bool = False,
+    waits_first: bool = False,
 ) -> Callable[[Any, int, int], None]:
     """A function that runs a kernel on a grid of blocks and returns when all have finished.
 
@@ -109,7 +110,8 @@ def starter(
     address. ``regions`` are the global memory that the kernel may access. ``schedule`` is the seed
     of a pseudo-random order of threads; with None they run in the order of their indices.
     ``workers`` OS threads share the blocks; by default one per core. ``early`` launches may begin
-    while the one before them ends, so threads wait before they access ``awaited`` regions.
+    while the one before them ends, so threads wait before they access ``awaited`` regions, and if
+    the launch ``waits_first``, before they let the next one begin.
 
     Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
@@ -134,7 +136,7 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    request.early = early
+    request.early, request.waits_first = early, waits_first
     named = (
         _Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant, early and x.awaited)
         for x in regions
@@ -223,6 +225,7 @@ class _Request(ctypes.Structure):
         ("shuffled", ctypes.c_int),
         ("stopped", ctypes.c_int),
         ("early", ctypes.c_int),
+        ("waits_first", ctypes.c_int),
         ("seed", ctypes.c_uint64),
     )
 

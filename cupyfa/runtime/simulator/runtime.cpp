@@ -69,9 +69,10 @@ struct Request {
   const Region* regions;
   std::size_t region_count;
   int workers;
-  int shuffled;  // whether `seed` decides the order of threads
-  int stopped;   // whether all blocks are to stop; set by another thread
-  int early;     // whether the launch may begin while the one before it ends
+  int shuffled;     // whether `seed` decides the order of threads
+  int stopped;      // whether all blocks are to stop; set by another thread
+  int early;        // whether the launch may begin while the one before it ends
+  int waits_first;  // whether the next one counts on its wait before launch_dependents()
   std::uint64_t seed;
 };
 
@@ -1901,6 +1902,14 @@ EXPORTED void simulator_fence() {
 
 EXPORTED void simulator_wait_for_launch_before() {
   self->fiber->waited = true;
+}
+
+EXPORTED void simulator_launch_dependents(const char* file, int line) {
+  Worker& worker = *self;
+  if (!worker.launch->request->waits_first || worker.fiber->waited) return;
+  fault(worker, {file, line, CALLER},
+        format("calls launch_dependents() before wait_for_launch_before(), though the next launch "
+               "reads what launches before this one write; wait first"));
 }
 
 EXPORTED void simulator_publish(const void* object) {

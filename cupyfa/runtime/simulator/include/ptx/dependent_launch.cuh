@@ -9,4 +9,6 @@ inline void wait_for_launch_before() {
 }
 
 // The next launch may begin when all blocks have called this or ended.
-inline void launch_dependents() {}
+inline void launch_dependents(simulator::Here here = {}) {
+  simulator_launch_dependents(here.file, here.line);
+}
