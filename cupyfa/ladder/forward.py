@@ -910,6 +910,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
         shared=fp8_shared,
         constants=STAGES_PAIRS,
         when=when,
+        begins_early=True,
     )
 
 
