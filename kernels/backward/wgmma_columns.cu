@@ -159,7 +159,15 @@ struct Consumer {
       begin_scores(V, dO, dP, first);
     else
       begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows, first);
-    own.compute_P_and_dS<masks>(S, dP, sums, scorer, rest, shared.pairs.own(), next_row);
+    // The compiler may move exponentials behind the wait for dP. With 128 rows half of them stay
+    // before it, because there is a branch: that of a barrier which is known to be complete. With
+    // 64 rows they are faster between the arithmetic of dS.
+    constexpr bool overlaps = Br == 128;
+    const auto branch = [&] {
+      if constexpr (overlaps) shared.dO_pipeline.wait(rows);
+    };
+    own.compute_P_and_dS<masks, overlaps>(S, dP, sums, scorer, rest, shared.pairs.own(), next_row,
+                                          branch);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
     if (dS_stages == 1) barrier_sync(dS_empty, consuming_threads);

@@ -63,6 +63,10 @@ __device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
   return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();
 }
 
+struct NothingBetween {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
 // The rows are opaque where they are computed, so that loads of row sums in a loop keep their
 // addresses. Numbers are unsigned where they are divided: signed ones take more instructions.
@@ -84,16 +88,22 @@ struct Own {
   // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
   // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
   // read, those of the tile that begins with next_row are copied. `masks` is false if none hides.
-  template <bool masks = true, int Br, int Bc, class StoredSums, class Pairs = const NoPairs&>
-  __device__ __forceinline__ void compute_P_and_dS(
-      Sums<Br>& S, Sums<Br>& dP, const StoredSums& sums, const Scorer<float>& scorer,
-      const TilePair<Br, Bc>& pair, Pairs&& pairs = no_pairs, int next_row = -1) const {
-    wgmma_wait_group<1>(S);
+  // The product dP may be under way while P is computed if `overlaps`; between() is called then.
+  template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
+            class Pairs = const NoPairs&, class Between = NothingBetween>
+  __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
+                                                   const StoredSums& sums,
+                                                   const Scorer<float>& scorer,
+                                                   const TilePair<Br, Bc>& pair,
+                                                   Pairs&& pairs = no_pairs, int next_row = -1,
+                                                   Between between = {}) const {
+    wgmma_wait_group<overlaps ? 1 : 0>(S);
     pairs.complete();
     if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
       compute_P<masks>(S, PS, sums, scorer, pair, pairs);
       pairs.load(pair, next_row, first_key());
+      between();
       wgmma_wait_group<0>(dP);
       compute_dS(PS, dP, sums, pair.extent.kept_factor());
       drop_marked(S, PS);
