@@ -158,7 +158,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
-  if (!extent.has_tile_of_rows(first_row)) return wait_for_launch_before();
+  if (!extent.has_tile_of_rows(first_row)) {
+    wait_for_launch_before();
+    return;
+  }
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int kv_head = task.head / group;
   if (warpgroup < 0) {
