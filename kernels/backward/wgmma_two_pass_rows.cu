@@ -158,20 +158,19 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
-  if (!extent.has_tile_of_rows(first_row)) {
-    wait_for_launch_before();
-    return;
-  }
-  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
-  const int kv_head = task.head / group;
+  const bool has_rows = extent.has_tile_of_rows(first_row);
+  const int kv_head = head / group;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
-    if (threadIdx.x < warp_size && elect_one())
-      produce(shared, task, Q_map, K_map, V_map, dO_map, kv_head);
-    wait_for_launch_before();  // for nothing here, but what comes next is to see the end of both
+    if (has_rows && threadIdx.x < warp_size && elect_one())
+      produce(shared, row_tile<own_rows, Bk>(extent, first_row, head, batch), Q_map, K_map, V_map,
+              dO_map, kv_head);
+    wait_for_launch_before();  // nothing here needs it, but this launch then ends after that one
     return;
   }
+  if (!has_rows) return;
   increase_registers<consumer_registers>();
+  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int lane = threadIdx.x % warp_size;
   const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
   OwnRows rows = {first + lane / 4};
