@@ -94,8 +94,10 @@ class Simulator(Backend):
     ) -> Start:
         block = launch.grid, launch.threads, launch.shared_bytes
         order = self.schedule, self.workers
-        ways = {"early": launch.begins_early, "waits_first": launch.waits_first}
-        return machine.starter(kernel, sizes, regions, *block, *order, **ways)
+        early, first = launch.begins_early, launch.waits_first
+        return machine.starter(
+            kernel, sizes, regions, *block, *order, early=early, waits_first=first
+        )
 
     def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:
         found = (ctypes.c_uint8 * size).in_dll(prepared.code, name)
