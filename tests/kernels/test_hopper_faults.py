@@ -233,6 +233,20 @@ def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_p
         guard.checked(Simulator(), plan, inputs_of(plan), {})
 
 
+def test_a_pass_that_lets_the_next_one_begin_before_it_waits_is_found(tmp_path):
+    file, late = "wgmma_two_pass_columns.cu", f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
+    assert late in text_of(file)
+    early = f"launch_dependents();\n    {OF_EARLY_LAUNCH}();"
+    written(tmp_path, file, text_of(file).replace(late, early))
+    written(tmp_path, "wgmma_two_pass_rows.cu", text_of("wgmma_two_pass_rows.cu"))
+    sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
+    broken = replace(RUNGS["wgmma_two_pass"], folder=tmp_path)
+    plan = planning.plan(broken, Problem.of_sizes(**sizes), Simulator().limits)
+    message = f"calls launch_dependents.. before {OF_EARLY_LAUNCH}"
+    with pytest.raises(SimulatorFault, match=message):
+        guard.checked(Simulator(), plan, inputs_of(plan), {})
+
+
 @pytest.mark.parametrize("kernel", ["wgmma_overlap", "wgmma_persistent"])
 def test_results_do_not_depend_on_the_ping_pong_order(tmp_path, kernel):
     run_without(tmp_path, kernel, None, with_turns=False)
