@@ -134,7 +134,8 @@ class Launch(_Record):
         begin when all blocks of the launch before have ended or called launch_dependents().
     unawaited: names of arrays that it reads without waiting, separated by blanks. The launch before
         only reads them, too, and its threads call wait_for_launch_before() before
-        launch_dependents(): so the launches that write them have ended when this one begins.
+        launch_dependents(): so the launches that write them have ended when this one begins. It is
+        then enough that one block of it waits.
     walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
         lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
         "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys

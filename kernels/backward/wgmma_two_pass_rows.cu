@@ -165,7 +165,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     if (has_rows && threadIdx.x < warp_size && elect_one())
       produce(shared, row_tile<own_rows, Bk>(extent, first_row, head, batch), Q_map, K_map, V_map,
               dO_map, kv_head);
-    wait_for_launch_before();  // nothing here needs it, but this launch then ends after that one
+    // Nothing here needs the end of that launch, but this one must not end before.
+    if (blockIdx.x == gridDim.x - 1) wait_for_launch_before();
     return;
   }
   if (!has_rows) return;

@@ -14,7 +14,6 @@
 //   block (threads): a tile
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes
 #include <tile/block.cuh>
-#include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
@@ -151,7 +150,6 @@ extern "C" __global__ __launch_bounds__(threads, resident) void quantise(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
     Tensor<unsigned char> Q8, Tensor<unsigned char> K8, Tensor<unsigned char> V8, float* Q_scale,
     float* K_scale, float* V_scale, int M, int N, int heads, int kv_heads, int batch) {
-  launch_dependents();
   Shared& shared = shared_memory<Shared>();
   const int of_Q = cdiv(M, Br) * heads * batch, of_K = cdiv(N, Bc) * kv_heads * batch;
   if (blockIdx.x < of_Q) {

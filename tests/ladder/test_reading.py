@@ -74,7 +74,7 @@ LONGER_STEPS = {
         "elements of different lengths",
     ),
     ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): (
-        185,
+        186,
         80,
         "all of dQ is left out, and with it blocks that go from tile to tile, V in registers and "
         "quarters that masks hide, for which the second pass has no use",
@@ -122,8 +122,8 @@ LONGER = {
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
     "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1740, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
-    "backward/wgmma_columns_wide": (1587, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns": (1744, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
+    "backward/wgmma_columns_wide": (1591, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1748, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_columns_wide": (1806, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_rows": (1255, f"{HOPPER}; {PARTS}"),

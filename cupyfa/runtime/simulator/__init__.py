@@ -93,10 +93,16 @@ class Simulator(Backend):
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
         block = launch.grid, launch.threads, launch.shared_bytes
-        order = self.schedule, self.workers
-        early, first = launch.begins_early, launch.waits_first
         return machine.starter(
-            kernel, sizes, regions, *block, *order, early=early, waits_first=first
+            kernel,
+            sizes,
+            regions,
+            *block,
+            self.schedule,
+            self.workers,
+            early=launch.begins_early,
+            waits_first=launch.waits_first,
+            one_waits=bool(launch.launch.unawaited),
         )
 
     def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:

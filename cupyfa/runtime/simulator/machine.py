@@ -103,6 +103,7 @@ def starter(
     *,
     early: bool = False,
     waits_first: bool = False,
+    one_waits: bool = False,
 ) -> Callable[[Any, int, int], None]:
     """A function that runs a kernel on a grid of blocks and returns when all have finished.
 
@@ -111,7 +112,8 @@ def starter(
     of a pseudo-random order of threads; with None they run in the order of their indices.
     ``workers`` OS threads share the blocks; by default one per core. ``early`` launches may begin
     while the one before them ends, so threads wait before they access ``awaited`` regions, and if
-    the launch ``waits_first``, before they let the next one begin.
+    the launch ``waits_first``, before they let the next one begin. Some thread of each block waits,
+    or with ``one_waits`` some thread of the launch.
 
     Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
@@ -136,7 +138,7 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    request.early, request.waits_first = early, waits_first
+    request.early, request.waits_first, request.one_waits = early, waits_first, one_waits
     named = (
         _Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant, early and x.awaited)
         for x in regions
@@ -226,6 +228,7 @@ class _Request(ctypes.Structure):
         ("stopped", ctypes.c_int),
         ("early", ctypes.c_int),
         ("waits_first", ctypes.c_int),
+        ("one_waits", ctypes.c_int),
         ("seed", ctypes.c_uint64),
     )
 

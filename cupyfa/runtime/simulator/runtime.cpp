@@ -73,6 +73,7 @@ struct Request {
   int stopped;      // whether all blocks are to stop; set by another thread
   int early;        // whether the launch may begin while the one before it ends
   int waits_first;  // whether the next one counts on its wait before launch_dependents()
+  int one_waits;    // whether it is enough that one block waits for the launch before
   std::uint64_t seed;
 };
 
@@ -471,6 +472,7 @@ struct Launch {
   Shadow* shadows = nullptr;  // of each region of the request
   Began* begun = nullptr;
   std::atomic<std::uint64_t> next_number{1};
+  std::atomic<std::uint64_t> unwaited{0};  // blocks of which no thread waited for the launch before
 
   // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
   template <class T>
@@ -1323,16 +1325,20 @@ inline void check_early(Worker& worker, const Touch& touch) {
   if (__builtin_expect(worker.hit.awaited && !worker.fiber->waited, 0)) fault_early(worker, touch);
 }
 
-// Says that no thread of a block waited: then the end of this launch says nothing about those
-// before it.
+// Says that no thread of a block waited, or none of the launch if one block is enough: then the end
+// of this launch says nothing about those before it.
 void check_waited(Worker& worker) {
-  if (!worker.launch->request->early || worker.abandoned) return;
+  Launch& launch = *worker.launch;
+  if (!launch.request->early || worker.abandoned) return;
   for (int i = 0; i < worker.threads; ++i) {
     if (worker.fibers[i].waited) return;
   }
+  bool all = launch.unwaited.fetch_add(1) + 1 == launch.blocks;
+  if (launch.request->one_waits && !all) return;
   record(worker, 0, {},
-         format("ends without wait_for_launch_before(), as do all threads of its block: call it, "
-                "so that this launch ends after those before it"));
+         format("ends without wait_for_launch_before(), as do all threads of its %s: call it, "
+                "so that this launch ends after those before it",
+                launch.request->one_waits ? "launch" : "block"));
   worker.abandoned = true;
 }
 

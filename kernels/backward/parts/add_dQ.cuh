@@ -22,6 +22,9 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
+// Grids of so few blocks let finish_dQ begin: beside more, its blocks crowd on few multiprocessors.
+constexpr int few_blocks = 32;
+
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.
 template <int steps, int Br, int Bc>
 __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
