@@ -165,31 +165,32 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     if (has_rows && threadIdx.x < warp_size && elect_one())
       produce(shared, row_tile<own_rows, Bk>(extent, first_row, head, batch), Q_map, K_map, V_map,
               dO_map, kv_head);
-    // Nothing here needs the end of that launch, but this one must not end before.
-    if (blockIdx.x == gridDim.x - 1) wait_for_launch_before();
     return;
   }
-  if (!has_rows) return;
-  increase_registers<consumer_registers>();
-  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
-  const int lane = threadIdx.x % warp_size;
-  const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
-  OwnRows rows = {first + lane / 4};
-  const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
+  if (has_rows) {
+    increase_registers<consumer_registers>();
+    const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
+    const int lane = threadIdx.x % warp_size;
+    const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
+    OwnRows rows = {first + lane / 4};
+    const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = rows.first + half * 8;
-    const RowSums<Br>* sums = row_sums + stats.number(head, row);
-    rows.lse2[half] = row < extent.M ? __ldcg(&sums->lse2[row % Br]) : infinity;
-    rows.delta[half] = row < extent.M ? __ldcg(&sums->delta[row % Br]) : 0;
+    for (int half = 0; half < 2; ++half) {
+      const int row = rows.first + half * 8;
+      const RowSums<Br>* sums = row_sums + stats.number(head, row);
+      rows.lse2[half] = row < extent.M ? __ldcg(&sums->lse2[row % Br]) : infinity;
+      rows.delta[half] = row < extent.M ? __ldcg(&sums->delta[row % Br]) : 0;
+    }
+    Sums<depth> sums = {};
+    consume(shared, task, warpgroup, rows, sums, extent, scorer);
+    if (all_finite(sums)) {
+      store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
+    } else {
+      const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
+                                                              stats,  scorer, batch, kv_head};
+      repair.rows<depth>(dQ, head, first, first + step, 0);
+    }
   }
-  Sums<depth> sums = {};
-  consume(shared, task, warpgroup, rows, sums, extent, scorer);
-  if (all_finite(sums)) {
-    store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
-  } else {
-    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
-                                                            stats,  scorer, batch, kv_head};
-    repair.rows<depth>(dQ, head, first, first + step, 0);
-  }
+  // Nothing above needs the end of the launch before, but this one must not end sooner.
+  if (blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }
