@@ -680,6 +680,7 @@ WGMMA_COLUMNS_LAUNCH = Launch(
     shared=wgmma_shared,
     when=lambda p: not is_wide(p),
     walks=DOWN_ROWS,
+    begins_early=True,
 )
 WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
@@ -723,6 +724,7 @@ WGMMA_COLUMNS = Kernel(
             grid=lambda p, c: (row_tiles(p, c), wgmma_parts(p, c)),
             threads=lambda p, c: 128,
             when=lambda p: not finishes(p),
+            begins_early=True,
         ),
     ),
     operation="backward",
@@ -784,6 +786,8 @@ WGMMA_TWO_PASS = rung(
             threads=lambda p, c: 384,
             shared=lambda p, c: wgmma_two_pass_shared(p, 128, c.stages, c.Bk, 24),
             walks={KEY_TILES: lambda p, c: (128, c.Bk)},
+            begins_early=True,
+            unawaited="row_sums",
         ),
     ),
     tiles=TileChoice.of(

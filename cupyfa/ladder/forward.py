@@ -965,7 +965,7 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
     """Enough threads that the share of each in a tile fits into its registers."""
     most = max(p.d, p.dv)
-    return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 1024
+    return 256 if most <= 64 else 512 if most <= 128 or p.itemsize > 2 else 768
 
 
 def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
@@ -988,6 +988,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
         shared=fp8_shared,
         constants=STAGES_PAIRS,
         when=when,
+        begins_early=True,
     )
 
 

@@ -132,6 +132,10 @@ class Launch(_Record):
         writes what they read or write, calls wait_for_launch_before() of
         ptx/dependent_launch.cuh first, and some thread of each block calls it in any case. It can
         begin when all blocks of the launch before have ended or called launch_dependents().
+    unawaited: names of arrays that it reads without waiting, separated by blanks. The launch before
+        only reads them, too, and its threads call wait_for_launch_before() before
+        launch_dependents(): so the launches that write them have ended when this one begins. It is
+        then enough that one block of it waits.
     walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
         lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
         "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys
@@ -154,6 +158,7 @@ class Launch(_Record):
     numbers: Mapping[str, Formula] = field(default_factory=dict)
     in_rounds: bool = False
     begins_early: bool = False
+    unawaited: str = ""
     walks: Mapping[str, Walk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

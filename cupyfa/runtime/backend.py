@@ -32,6 +32,7 @@ class Region(NamedTuple):
     itemsize: int = 1  # bytes of an element
     constant: bool = False  # an input, which the launch only reads
     offset: int = 0  # of the address in the argument, in bytes
+    awaited: bool = False  # whether launches before this one of the plan access it, one writing
 
 
 class Mapped(NamedTuple):

@@ -119,17 +119,17 @@ class Launcher:
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
         kernels = kernels or compiled(backend, plan)
-        written = {*plan.outputs, *plan.scratch}
-        self._steps: list[partial[Any]] = [
-            partial(_Operands, backend, plan, step, _operands(step, arrays, place))
-            if isinstance(step, Matmul)
-            else partial(
-                _Arguments,
-                backend,
-                _launch(backend, step, kernels[id(step.launch)], arrays, place, written),
-            )
-            for step in _in_order(plan)
-        ]
+        written, before = {*plan.outputs, *plan.scratch}, set[str]()
+        self._steps: list[partial[Any]] = []
+        for step in _in_order(plan):
+            if isinstance(step, Matmul):
+                operands = _operands(step, arrays, place)
+                self._steps.append(partial(_Operands, backend, plan, step, operands))
+                continue
+            kernel = kernels[id(step.launch)]
+            launch = _launch(backend, step, kernel, arrays, place, written, before)
+            self._steps.append(partial(_Arguments, backend, launch))
+            before |= written & _named(step)
 
     def with_numbers(self, plan: Plan) -> Launcher:
         """The same launches with the numbers of another plan; see planner.evaluate."""
@@ -178,18 +178,23 @@ class Launcher:
 def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
     """The steps that are launched. CUDA refuses an empty grid.
 
-    The first one is ordered after all work before the plan, and one that is recorded begins when
-    the launch before it has ended.
+    The first one is ordered after all work before the plan, and one that is recorded, or comes
+    after an empty grid, begins when all before it has ended.
     """
-    steps = [x for x in plan.steps if isinstance(x, Matmul) or all(x.grid)]
-    return [
-        replace(x, begins_early=False)
-        if isinstance(x, PlannedLaunch)
-        and x.begins_early
-        and (x.recording or not isinstance(before, PlannedLaunch))
-        else x
-        for before, x in zip((None, *steps), steps)
-    ]
+    steps: list[PlannedLaunch | Matmul] = []
+    before: PlannedLaunch | Matmul | None = None
+    for x, after in zip(plan.steps, (*plan.steps[1:], None)):
+        if isinstance(x, PlannedLaunch):
+            follows = isinstance(before, PlannedLaunch) and all(before.grid)
+            x = replace(
+                x,
+                begins_early=x.begins_early and follows and not x.recording,
+                waits_first=isinstance(after, PlannedLaunch) and bool(after.launch.unawaited),
+            )
+        before = x
+        if isinstance(x, Matmul) or all(x.grid):
+            steps.append(x)
+    return steps
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:
@@ -205,6 +210,7 @@ def _launch(
     arrays: Mapping[str, Any],
     place: Mapping[str, int],
     written: Set[str],
+    before: Set[str],
 ) -> _Launch:
     values = tuple(np.asarray(x).tobytes() for x in arguments(backend, step, arrays))
     given = [(at, 0, x.name, x.form) for at, x in enumerate(step.arguments) if x.value is None]
@@ -215,7 +221,8 @@ def _launch(
     for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
         low, high = extent(arrays[name])
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
-        regions.append(Region(name, at, low, high - low, itemsize, constant, inside))
+        awaited = name in before and name not in step.launch.unawaited.split()
+        regions.append(Region(name, at, low, high - low, itemsize, constant, inside, awaited))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,
@@ -226,6 +233,12 @@ def _launch(
             if form == "map"
         ),
     )
+
+
+def _named(step: PlannedLaunch) -> set[str]:
+    """The arrays of a launch."""
+    own = {x.name for x in step.arguments if x.value is None}
+    return own | {name for x in step.arguments for name, _ in x.arrays}
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:

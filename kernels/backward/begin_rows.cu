@@ -11,6 +11,7 @@
 #include <backward/parts/query_parts.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/sum_tile.cuh>
+#include <ptx/dependent_launch.cuh>
 
 using Parts = QueryParts<Br, d, dv>;
 using Part = RegisterTile<Parts::width>;
@@ -20,6 +21,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     Tensor<const result> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
     Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
+  launch_dependents();
   const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Parts::count);
   for (int i = threadIdx.x; i < int(Parts::count * sizeof(Part) / sizeof(float4)); i += threads)

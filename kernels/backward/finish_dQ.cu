@@ -7,6 +7,7 @@
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <backward/parts/finish_dQ.cuh>
+#include <ptx/dependent_launch.cuh>
 
 using Part = RegisterTile<QueryParts<Br, d, dv>::width>;
 using Rows = Piece<Br, d, dv>;
@@ -19,6 +20,7 @@ extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
+  wait_for_launch_before();
   if (!extent.has_tile_of_rows(tile * Br)) return;
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       extent,

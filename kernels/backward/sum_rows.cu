@@ -5,6 +5,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse
 #include <backward/parts/sum_tile.cuh>
+#include <ptx/dependent_launch.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
@@ -13,6 +14,7 @@ extern "C" __global__ __launch_bounds__(threads) void sum_rows(Tensor<const resu
                                                                Tensor<const real> lse,
                                                                RowSums<Br>* row_sums, int M,
                                                                int heads, Mods mods) {
+  launch_dependents();
   const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
   sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
 }

@@ -197,8 +197,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale, int batch,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   // The block's tiles of keys: one, or several if it stays.
   const OwnTiles own = {cdiv(sizes.N, Bc), cdiv(sizes.N, Bc) * kv_heads * batch};
   const auto task_of = [&](int i) {
@@ -206,9 +208,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     return key_tile<Br, Bc, batch_first, true>(sizes, mods, kv_heads, group, heads, own.all,
                                                own[i]);
   };
+  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
   if (!task_of(0).extent.has_tile_of_keys(task_of(0).first_key)) return;
   const int tasks = stays ? own.count() : 1;
-  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;

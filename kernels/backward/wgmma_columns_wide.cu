@@ -13,6 +13,7 @@
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/own_parts.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -68,9 +69,12 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
              task.kv_head, packed);
   PipelineState<stages> rows;
   PipelineState<dO_stages> dO_rows;
+  bool has_waited = false;
   task.for_tiles([&](int head, int row, long long tile) {
     Barrier& full = shared.Q_pipeline.acquire(rows);
     load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
+    if (!has_waited) wait_for_launch_before();  // which computes the row sums
+    has_waited = true;
     arrive_expect_tx(full, sizeof(RowSums<Br>));
     bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
     load_async(shared.dO[dO_rows.stage], dO, shared.dO_pipeline.acquire(dO_rows),
@@ -165,11 +169,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
+  if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;

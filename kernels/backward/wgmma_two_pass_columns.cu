@@ -86,9 +86,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (warpgroup >= 0) {  // in every block, also one that ends here
+    wait_for_launch_before();
+    launch_dependents();  // which read row sums
+  }
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size);

@@ -11,6 +11,7 @@
 #include <backward/parts/own_keys.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -55,9 +56,12 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   load_async(shared.V, V, shared.V_pipeline.acquire(), task.extent.packed_key(task.first_key),
              task.kv_head, packed);
   PipelineState<stages> rows;
+  bool has_waited = false;
   task.for_tiles([&](int head, int row, long long tile) {
     Barrier& full = shared.Q_pipeline.acquire(rows);
     load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
+    if (!has_waited) wait_for_launch_before();  // which computes the row sums
+    has_waited = true;
     arrive_expect_tx(full, sizeof(RowSums<Br>));
     bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
     load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
@@ -137,9 +141,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
-  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
-  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const Task task = key_tile<Br, Bc>(sizes, mods, kv_heads, group, heads);
+  if (warpgroup >= 0) {  // in every block, also one that ends here
+    wait_for_launch_before();
+    launch_dependents();  // which read row sums
+  }
+  if (!task.extent.has_tile_of_keys(task.first_key)) return;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())

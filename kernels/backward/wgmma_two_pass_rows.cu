@@ -3,6 +3,8 @@
 // S = Q K^T and dP = dO V^T are fragments, and dS stays in registers as an operand of dQ += dS K:
 // nothing goes through shared memory, and nothing is added in global memory.
 //
+// It runs while wgmma_two_pass_columns does: both only read row sums.
+//
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
@@ -12,6 +14,7 @@
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
 #include <timeline.cuh>
@@ -148,40 +151,46 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
+  const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
   const int block = longest_first(blockIdx.x, gridDim.x, max(cdiv(sizes.M, own_rows), 1));
   const auto [tile, head, batch] = place_of_rows<own_rows>(block, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
   // The longest rows of a causal mask first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
-  if (!extent.has_tile_of_rows(first_row)) return;
-  const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
-  const int kv_head = task.head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
+  const bool has_rows = extent.has_tile_of_rows(first_row);
+  const int kv_head = head / group;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
-    if (threadIdx.x < warp_size && elect_one())
-      produce(shared, task, Q_map, K_map, V_map, dO_map, kv_head);
+    if (has_rows && threadIdx.x < warp_size && elect_one())
+      produce(shared, row_tile<own_rows, Bk>(extent, first_row, head, batch), Q_map, K_map, V_map,
+              dO_map, kv_head);
     return;
   }
-  increase_registers<consumer_registers>();
-  const int lane = threadIdx.x % warp_size;
-  const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
-  OwnRows rows = {first + lane / 4};
-  const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
+  if (has_rows) {
+    increase_registers<consumer_registers>();
+    const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
+    const int lane = threadIdx.x % warp_size;
+    const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
+    OwnRows rows = {first + lane / 4};
+    const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = rows.first + half * 8;
-    const RowSums<Br>* sums = row_sums + stats.number(head, row);
-    rows.lse2[half] = row < extent.M ? sums->lse2[row % Br] : infinity;
-    rows.delta[half] = row < extent.M ? sums->delta[row % Br] : 0;
+    for (int half = 0; half < 2; ++half) {
+      const int row = rows.first + half * 8;
+      const RowSums<Br>* sums = row_sums + stats.number(head, row);
+      rows.lse2[half] = row < extent.M ? __ldcg(&sums->lse2[row % Br]) : infinity;
+      rows.delta[half] = row < extent.M ? __ldcg(&sums->delta[row % Br]) : 0;
+    }
+    Sums<depth> sums = {};
+    consume(shared, task, warpgroup, rows, sums, extent, scorer);
+    if (all_finite(sums)) {
+      store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
+    } else {
+      const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
+                                                              stats,  scorer, batch, kv_head};
+      repair.rows<depth>(dQ, head, first, first + step, 0);
+    }
   }
-  Sums<depth> sums = {};
-  consume(shared, task, warpgroup, rows, sums, extent, scorer);
-  if (all_finite(sums)) {
-    store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
-  } else {
-    const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
-                                                            stats,  scorer, batch, kv_head};
-    repair.rows<depth>(dQ, head, first, first + step, 0);
-  }
+  // Nothing above needs the end of the launch before, but this one must not end sooner.
+  if (blockIdx.x == gridDim.x - 1) wait_for_launch_before();
 }

@@ -22,6 +22,7 @@
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/ping_pong.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
@@ -252,6 +253,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
+  wait_for_launch_before();
   // The longest rows of a causal mask come first.
   const auto [index, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
   const int row = (cdiv(sizes.M, Br) - 1 - index) * Br;

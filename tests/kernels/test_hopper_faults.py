@@ -18,11 +18,13 @@ from cupyfa.planner import select as planning, source as sources
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
+OF_EARLY_LAUNCH = "wait_for_launch_before"
 ORDERS = re.compile(
     r"(?:if \([^;(]*(?:\(\))?\) )?(?:\b[\w.\[\]]+(?:\.|::)|::|\b)"
     r"(?:wait|arrive|arrive_expect_tx|release|barrier_sync|barrier_arrive"
     r"|fence_proxy_async|fence_barrier_init|wgmma_fence|wgmma_commit_group"
     r"|wgmma_wait_group<\w+>"
+    rf"|{OF_EARLY_LAUNCH}"
     r"|bulk_commit_group|bulk_wait_group_read|bulk_wait_group|__syncthreads)\([^;{]*\);"
 )
 RUNGS = {name: kernel for kernels in LADDER.values() for name, kernel in kernels.items()}
@@ -179,6 +181,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     number = int(os.environ.get(VARIABLE, 0))
     stays = number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
     of_quarters = number and OF_QUARTERS in statement(file, number)
+    if number and OF_EARLY_LAUNCH in statement(file, number):
+        sizes = {**sizes, "causal": "top-left", "M": 128, "N": 200}  # no row sees the last keys
     if file in OF_NARROW or stays or of_quarters:
         sizes, tiles = NARROW, {}
     if number and is_of_mods(before(file, number)):
@@ -225,6 +229,20 @@ def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_p
         "waits forever for registers that the block does not have: threads of its warpgroups ask "
         "for 32, 240, 240, in all 65536, .* at .*/wgmma_columns.cu:"
     )
+    with pytest.raises(SimulatorFault, match=message):
+        guard.checked(Simulator(), plan, inputs_of(plan), {})
+
+
+def test_a_pass_that_lets_the_next_one_begin_before_it_waits_is_found(tmp_path):
+    file, late = "wgmma_two_pass_columns.cu", f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
+    assert late in text_of(file)
+    early = f"launch_dependents();\n    {OF_EARLY_LAUNCH}();"
+    written(tmp_path, file, text_of(file).replace(late, early))
+    written(tmp_path, "wgmma_two_pass_rows.cu", text_of("wgmma_two_pass_rows.cu"))
+    sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
+    broken = replace(RUNGS["wgmma_two_pass"], folder=tmp_path)
+    plan = planning.plan(broken, Problem.of_sizes(**sizes), Simulator().limits)
+    message = f"calls launch_dependents.. before {OF_EARLY_LAUNCH}"
     with pytest.raises(SimulatorFault, match=message):
         guard.checked(Simulator(), plan, inputs_of(plan), {})
 

@@ -776,8 +776,8 @@ def driver(monkeypatch):
     def launch(function, gx, gy, gz, x, y, z, shared, stream, pointers, extra):
         launched.append((function, (gx, gy, gz), x, shared, stream, pointers))
 
-    def launch_early(address, function, pointers, extra):
-        config = cuda._LaunchConfig.from_address(address)
+    def launch_early(by_reference, function, pointers, extra):
+        config, function, pointers = by_reference._obj, function.value, pointers.value
         (attribute,) = config.attributes[: config.attribute_count]
         assert (attribute.id, attribute.value[1]) == (6, 1)
         sizes = (*config.grid, *config.block, config.shared_bytes)
@@ -882,6 +882,8 @@ def test_only_launches_that_follow_another_begin_early(driver):
         assert len(functions) == len(steps)
         assert cuda._launch_kernel_ex().functions == functions[1:]
         assert {stream for *_, stream, _ in driver} == {42}
+    before_hopper = replace(Simulator().limits, arch="89")
+    assert not any(x.begins_early for x in planning.plan(kernel, p, before_hopper).launches)
 
 
 def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch):

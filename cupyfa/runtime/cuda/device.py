@@ -516,11 +516,12 @@ _CAPTURES_EARLY_LAUNCHES = 12030  # the first CUDA whose graphs have them
 
 
 def _early_starter(
-    launch_kernel: Callable[..., Any], function: int, launch: PlannedLaunch
+    launch_kernel: Callable[..., int], function: int, launch: PlannedLaunch
 ) -> Start:
     """Starts a launch that may begin while the launch before it ends.
 
-    One thread at a time calls it: launches of several steps are queued together.
+    One thread at a time calls it: launches of several steps are queued together. So objects of
+    ctypes are made once, and written only where a call differs from the last one.
     """
     attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[1] = 1
@@ -531,11 +532,17 @@ def _early_starter(
         attributes=ctypes.pointer(attribute),
         attribute_count=1,
     )
-    address = ctypes.addressof(config)
+    by_reference, of_function = ctypes.byref(config), ctypes.c_void_p(function)
+    of_pointers, last, last_stream = ctypes.c_void_p(), 0, None
 
     def start(stream: int | None, pointers: int, extra: int) -> None:
-        config.stream = stream
-        launch_kernel(address, function, pointers, extra)
+        nonlocal last, last_stream
+        if stream != last_stream:
+            config.stream = last_stream = stream
+        if pointers != last:
+            of_pointers.value = last = pointers
+        if status := launch_kernel(by_reference, of_function, of_pointers, None):
+            driver.check_status(status)
 
     return start
 
@@ -553,8 +560,6 @@ def _launch_kernel_ex() -> Any:
         function = library.cuLaunchKernelEx
     except (OSError, AttributeError):
         return None
-    function.argtypes = [ctypes.c_void_p] * 4
-    function.restype = driver.check_status
     return function if version.value >= _CAPTURES_EARLY_LAUNCHES else None
 
 

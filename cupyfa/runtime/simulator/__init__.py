@@ -93,7 +93,17 @@ class Simulator(Backend):
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
         block = launch.grid, launch.threads, launch.shared_bytes
-        return machine.starter(kernel, sizes, regions, *block, self.schedule, self.workers)
+        return machine.starter(
+            kernel,
+            sizes,
+            regions,
+            *block,
+            self.schedule,
+            self.workers,
+            early=launch.begins_early,
+            waits_first=launch.waits_first,
+            one_waits=bool(launch.launch.unawaited),
+        )
 
     def variable(self, prepared: Any, name: str, size: int) -> np.ndarray:
         found = (ctypes.c_uint8 * size).in_dll(prepared.code, name)

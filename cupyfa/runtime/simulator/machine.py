@@ -100,13 +100,20 @@ def starter(
     shared_bytes: int,
     schedule: int | None = None,
     workers: int | None = None,
+    *,
+    early: bool = False,
+    waits_first: bool = False,
+    one_waits: bool = False,
 ) -> Callable[[Any, int, int], None]:
     """A function that runs a kernel on a grid of blocks and returns when all have finished.
 
     ``sizes`` are the bytes of the arguments; the function takes a table with each argument's
     address. ``regions`` are the global memory that the kernel may access. ``schedule`` is the seed
     of a pseudo-random order of threads; with None they run in the order of their indices.
-    ``workers`` OS threads share the blocks; by default one per core.
+    ``workers`` OS threads share the blocks; by default one per core. ``early`` launches may begin
+    while the one before them ends, so threads wait before they access ``awaited`` regions, and if
+    the launch ``waits_first``, before they let the next one begin. Some thread of each block waits,
+    or with ``one_waits`` some thread of the launch.
 
     Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
@@ -131,7 +138,11 @@ def starter(
     request.shuffled = schedule is not None
     request.seed = int(schedule or 0) % 2**64
     request.region_count = len(regions)
-    named = (_Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant) for x in regions)
+    request.early, request.waits_first, request.one_waits = early, waits_first, one_waits
+    named = (
+        _Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant, early and x.awaited)
+        for x in regions
+    )
     fixed = (_Region * len(regions))(*named)
     places = [(x.argument, x.offset, x.low) for x in regions]
 
@@ -196,6 +207,7 @@ class _Region(ctypes.Structure):
         ("bytes", ctypes.c_size_t),
         ("itemsize", ctypes.c_int),
         ("constant", ctypes.c_int),
+        ("awaited", ctypes.c_int),
     )
 
 
@@ -214,6 +226,9 @@ class _Request(ctypes.Structure):
         ("workers", ctypes.c_int),
         ("shuffled", ctypes.c_int),
         ("stopped", ctypes.c_int),
+        ("early", ctypes.c_int),
+        ("waits_first", ctypes.c_int),
+        ("one_waits", ctypes.c_int),
         ("seed", ctypes.c_uint64),
     )
 

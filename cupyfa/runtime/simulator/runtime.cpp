@@ -52,6 +52,7 @@ struct Region {
   std::size_t bytes;
   int itemsize = 1;  // bytes of an element
   int constant = 0;  // whether the kernel may only read it
+  int awaited = 0;   // whether the launch may begin while one before it accesses this
 };
 
 struct Request {
@@ -68,8 +69,11 @@ struct Request {
   const Region* regions;
   std::size_t region_count;
   int workers;
-  int shuffled;  // whether `seed` decides the order of threads
-  int stopped;   // whether all blocks are to stop; set by another thread
+  int shuffled;     // whether `seed` decides the order of threads
+  int stopped;      // whether all blocks are to stop; set by another thread
+  int early;        // whether the launch may begin while the one before it ends
+  int waits_first;  // whether the next one counts on its wait before launch_dependents()
+  int one_waits;    // whether it is enough that one block waits for the launch before
   std::uint64_t seed;
 };
 
@@ -272,7 +276,8 @@ struct Fiber {
   // Of the components of no warp, what this thread knows beyond its warp: a warp's threads share
   // what they know of other threads, but each waits for copies and products itself.
   Clock known[max_components - max_warps];
-  bool begun;  // whether wgmma_fence came since its last wait
+  bool begun;   // whether wgmma_fence came since its last wait
+  bool waited;  // until the launch before had ended
   int register_calls;
   // Encloses the registers that products under way are to write.
   std::uintptr_t awaited_low;
@@ -467,6 +472,7 @@ struct Launch {
   Shadow* shadows = nullptr;  // of each region of the request
   Began* begun = nullptr;
   std::atomic<std::uint64_t> next_number{1};
+  std::atomic<std::uint64_t> unwaited{0};  // blocks of which no thread waited for the launch before
 
   // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
   template <class T>
@@ -1307,6 +1313,35 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
   if (access == Access::write) writer = now;
 }
 
+[[noreturn]] COLD void fault_early(Worker& worker, const Touch& touch) {
+  fault_at(worker, touch,
+           format(" of %s, which the launch before may still access; call wait_for_launch_before() "
+                  "in this thread first",
+                  worker.hit.name));
+}
+
+// An array that a launch before accesses, too, is touched by threads that have waited for its end.
+inline void check_early(Worker& worker, const Touch& touch) {
+  if (__builtin_expect(worker.hit.awaited && !worker.fiber->waited, 0)) fault_early(worker, touch);
+}
+
+// Says that no thread of a block waited, or none of the launch if one block is enough: then the end
+// of this launch says nothing about those before it.
+void check_waited(Worker& worker) {
+  Launch& launch = *worker.launch;
+  if (!launch.request->early || worker.abandoned) return;
+  for (int i = 0; i < worker.threads; ++i) {
+    if (worker.fibers[i].waited) return;
+  }
+  bool all = launch.unwaited.fetch_add(1) + 1 == launch.blocks;
+  if (launch.request->one_waits && !all) return;
+  record(worker, 0, {},
+         format("ends without wait_for_launch_before(), as do all threads of its %s: call it, "
+                "so that this launch ends after those before it",
+                launch.request->one_waits ? "launch" : "block"));
+  worker.abandoned = true;
+}
+
 // An access of the array that was touched last. Order by atomics is not known here, so a block that
 // executed some is not compared with others, nor are its threads if a fence came before.
 template <Access access>
@@ -1408,6 +1443,7 @@ __attribute__((noinline)) void check_elsewhere(Worker& worker, const Touch& touc
       worker.hit_shadow =
           shadows == nullptr || shadows[i].writers == nullptr ? nullptr : &shadows[i];
       worker.hit_is_tracked = worker.hit_shadow != nullptr && shadows[i].readers != nullptr;
+      check_early(worker, touch);
       check_global<access>(worker, touch);
       return;
     }
@@ -1433,6 +1469,7 @@ __attribute__((always_inline)) inline void check(const void* pointer, std::size_
   if (address - worker->dynamic.address < worker->dynamic.bytes) {
     check_shared<access>(*worker, worker->dynamic, touch());
   } else if (inside(worker->hit, address, bytes)) {
+    check_early(*worker, touch());
     bool recorded = access != Access::read || worker->hit_is_tracked;
     if (recorded) check_global<access>(*worker, touch());
   } else if (address - worker->stack_low < stack_bytes) {
@@ -1499,7 +1536,7 @@ void prepare_fiber(Worker& worker, int index) {
   fiber.awaited = -1;
   fiber.published = 0;
   fiber.products = fiber.grouped = fiber.finished_products = fiber.groups = 0;
-  fiber.begun = false;
+  fiber.begun = fiber.waited = false;
   fiber.copies = nullptr;
   fiber.copies_end = &fiber.copies;
   fiber.copy_groups = 0;
@@ -1574,6 +1611,7 @@ void run_block(Worker& worker, std::uint64_t block) {
   }
   check_left_loads(worker);
   check_registers(worker);
+  check_waited(worker);
 }
 
 // ---------------------------------------------------------------------------------------------
@@ -1866,6 +1904,18 @@ EXPORTED void simulator_pause(bool again, const char* operation, const char* fil
 EXPORTED void simulator_fence() {
   self->fenced = true;
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+EXPORTED void simulator_wait_for_launch_before() {
+  self->fiber->waited = true;
+}
+
+EXPORTED void simulator_launch_dependents(const char* file, int line) {
+  Worker& worker = *self;
+  if (!worker.launch->request->waits_first || worker.fiber->waited) return;
+  fault(worker, {file, line, CALLER},
+        format("calls launch_dependents() before wait_for_launch_before(), though the next launch "
+               "reads what launches before this one write; wait first"));
 }
 
 EXPORTED void simulator_publish(const void* object) {

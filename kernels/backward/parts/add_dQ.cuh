@@ -7,6 +7,7 @@
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/own_keys.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
 
@@ -20,6 +21,9 @@ __device__ __forceinline__ int dQ_empty(int warpgroup) {
 constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
+
+// Grids of so few blocks let finish_dQ begin: beside more, its blocks crowd on few multiprocessors.
+constexpr int few_blocks = 32;
 
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.
 template <int steps, int Br, int Bc>
@@ -64,6 +68,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
                                        RegisterTile<Parts::width>* dQ_sum, const Task& task,
                                        int warpgroup, int first, int end) {
   const bool elected = elect_one();
+  wait_for_launch_before();  // which clears the sums
   task.for_tiles([&](int, int, long long tile) {
 #pragma unroll 1
     for (int i = first; i < end; ++i) {

@@ -5,6 +5,7 @@
 
 #include <backward/parts/own_keys.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 
 constexpr int reading_threads = consuming_threads + warp_size;
@@ -12,6 +13,7 @@ constexpr int reading_threads = consuming_threads + warp_size;
 // A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
 // warpgroup releases Q, which says nothing about the row sums that others read. So the warp meets
 // all that read them at a named barrier, where they arrive without waiting: sums_read + stage.
+// K and the first Q are under way while the launch before still computes row sums.
 template <class Shared, class TaskOf, int Br>
 __device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task_of,
                                           const TensorMap& Q, const TensorMap& K,
@@ -36,6 +38,7 @@ __device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task
       if (elected) {
         Barrier& full = shared.Q_pipeline.acquire(rows);
         load_async(shared.Q[rows.stage], Q, full, task.extent.packed_row(row), head, packed);
+        if (begun == 1) wait_for_launch_before();  // which computes the row sums
         arrive_expect_tx(full, sizeof(RowSums<Br>));
         bulk_load(&shared.sums[rows.stage], row_sums + tile, sizeof(RowSums<Br>), full);
       }

@@ -5,7 +5,7 @@
 
 // Waits until the launch before has ended, and sees all that it wrote. Called before a thread reads
 // what launches before write, or writes what they read or write. Some thread of each block calls it
-// in any case: then the end of this launch says that those before have ended, too.
+// in any case, with `unawaited` arrays of one block: this launch then ends after those before.
 // griddepcontrol.wait
 __device__ __forceinline__ void wait_for_launch_before() {
   if constexpr (on_hopper) asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -55,6 +55,8 @@ void simulator_named_barrier(int id, int threads, bool waits, const char* operat
                              const char* file, int line);
 void simulator_pause(bool again, const char* operation, const char* file, int line);
 void simulator_fence();
+void simulator_wait_for_launch_before();
+void simulator_launch_dependents(const char* file, int line);
 void simulator_publish(const void* object);
 void simulator_observe(const void* object);
 void simulator_check_read(const void* pointer, size_t bytes, const char* file, int line);
