@@ -208,8 +208,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     return key_tile<Br, Bc, batch_first, true>(sizes, mods, kv_heads, group, heads, own.all,
                                                own[i]);
   };
-  if (warpgroup >= 0) wait_for_launch_before();  // in every block, also one that ends here
-  if (!task_of(0).extent.has_tile_of_keys(task_of(0).first_key)) return;
+  if (!task_of(0).extent.has_tile_of_keys(task_of(0).first_key)) {
+    wait_for_launch_before();  // in every block
+    return;
+  }
   const int tasks = stays ? own.count() : 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
@@ -236,6 +238,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   for (int i = 0; i < tasks; ++i) {
     const Task task = task_of(i);
     consumer.run(task);
+    wait_for_launch_before();  // a block without rows has not
     const StatsOfTiles<Br> stats = {row_sums, task.number};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};

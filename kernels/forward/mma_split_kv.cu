@@ -38,6 +38,8 @@ constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up wi
 constexpr int width = cdiv(dv, whole) * whole;       // of V and O
 constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
 constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
+// So many blocks of merge_splits, one for each row, begin early; more of them hold up the others.
+constexpr int few_merged = 256;
 using OwnRows = Rows<Wr, pack_gqa>;
 
 struct Shared {
@@ -142,8 +144,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  launch_dependents();
-  const int tiles = cdiv(sizes.M * pack_gqa, Br);
+  const int tiles = cdiv(sizes.M * pack_gqa, Br), heads_of_all = gridDim.x / (tiles * num_splits);
+  if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.
   const int first_row = (tiles - 1 - index % tiles) * Br;

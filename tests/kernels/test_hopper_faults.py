@@ -78,7 +78,12 @@ KEEPS_REGISTERS = (
 )
 # Nor does one bring a skipped tile's V before its K.
 AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
+# For the branch alone: the barrier is known to be complete.
+BRANCHES = "if constexpr (overlaps) shared.dO_pipeline.wait(rows);"
+# Of a block without keys, as ragged batches have.
+WAITS_WITHOUT_KEYS = f"first_key)) {{\n    {OF_EARLY_LAUNCH}();"
 NOT_NEEDED_HERE = (
+    *(BRANCHES, WAITS_WITHOUT_KEYS),
     *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
     KEEPS_REGISTERS,
 )

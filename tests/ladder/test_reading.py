@@ -75,7 +75,7 @@ LONGER_STEPS = {
         "elements of different lengths",
     ),
     ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): (
-        186,
+        188,
         80,
         "all of dQ is left out, and with it blocks that go from tile to tile, V in registers and "
         "quarters that masks hide, for which the second pass has no use",
@@ -123,8 +123,8 @@ LONGER = {
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
     "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1744, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
-    "backward/wgmma_columns_wide": (1591, f"{HOPPER}; {GRADIENTS}"),
+    "backward/wgmma_columns": (1748, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
+    "backward/wgmma_columns_wide": (1592, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1748, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_columns_wide": (1806, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_rows": (1255, f"{HOPPER}; {PARTS}"),
@@ -144,7 +144,7 @@ LONGER = {
     "forward/mma_slices": (995, SLICES),
     "forward/merge_splits": (621, REPAIR),
     "forward/mma_split_kv": (
-        1551,
+        1553,
         COPIES + ", in pages too; products of e4m3; results of splits and of warps",
     ),
     "forward/mma_split_q": (681, REPAIR),

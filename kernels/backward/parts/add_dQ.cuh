@@ -68,12 +68,12 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
                                        RegisterTile<Parts::width>* dQ_sum, const Task& task,
                                        int warpgroup, int first, int end) {
   const bool elected = elect_one();
-  wait_for_launch_before();  // which clears the sums
   task.for_tiles([&](int, int, long long tile) {
 #pragma unroll 1
     for (int i = first; i < end; ++i) {
       barrier_arrive(dQ_empty(warpgroup), adding_threads);
       barrier_sync(dQ_full(warpgroup), adding_threads);
+      wait_for_launch_before();  // which clears the sums; sooner it would hold up the block
       if (elected) {
         bulk_add(&dQ_sum[tile * Parts::count + i].fours[0][0].x, &part.fours[0][0].x,
                  sizeof part / sizeof(float));
@@ -97,6 +97,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   if (elect_one()) {
     bulk_wait_group();
+    wait_for_launch_before();  // which clears the count
     was_last = is_last(count, all);
   }
   __syncwarp();
