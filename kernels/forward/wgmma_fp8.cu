@@ -31,8 +31,8 @@
 constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 constexpr int offset = 6;
-constexpr int tolerated = 8 - offset;  // as slack: no P is above 2^8, and e4m3 ends at 448
-constexpr int depth = 32;              // of a product
+constexpr float tolerated = 2.75;  // as slack: no P is above 2^8.75, and e4m3 ends at 448
+constexpr int depth = 32;          // of a product
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "a tile is a whole number of products");
@@ -181,8 +181,8 @@ struct Consumer {
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.pairs.own().load(rows, next);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
-                     ? raise_maxima<true, tolerated>(S, rows, first_key, lane, factor)
-                     : raise_maxima<false, tolerated>(S, rows, first_key, lane, factor);
+                     ? raise_maxima<true>(S, rows, first_key, lane, factor, tolerated)
+                     : raise_maxima<false>(S, rows, first_key, lane, factor, tolerated);
     rows.scale(factor);
     Rows<step> higher = rows;
     for (float& maximum : higher.maximum[0]) maximum -= offset;

@@ -116,8 +116,8 @@ struct Consumer {
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.pairs.own().load(rows, next);
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
-                           ? raise_maxima<true, slack>(S, rows, first_key, lane, factor)
-                           : raise_maxima<false, slack>(S, rows, first_key, lane, factor);
+                           ? raise_maxima<true>(S, rows, first_key, lane, factor, slack)
+                           : raise_maxima<false>(S, rows, first_key, lane, factor, slack);
     rows.scale(factor);
     exponentiate<false>(S, rows, first_key);
     return risen;

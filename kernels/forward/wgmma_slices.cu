@@ -265,8 +265,8 @@ struct Consumer {
       const int first_key = keys.first_key + tile * Bc;
       scorer.apply(S, rows, first_key);
       const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
-                             ? raise_maxima<true, slack, true>(S, rows, first_key, lane, factor)
-                             : raise_maxima<false, slack, true>(S, rows, first_key, lane, factor);
+                             ? raise_maxima<true, true>(S, rows, first_key, lane, factor, slack)
+                             : raise_maxima<false, true>(S, rows, first_key, lane, factor, slack);
       rows.scale(factor);
       exponentiate<false>(S, rows, first_key);
       pack_weights<operand>(flat(S), P, rows, first_key);

@@ -35,12 +35,12 @@ __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
 }
 
 // Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale earlier sums;
-// returns whether one of the warp's factors is not 1. A maximum that is exceeded by no more than
-// `slack` stays: P is then at most 2^slack. Maxima that are `whole` are rounded up, so that factors
-// are powers of two and round nothing.
-template <bool masked, int slack = 0, bool whole = false, int m, int n, int pack_gqa>
+// returns whether one of the warp is not 1. A maximum exceeded by no more than `slack` stays: P is
+// at most 2^slack. `whole` maxima are rounded up: factors are powers of two, which round nothing.
+template <bool masked, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
-                                             int first_key, int lane, real (&factor)[m][2]) {
+                                             int first_key, int lane, real (&factor)[m][2],
+                                             real slack = 0) {
   const timeline::Phase phase(timeline::softmax, m * n * 4);
   real maximum[m][2];
   find_maxima<masked>(S, rows, first_key, lane, maximum);
