@@ -258,7 +258,8 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 )
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
-MORE_WAVES = 4
+MOST_PARTS = 4  # times as many waves as one split takes
+LONG_WAVES = 20  # of one split: the last one is a twentieth
 FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer than multiplying
 
 
@@ -301,11 +302,12 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
     at most a twentieth longer than the fastest.
 
     A wave of blocks, `blocks_per_sm` on each multiprocessor, takes as long as the tiles of a split
-    and one more.
+    and one more. Numbers with up to four times the waves of a single split are compared.
     """
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
-    waves = range(cdiv(tiles, at_a_time), cdiv(tiles, at_a_time) + MORE_WAVES)
+    least = cdiv(tiles, at_a_time)
+    waves = range(least, least * (MOST_PARTS if least <= LONG_WAVES else 1) + 1)
     shortest = {n: cdiv(most, min(n * at_a_time // tiles, most)) for n in waves}
     enough = 21 * min(n * (length + 1) for n, length in shortest.items()) // 20
     lengths = [enough // n - 1 for n, length in shortest.items() if n * (length + 1) <= enough]
@@ -343,8 +345,9 @@ MANY_COLUMNS = 64 * 256
 
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     """Whether dividing the keys takes less time than wgmma_persistent does, on a device that has
-    it: on others, and where that one does not fit or has more tiles than the device at a time, as
-    few_rows_for_many_keys.
+    it. few_rows_for_many_keys says so on others, where that one does not fit (pages, float32 that
+    is rounded, ragged batches), and where at most 64 rows share keys in more tiles than the device
+    has multiprocessors.
 
     That one takes as long as N keys do, however few of its tiles of 64 rows there are, but for what
     memory allows. Blocks that share the keys of T such tiles take T shares of the device, and as

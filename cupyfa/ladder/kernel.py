@@ -498,6 +498,9 @@ _LAUNCH_RULES: Rules = {
         set(x.numbers) <= {name for name, form in x.arrays if not form}
         and all(map(callable, x.numbers.values()))
     ),
+    "unawaited are names in args, of a launch with begins_early=True": lambda x: (
+        set(x.unawaited.split()) <= {name for name, _ in x.arrays if x.begins_early}
+    ),
     "boxes are {array: rows, lambda p, c: …}, one for each Q.map in args": lambda x: (
         set(x.boxes) == {name for name, form in x.arrays if form == "map"}
         and all(map(callable, x.boxes.values()))

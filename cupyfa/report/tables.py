@@ -235,6 +235,7 @@ def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
         "rows of boxes": launch.boxes,
         "numbers": launch.numbers,
         "rounds": f"the first of {rounds:,}" if rounds > 1 else "",
+        "begins": "while the launch before it ends" if launch.begins_early else "",
     }
 
 

@@ -174,6 +174,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
     OwnRows rows = {first + lane / 4};
     const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M)};
+    // Nothing was waited for, so L1 may still have the row sums of another call.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = rows.first + half * 8;
@@ -186,6 +187,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     if (all_finite(sums)) {
       store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
     } else {
+      wait_for_launch_before();  // for the row sums of other rows, too
       const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,
                                                               stats,  scorer, batch, kv_head};
       repair.rows<depth>(dQ, head, first, first + step, 0);

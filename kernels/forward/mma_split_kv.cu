@@ -144,7 +144,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     float* O_splits, float* max_splits, float* sum_splits, int num_splits, Sizes sizes, int heads,
     int group, real scale, Mods mods) {
   Shared& shared = shared_memory<Shared>();
-  const int tiles = cdiv(sizes.M * pack_gqa, Br), heads_of_all = gridDim.x / (tiles * num_splits);
+  const int tiles = cdiv(sizes.M * pack_gqa, Br);
+  const long long heads_of_all = gridDim.x / (tiles * num_splits);
   if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
   // The longest rows of a causal mask first; blocks with the same keys one after another.

@@ -144,7 +144,7 @@ LONGER = {
     "forward/mma_slices": (995, SLICES),
     "forward/merge_splits": (621, REPAIR),
     "forward/mma_split_kv": (
-        1553,
+        1554,
         COPIES + ", in pages too; products of e4m3; results of splits and of warps",
     ),
     "forward/mma_split_q": (681, REPAIR),
