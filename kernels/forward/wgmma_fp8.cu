@@ -17,10 +17,10 @@
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
-#include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/own_maxima.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
@@ -34,6 +34,8 @@ constexpr int offset = 6;
 constexpr float tolerated = 2.75;  // as slack: no P is above 2^8.75, and e4m3 ends at 448
 constexpr int depth = 32;          // of a product
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
+// With fewer columns a third warpgroup computes exponentials while two wait.
+constexpr bool in_halves = sizeof(scalar) == 2 && width > 128;
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
@@ -105,6 +107,10 @@ struct Units {
   float K, V;
 };
 
+__device__ __forceinline__ float two_to(int exponent) {  // from -126 to 127
+  return __uint_as_float(unsigned(exponent + 127) << 23);
+}
+
 // The scales of the tiles of keys of a head, and the unit of O.
 struct Scales {
   const float *K, *V;  // of e4m3 inputs there are none, and these are not read
@@ -113,6 +119,12 @@ struct Scales {
   __device__ __forceinline__ Units at(int first_key, const Descales& descales) const {
     if constexpr (e4m3_inputs) return {fabs(descales.q * descales.k), 1};
     return {K[first_key / Bc], V[first_key / Bc]};
+  }
+  // The unit of a tile of V over that of O, as an exponent of 2; O gets the larger one.
+  __device__ __forceinline__ int take(float of_V) {
+    const unsigned before = __float_as_uint(of_O) >> 23;
+    of_O = fmax(of_O, of_V);
+    return int((__float_as_uint(of_V) >> 23) - before);
   }
   // The scale of products of Q8 and K8; neither 0 nor infinite, so that masked scores stay
   // -infinity.
@@ -163,6 +175,42 @@ struct Consumer {
     values.advance();
   }
 
+  // Scores become P, 2^lowered times smaller than usual; sums are of P that is not lowered.
+  template <int n>
+  __device__ __forceinline__ void exponentiate_lowered(float (&scores)[1][n][4], int first_key,
+                                                       int lowered) {
+    Rows<step> lower = rows;
+    for (float& maximum : lower.maximum[0]) maximum -= offset - lowered;
+    for (float& sum : lower.sum[0]) sum *= two_to(-lowered);
+    exponentiate(scores, lower, first_key);
+    for (int half = 0; half < 2; ++half) rows.sum[0][half] = lower.sum[0][half] * two_to(lowered);
+  }
+
+  // softmax() in halves: exponentials of the first one overlap the product before, those of the
+  // other one the packing of P. P is lowered in its exponents, so no branch lies in between.
+  __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
+    using Half = float (&)[1][Bc / 16][4];
+    Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);
+    if (rows.extent.is_masked(row, Br, first_key, Bc)) hide_masked(S, rows, first_key);
+    const int above = scales.take(units.V);
+    const int lowered = min(max(-above, 0), 40);  // e4m3 has nothing left of 2^-40 P
+    float own[2], again[1][2];
+    for (float& x : factor[0]) x = 1;
+    find_own_maxima(low, own);
+    bool risen = raise_exceeded(own, rows, factor, tolerated);
+    find_own_maxima(high, own);
+    exponentiate_lowered(low, first_key, lowered);
+    if (raise_exceeded(own, rows, again, tolerated)) {
+      scale_rows(low, again);
+      for (int half = 0; half < 2; ++half) factor[0][half] *= again[0][half];
+      risen = true;
+    }
+    exponentiate_lowered(high, first_key + Bc / 2, lowered);
+    if (above > 0)  // 2^-126, the least of normal numbers, leaves nothing of O
+      for (float& x : factor[0]) x *= two_to(max(-above, -126));
+    return risen || above > 0;
+  }
+
   // S becomes P in float. Returns whether O has to be multiplied by the factors.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
@@ -180,6 +228,7 @@ struct Consumer {
     scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.pairs.own().load(rows, next);
+    if constexpr (in_halves) return softmax_in_halves(task.row, first_key, factor);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true>(S, rows, first_key, lane, factor, tolerated)
                      : raise_maxima<false>(S, rows, first_key, lane, factor, tolerated);
@@ -204,6 +253,7 @@ struct Consumer {
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     units = scales.at(task.kv_begin, descales);
+    if constexpr (in_halves) scales.of_O = units.V;
     shared.pairs.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();

@@ -63,10 +63,10 @@ LONGER_STEPS = {
         "fragments of 32-bit operands, which are rounded as they are loaded",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_fp8"): (
-        157,
-        184,
-        "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers; e4m3 inputs, whose "
-        "rows are repaired with their descales",
+        205,
+        212,
+        "e4m3 operands with scales of tiles; P is rounded to e4m3 in registers, of wide tiles by "
+        "halves; e4m3 inputs, whose rows are repaired with their descales",
     ),
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
         102,
@@ -155,7 +155,7 @@ LONGER = {
         1591,
         HOPPER + "; a schedule; parts of operands; sections of keys; small values",
     ),
-    "forward/wgmma_fp8": (1433, HOPPER + "; scales of tiles; descales of e4m3 inputs"),
+    "forward/wgmma_fp8": (1533, HOPPER + "; scales of tiles; softmax in halves; e4m3 inputs"),
     "forward/wgmma_overlap": (1158, HOPPER + "; ping-pong order"),
     "forward/wgmma_persistent": (1357, HOPPER + "; a schedule"),
     "forward/wgmma_slices": (1321, HOPPER + "; slices of d, dv and keys"),
