@@ -353,7 +353,7 @@ def test_a_thread_for_each_device_with_numpy_arrays(two_gpus):
     [
         (((4, 8, 300, 64), (4, 8, 300, 64)), {}),
         (((1, 6, 1000, 64), (1, 3, 700, 64)), {"causal": True}),
-        (((1, 1, 3000, 128), (1, 1, 3000, 128)), {"causal": True}),
+        (((1, 1, 6000, 128), (1, 1, 6000, 128)), {"causal": True}),
         (((2, 300, 6, 64), (2, 300, 2, 64)), {"layout": "bshd", "window": (99, 20)}),
     ],
     ids=["heads", "grouped heads", "rows", "other axes"],
