@@ -82,8 +82,10 @@ AWAITS_SKIPPED_KEYS = "void skip() {\n    shared.K_pipeline.wait(keys);"
 BRANCHES = "if constexpr (overlaps) shared.dO_pipeline.wait(rows);"
 # Of a block without keys, as ragged batches have.
 WAITS_WITHOUT_KEYS = f"first_key)) {{\n    {OF_EARLY_LAUNCH}();"
+# Nothing is repaired here (REPAIRED).
+WAITS_FOR_REPAIR = f"}} else {{\n      {OF_EARLY_LAUNCH}();"
 NOT_NEEDED_HERE = (
-    *(BRANCHES, WAITS_WITHOUT_KEYS),
+    *(BRANCHES, WAITS_WITHOUT_KEYS, WAITS_FOR_REPAIR),
     *(ANNOUNCES_REGISTERS, ANNOUNCES_V, AWAITS_SKIPPED, AWAITS_SKIPPED_KEYS),
     KEEPS_REGISTERS,
 )
