@@ -349,10 +349,10 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
     is rounded, ragged batches), and where at most 64 rows share keys in more tiles than the device
     has multiprocessors.
 
-    That one takes as long as N keys do, however few of its tiles of 64 rows there are, but for what
-    memory allows. Blocks that share the keys of T such tiles take T shares of the device, and as
-    long as 131,072 / d keys more; of T, one half is their own rows, the other half those that they
-    merge. Tiles of few rows take a tenth longer.
+    The time of wgmma_persistent is proportional to N while the device has room for all of its tiles
+    of 64 rows. The time of blocks that divide the keys is proportional to T * (N + 131,072 / d). T
+    is a number of tiles of 64 rows: the mean of the rows that are computed and the rows that are
+    merged, divided by 64, and a tenth more for tiles of few rows.
     """
     rows = p.M * p.group
     tiles = cdiv(p.M, 64) * p.heads * p.batch
@@ -1123,8 +1123,8 @@ def for_decoding(
 def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
     if name == "fa2_split_kv" and splits is not None:
         return _with_lengths(fa2_split_kv(lambda p, c: splits))
-    usual = filling_splits if is_e4m3 else num_splits
-    made = split_kv(usual if splits is None else lambda p, c: splits)
+    formula = filling_splits if is_e4m3 else num_splits
+    made = split_kv(formula if splits is None else lambda p, c: splits)
     if not is_e4m3:
         return _with_lengths(rounded_first(made))
     return replace(

@@ -32,7 +32,7 @@ _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # The struct Sizes of extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
 _BYTES = {"": "V32", "data": "V8", "map": "V128"}  # of an array's argument, by its form
-_EARLY_SINCE = 90  # compute capability
+_FIRST_WITH_EARLY_LAUNCHES = 90  # compute capability
 _MOST_ROUNDS = 65536  # whose launches are planned one by one
 
 
@@ -202,7 +202,7 @@ class _Planner:
     def can_begin_early(self) -> bool:
         """Whether the device has programmatic dependent launches."""
         arch = self.limits.arch
-        return arch is None or int(arch) >= _EARLY_SINCE
+        return arch is None or int(arch) >= _FIRST_WITH_EARLY_LAUNCHES
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""

@@ -236,9 +236,9 @@ def _launch(
 
 
 def _named(step: PlannedLaunch) -> set[str]:
-    """The arrays of a launch."""
-    own = {x.name for x in step.arguments if x.value is None}
-    return own | {name for x in step.arguments for name, _ in x.arrays}
+    """The names of a launch's arrays."""
+    names = {x.name for x in step.arguments if x.value is None}
+    return names | {name for x in step.arguments for name, _ in x.arrays}
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:

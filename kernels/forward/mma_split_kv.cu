@@ -38,7 +38,7 @@ constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up wi
 constexpr int width = cdiv(dv, whole) * whole;       // of V and O
 constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
 constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
-// So many blocks of merge_splits, one for each row, begin early; more of them hold up the others.
+// merge_splits begins early if it has at most so many blocks, one for each row.
 constexpr int few_merged = 256;
 using OwnRows = Rows<Wr, pack_gqa>;
 

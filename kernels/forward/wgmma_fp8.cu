@@ -25,6 +25,7 @@
 #include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
 #include <ptx/setmaxnreg.cuh>
+#include <tile/powers.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
 
@@ -106,10 +107,6 @@ __device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Pack
 struct Units {
   float K, V;
 };
-
-__device__ __forceinline__ float two_to(int exponent) {  // from -126 to 127
-  return __uint_as_float(unsigned(exponent + 127) << 23);
-}
 
 // The scales of the tiles of keys of a head, and the unit of O.
 struct Scales {

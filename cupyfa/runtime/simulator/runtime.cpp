@@ -472,7 +472,7 @@ struct Launch {
   Shadow* shadows = nullptr;  // of each region of the request
   Began* begun = nullptr;
   std::atomic<std::uint64_t> next_number{1};
-  std::atomic<std::uint64_t> unwaited{0};  // blocks of which no thread waited for the launch before
+  std::atomic<std::uint64_t> unwaited{0};  // blocks in which no thread waited for the launch before
 
   // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
   template <class T>

@@ -22,7 +22,7 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
-// Grids of so few blocks let finish_dQ begin: beside more, its blocks crowd on few multiprocessors.
+// Blocks of a grid that lets finish_dQ begin early; a larger one leaves it few multiprocessors.
 constexpr int few_blocks = 32;
 
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.

@@ -8,6 +8,7 @@
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
+#include <tile/powers.cuh>
 
 constexpr int part_exponent = 14;  // of the largest numbers, times their power of two
 constexpr float low_unit = 0x1p-11f;
@@ -22,11 +23,6 @@ __host__ __device__ constexpr float mean_cut(int columns) {
 // x is between 2 to the power of this and twice that. Of 0, and of what -ftz makes 0, it is -127.
 __device__ __forceinline__ int exponent_of(float x) {
   return int(__float_as_uint(x) >> 23 & 255) - 127;
-}
-
-// 2^power of a power from -126 to 127.
-__device__ __forceinline__ float two_to(int power) {
-  return __uint_as_float(unsigned(power + 127) << 23);
 }
 
 // x * 2^power. No float may hold that power alone, but two factors do.
