@@ -90,7 +90,7 @@ class PlannedLaunch:
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
     recording: Recording | None = None  # what it records of its run, if anything
     begins_early: bool = False  # whether the device can begin it while the launch before it ends
-    waits_first: bool = False  # whether the next one counts on its wait before launch_dependents()
+    keeps: frozenset[str] = frozenset()  # arrays that the next launch reads without waiting
 
     @property
     def entry(self) -> str:

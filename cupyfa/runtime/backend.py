@@ -33,6 +33,7 @@ class Region(NamedTuple):
     constant: bool = False  # an input, which the launch only reads
     offset: int = 0  # of the address in the argument, in bytes
     awaited: bool = False  # whether launches before this one of the plan access it, one writing
+    kept: bool = False  # whether the next launch reads it without waiting for this one
 
 
 class Mapped(NamedTuple):

@@ -189,12 +189,16 @@ def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
             x = replace(
                 x,
                 begins_early=x.begins_early and follows and not x.recording,
-                waits_first=isinstance(after, PlannedLaunch) and bool(after.launch.unawaited),
+                keeps=_unawaited(after) if isinstance(after, PlannedLaunch) else frozenset(),
             )
         before = x
         if isinstance(x, Matmul) or all(x.grid):
             steps.append(x)
     return steps
+
+
+def _unawaited(step: PlannedLaunch) -> frozenset[str]:
+    return frozenset(step.launch.unawaited.split())
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:
@@ -221,8 +225,8 @@ def _launch(
     for name, (at, inside) in {name: (at, inside) for at, inside, name, _ in given}.items():
         low, high = extent(arrays[name])
         itemsize, constant = arrays[name].dtype.itemsize, name not in written
-        awaited = name in before and name not in step.launch.unawaited.split()
-        regions.append(Region(name, at, low, high - low, itemsize, constant, inside, awaited))
+        awaited, kept = name in before and name not in _unawaited(step), name in step.keeps
+        regions.append(Region(name, at, low, high - low, itemsize, constant, inside, awaited, kept))
     return _Launch(
         backend.starter(kernel, step, [len(x) for x in values], regions),
         values,

@@ -240,16 +240,30 @@ def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_p
         guard.checked(Simulator(), plan, inputs_of(plan), {})
 
 
-def test_a_pass_that_lets_the_next_one_begin_before_it_waits_is_found(tmp_path):
-    file, late = "wgmma_two_pass_columns.cu", f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
-    assert late in text_of(file)
-    early = f"launch_dependents();\n    {OF_EARLY_LAUNCH}();"
-    written(tmp_path, file, text_of(file).replace(late, early))
+WRITES_SUMS = "const_cast<RowSums<Br>*>(row_sums)[0] = {};"
+
+
+@pytest.mark.parametrize(
+    "broken, message",
+    [
+        (
+            f"launch_dependents();\n    {OF_EARLY_LAUNCH}();",
+            f"calls launch_dependents.. before {OF_EARLY_LAUNCH}",
+        ),
+        (
+            f"{OF_EARLY_LAUNCH}();\n    {WRITES_SUMS}\n    launch_dependents();",
+            "writes .* of row_sums, which the next launch reads without waiting for this one",
+        ),
+    ],
+)
+def test_a_pass_that_the_next_one_cannot_overlap_is_found(tmp_path, broken, message):
+    file, right = "wgmma_two_pass_columns.cu", f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
+    assert right in text_of(file)
+    written(tmp_path, file, text_of(file).replace(right, broken))
     written(tmp_path, "wgmma_two_pass_rows.cu", text_of("wgmma_two_pass_rows.cu"))
     sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
-    broken = replace(RUNGS["wgmma_two_pass"], folder=tmp_path)
-    plan = planning.plan(broken, Problem.of_sizes(**sizes), Simulator().limits)
-    message = f"calls launch_dependents.. before {OF_EARLY_LAUNCH}"
+    kernel = replace(RUNGS["wgmma_two_pass"], folder=tmp_path)
+    plan = planning.plan(kernel, Problem.of_sizes(**sizes), Simulator().limits)
     with pytest.raises(SimulatorFault, match=message):
         guard.checked(Simulator(), plan, inputs_of(plan), {})
 

@@ -642,7 +642,7 @@ def test_zig_is_the_fallback_compiler(monkeypatch):
     for name in ("CUPYFA_COMPILER", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert machine.compiler() == [sys.executable, "-m", "ziglang", "c++"]
+    assert machine.compiler()[:4] == [sys.executable, "-m", "ziglang", "c++"]
 
 
 def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):

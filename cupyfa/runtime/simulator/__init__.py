@@ -101,7 +101,7 @@ class Simulator(Backend):
             self.schedule,
             self.workers,
             early=launch.begins_early,
-            waits_first=launch.waits_first,
+            waits_first=bool(launch.keeps),
             one_waits=bool(launch.launch.unawaited),
         )
 

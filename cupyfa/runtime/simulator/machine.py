@@ -140,7 +140,7 @@ def starter(
     request.region_count = len(regions)
     request.early, request.waits_first, request.one_waits = early, waits_first, one_waits
     named = (
-        _Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant, early and x.awaited)
+        _Region(x.name.encode(), 0, x.bytes, x.itemsize, x.constant, early and x.awaited, x.kept)
         for x in regions
     )
     fixed = (_Region * len(regions))(*named)
@@ -208,6 +208,7 @@ class _Region(ctypes.Structure):
         ("itemsize", ctypes.c_int),
         ("constant", ctypes.c_int),
         ("awaited", ctypes.c_int),
+        ("kept", ctypes.c_int),
     )
 
 
@@ -465,11 +466,21 @@ def compiler() -> list[str]:
             if found := shutil.which(name):
                 return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++"]
+        return [sys.executable, "-m", "ziglang", "c++", *_zig_target()]
     raise CompilerNotFound(
         "the simulator needs a C++ compiler and found neither c++, g++ nor clang++ on the PATH,"
         " nor the ziglang wheel; install g++ or clang++, or pip install ziglang"
     )
+
+
+def _zig_target() -> list[str]:
+    """The system's version of glibc, of which zig has a copy, with its headers.
+
+    Without it zig asks the cc of the PATH where the system's headers are, and fails if one of those
+    folders cannot be opened.
+    """
+    name, version = _libc()
+    return ["-target", f"native-linux-gnu.{version}"] if name == "glibc" else []
 
 
 def _usual_compiler() -> tuple[list[str], str]:

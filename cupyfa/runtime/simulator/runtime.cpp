@@ -53,6 +53,7 @@ struct Region {
   int itemsize = 1;  // bytes of an element
   int constant = 0;  // whether the kernel may only read it
   int awaited = 0;   // whether the launch may begin while one before it accesses this
+  int kept = 0;      // whether the next launch reads it without waiting for this one
 };
 
 struct Request {
@@ -1325,6 +1326,13 @@ inline void check_early(Worker& worker, const Touch& touch) {
   if (__builtin_expect(worker.hit.awaited && !worker.fiber->waited, 0)) fault_early(worker, touch);
 }
 
+[[noreturn]] COLD void fault_kept(Worker& worker, const Touch& touch) {
+  fault_at(worker, touch,
+           format(" of %s, which the next launch reads without waiting for this one; leave the name "
+                  "out of its unawaited=",
+                  worker.hit.name));
+}
+
 // Says that no thread of a block waited, or none of the launch if one block is enough: then the end
 // of this launch says nothing about those before it.
 void check_waited(Worker& worker) {
@@ -1347,6 +1355,7 @@ void check_waited(Worker& worker) {
 template <Access access>
 __attribute__((noinline)) void check_global(Worker& worker, const Touch& touch) {
   if (access == Access::announcement) return;
+  if (access != Access::read && worker.hit.kept) fault_kept(worker, touch);
   if (access == Access::atomic) {
     worker.speaks = true;
     worker.signals = worker.fenced;
