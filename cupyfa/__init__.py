@@ -151,6 +151,10 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "Bound":
         raise AttributeError(f"module {__name__!r} has no attribute 'Bound'; it is Prepared now")

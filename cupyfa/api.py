@@ -1924,6 +1924,7 @@ _ELSEWHERE = {
     "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
     "attn_bias": "write bias=",
     "block_mask": "write mask=, of cupyfa.block_mask",
+    **{f"max_seqlen_{x}": f"leave it out: cu_seqlens_{x} says it" for x in "qk"},
     "seqused_q": "write lengths_q=",
     **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
     "dropout_p": "write dropout= and dropout_seed=",
@@ -1938,6 +1939,7 @@ _ELSEWHERE = {
 # Arguments of attention that decode does not have.
 _NOT_IN_DECODING = {
     **dict.fromkeys((*DROPOUT, "precision"), "decoding has no {}: leave it out"),
+    **dict.fromkeys(("causal", "offset"), "the new tokens are the last ones: leave it out"),
     **dict.fromkeys(
         (modifiers.BIAS, modifiers.MASK),
         "write score_mod= or mask_mod=, which may read a captured array",
@@ -1978,9 +1980,14 @@ def unknown_argument(
 def _check_like(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
     """Raises if an array is not what the forward pass of the same q, k and v returns."""
     if tuple(array.shape) != tuple(shape):
+        remedy = (
+            "give the gradient of out, in its shape"
+            if name == "dout"
+            else "pass the out and lse that attention returned"
+        )
         raise ValueError(
             f"{name} has shape {tuple(array.shape)}; expected is {tuple(shape)} for these q, k and "
-            "v: pass the out and lse that attention returned"
+            f"v: {remedy}"
         )
     if str(array.dtype) != str(dtype):
         other = "convert it, or give the out_dtype of that call" if name == "out" else "convert it"

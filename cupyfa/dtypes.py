@@ -1,6 +1,7 @@
 """The element types; every fact about a type is in its row."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -49,9 +50,14 @@ E4M3_INPUTS = DType(
 INPUTS = {**DTYPES, E4M3_INPUTS.name: E4M3_INPUTS}
 
 
-def dtype_named(name: str) -> DType:
+def name_of(dtype: Any) -> Any:
+    """The name of a NumPy dtype or scalar type; anything else as it is."""
+    return np.dtype(dtype).name if isinstance(dtype, np.dtype | type) else dtype
+
+
+def dtype_named(given: Any) -> DType:
+    """The dtype of a name, or of NumPy's dtype. Raises TypeError for others."""
+    name = name_of(given)
     if not isinstance(name, str) or name not in INPUTS:
-        by_name = "" if isinstance(name, str) else ", by name"
-        known = ", ".join(INPUTS)
-        raise TypeError(f"dtype {described(name)} is not supported; use one of {known}{by_name}")
+        raise TypeError(f"dtype {described(name)} is not supported; use one of {', '.join(INPUTS)}")
     return INPUTS[name]

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 _FEW = 4  # elements of a sequence that a message shows
+_OTHER = "of type"  # how a message begins that shows no value
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
@@ -72,9 +73,11 @@ def described(value: object) -> str:
         return reprlib.repr(value)
     if isinstance(value, tuple | list) and len(value) <= _FEW:
         inner = ", ".join(map(described, value))
+        if _OTHER in inner:
+            return f"{_OTHER} {type(value).__name__}"
         end = "," if len(value) == 1 else ""
         return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
-    return f"of type {type(value).__name__}"
+    return f"{_OTHER} {type(value).__name__}"
 
 
 def warn(text: str) -> None:

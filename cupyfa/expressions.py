@@ -137,13 +137,15 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
 def _parsed(source: str) -> ast.expr:
     """The tree of a text. Raises _Wrong where Python's own grammar is broken."""
     if not source:
-        raise _Wrong(0, "the text is empty")
+        raise _Wrong(0, "the expression is empty")
     if len(source) > _LONGEST:
-        raise _Wrong(0, f"the text has {len(source):,} characters; at most {_LONGEST:,} are read")
+        raise _Wrong(
+            0, f"the expression has {len(source):,} characters; at most {_LONGEST:,} are read"
+        )
     if strange := re.search(r"[^ -~]", source):
         raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use characters of ASCII")
     if (comment := source.find("#")) >= 0:
-        raise _Wrong(comment, "a text has no comments; leave this out")
+        raise _Wrong(comment, "an expression has no comments; leave this out")
     try:
         tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
@@ -156,7 +158,9 @@ def _parsed(source: str) -> ast.expr:
 
 
 def _too_deep() -> str:
-    return f"the text is nested too deeply; at most {_DEEPEST} operations stand inside each other"
+    return (
+        f"the expression is nested too deeply; it may have at most {_DEEPEST} levels of operations"
+    )
 
 
 def _check_depth(tree: ast.expr) -> None:
@@ -204,9 +208,11 @@ class _Rules:
             raise _Wrong(node, f"{use} a number, not a condition; write where(condition, 1, 0)")
         return kind
 
-    def _condition(self, node: ast.expr, use: str) -> None:
+    def _condition(self, node: ast.expr, use: str, remedy: str = "") -> None:
         if (kind := self.kind(node)) not in ("bool", None):
-            raise _Wrong(node, f"{use} a condition, such as key <= position, not {_a(kind)}")
+            raise _Wrong(
+                node, f"{use} a condition, such as key <= position, not {_a(kind)}{remedy}"
+            )
 
     def _constant(self, node: ast.Constant) -> Kind:
         value = node.value
@@ -253,7 +259,9 @@ class _Rules:
                 raise _Wrong(node, f"{what}; give it in captured under another name")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
-                near += f" In texts, and as parameters of functions, there are {', '.join(names)}"
+                near += (
+                    f" In expressions, and as parameters of functions, there are {', '.join(names)}"
+                )
             if not near and self.kinds:
                 near = f"; captured are {', '.join(self.kinds)}"
             raise _Wrong(node, what + (near or f'; give it in captured={{"{name}": ...}}'))
@@ -294,8 +302,10 @@ class _Rules:
     def _binop(self, node: ast.BinOp) -> Kind | None:
         op, left, right = node.op, node.left, node.right
         if isinstance(op, ast.BitAnd | ast.BitOr):
+            sign = _SIGNS[type(op)]
             for side in (left, right):
-                self._condition(side, f"{_SIGNS[type(op)]} takes")
+                remedy = f"; {sign} binds tighter than comparisons: write (a) {sign} (b)"
+                self._condition(side, f"{sign} takes", remedy)
             return "bool"
         if isinstance(op, ast.Pow):
             kind = self._numeric(left, "** takes")
@@ -771,7 +781,7 @@ class Tracer:
         if self.size > _LONGEST:
             raise ValueError(f"the function makes more than {_LONGEST:,} operations; write fewer")
         if self.depth > _DEEPEST:
-            raise ValueError(_too_deep().replace("text", "function"))
+            raise ValueError(_too_deep().replace("expression", "function"))
 
     @staticmethod
     def of(value: Any) -> Tracer:

@@ -293,7 +293,7 @@ def modifiers(
         own = OF_ARGUMENTS if text.option in _CALLERS else ()
         text.check({name: x.captured for name, x in by_name.items() if name not in own})
     if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
-        raise ValueError(f"no text reads {', '.join(unread)}; leave it out of captured")
+        raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
@@ -379,7 +379,9 @@ def operand(name: str, given: Any) -> Operand:
         )
     taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES)
     if name in taken or name.startswith(OF_BLOCKS):
-        raise ValueError(f"captured has {name!r}, which texts use for something else; rename it")
+        raise ValueError(
+            f"captured has {name!r}, which expressions use for something else; rename it"
+        )
     return of_value(name, given)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES
+from cupyfa.dtypes import DTYPES, name_of
 from cupyfa.errors import described
 from cupyfa.expressions import POSITIONS, Expression
 
@@ -85,6 +85,7 @@ def _read_precision(value: Any) -> str | None:
 
 
 def _read_out_dtype(value: Any) -> str | None:
+    value = name_of(value)
     if value is None or (isinstance(value, str) and value in DTYPES):
         return value
     raise ValueError(
@@ -198,7 +199,7 @@ def parse_number(name: str, text: str) -> float | None:
 def _read_softcap(value: Any) -> float | None:
     number = read_number("softcap", value, "none")
     if number is not None and not 0 < number < math.inf:
-        raise ValueError(f"softcap is {value}; give a finite number above 0, or None for none")
+        raise ValueError(f"softcap is {value}; give a finite number above 0, or leave it out")
     return number
 
 
@@ -411,8 +412,9 @@ class AttentionOptions:
             object.__setattr__(self, "dropout_offset", 0)
         elif self.dropout_seed is None:
             raise ValueError(
-                f"dropout is {self.dropout} without dropout_seed; give a whole number from 0 to "
-                "2**64 - 1; use a different seed for each layer and step; calls keep no state"
+                f"dropout is {self.dropout} without dropout_seed; give dropout_seed=, a whole "
+                "number from 0 to 2**64 - 1, another one for each layer and step: calls keep no "
+                "state"
             )
         if self.causal:
             object.__setattr__(self, "window", (self.window[0], None))

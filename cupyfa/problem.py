@@ -729,7 +729,9 @@ def _sizes_of_rows(
             raise TypeError("M is missing; give it, or the lengths of a ragged batch")
         return 1 if batch is None else batch, M, M if N is None else N
     if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
-        raise ValueError(f"lengths and {given[0]} say the same; leave one of them out")
+        raise ValueError(
+            f"lengths and {given[0]} are given; leave out {given[0]}, which follows from lengths"
+        )
     q, k = packed
     return len(q.rows), q.total, k.total
 

@@ -197,7 +197,7 @@ def test_empty_sizes():
     [
         (lambda: made("key <= nowhere"), "there is no 'nowhere'"),
         (lambda: made("key + 1"), "mask_mod is a condition"),
-        (lambda: made("doc[key] > 0", {"doc": DOC, "more": 1}), "no text reads more"),
+        (lambda: made("doc[key] > 0", {"doc": DOC, "more": 1}), "no expression reads more"),
         (lambda: made("block_mask_x > key", {"block_mask_x": 1}), "rename it"),
         (lambda: cupyfa.block_mask(mask_mod="key > 3", M=4), "give M and N"),
         (lambda: cupyfa.block_mask(), "give a bool array, or an expression"),

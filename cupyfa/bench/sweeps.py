@@ -135,12 +135,16 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
         raise ValueError(f"page is {page}, and there is no cache; give cache='paged' too")
     if given.get(forms.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
-            raise ValueError("lengths and tokens say the same; leave one of them out")
+            raise ValueError(
+                "lengths and tokens are given; leave out tokens, which follow from lengths"
+            )
         sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:
-                raise ValueError(f"{whole} and {count} say the same; leave one of them out")
+                raise ValueError(
+                    f"{whole} and {count} are given; leave one out, which follows from the other"
+                )
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]
@@ -170,7 +174,7 @@ def _of_cache(
         room = given.get("N", sizes["M"])
         lengths = [room] * sizes["batch"]
     elif "batch" in given:
-        raise ValueError("lengths and batch say the same; leave one of them out")
+        raise ValueError("lengths and batch are given; leave out batch, which follows from lengths")
     else:
         q, k = forms.lengths_of(asked)
         if q != k or k.used or k.before or k.after:

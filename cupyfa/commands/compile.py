@@ -60,7 +60,7 @@ def compile_kernels(
     if (out_dtype := attention.out_dtype) is not None:
         usual = HALF if out_dtype == "float32" else (out_dtype,)
     wanted = dtypes or usual
-    architectures = [x.strip() for x in arches.split(",")]
+    architectures = [options.architecture(x) for x in arches.split(",")]
     planned = plans(chosen, architectures, wanted, d, dv, attention, tiles, arrays)
     rows = []
     with options.progress_bar("compiling") as progress:

@@ -242,11 +242,16 @@ def array_options(command: Command) -> Command:
     )
 
 
+def architecture(given: str) -> str:
+    """The compute capability of an architecture's name, as of "sm_90"."""
+    return given.strip().removeprefix("sm_")
+
+
 _LENGTHS = {
     "lengths": "Lengths of the sequences of a ragged batch, in place of -B, -M and -N: "
     "349,263,0,115. 7/9 is 7 of 9 rows that count, _3 at an end 3 rows of no sequence.",
-    "lengths_q": "Those of queries alone, with",
-    "lengths_k": "those of keys.",
+    "lengths_q": "Lengths of the queries, if the keys have others; with --lengths-k.",
+    "lengths_k": "Lengths of the keys; with --lengths-q.",
 }
 
 

@@ -50,6 +50,7 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
     options.refuse_foreign([operation], *sizes)
     records = [] if kernel == "auto" else [record_named(kernel)]
     (problem,) = sweeps.problems(operation, sizes, *records)
+    arch = options.architecture(arch)
     limits = limits_of(arch)
     record = select(records[0] if records else "auto", operation, problem, limits)
     planned = plan(record, problem, limits, **tiles)

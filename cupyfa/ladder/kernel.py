@@ -392,9 +392,11 @@ class Kernel(_Record):
             return formula(*values)
         except Exception as error:
             shown = ", ".join("arrays" if isinstance(x, Mapping) else str(x) for x in values)
+            why = f" with {type(error).__name__}: {error}"
+            if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
+                why = f": there is no c.{error.name}; tiles= of the record gives constants"
             raise ValueError(
-                f"{self.name}: the record's {what} fails with {type(error).__name__}: {error}; "
-                f"it was called with {shown}"
+                f"{self.name}: the record's {what} fails{why}; it was called with {shown}"
             ) from error
 
     def _expected(

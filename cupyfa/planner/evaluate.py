@@ -233,9 +233,12 @@ class _Planner:
         made = []
         for name, form in launch.arrays:
             if name not in arrays and (form or name not in values):
+                by_feature = name in self.operation.outputs
                 raise ValueError(
                     f"{launch.entry}: argument {name!r} is unknown; arrays are "
                     f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
+                    + f"; features={{{name!r}}} of the record brings {name}"
+                    * by_feature
                 )
             value = None if name in arrays else values[name]
             made.append(

@@ -16,6 +16,7 @@ from cupyfa.expressions import Expression
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import nearest
+from cupyfa.modifiers import DLSE
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import mods
 from cupyfa.planner.evaluate import plan_of
@@ -70,6 +71,8 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
             f"kernel is {described(kernel)}; give a kernel's name, a Kernel of your own or 'auto'"
         )
     known = LADDER[operation]
+    if ".py:" in kernel:
+        raise ValueError(f"kernel is {kernel!r}; give the record itself: cupyfa.kernel({kernel!r})")
     if kernel not in known:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
@@ -157,7 +160,7 @@ def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, s
             return lack
         if kernel.made_for is None or _is_made_for(kernel, problem, limits):
             return _drawback(kernel, problem, limits)
-        return "it is made for other sizes"
+        return "other sizes suit it better"
 
     faster = [k for k in able if speeds.get(k.name, 0) > speeds.get(chosen.name, 0)]
     reasons = {k.name: reason(k) for k in faster}
@@ -331,7 +334,7 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     """What to do if no other kernel of the same operation can do the problem."""
     if problem.dtype.result:
         return _converted(kernel, problem, limits)
-    if kernel.operation == "backward" or not problem.wrt:
+    if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
         return "no other kernel can either"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
     known = f"; of these {', '.join(able)} can" if able else ", and none of them can"

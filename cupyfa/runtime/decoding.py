@@ -460,7 +460,10 @@ def _check_whole(name: str, array: Any, axes: int) -> None:
     if len(array.shape) != axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
     if str(array.dtype) != "int32":
-        raise TypeError(f"{name} is {array.dtype}; it must be int32: convert it")
+        raise TypeError(
+            f"{name} is {array.dtype}; it must be int32, as kernels read it in place: give "
+            f"{name}.astype(numpy.int32)"
+        )
     if not columns_contiguous(array):
         raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
 

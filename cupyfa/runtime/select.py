@@ -168,7 +168,7 @@ def _automatic() -> Backend:
     reason = _no_cuda()
     if reason is None:
         return _cuda()
-    warn(f"{reason}: running in the simulator, on the CPU")
+    warn(f"{reason}: running in the simulator on the CPU, which is slow")
     return _simulator()
 
 

@@ -62,7 +62,7 @@ def test_a_cache_takes_options_that_change_nothing_in_decoding():
         ({"cache": "contiguous", "page": 16}, "the cache is contiguous; give cache='paged'"),
         ({"cache": "paged", "page": 24}, "page is 24; use one of 16, 32, 64, 128, 256"),
         ({"cache": "ring"}, "cache is 'ring'; use one of contiguous, paged"),
-        ({"cache": "paged", "lengths": "5", "batch": 2}, "lengths and batch say the same"),
+        ({"cache": "paged", "lengths": "5", "batch": 2}, "lengths and batch are given"),
         (
             {"cache": "paged", "lengths": "3/5"},
             "lengths are '3/5'; the lengths of a cache are whole numbers, one for each sequence, "

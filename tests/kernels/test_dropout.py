@@ -163,7 +163,11 @@ def test_rungs_below_fa2_say_who_can(backend, kernel):
 @pytest.mark.parametrize(
     "given, error, message",
     [
-        ({"dropout": 0.1}, ValueError, "dropout is 0.1 without dropout_seed; give a whole number"),
+        (
+            {"dropout": 0.1},
+            ValueError,
+            "dropout is 0.1 without dropout_seed; give dropout_seed=, a whole number",
+        ),
         ({"dropout": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
         ({"dropout": 0.99999}, ValueError, "dropout is 0.99999; .* multiples of 1/16384"),
         ({"dropout": -0.1}, ValueError, "dropout is -0.1; give the probability"),

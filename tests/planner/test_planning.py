@@ -195,7 +195,7 @@ def test_auto_takes_a_baseline_where_it_stores_little_and_computes_nothing_hidde
             "fa2_coalesced",
             {
                 "baseline": "131,072 scores take less time",
-                **dict.fromkeys(("mma_fp16x2", "wgmma_fp16x2"), "made for other sizes"),
+                **dict.fromkeys(("mma_fp16x2", "wgmma_fp16x2"), "other sizes suit it better"),
             },
         ),
         ({"dtype": "float32", "d": 512, "M": 9999}, "fa2_coalesced", {"baseline": "scratch would"}),

@@ -72,7 +72,7 @@ def test_a_problem_is_the_one_of_its_record_and_of_its_options():
 
 def test_sizes_and_lengths_exclude_each_other():
     for name in ("batch", "M", "N"):
-        with pytest.raises(ValueError, match=f"lengths and {name} say the same"):
+        with pytest.raises(ValueError, match=f"lengths and {name} are given; leave out {name}"):
             sweeps.problems("forward", {"lengths": "3,4", name: 5})
     several = sweeps.problems("forward", {"lengths": [[3, 4], "5:6"]})
     assert [str(p.lengths[1]) for p in several] == ["3,4", "6"]
