@@ -15,7 +15,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -315,7 +315,7 @@ def compile(
     k: Any,
     v: Any,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
     backend: BackendName | Backend = "auto",
@@ -329,11 +329,11 @@ def compile(
     """The prepared form of ``attention``: its plan is made and its kernels are compiled.
 
     q, k and v are arrays with the forms of later calls, or the shapes of contiguous arrays of
-    ``dtype`` (CuPy arrays; NumPy arrays in the simulator). The other arguments are those of
-    ``attention``; with shapes, ``own`` has no arrays, whose shapes follow. Arrays that change
-    scores are such arrays too, or with shapes the forms that ``plan`` takes. With cu_seqlens_q and
-    cu_seqlens_k, arrays of int32 or their shapes, it is the prepared form of ``attention_ragged``:
-    q, k and v are packed arrays, and seqused_q and seqused_k may be given.
+    ``dtype``, a name or NumPy's dtype (CuPy arrays; NumPy arrays in the simulator). The other
+    arguments are those of ``attention``; with shapes, ``own`` has no arrays, whose shapes follow.
+    Arrays that change scores are such arrays too, or with shapes the forms that ``plan`` takes.
+    With cu_seqlens_q and cu_seqlens_k, arrays of int32 or their shapes, it is the prepared form of
+    ``attention_ragged``: q, k and v are packed arrays, and seqused_q and seqused_k may be given.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` takes a few microseconds for CuPy arrays. It
     refuses arrays of other shapes, strides, dtypes or devices. Arrays that change scores are given
@@ -360,7 +360,7 @@ def compile_backward(
     out: Any,
     lse: Any,
     *,
-    dtype: str | None = None,
+    dtype: DTypeLike | None = None,
     options: AttentionOptions | None = None,
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
@@ -1150,7 +1150,7 @@ def plan(
     batch: int = 1,
     heads: int = 1,
     kv_heads: int | None = None,
-    dtype: str = "float32",
+    dtype: DTypeLike = "float32",
     options: AttentionOptions | None = None,
     **keywords: Unpack[_Padded],
 ) -> Plan:
@@ -1441,7 +1441,7 @@ def _adopted(
 def _compiled(
     how: How,
     given: Sequence[Any],
-    dtype: str | None,
+    dtype: DTypeLike | None,
     modified: Mapping[str, Any],
     own: Own | None,
     return_own: Sequence[str],

@@ -49,13 +49,15 @@ E4M3_INPUTS = DType(
 )
 INPUTS = {**DTYPES, E4M3_INPUTS.name: E4M3_INPUTS}
 
+DTypeLike = str | np.dtype | type  # a name, as "float16", or NumPy's dtype, as np.float16
 
-def name_of(dtype: Any) -> Any:
+
+def name_of(dtype: object) -> Any:
     """The name of a NumPy dtype or scalar type; anything else as it is."""
     return np.dtype(dtype).name if isinstance(dtype, np.dtype | type) else dtype
 
 
-def dtype_named(given: Any) -> DType:
+def dtype_named(given: DTypeLike) -> DType:
     """The dtype of a name, or of NumPy's dtype. Raises TypeError for others."""
     name = name_of(given)
     if not isinstance(name, str) or name not in INPUTS:

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from cupyfa import forms, modifiers
-from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_named
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
@@ -121,7 +121,7 @@ class Problem:
         batch: int | None = None,
         heads: int = 1,
         kv_heads: int | None = None,
-        dtype: str = "float32",
+        dtype: DTypeLike = "float32",
         options: AttentionOptions | None = None,
         alibi_slopes: Any = None,
         bias: Any = None,
@@ -580,7 +580,7 @@ class Problem:
         )
 
     @classmethod
-    def of_row_sizes(cls, M: int, N: int, dtype: str) -> Problem:
+    def of_row_sizes(cls, M: int, N: int, dtype: DTypeLike) -> Problem:
         return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype), is_softmax=True)
 
     @property

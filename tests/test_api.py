@@ -227,6 +227,17 @@ def test_dtypes_of_out_and_lse(backend, dtype):
     assert lse.dtype == (np.float64 if dtype is np.float64 else np.float32)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("f2"), "float16"])
+def test_dtypes_are_given_by_name_or_as_those_of_numpy(dtype):
+    shape = (1, 2, 9, 8)
+    assert cupyfa.plan(M=9, d=8, dtype=dtype, backend="simulator").problem.dtype.name == "float16"
+    made = cupyfa.compile(shape, shape, shape, dtype=dtype, backend="simulator")
+    q, k, v = arrays(*shape, dtype=np.float16)
+    assert made(q, k, v).dtype == np.float16
+    options = cupyfa.AttentionOptions(out_dtype=np.float32)
+    assert options == cupyfa.AttentionOptions(out_dtype="float32")
+
+
 @pytest.mark.parametrize("scale", [None, 0, -2.5, 1.0])
 def test_scale(backend, scale):
     q, k, v = arrays(1, 1, 9, 8)
