@@ -189,7 +189,9 @@ def test_unwritable_folders(warm, env):
     """First with NVRTC: CuPy needs a cache directory of its own."""
     compiled = process(["compile", "fa2", "--arch", "90", "--dtype", "float32"], env=env)
     assert (compiled.returncode, compiled.stderr) == (0, "")
-    passed(process(RUN, env={"CUPYFA_CACHE_DIR": warm, **env}))
+    done = process(RUN, env={"CUPYFA_CACHE_DIR": warm, **env})
+    passed(done)
+    assert done.stderr.count("so nothing is stored; set") == ("CUPYFA_CACHE_DIR" in env)
 
 
 def test_a_deleted_working_directory(warm, tmp_path):
