@@ -64,7 +64,8 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 @click.option(
     "--jobs",
     type=options.Integer(0),
-    help="Number of processes, which share the visible GPUs; 0 means this process.  "
+    help="Number of processes, which share the visible GPUs; 0 means this process, "
+    "without a timeout.  "
     f"[default: one per core, at most {_MOST_JOBS} per GPU]",
 )
 @click.option(
@@ -98,6 +99,8 @@ def check(
     a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
     of attention replace those of the grid. The exit code is 1 if there is a failure.
     """
+    if jobs == 0:
+        options.refuse_idle("--jobs 0 has no timeout", "timeout")
     if dry_run:
         how = {name: x for name, x in how.items() if name not in ("reruns", "timeout", "failures")}
         how |= {"dtypes": dtypes or None, "precision": precision, "backend": backend}
