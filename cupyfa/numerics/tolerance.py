@@ -61,7 +61,7 @@ rounds P alone.
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
 0 and about the sink. A visible pair of finite q and k whose sum(|q| * |k|), with the scale or
 without, is beyond the range of the kernel's sums leaves its row without bounds, and in gradients
-its key too: its score is infinite there, or NaN, as the order of the sum has it.
+its key too: its score is finite, infinite or NaN, as the order of the sum has it.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:

@@ -326,7 +326,7 @@ def test_scores_beyond_float16_must_be_right():
 @pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, signs):
-    """Products of both signs give NaN, whose order decides nothing that is worth a bound."""
+    """The order of a sum of products of both signs decides whether it is infinite or NaN."""
     c = case(dtype, "normal", 3, 4, 2)
     large = 1e160 if dtype == "float64" else 1e20
     c.q /= large
