@@ -14,6 +14,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cupyfa import errors
+
 if TYPE_CHECKING:
     import tempfile
 
@@ -45,6 +47,22 @@ def folder() -> Path:
     """A writable directory: the chosen one, or a temporary one of this process."""
     path = chosen_folder()
     return path if path and can_write(path) else Path(_temporary().name)
+
+
+def is_kept() -> bool:
+    """Whether what is stored is there for later processes."""
+    return folder() == chosen_folder()
+
+
+def warn_unless_kept() -> None:
+    """Warns, once in a process, if what is stored ends with it."""
+    if not is_kept():
+        _warn_unkept(chosen_folder())
+
+
+def remedy(variable: str = "CUPYFA_CACHE_DIR") -> str:
+    """What to do about a folder that cannot be written."""
+    return f"set {variable} to a writable folder"
 
 
 def give_cupy_a_folder() -> None:
@@ -136,6 +154,7 @@ def compiled(path: Path) -> bytes | None:
 
 def keep_compiled(path: Path, content: bytes) -> None:
     """Writes a compiled kernel, and now and then removes the least recently used ones."""
+    warn_unless_kept()
     write_whole(path, sealed(content))
     if next(_written) % _TRIM_EVERY == 0:
         trim(path.parent)
@@ -198,6 +217,12 @@ def _replace(path: Path, content: bytes) -> None:
     except BaseException:
         name.unlink(missing_ok=True)
         raise
+
+
+@cache
+def _warn_unkept(chosen: Path | None) -> None:
+    what = chosen or "the cache folder"
+    errors.warn(f"{what} cannot be written, so nothing is stored; {remedy()}")
 
 
 @cache

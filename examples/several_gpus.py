@@ -7,11 +7,13 @@ python examples/several_gpus.py --devices 0 1 --tokens 32768 --dtype float16
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+from train_transformer import has_gpu
 
 import cupyfa
 
@@ -44,6 +46,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = options().parse_args()
+    if not has_gpu():
+        sys.exit("there is no GPU, and the simulator's times say nothing; run `cupyfa doctor`")
     devices = given.devices or "all"
     rng = np.random.default_rng(given.seed)
     heads = given.heads, given.kv_heads, given.kv_heads

@@ -139,7 +139,7 @@ def _package(name: str) -> Finding:
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
     """A cache directory, which is a fault if it cannot be written."""
     if path is None or not store.can_write(path):
-        return Finding(thing, FAULT, f"{path} cannot be written; set {variable}")
+        return Finding(thing, FAULT, f"{path} cannot be written; {store.remedy(variable)}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
 
 

@@ -112,11 +112,7 @@ def tune(
     for problem in problems:
         if not OPERATIONS[operation].flops(problem):
             raise ValueError(f"there is nothing to do in {problem}; give sizes from 1")
-    if not is_kept():
-        errors.warn(
-            f"{store.chosen_folder() or 'the cache folder'} cannot be written, so nothing is "
-            "stored; set CUPYFA_CACHE_DIR to a writable folder"
-        )
+    store.warn_unless_kept()
     tried = [
         candidates(select(record, operation, problem, backend.limits), problem, backend.limits)
         for problem in problems
@@ -130,11 +126,6 @@ def tune(
         tuning = _Tuning(backend, plans, fresh and done > begun, watch)
         found += tuning.run(budget if done >= begun else 0.0, progress)
     return found
-
-
-def is_kept() -> bool:
-    """Whether measurements are stored for later processes."""
-    return store.folder() == store.chosen_folder()
 
 
 @dataclass

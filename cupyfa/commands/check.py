@@ -13,7 +13,7 @@ from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG, options
 from cupyfa.commands.signals import take_time
 from cupyfa.ladder.lookup import record_named
 from cupyfa.options import Precision
-from cupyfa.report.tables import render, table_of
+from cupyfa.report.tables import fields, render, table_of
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify import check as checking
 from cupyfa.verify.failures import WRONG_RESULT, Failure
@@ -64,7 +64,8 @@ _COLUMNS = ("kernel", "failure", "output", "error", "bound", "ratio", "worst_at"
 @click.option(
     "--jobs",
     type=options.Integer(0),
-    help="Number of processes, which share the visible GPUs; 0 means this process.  "
+    help="Number of processes, which share the visible GPUs; 0 means this process, "
+    "without a timeout.  "
     f"[default: one per core, at most {_MOST_JOBS} per GPU]",
 )
 @click.option(
@@ -98,6 +99,8 @@ def check(
     a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
     of attention replace those of the grid. The exit code is 1 if there is a failure.
     """
+    if jobs == 0:
+        options.refuse_idle("--jobs 0 has no timeout", "timeout")
     if dry_run:
         how = {name: x for name, x in how.items() if name not in ("reruns", "timeout", "failures")}
         how |= {"dtypes": dtypes or None, "precision": precision, "backend": backend}
@@ -185,9 +188,9 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         click.echo(f"{more:,} more failure{'s' * (more != 1)}: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
-    for tally in done.tallies:
-        if tally.covered:
-            click.echo(f"{tally.kernel} covered: {_counts(tally.covered)}", err=err)
+    covered = {f"{x.kernel} covered": _counts(x.covered) for x in done.tallies if x.covered}
+    if covered:
+        click.echo(fields(covered), err=err, nl=False)
     click.echo(str(done), err=err)
 
 

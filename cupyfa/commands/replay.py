@@ -9,7 +9,7 @@ import click
 
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_on, timeout_option
-from cupyfa.report.tables import render
+from cupyfa.report.tables import render, replayed_lines
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.check import Replayed, replay as replayed
 from cupyfa.verify.failures import RIGHT, Outcome
@@ -45,23 +45,10 @@ def replay(
         done = replayed(file, kernel, backend, timeout=timeout_on(backend, timeout))
         found.append((file, done))
         if form == "table":
-            click.echo(_lines(done))
+            click.echo(replayed_lines(done))
     if form != "table":
         click.echo(render([row for one in found for row in _rows(*one)], form))
     sys.exit(0 if all(done.now.kind == RIGHT for _, done in found) else WRONG)
-
-
-def _lines(done: Replayed) -> str:
-    then, now, made_with = done.stored.outcome, done.now, done.stored.made_with
-    on = f"on {made_with['device']} with cupyfa {made_with['cupyfa']}"
-    return "\n".join(
-        [
-            str(done.stored.case),
-            f"then  {then.kernel}: {_words(then)}, {on}",
-            f"now   {now.kernel}: {_words(now)}, on {done.device}",
-            "PASS" if now.kind == RIGHT else "FAIL",
-        ]
-    )
 
 
 def _rows(file: Path, done: Replayed) -> list[dict[str, Any]]:
@@ -74,10 +61,6 @@ def _rows(file: Path, done: Replayed) -> list[dict[str, Any]]:
         | {"passed": x.kind == RIGHT, "message": _message(x), "case": str(done.stored.case)}
         for when, (x, device) in outcomes.items()
     ]
-
-
-def _words(outcome: Outcome) -> str:
-    return f"{outcome.kind}; {_message(outcome)}"
 
 
 def _message(outcome: Outcome) -> str:

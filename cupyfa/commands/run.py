@@ -10,6 +10,7 @@ from cupyfa.bench import sweeps
 from cupyfa.bench.trial import STEPS as TRIAL_STEPS, trial
 from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_option, watched
+from cupyfa.errors import CompilerNotFound
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.select import passed_over, plan, select
 from cupyfa.report.tables import render, trial_lines, trial_row
@@ -72,8 +73,10 @@ def run(
                 excerpts=sampling.excerpts(problem, seed, operation),
                 progress=lambda done, total, what: progress(done + 1, _STEPS, what),
             )
+    except CompilerNotFound:  # whatever the problem
+        raise
     except Exception:
-        options.note(f"this was {case}")
+        options.note(f"the problem was {case}")
         raise
     as_run = problem.with_options(precision=planned.problem.precision)
     case = replace(case, problem=as_run)

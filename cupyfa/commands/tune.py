@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cupyfa import store
 from cupyfa.bench import tune as tuning
 from cupyfa.bench.tune import RIGHT, UNTRIED, Candidate
 from cupyfa.commands import WRONG, options
@@ -103,5 +104,5 @@ def _print_notes(found: Sequence[Candidate]) -> None:
         options.note(f"{alike[0]}{others}: {state}: {note}")
     if untried := sum(x.state == UNTRIED for x in found):
         were = "was" if untried == 1 else "were"
-        remedy = "the same command continues" if tuning.is_kept() else "give a larger --budget"
+        remedy = "the same command continues" if store.is_kept() else "give a larger --budget"
         options.note(f"{untried} {were} not tried in time; {remedy}")

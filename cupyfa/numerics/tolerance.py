@@ -59,7 +59,9 @@ infinity. Inputs in that format, times their descales, are exact: r is 0, and th
 rounds P alone.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
-0 and about the sink.
+0 and about the sink. A visible pair of finite q and k whose sum(|q| * |k|), with the scale or
+without, is beyond the range of the kernel's sums leaves its row without bounds, and in gradients
+its key too: its score is finite, infinite or NaN, as the order of the sum has it.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
@@ -441,7 +443,7 @@ class _Work:
 class _ModifiedScores:
     """The errors of modified scores on one tile for one kernel.
 
-    size [n, rows, keys]: that of each pair's score.
+    size [n, rows, keys]: that of each pair's score; one that is infinite makes its shift so.
     shift: the error of a modified score, absolute. by_design: how far rounded operands move it.
     exponent: the error of the exponential. overflows: where the kernel's format has infinity.
     slope, slope_error: of the derivative, the error absolute; if `differentiated`.
@@ -451,13 +453,13 @@ class _ModifiedScores:
         self, tile: reference.Tile, kernel: Arithmetic, size: Array, *, differentiated: bool = False
     ) -> None:
         eps = float(kernel.accumulator.eps)
-        given, moved = _score_errors(size, tile, kernel)
+        given, moved = _score_errors(_finite(size), tile, kernel)
         scores = (tile.q @ tile.k.mT) * tile.scale
         slope = 1.0 if differentiated else None
         evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
         here = evaluate(scores, error=given * (kernel.eps / eps), eps=eps)
         there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
-        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape)
+        self.shift = np.where(np.isinf(size), np.inf, eps * _or_0(here.error))
         self.exponent = eps * np.abs(_finite(here.value))
         self.overflows = np.abs(_finite(here.value)) > float(kernel.accumulator.max)
         self.by_design = self._distance(here.value, [x.value for x in there])
@@ -481,7 +483,7 @@ class _ModifiedScores:
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     """What the errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
-    errors = _ModifiedScores(work.tile, kernel, work.pair_sizes())
+    errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
     P, magnitude = work.attend()[2], work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
@@ -512,7 +514,8 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, f
     for scaled in orders if kernel.is_narrow else "":
         out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
-            errors[i] = max(errors[i], _largest(plain - exact[i]))
+            judged = np.isfinite(bounds[i])
+            errors[i] = max(errors[i], _largest((plain - exact[i])[judged]))
             if kernel.rounds_by_design:
                 overflown = ~np.isfinite(plain) & (plain != exact[i]) & ~np.isnan(exact[i])
                 bounds[i][overflown] = np.inf
@@ -549,9 +552,10 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
     lse_bound = (eps * (score + 1.2 * total) + by_design + of_lse)[..., 0]
     lse_bound = lse_bound + eps * 2 * np.abs(_finite(lse))
+    lost = np.isinf(score + of_lse)[..., 0]
     if tile.unsure is not None:
-        rows = tile.unsure.any(-1)
-        out_bound[rows], lse_bound[rows] = np.inf, np.inf
+        lost |= tile.unsure.any(-1)
+    out_bound[lost], lse_bound[lost] = np.inf, np.inf
     return out_bound, lse_bound
 
 
@@ -575,7 +579,7 @@ class _BackwardWork:
         self.step = reference.differentiate(tile, grad, out, lse, dlse)
         finite = (np.abs(_finite(x)) for x in (tile.q, tile.k, tile.v, grad, out))
         self.q, self.k, v, self.grad, out = finite
-        self.score_size = abs(tile.scale) * (self.q @ self.k.mT)
+        self.pair_sizes = cache(partial(_pair_sizes, tile))
         self.delta_size = (self.grad * out).sum(-1, keepdims=True)
         self.delta_size += np.abs(_finite(dlse))[..., None]
         self.dP_size = tile.dropped(self.grad @ v.mT) + self.delta_size
@@ -612,7 +616,7 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
         scale * (of_dk.mT @ work.q) + floor_of_key,
         dv_bound + floor_of_key,
     )
-    lost = _lost_pairs(work, modified, tiny)
+    lost = _lost_pairs(work, modified, kernel)
     if lost is not None:
         for bound, axis in zip(bounds, (-1, -2, -2)):
             bound[lost.any(axis)] = np.inf
@@ -625,12 +629,12 @@ def _errors_before_slopes(
     """The errors of P, of dP - D and of their product, and those of modified scores."""
     eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, work.tile.v.shape[-1]
     P, dP = (np.abs(_finite(x)) for x in (work.step.P, work.step.dP_delta))
-    modified = None
+    size, modified = work.pair_sizes(kernel.accumulator.dtype), None
     if work.tile.mods.score_steps:
-        modified = _ModifiedScores(work.tile, kernel, work.score_size, differentiated=True)
+        modified = _ModifiedScores(work.tile, kernel, size, differentiated=True)
         exponent = modified.shift + eps * (work.exponent_size + 2) + modified.by_design
     else:
-        exponent, by_design = _score_errors(work.score_size, work.tile, kernel)
+        exponent, by_design = _score_errors(size, work.tile, kernel)
         exponent = eps * (exponent + work.exponent_size + 2)
         exponent += by_design
     p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
@@ -681,8 +685,8 @@ class _ArrayGradients:
         scores = (tile.q @ tile.k.mT) * tile.scale
         p, g, ds, modified = _errors_before_slopes(work, kernel)
         size = (np.abs(_finite(step.P)) + p) * (np.abs(_finite(step.dP_delta)) + g)
-        given, _ = _score_errors(work.score_size, tile, kernel)
-        lost = _lost_pairs(work, modified, kernel.tiny)
+        given, _ = _score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
+        lost = _lost_pairs(work, modified, kernel)
         error = given * (kernel.eps / eps)
         pairs = scores, tile.place, tile.masked
         for name, at, number in tile.mods.accesses(*pairs, self.given, error=error, eps=eps):
@@ -701,18 +705,19 @@ class _ArrayGradients:
         return found
 
 
-def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, tiny: float) -> Any:
+def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: Arithmetic) -> Any:
     """The pairs whose terms may be anything, [n, rows, keys]; None if there are none.
 
-    Rounding decides whether they are seen or whether they are infinite, or their weight is 0 in
-    the kernel, which makes dS of a modified score 0, while dP is infinite or NaN.
+    The sums of their scores overflow, rounding decides whether they are seen or whether they are
+    infinite, or their weight is 0 in the kernel, which makes dS of a modified score 0, while dP is
+    infinite or NaN.
     """
-    lost = np.zeros((), bool)
+    lost = np.isinf(work.pair_sizes(kernel.accumulator.dtype))
     if modified is not None:
-        lost = np.isinf(modified.shift) | np.isinf(modified.slope_error)
+        lost |= np.isinf(modified.shift) | np.isinf(modified.slope_error)
         lost |= modified.overflows & (work.step.P > 0)
-        lost |= (tiny > work.step.P) & ~np.isfinite(work.step.dP_delta)
-        lost &= ~work.step.left_out
+        lost |= (kernel.tiny > work.step.P) & ~np.isfinite(work.step.dP_delta)
+    lost &= ~work.step.left_out
     if work.tile.unsure is not None:
         lost = lost | work.tile.unsure & ~np.isneginf(work.lse)[..., None]
     return lost if lost.any() else None
@@ -754,20 +759,28 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
     return vanished.astype(np.float32) @ infinite.astype(np.float32) > 0
 
 
-def _pair_sizes(tile: reference.Tile) -> Array:
-    """The finite |scale| * sum(|q| * |k|) of each pair, [n, rows, keys]."""
-    return abs(tile.scale) * (np.abs(_finite(tile.q)) @ np.abs(_finite(tile.k)).mT)
+def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
+    """|scale| * sum(|q| * |k|) of each pair, [n, rows, keys], without terms that are not finite.
+
+    Infinite where sums in ``dtype`` may overflow, with the scale or before.
+    """
+    scale, size = np.abs(tile.scale), np.abs(_finite(tile.q)) @ np.abs(_finite(tile.k)).mT
+    overflows = size * np.maximum(scale, 1.0) > float(np.finfo(dtype).max)
+    return np.where(overflows, np.inf, scale * size)
 
 
 def _score_size(tile: reference.Tile, dtype: Any) -> Array:
-    """The largest finite |scale| * sum(|q| * |k|) over the keys that a row sees, [n, rows, 1]."""
+    """The largest of _pair_sizes over the keys that a row sees, [n, rows, 1]."""
     size = np.abs(tile.q).astype(dtype) @ np.abs(tile.k).astype(dtype).mT
     if tile.masked is not None:
         np.copyto(size, 0.0, where=tile.masked)
-    largest = size.max(-1, keepdims=True, initial=0.0)
-    if not np.isfinite(largest).all():
-        largest = _finite(size).max(-1, keepdims=True, initial=0.0)
-    return largest * abs(tile.scale)
+    largest = size.max(-1, keepdims=True, initial=0.0).astype(np.float64) * np.abs(tile.scale)
+    if (largest <= float(np.finfo(dtype).max)).all():
+        return largest
+    size = _pair_sizes(tile, dtype)
+    if tile.masked is not None:
+        np.copyto(size, 0.0, where=tile.masked)
+    return size.max(-1, keepdims=True, initial=0.0)
 
 
 def _two_roundings(value: Array, precision: str) -> float:

@@ -21,6 +21,8 @@ from cupyfa.numerics.tolerance import Verdict
 from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify.case import Case
+from cupyfa.verify.check import Replayed
+from cupyfa.verify.failures import RIGHT, Outcome
 
 _LONG = 20  # characters; shorter values are not wrapped
 FORMATS = ("table", "json", "csv", "md")
@@ -118,8 +120,31 @@ def trial_lines(
         **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
         "checked": f"{result.checked:.2%} of the rows" if result.checked < 1 else "",
     }
-    verdict = Text("PASS", "bold green") if result.passed else Text("FAIL", "bold red")
-    return fields(lines) + _drawn(verdict)
+    return fields(lines) + _judgement(result.passed)
+
+
+def replayed_lines(done: Replayed) -> str:
+    """A failure's results of then and now."""
+    made_with = done.stored.made_with
+    there = f"{made_with['device']} with cupyfa {made_with['cupyfa']}"
+    lines = {
+        "problem": str(done.stored.case),
+        **_outcome_lines("then", done.stored.outcome, there),
+        **_outcome_lines("now", done.now, done.device),
+    }
+    return fields(lines) + _judgement(done.now.kind == RIGHT)
+
+
+def _outcome_lines(when: str, outcome: Outcome, where: str) -> Row:
+    """A line for the outcome, and for its verdicts, or for the reason why there are none."""
+    told = {when: f"{outcome.kernel}: {outcome.kind}, on {where}"}
+    if not outcome.verdicts:
+        return {**told, f"{when} why": outcome.message}
+    return {**told, **{f"{when} {x.name}": verdict_line(x) for x in outcome.verdicts}}
+
+
+def _judgement(passed: bool) -> str:
+    return _drawn(Text("PASS", "bold green") if passed else Text("FAIL", "bold red"))
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:

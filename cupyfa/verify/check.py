@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import time
@@ -15,6 +16,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, Unpack
 
+from cupyfa import store
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
 from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
@@ -170,6 +172,9 @@ def check(
         schedules=schedules,
         **options,
     )
+    folder = Path(failures) if failures is not None else None
+    if folder:
+        _require_room(folder)
     if jobs:
         _require_pickling(drawn, f"jobs is {jobs}", "jobs=0")
     tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
@@ -180,7 +185,6 @@ def check(
     ended: BaseException | None = None
     try:
         _run(workers, dict(enumerate(tasks)), sheet)
-        folder = Path(failures) if failures is not None else None
         found = _examined(workers, sheet, backend, folder, shrink=grid == "fuzz")
     except (KeyboardInterrupt, SystemExit) as error:
         found = [_failure(backend, task, outcome) for task, outcome in sheet.failed()]
@@ -341,6 +345,15 @@ def _checked_timeout(timeout: float) -> float:
     if not 0 < timeout <= _LONGEST:
         raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
     return timeout
+
+
+def _require_room(folder: Path) -> None:
+    """Raises ValueError for a folder that cannot be written, without creating it."""
+    there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
+    if not store.can_write(there):
+        raise ValueError(
+            f"failures is {folder}, but {there} cannot be written; name another folder"
+        )
 
 
 def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
@@ -547,7 +560,8 @@ def _examined(
                 file = write(folder, Stored(x.case, x.outcome, *how), x.command)
                 found[i] = replace(x, file=file)
         except OSError as error:  # the results of the check are worth more than its files
-            warnings.warn(f"{folder} cannot be written to ({error.strerror})", stacklevel=2)
+            why = f"{folder} cannot be written to ({error.strerror})"
+            warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
     return list({failure.command: failure for failure in found.values()}.values())
 
 

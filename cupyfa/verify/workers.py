@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from cupyfa import store
 from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import backend_named
@@ -79,8 +80,9 @@ class Process:
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
         simulated = isinstance(backend, Simulator)
+        store.warn_unless_kept()  # here: what a worker process prints is not seen
         if simulated:
-            machine.compiler()  # warns here: what a worker process prints is not seen
+            machine.compiler()  # likewise
         schedule = getattr(backend, "schedule", None)
         self._backend = Simulator(schedule=schedule, workers=1) if simulated else backend.name
         self._process: _Started | None = None

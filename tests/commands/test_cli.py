@@ -326,8 +326,17 @@ def test_a_fault_is_one_line_with_the_seed(tmp_path, form):
     message = refused(*command, code=1)
     assert re.search(r"^mine, block .*past the end of O", message)
     assert f"mine.cu:{LAST_LINE}" in message
-    note = "note: this was batch=1 heads=2 M=9 N=7 d=8 float32 scale=0.353553 layout=bhsd seed=3"
-    assert note in cli(*command, code=1).stderr.splitlines()
+    problem = "batch=1 heads=2 M=9 N=7 d=8 float32 scale=0.353553 layout=bhsd seed=3"
+    assert f"note: the problem was {problem}" in cli(*command, code=1).stderr.splitlines()
+
+
+def test_a_missing_compiler_is_no_matter_of_the_problem(monkeypatch):
+    def compile_nothing(*_, **__):
+        raise cupyfa.CompilerNotFound("there is none; install one")
+
+    monkeypatch.setattr("cupyfa.commands.run.trial", compile_nothing)
+    done = cli("run", "fa2", *SIMULATOR, code=3)
+    assert done.stderr == "cupyfa: there is none; install one\n"
 
 
 def test_an_out_of_bounds_write_is_one_line(tmp_path, monkeypatch):

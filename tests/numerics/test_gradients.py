@@ -5,7 +5,7 @@ import pytest
 
 from cupyfa import Problem, Simulator
 from cupyfa.numerics import reference, tolerance
-from cupyfa.operations import OPERATIONS, Excerpt
+from cupyfa.operations import OPERATIONS, Excerpt, exact_attention
 from cupyfa.verify import case as cases, sampling
 from cupyfa.verify.case import Case
 
@@ -177,6 +177,23 @@ def test_elements_beyond_float16_may_be_anything():
     results = kernel(p, inputs)
     assert np.isinf(results["dK"]).any()
     assert max(worst(p, inputs, results).values()) < 1
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
+def test_sums_of_scores_that_overflow_leave_row_and_key_without_bounds(signs, softcap):
+    p, inputs = case("float32", M=4, N=5, d=2, heads=1, softcap=softcap)
+    inputs["Q"][:] *= 1e-20
+    inputs["Q"][0, 0, 1], inputs["K"][0, 0, 3] = 1e20, 1e20 * np.array(signs)
+    with np.errstate(over="ignore"):
+        out, lse = exact_attention(inputs, p)
+        inputs["O"], inputs["lse"] = out.astype("f4"), lse.astype("f4")
+    expected = BACKWARD.reference(inputs, p, [None])[None]
+    unbounded = {name: np.isinf(x.bound).all((0, 1, 3)) for name, x in expected.items()}
+    assert unbounded["dQ"].tolist() == [False, True, False, False]
+    for name in ("dK", "dV"):
+        assert unbounded[name].tolist() == [False, False, False, True, False]
+        assert np.isfinite(expected[name].bound[:, :, [0, 1, 2, 4]]).all()
 
 
 @pytest.mark.parametrize("mask", MASKS)

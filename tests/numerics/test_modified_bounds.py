@@ -258,3 +258,16 @@ def test_scores_beyond_float32_leave_their_row_without_bounds(text):
     assert all(np.isposinf(x.bound).all() for x in expected.values())
     kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)
     assert max(kernel.forward_and_backward().values()) < 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_sums_of_scores_that_overflow_leave_the_rows_that_see_them_without_bounds(masked):
+    """Although a cap makes a usual number of each score, partial sums may be NaN."""
+    kernel = Kernel("cap * tanh(score / cap)", 4, masked=masked)
+    kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
+    expected = tolerance.expected_attention(
+        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
+    )[None]
+    rows = [np.isinf(x.bound[0]).reshape(H * M, -1).any(-1) for x in expected.values()]
+    for found in rows:
+        assert found.nonzero()[0].tolist() == ([] if masked else [5])

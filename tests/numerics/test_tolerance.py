@@ -323,6 +323,40 @@ def test_scores_beyond_float16_must_be_right():
     assert c.worst(good) == INF
 
 
+@pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, signs):
+    """The order of a sum of products of both signs decides whether it is infinite or NaN."""
+    c = case(dtype, "normal", 3, 4, 2)
+    large = 1e160 if dtype == "float64" else 1e20
+    c.q /= large
+    c.q[:, :, 1], c.k[:, :, 2:] = large, large * np.array(signs, c.k.dtype)
+    c.v[..., 0] = 0
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    good["O"][:, :, 1], good["lse"][:, :, 1] = NAN, -INF
+    require(c.verdicts(good), c.name)
+    good["O"][0, 0, 2, 1] += 0.5
+    assert c.worst(good) > 1
+    c.causal_offset = 0
+    hidden = kernel(c)
+    require(c.verdicts(hidden), c.name)
+    hidden["O"][0, 0, 1, 0] = NAN
+    assert c.worst(hidden) == INF
+
+
+def test_a_row_without_bounds_does_not_widen_those_of_others():
+    """Its scores are all -inf in bfloat16, which gives O = 0, far from the reference."""
+    c = case("bfloat16", "normal", 2, 4, 2)
+    c.q[:, :, 1], c.k[:, :, :] = 1e20, -1e20
+    c.q[:, :, 0] = 0
+    good = kernel(c)
+    assert (good["O"][:, :, 1] == 0).all()
+    require(c.verdicts(good), c.name)
+    good["O"][0, 0, 0, 1] += 0.1
+    assert c.worst(good) > 1
+
+
 def test_inputs_beyond_float16_are_excused_only_with_rounding():
     c = case("bfloat16", "normal", 5, 45, 16)
     c.q[0, 0, 1, 3] = 70_000.0

@@ -12,7 +12,7 @@ and such `code` in a paragraph, unless it is a mere name (`cupyfa run`) or has w
 the reader to fill in; of those only the options are looked at. All commands of a page run in one
 folder, its ``python`` blocks too. A ``text`` block below them is what they print: its lines are
 found there in this order, though not all of them need be shown; … stands for anything and a number
-for any number.
+for any number, but for that of a line of a kernel.
 """
 
 import os
@@ -51,7 +51,7 @@ OPTIONAL = ("compute-sanitizer", "ncu", "nsys")
 COMMAND = re.compile(r"(?:cupyfa|python)\s\S")
 IN_A_PARAGRAPH = re.compile(r"(?<!`)`((?:cupyfa|python)\s[^`]+)`(?!`)")
 PLACEHOLDER = re.compile(r"[ =\[][A-Z]{3,}\b|…")
-NUMBER = re.compile(r"\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
+NUMBER = re.compile(r"(?<!\d)(?<!\.cu:)(?<!\.cuh:)\d[\d,]*\.?\d*(?:e[-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,13 @@ def test_every_kind_of_command_is_found():
     ]
     lines = [line for block in blocks(PAGE) for line in block.lines]
     assert {"cupyfa list", "cupyfa run KERNEL -M 3", "pip install x"} <= {*lines}
+
+
+def test_only_lines_of_kernels_are_numbers_that_may_not_differ():
+    assert_shows("12 bytes at /x/a.cuh:26, b.cu:3", "345 bytes at …a.cuh:26, b.cu:3")
+    for wrong in ("12 bytes at …a.cuh:28, b.cu:3", "12 bytes at …a.cuh:26, b.cu:30"):
+        with pytest.raises(AssertionError, match="not printed"):
+            assert_shows("12 bytes at /x/a.cuh:26, b.cu:3", wrong)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import runpy
 import sys
 from functools import partial
+from importlib import import_module
 
 import pytest
 from helpers.far_device import FarDevice
@@ -13,9 +14,20 @@ from cupyfa.planner.source import ROOT
 EXAMPLE = ROOT / "examples" / "several_gpus.py"
 
 
-def require_right(monkeypatch, capsys, options):
+def run(monkeypatch, options):
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *options.split()])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """The example that says whether there is a GPU."""
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    return import_module("train_transformer")
+
+
+def require_right(monkeypatch, capsys, options):
+    run(monkeypatch, options)
     first, second, last = capsys.readouterr().out.splitlines()
     assert first.startswith("one GPU: ")
     assert second == "the bits are those of one GPU: True"
@@ -23,14 +35,22 @@ def require_right(monkeypatch, capsys, options):
 
 
 @pytest.mark.filterwarnings("ignore:no CUDA device")
-def test_the_program(monkeypatch, capsys):
-    """On devices whose memory is not the host's."""
+def test_the_program(training, monkeypatch, capsys):
+    """On devices whose memory is not the host's, in place of GPUs."""
+    monkeypatch.setattr(training, "has_gpu", lambda: True)
     for name in ("attention", "attention_vjp"):
         monkeypatch.setattr(cupyfa, name, partial(getattr(cupyfa, name), backend=FarDevice()))
     require_right(monkeypatch, capsys, "--tokens 40 -d 8 --devices 1 0")
 
 
+def test_times_of_the_simulator_are_not_compared(training, monkeypatch, capsys):
+    monkeypatch.setattr(training, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit, match="there is no GPU, .*cupyfa doctor"):
+        run(monkeypatch, "--tokens 40")
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", ["", "--devices 1 0"])
-def test_the_program_on_two_gpus(two_gpus, monkeypatch, capsys, devices):
+def test_the_program_on_two_gpus(two_gpus, training, monkeypatch, capsys, devices):
     require_right(monkeypatch, capsys, f"--tokens 4096 -d 64 --dtype float16 {devices}")

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -353,3 +354,8 @@ def test_a_temporary_folder_replaces_an_unwritable_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
     assert store.chosen_folder() == tmp_path / "file" / "cache"
     assert store.folder().is_dir() and tmp_path not in store.folder().parents
+    name = f"fa2-{32 * 'a'}.so"
+    with pytest.warns(UserWarning, match="cannot be written, so nothing is stored; set CUPYFA_"):
+        store.keep_compiled(store.folder() / name, b"first")
+    with warnings.catch_warnings(action="error"):  # once in a process
+        store.keep_compiled(store.folder() / name, b"second")

@@ -513,9 +513,10 @@ def test_what_was_covered_is_shown():
     few = ("check", "softmax_safe", *FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
     (row,) = json.loads(cli(*few, "--format", "json").stdout)
     assert row["covered"]["below a tile"] > 2
-    assert f"softmax_safe covered: below a tile {row['covered']['below a tile']}, " in (
-        cli(*few).stdout
-    )
+    shown = cli(*few).stdout
+    assert f"softmax_safe covered  below a tile {row['covered']['below a tile']}, " in shown
+    facts = shown.partition("covered")[2].splitlines()[:-1]
+    assert max(map(len, facts)) <= 80
 
 
 def test_failures_without_results_have_no_empty_columns(tmp_path, monkeypatch):
