@@ -96,7 +96,8 @@ class Checked:
     def __str__(self) -> str:
         ran = [(tally.worst, tally.kernel) for tally in self.tallies if tally.worst is not None]
         not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in not_run.most_common())
+        counted = [f"{count:,}: {reason}" for reason, count in not_run.most_common()]
+        reasons = ", ".join(counted if len(counted) > 1 else not_run)
         parts = (
             f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
             f"case{'s' * (self.cases != 1)} of {self.grid}, "
