@@ -70,6 +70,8 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """One row of a table."""
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
+        if not self.rounds:
+            row["ms"] = None
         options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
         columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}

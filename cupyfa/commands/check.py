@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from cupyfa.commands import INTERRUPTED, UNSUPPORTED, WRONG, options
 from cupyfa.commands.signals import take_time
@@ -129,18 +130,21 @@ def check(
     if form == "table":
         _print(done)
     else:
-        rows = [
-            {
-                **tally.row(),
-                "covered": dict(tally.covered),
-                "because": dict(tally.not_run),
-                "failures": [x.row() for x in done.failures if x.outcome.kernel == tally.kernel],
-            }
-            for tally in done.tallies
-        ]
+        rows = [{**tally.row(), **_details(tally, done, form)} for tally in done.tallies]
         click.echo(render(rows, form))
         options.note(done)
     sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
+
+
+def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[str, Any]:
+    """What a row of JSON has besides one fact a cell."""
+    if form != "json":
+        return {}
+    return {
+        "covered": dict(tally.covered),
+        "because": dict(tally.not_run),
+        "failures": [x.row() for x in done.failures if x.outcome.kernel == tally.kernel],
+    }
 
 
 def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
@@ -184,7 +188,7 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         click.echo(f"{table_of(table, share=False)}\n", err=err)
         for i, failure in enumerate(shown, 1):
             click.echo(f"{_lines(i, failure)}\n", err=err)
-    if more := len(done.failures) - len(shown):
+    if more := sum(x.cases for x in done.failures) - sum(x.cases for x in shown):
         click.echo(f"{more:,} more failure{'s' * (more != 1)}: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
@@ -201,13 +205,21 @@ def _counts(covered: Mapping[str, int]) -> str:
 def _lines(number: int, failure: Failure) -> str:
     """Case, message, command and file of a failure."""
     outcome = failure.outcome
-    message = [] if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
+    # A finite error has all its numbers in the table.
+    infinite = [str(x) for x in outcome.verdicts if np.isinf(x.ratio)]
+    message = infinite if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
     lines = [
         f"{failure.case}",
-        *([f"found on {failure.found_on}"] if failure.found_on else []),
+        *([f"found on {failure.found_on}{_others(failure)}"] if failure.found_on else []),
         *message[:_MESSAGE_LINES],
         failure.command,
         *([str(failure.file)] if failure.file else []),
     ]
     indent = " " * len(f"{number}  ")
     return f"{number}  " + f"\n{indent}".join(lines)
+
+
+def _others(failure: Failure) -> str:
+    """How many failures have the same smaller case."""
+    more = failure.cases - 1
+    return f", and {more:,} more" if more else ""

@@ -6,6 +6,8 @@ from cupyfa.analysis.resources import gpu
 from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.commands import options
 from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner.plan import Limits
 from cupyfa.planner.select import largest_d
 from cupyfa.report.tables import kernel_row, listing, render
 from cupyfa.runtime.select import backend_named
@@ -24,7 +26,7 @@ def list_kernels(dtype: str | None, backend: str, form: str) -> None:
     gpu_here = gpu() if backend == "auto" else None  # without a note, since nothing runs
     limits = (gpu_here or backend_named("simulator" if backend == "auto" else backend)).limits
     rows = [
-        kernel_row(kernel, largest_d(kernel, dtype or usual_dtype(kernel), limits))
+        kernel_row(kernel, _largest_d(kernel, dtype or usual_dtype(kernel), limits))
         for kernels in LADDER.values()
         for kernel in kernels.values()
     ]
@@ -33,3 +35,10 @@ def list_kernels(dtype: str | None, backend: str, form: str) -> None:
         f"largest d for {dtype or options.DTYPE}, with the smallest tile, in the "
         f"{limits.shared_bytes:,} bytes of shared memory of a block on {limits.device}"
     )
+
+
+def _largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | str | None:
+    if not kernel.takes(dtype):
+        return None
+    found = largest_d(kernel, dtype, limits)
+    return "any" if found is None else found

@@ -84,7 +84,6 @@ def _short(candidate: Candidate) -> dict[str, Any]:
     """A row for 80 columns, with the state in place of a missing time."""
     row = short_row(candidate.row())
     row["first_ms"] = row["first_ms"] or candidate.state
-    row["ms"] = row["ms"] if candidate.rounds else None
     row["rounds"] = candidate.rounds or None
     for name, digits in (("spread_%", 2), ("x_own", 3)):
         row[name] = None if row[name] is None else round(row[name], digits)

@@ -45,8 +45,8 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
-def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
-    """The row of a kernel in ``list``; ``largest_d`` is None if every d fits."""
+def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
+    """The row of a kernel in ``list``; ``largest_d`` may be "any", and None for other dtypes."""
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = kernel.operation != "softmax"
     return {
@@ -56,7 +56,7 @@ def kernel_row(kernel: Kernel, largest_d: int | None) -> Row:
         "dtypes": list(kernel.dtypes),
         "tile": dict(kernel.choice.first),
         "float32_as": list(rounded) if rounded else None,
-        "largest_d": ("any" if largest_d is None else largest_d) if has_d else None,
+        "largest_d": largest_d if has_d else None,
     }
 
 

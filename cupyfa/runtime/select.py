@@ -86,7 +86,7 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
     numbers = _numbers(devices)
     if unknown := [i for i in numbers if not 0 <= i < len(models)]:
         raise ValueError(
-            f'devices has {unknown[0]}, and {_known(backend)}; give numbers of these, or "all"'
+            f'there is no device {unknown[0]}: {_known(backend)}; give numbers of these, or "all"'
         )
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError(
@@ -99,7 +99,8 @@ def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
 
 
 def _known(backend: Backend) -> str:
-    return f"{backend.name} has {', '.join(map(str, range(len(backend.models))))}"
+    count = len(backend.models)
+    return f"{backend.name} has device{'s' * (count > 1)} {', '.join(map(str, range(count)))}"
 
 
 def _numbers(devices: Any) -> tuple[int, ...]:

@@ -49,8 +49,9 @@ AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
 
 @dataclass(frozen=True)
 class Tally:
-    """The results of one kernel: ``worst`` error / bound if right, cases not run by reason.
+    """The results of one kernel, and the cases not run by reason.
 
+    worst: the largest error / bound of all results that were compared.
     covered: how many of its cases cover what ``fuzz.covers`` names.
     """
 
@@ -497,9 +498,9 @@ class _Sheet:
 def _tally(name: str, outcomes: Sequence[Outcome], covered: Mapping[str, int]) -> Tally:
     reasons = {kinds.NO_MEMORY: "not enough memory"}
     not_run = Counter(reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN)
-    right = [x for x in outcomes if x.kind == kinds.RIGHT]
-    worst = max((x.worst.ratio for x in right if x.worst), default=None)
-    return Tally(name, len(outcomes) - not_run.total(), len(right), worst, not_run, covered)
+    right = sum(x.kind == kinds.RIGHT for x in outcomes)
+    worst = max((x.worst.ratio for x in outcomes if x.worst), default=None)
+    return Tally(name, len(outcomes) - not_run.total(), right, worst, not_run, covered)
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
@@ -563,7 +564,9 @@ def _examined(
         except OSError as error:  # the results of the check are worth more than its files
             why = f"{folder} cannot be written to ({error.strerror})"
             warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
-    return list({failure.command: failure for failure in found.values()}.values())
+    alike = Counter(failure.command for failure in found.values())
+    different = {failure.command: failure for failure in found.values()}
+    return [replace(x, cases=alike[command]) for command, x in different.items()]
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:

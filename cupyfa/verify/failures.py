@@ -70,6 +70,7 @@ class Failure:
 
     found_on: the original case if ``case`` was made smaller.
     file: for ``replay``.
+    cases: of how many failures this is the smaller case.
     """
 
     case: Case
@@ -77,6 +78,7 @@ class Failure:
     command: str
     found_on: Case | None = None
     file: Path | None = None
+    cases: int = 1
 
     def row(self) -> dict[str, Any]:
         """The failure as a row of a table."""
@@ -84,6 +86,7 @@ class Failure:
         return {
             "kernel": self.outcome.kernel,
             "failure": self.outcome.kind,
+            "cases": self.cases,
             "output": worst and worst.name,
             **{name: worst and getattr(worst, name) for name in ("error", "bound", "ratio")},
             "worst_at": worst and list(worst.index),

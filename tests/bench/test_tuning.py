@@ -530,6 +530,7 @@ def test_the_others_are_not_compared_with_the_finalists(laps, engine, monkeypatc
     best, own, other = tune(laps, engine)
     assert best.factor > own.factor == 1 and best.rounds and own.rounds
     assert (other.factor, other.rounds) == (None, 0) and other.first_ms > best.first_ms
+    assert other.row()["ms"] is None and best.row()["ms"] > 0
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: [best, own, other])
     done = cli("tune", laps)
     rows = done.stdout.splitlines()

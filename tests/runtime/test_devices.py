@@ -139,7 +139,9 @@ def test_the_simulator_is_one_device():
     q, k, v = arrays(1, 2, 20)
     for numbers in ("all", [0]):
         cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", devices=numbers)
-    with pytest.raises(ValueError, match="devices has 1, and simulator has 0; give numbers"):
+    with pytest.raises(
+        ValueError, match="there is no device 1: simulator has device 0; give numbers"
+    ):
         cupyfa.attention(q, k, v, backend="simulator", devices=[0, 1])
 
 
@@ -149,11 +151,15 @@ def test_the_simulator_is_one_device():
         (
             [3],
             ValueError,
-            'devices has 3, and simulator has 0, 1, 2; give numbers of these, or "all"',
+            'there is no device 3: simulator has devices 0, 1, 2; give numbers of these, or "all"',
         ),
-        ([0, -1], ValueError, "devices has -1, and simulator has 0, 1, 2"),
+        ([0, -1], ValueError, "there is no device -1: simulator has devices 0, 1, 2"),
         ([0, 1, 0], ValueError, r"devices is \[0, 1, 0\]; give at least one, and each once"),
-        ([], ValueError, r"devices is \[\]; give at least one, and each once: simulator has 0, 1"),
+        (
+            [],
+            ValueError,
+            r"devices is \[\]; give at least one, and each once: simulator has devices 0, 1",
+        ),
         (1, TypeError, r'devices is 1; give "all", or numbers as \[0, 1\]'),
         ("both", TypeError, r"devices is 'both'; give"),
         ([True], TypeError, r"devices is \[True\]; give"),

@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers import broken_kernels, own_kernel
-from helpers.cli import CLI, cli
+from helpers.cli import CLI, cli, says
 from helpers.processes import left_running, running_with
 
 import cupyfa
@@ -347,8 +348,17 @@ def test_the_command_prints_failures_commands_files_and_counts(tmp_path):
     assert shlex.split(command)[2] == kernel
     assert "wrong result" in done.stdout
     assert "12 cases of fuzz" in lines[-1]
-    assert "on the simulator; at worst 0." in lines[-1]
+    worst = re.search(r"on the simulator; at worst (\S+) x the bound", lines[-1])
+    assert float(worst[1]) > 1
     assert done.stderr == ""
+
+
+def test_results_that_were_not_written_are_named_once_for_all_cases(tmp_path):
+    kernel = broken_kernels.write(tmp_path, ((broken_kernels.END, ""),))
+    options = (*FUZZ_OPTIONS, "--backend", "simulator", "--jobs", 0)
+    done = cli("check", kernel, *options, "--failures", tmp_path / "files", code=1)
+    said = r"found on .*, and \d+ more", "lse: error inf.* nan instead of", "unwritten"
+    says(done.stdout.replace("\n", " "), *said)
 
 
 def test_the_command_prints_json_and_csv(tmp_path):
@@ -360,12 +370,14 @@ def test_the_command_prints_json_and_csv(tmp_path):
     assert (mine["kernel"], other["kernel"]) == (kernel, "softmax_online")
     assert (other["runs"], other["right"], other["failures"]) == (12, 12, [])
     (failure,) = mine["failures"]
-    assert failure["ratio"] > 1
+    assert failure["ratio"] > 1 and mine["worst_error/bound"] > 1 and failure["cases"] == 1
     assert failure["command"].startswith("cupyfa run ")
     assert Path(failure["file"]).is_file()
     shown = cli("check", "softmax_online", *options, "--format", "csv")
     (row,) = csv.DictReader(shown.stdout.splitlines())
-    assert (row["right"], row["failures"]) == ("12", "[]")
+    assert (
+        row["right"] == "12" and row.keys() == checking.Tally("", 0, 0, None, {}, {}).row().keys()
+    )
     assert shown.stderr.startswith("note: 12 of 12 runs right")
 
 
