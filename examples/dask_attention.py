@@ -2,6 +2,7 @@
 
 Every chunk of q is a task, which takes the chunks of k and v that its rows see. Chunks are made
 where they are needed, so the arrays may be larger than the memory of the process that calls.
+Processes and clusters need another package: pip install distributed
 
     python examples/dask_attention.py                              # threads of this process
     python examples/dask_attention.py --workers 2                  # processes, each with its GPU
