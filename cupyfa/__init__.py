@@ -152,7 +152,7 @@ _LATER = {
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

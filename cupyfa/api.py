@@ -1924,7 +1924,7 @@ _ELSEWHERE = {
     "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
     "attn_bias": "write bias=",
     "block_mask": "write mask=, of cupyfa.block_mask",
-    **{f"max_seqlen_{x}": f"leave it out: cu_seqlens_{x} says it" for x in "qk"},
+    **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
     "seqused_q": "write lengths_q=",
     **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
     "dropout_p": "write dropout= and dropout_seed=",
@@ -1939,7 +1939,10 @@ _ELSEWHERE = {
 # Arguments of attention that decode does not have.
 _NOT_IN_DECODING = {
     **dict.fromkeys((*DROPOUT, "precision"), "decoding has no {}: leave it out"),
-    **dict.fromkeys(("causal", "offset"), "the new tokens are the last ones: leave it out"),
+    **dict.fromkeys(
+        ("causal", "offset"),
+        "it is always causal, and the new tokens are the last ones: leave it out",
+    ),
     **dict.fromkeys(
         (modifiers.BIAS, modifiers.MASK),
         "write score_mod= or mask_mod=, which may read a captured array",

@@ -1,5 +1,6 @@
 """The element types; every fact about a type is in its row."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,11 @@ DTypeLike = str | np.dtype | type  # a name, as "float16", or NumPy's dtype, as 
 
 def name_of(dtype: object) -> Any:
     """The name of a NumPy dtype or scalar type; anything else as it is."""
-    return np.dtype(dtype).name if isinstance(dtype, np.dtype | type) else dtype
+    if isinstance(dtype, np.dtype | type):
+        with suppress(TypeError):  # a type that is no scalar's
+            found = np.dtype(dtype)
+            return found.name if found.isnative else str(found)
+    return dtype
 
 
 def dtype_named(given: DTypeLike) -> DType:

@@ -142,9 +142,7 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
     for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
         if (total := sizes.pop(whole, None)) is not None:
             if count in given:
-                raise ValueError(
-                    f"{whole} and {count} are given; leave one out, which follows from the other"
-                )
+                raise ValueError(f"{whole} and {count} are given; leave one of them out")
             if not sizes[each] or total % sizes[each]:
                 raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
             sizes[count] = total // sizes[each]

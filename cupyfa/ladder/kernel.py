@@ -394,7 +394,8 @@ class Kernel(_Record):
             shown = ", ".join("arrays" if isinstance(x, Mapping) else str(x) for x in values)
             why = f" with {type(error).__name__}: {error}"
             if isinstance(error, AttributeError) and isinstance(error.obj, SimpleNamespace):
-                why = f": there is no c.{error.name}; tiles= of the record gives constants"
+                known = ", ".join(vars(error.obj))
+                why = f": c has no {error.name}, but {known}; tiles= of the record gives constants"
             raise ValueError(
                 f"{self.name}: the record's {what} fails{why}; it was called with {shown}"
             ) from error

@@ -59,9 +59,9 @@ infinity. Inputs in that format, times their descales, are exact: r is 0, and th
 rounds P alone.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
-0 and about the sink. A visible pair of finite q and k whose sum(|q| * |k|), with the scale or
-without, is beyond the range of the kernel's sums leaves its row without bounds, and in gradients
-its key too: its score is finite, infinite or NaN, as the order of the sum has it.
+0 and about the sink. A visible pair of finite q and k of which a partial sum of q * k, with the
+scale or without, may be beyond the range of the kernel's sums leaves its row without bounds, and in
+gradients its key too: its score is finite, infinite or NaN, as the order of the sum has it.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
@@ -443,7 +443,8 @@ class _Work:
 class _ModifiedScores:
     """The errors of modified scores on one tile for one kernel.
 
-    size [n, rows, keys]: that of each pair's score; one that is infinite makes its shift so.
+    size [n, rows, keys]: that of each pair's score; infinite for a score that may be anything,
+        which makes the shift infinite unless the modified score is the same for all.
     shift: the error of a modified score, absolute. by_design: how far rounded operands move it.
     exponent: the error of the exponential. overflows: where the kernel's format has infinity.
     slope, slope_error: of the derivative, the error absolute; if `differentiated`.
@@ -459,7 +460,12 @@ class _ModifiedScores:
         evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
         here = evaluate(scores, error=given * (kernel.eps / eps), eps=eps)
         there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
-        self.shift = np.where(np.isinf(size), np.inf, eps * _or_0(here.error))
+        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape)
+        if (unknown := np.isinf(size)).any():
+            tried = (np.where(unknown, x, scores) for x in (np.nan, np.inf, -np.inf))
+            first, *others = (evaluate(x).value for x in tried)
+            same = np.all([first == x for x in others], axis=0)
+            self.shift = np.where(unknown & ~same, np.inf, self.shift)
         self.exponent = eps * np.abs(_finite(here.value))
         self.overflows = np.abs(_finite(here.value)) > float(kernel.accumulator.max)
         self.by_design = self._distance(here.value, [x.value for x in there])
@@ -762,10 +768,15 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
 def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
     """|scale| * sum(|q| * |k|) of each pair, [n, rows, keys], without terms that are not finite.
 
-    Infinite where sums in ``dtype`` may overflow, with the scale or before.
+    Infinite where finite q and k may overflow in sums in ``dtype``, with the scale or before: the
+    terms of one sign, without those of the other, are the largest partial sum.
     """
-    scale, size = np.abs(tile.scale), np.abs(_finite(tile.q)) @ np.abs(_finite(tile.k)).mT
-    overflows = size * np.maximum(scale, 1.0) > float(np.finfo(dtype).max)
+    scale, q, k = np.abs(tile.scale), _finite(tile.q), _finite(tile.k)
+    size = np.abs(q) @ np.abs(k).mT
+    largest = (size + np.abs(q @ k.mT)) / 2 * np.maximum(scale, 1.0)
+    overflows = largest > float(np.finfo(dtype).max)
+    overflows &= np.isfinite(tile.q).all(-1, keepdims=True)
+    overflows &= np.isfinite(tile.k).all(-1, keepdims=True).mT
     return np.where(overflows, np.inf, scale * size)
 
 

@@ -237,7 +237,7 @@ class _Planner:
                 raise ValueError(
                     f"{launch.entry}: argument {name!r} is unknown; arrays are "
                     f"{', '.join(arrays)}; numbers and structs are {', '.join(values)}"
-                    + f"; features={{{name!r}}} of the record brings {name}"
+                    + f"; to have {name}, add {name!r} to features= of the record"
                     * by_feature
                 )
             value = None if name in arrays else values[name]

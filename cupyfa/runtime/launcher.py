@@ -189,7 +189,7 @@ def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
             x = replace(
                 x,
                 begins_early=x.begins_early and follows and not x.recording,
-                keeps=_unawaited(after) if isinstance(after, PlannedLaunch) else frozenset(),
+                keeps=_unawaited(after),
             )
         before = x
         if isinstance(x, Matmul) or all(x.grid):
@@ -197,8 +197,11 @@ def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
     return steps
 
 
-def _unawaited(step: PlannedLaunch) -> frozenset[str]:
-    return frozenset(step.launch.unawaited.split())
+def _unawaited(step: PlannedLaunch | Matmul | None) -> frozenset[str]:
+    """The arrays that a step reads while the launch before it runs."""
+    if not isinstance(step, PlannedLaunch) or step.recording or not all(step.grid):
+        return frozenset()
+    return frozenset(step.launch.unawaited.split() if step.begins_early else ())
 
 
 def _call_all(together: threading.Lock, calls: Sequence[Callable[[], Any]]) -> None:

@@ -70,7 +70,7 @@ class Failure:
 
     found_on: the original case if ``case`` was made smaller.
     file: for ``replay``.
-    cases: of how many failures this is the smaller case.
+    cases: how many failures have this command; those that were made smaller may have it in common.
     """
 
     case: Case

@@ -241,6 +241,7 @@ def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_p
 
 
 WRITES_SUMS = "const_cast<RowSums<Br>*>(row_sums)[0] = {};"
+ADDS_TO_SUMS = "atomicAdd(reinterpret_cast<float*>(const_cast<RowSums<Br>*>(row_sums)), 1.0f);"
 
 
 @pytest.mark.parametrize(
@@ -250,9 +251,12 @@ WRITES_SUMS = "const_cast<RowSums<Br>*>(row_sums)[0] = {};"
             f"launch_dependents();\n    {OF_EARLY_LAUNCH}();",
             f"calls launch_dependents.. before {OF_EARLY_LAUNCH}",
         ),
-        (
-            f"{OF_EARLY_LAUNCH}();\n    {WRITES_SUMS}\n    launch_dependents();",
-            "writes .* of row_sums, which the next launch reads without waiting for this one",
+        *(
+            (
+                f"{OF_EARLY_LAUNCH}();\n    {change}\n    launch_dependents();",
+                f"{verb} .* of row_sums, which the next launch reads without waiting for this one",
+            )
+            for change, verb in ((WRITES_SUMS, "writes"), (ADDS_TO_SUMS, "updates"))
         ),
     ],
 )

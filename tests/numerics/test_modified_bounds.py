@@ -271,3 +271,12 @@ def test_sums_of_scores_that_overflow_leave_the_rows_that_see_them_without_bound
     rows = [np.isinf(x.bound[0]).reshape(H * M, -1).any(-1) for x in expected.values()]
     for found in rows:
         assert found.nonzero()[0].tolist() == ([] if masked else [5])
+
+
+def test_a_score_that_the_expression_does_not_read_may_overflow():
+    kernel = Kernel("where(key == 60, -1e4, score)", 4)
+    kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
+    expected = tolerance.expected_attention(
+        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
+    )[None]
+    assert all(np.isfinite(x.bound).all() for x in expected.values())

@@ -345,6 +345,17 @@ def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, sign
     assert c.worst(hidden) == INF
 
 
+@pytest.mark.parametrize("q", [(1e19, 1e19), (NAN, 1e20)], ids=str)
+def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
+    """No partial sum of 2e38 - 1.9e38 overflows, and NaN takes part in every sum."""
+    c = case("float32", "normal", 3, 4, 2)
+    c.q[:, :, 1], c.k[:, :, 2] = q, (2e19, -1.9e19)
+    good = kernel(c)
+    require(c.verdicts(good), c.name)
+    good["O"][0, 0, 1, 0] = NAN if np.isfinite(q).all() else 7
+    assert c.worst(good) == INF
+
+
 def test_a_row_without_bounds_does_not_widen_those_of_others():
     """Its scores are all -inf in bfloat16, which gives O = 0, far from the reference."""
     c = case("bfloat16", "normal", 2, 4, 2)

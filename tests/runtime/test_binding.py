@@ -26,7 +26,7 @@ from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Matmul
 from cupyfa.planner import select as planning, source as sources
-from cupyfa.runtime import prepared as binding, select, workspace
+from cupyfa.runtime import launcher, prepared as binding, select, workspace
 from cupyfa.runtime.arguments import arguments
 from cupyfa.runtime.launcher import Launcher
 
@@ -884,6 +884,20 @@ def test_only_launches_that_follow_another_begin_early(driver):
         assert {stream for *_, stream, _ in driver} == {42}
     before_hopper = replace(Simulator().limits, arch="89")
     assert not any(x.begins_early for x in planning.plan(kernel, p, before_hopper).launches)
+
+
+@pytest.mark.parametrize(
+    "change, kept",
+    [({}, {"row_sums"}), ({"begins_early": False}, set()), ({"grid": (0, 1, 1)}, set())],
+    ids=str,
+)
+def test_arrays_are_kept_for_a_launch_that_begins_early_and_reads_them(change, kept):
+    two_pass = LADDER["backward"]["wgmma_two_pass"]
+    plan = planned(two_pass, Simulator(), {"M": 64, "d": 64}, "float16")
+    *others, last = plan.steps
+    steps = launcher._in_order(replace(plan, steps=(*others, replace(last, **change))))
+    before = steps[len(others) - 1]
+    assert before.keeps == kept
 
 
 def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch):

@@ -642,7 +642,11 @@ def test_zig_is_the_fallback_compiler(monkeypatch):
     for name in ("CUPYFA_COMPILER", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert machine.compiler()[:4] == [sys.executable, "-m", "ziglang", "c++"]
+    wheel = [sys.executable, "-m", "ziglang", "c++"]
+    monkeypatch.setattr(machine, "_libc", lambda: ("glibc", "2.36"))
+    assert machine.compiler() == [*wheel, "-target", "native-linux-gnu.2.36"]
+    monkeypatch.setattr(machine, "_libc", lambda: ("", ""))
+    assert machine.compiler() == wheel
 
 
 def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):

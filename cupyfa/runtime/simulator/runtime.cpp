@@ -1327,10 +1327,11 @@ inline void check_early(Worker& worker, const Touch& touch) {
 }
 
 [[noreturn]] COLD void fault_kept(Worker& worker, const Touch& touch) {
-  fault_at(worker, touch,
-           format(" of %s, which the next launch reads without waiting for this one; leave the name "
-                  "out of its unawaited=",
-                  worker.hit.name));
+  fault_at(
+      worker, touch,
+      format(" of %s, which the next launch reads without waiting for this one; leave the name "
+             "out of its unawaited=",
+             worker.hit.name));
 }
 
 // Says that no thread of a block waited, or none of the launch if one block is enough: then the end
