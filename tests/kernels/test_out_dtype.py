@@ -129,7 +129,11 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
         ("float16", "bfloat16", "give 'float16' or 'float32', or leave it out"),
         ("float32", "float16", "and the dtype is float32; give 'float32', or leave it out"),
         ("float64", "float32", "and the dtype is float64; give 'float64', or leave it out"),
-        ("float16", np.float32, "use 'float32', or leave it out for the dtype of q"),
+        (
+            "float16",
+            np.int32,
+            "out_dtype is 'int32'; use 'float32', or leave it out for the dtype of q",
+        ),
         ("float16", "single", "out_dtype is 'single'; use 'float32'"),
     ],
 )
