@@ -773,8 +773,10 @@ def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
     """
     scale, q, k = np.abs(tile.scale), _finite(tile.q), _finite(tile.k)
     size = np.abs(q) @ np.abs(k).mT
-    largest = (size + np.abs(q @ k.mT)) / 2 * np.maximum(scale, 1.0)
-    overflows = largest > float(np.finfo(dtype).max)
+    most = float(np.finfo(dtype).max) / np.maximum(scale, 1.0)
+    if (size <= most).all():
+        return scale * size
+    overflows = (size + np.abs(q @ k.mT)) / 2 > most
     overflows &= np.isfinite(tile.q).all(-1, keepdims=True)
     overflows &= np.isfinite(tile.k).all(-1, keepdims=True).mT
     return np.where(overflows, np.inf, scale * size)
