@@ -98,8 +98,8 @@ def check(
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
     failure is printed with a command that repeats it; the first failures of each kernel also have
     a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
-    of attention replace those of the grid. csv and md have the counts alone. The exit code is 1 if
-    there is a failure.
+    of attention replace those of the grid. In csv and md there are only counts. The exit code is 1
+    if there is a failure.
     """
     if jobs == 0:
         options.refuse_idle("--jobs 0 has no timeout", "timeout")
@@ -138,7 +138,7 @@ def check(
 
 
 def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[str, Any]:
-    """What a row of JSON has besides one fact a cell."""
+    """The nested values of a row, for JSON only: in other formats a cell has one fact."""
     if form != "json":
         return {}
     return {

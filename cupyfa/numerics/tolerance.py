@@ -59,9 +59,9 @@ infinity. Inputs in that format, times their descales, are exact: r is 0, and th
 rounds P alone.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
-0 and about the sink. A visible pair of finite q and k of which a partial sum of q * k, with the
-scale or without, may be beyond the range of the kernel's sums leaves its row without bounds, and in
-gradients its key too: its score is finite, infinite or NaN, as the order of the sum has it.
+0 and about the sink. If a partial sum of q * k may exceed the range of the kernel's sums, with the
+scale or without, the order of the sum decides whether the score is finite, infinite or NaN. Where
+q and k are finite, a row that sees such a score has no bounds, nor has its key in gradients.
 
 **Gradients.** The same eps, roots and constants for each pair of query and key; O and lse are
 inputs and have no error. P has a relative error, dS the errors of P and of dP - delta:
@@ -768,8 +768,8 @@ def _vanished_infinities(tile: reference.Tile, P: Array, smallest: float) -> Arr
 def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
     """|scale| * sum(|q| * |k|) of each pair, [n, rows, keys], without terms that are not finite.
 
-    Infinite where finite q and k may overflow in sums in ``dtype``, with the scale or before: the
-    terms of one sign, without those of the other, are the largest partial sum.
+    Infinite where q and k are finite and a partial sum in ``dtype`` may overflow, with the scale or
+    before. The largest partial sum has all terms of one sign and none of the other.
     """
     scale, q, k = np.abs(tile.scale), _finite(tile.q), _finite(tile.k)
     size = np.abs(q) @ np.abs(k).mT

@@ -70,7 +70,7 @@ class Failure:
 
     found_on: the original case if ``case`` was made smaller.
     file: for ``replay``.
-    cases: how many failures have this command; those that were made smaller may have it in common.
+    cases: how many failures have this command; reduced to small cases, several may be equal.
     """
 
     case: Case

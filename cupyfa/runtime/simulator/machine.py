@@ -113,7 +113,7 @@ def starter(
     ``workers`` OS threads share the blocks; by default one per core. ``early`` launches may begin
     while the one before them ends, so threads wait before they access ``awaited`` regions, and if
     the launch ``waits_first``, before they let the next one begin. Some thread of each block waits,
-    or with ``one_waits`` some thread of the launch.
+    or with ``one_waits`` some thread of the launch. No thread writes to a ``kept`` region.
 
     Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
     """
@@ -474,10 +474,10 @@ def compiler() -> list[str]:
 
 
 def _zig_target() -> list[str]:
-    """The system's version of glibc, of which zig has a copy, with its headers.
+    """The option for the system's version of glibc, whose headers zig has itself.
 
-    Without it zig asks the cc of the PATH where the system's headers are, and fails if one of those
-    folders cannot be opened.
+    Without the option zig asks the cc of the PATH where the system's headers are, and fails if one
+    of those folders cannot be opened.
     """
     name, version = _libc()
     return ["-target", f"native-linux-gnu.{version}"] if name == "glibc" else []
