@@ -603,12 +603,16 @@ FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
 
 
 def stays(p: Problem) -> bool:
-    """Whether blocks of wgmma_columns go from tile to tile: many short ones of like length."""
+    """Whether blocks of wgmma_columns go from tile to tile. Measured: where many are short."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    tiles = cdiv(p.N, 128) * p.kv_heads * p.batch
-    return max(p.d, p.dv) <= 64 and max(p.M, p.N) <= 1024 and tiles >= FEWEST_STAYING
+    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_STAYING or not p.M:
+        return False  # without rows begin_rows has no block that clears the counter
+    length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
+    if d <= 64:
+        return length <= (4096 if p.causal else 1024)
+    return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
 
 
 def wgmma_blocks(p: Problem, c: SimpleNamespace) -> int:
@@ -633,7 +637,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
     tiles = 2 * ((c.Bc + c.stages * c.Br) * boxed_width(p) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
-    rest = 2 * part + 8 * c.stages * c.Br + 8 * (5 + 4 * c.stages)
+    rest = 2 * part + 8 * c.stages * c.Br + 8 * (10 + 4 * c.stages)
     pairs = pair_bytes(p) * c.Br * c.Bc
     return round_up(tiles + round_up(rest, 16) + pairs, 1024)
 

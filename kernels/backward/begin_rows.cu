@@ -1,5 +1,5 @@
 // begin_rows: row statistics for `wgmma_columns`, tile by tile: lse * log2(e), D = rowsum(dO * O),
-// and zeros for the sums of dQ and the count of blocks that have added to them.
+// and zeros for the sums of dQ, and for the counts of blocks that have added to them or of tiles.
 //
 // `delta` and `clear_sums` do the same in two launches, and read and write less at a time.
 //

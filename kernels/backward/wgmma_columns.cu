@@ -6,8 +6,9 @@
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
 // copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
 //
-// A block has one tile of keys. Or it `stays`, for short sequences: it goes from one tile to the
-// next, and loads that while it stores the gradients of the last one.
+// A block has one tile of keys. Or it `stays`, where sequences are short: it goes from one tile to
+// the next, and loads that while it stores the gradients of the last one. The next tile is the
+// first that no block has; counts[0] counts them.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
@@ -19,7 +20,7 @@
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/kept_operands.cuh>
 #include <backward/parts/load_rows.cuh>
-#include <backward/parts/own_tiles.cuh>
+#include <backward/parts/tile_queue.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -29,7 +30,7 @@ using Parts = QueryParts<Br, d, dv>;
 using Part = RegisterTile<Parts::width>;
 using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers: products then read it from shared memory once.
-constexpr bool keeps_V = Parts::by_rows && dv <= 64 && !stays && unit_slope && !has_dropout;
+constexpr bool keeps_V = Parts::by_rows && dv <= 64 && unit_slope && !has_dropout;
 // Whether the quarter of a tile is left out that a causal mask hides.
 constexpr bool has_quarters = Parts::by_rows && dS_stages == 2 && causal && !windowed &&
                               !has_row_tiles && !has_dropout && pair_bytes == 0;
@@ -45,6 +46,7 @@ struct Shared {
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
   int is_last[consumers];
+  TileQueue queue;
   Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -68,6 +70,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.V_pipeline.init(consumers);
   shared.Q_pipeline.init(consumers, 2);  // two loads: Q, and the row sums
   shared.dO_pipeline.init(consumers);
+  shared.queue.pipeline.init(threads / warp_size - 1);  // all warps but the one that counts
   fence_barrier_init();
 }
 
@@ -201,29 +204,30 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  // The block's tiles of keys: one, or several if it stays.
-  const OwnTiles own = {cdiv(sizes.N, Bc), cdiv(sizes.N, Bc) * kv_heads * batch};
-  const auto task_of = [&](int i) {
-    if constexpr (!stays) return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads);
-    return key_tile<Br, Bc, batch_first, true>(sizes, mods, kv_heads, group, heads, own.all,
-                                               own[i]);
+  const int tiles = stays ? max(cdiv(sizes.N, Bc), 1) * kv_heads * batch : gridDim.x;
+  const auto task_of = [&](int number) {
+    return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles);
   };
-  if (!task_of(0).extent.has_tile_of_keys(task_of(0).first_key)) {
+  const auto own_tiles = [&](int* counter = nullptr) {
+    if constexpr (stays)
+      return QueuedTiles{shared.queue, tiles, counter};
+    else
+      return OneTile();
+  };
+  const Task first = task_of(blockIdx.x);
+  if (!first.extent.has_tile_of_keys(first.first_key)) {
     wait_for_launch_before();  // in every block
     return;
   }
-  const int tasks = stays ? own.count() : 1;
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
-    if (warp == 0) return produce_Q(shared, tasks, task_of, Q_map, K_map, row_sums, sums_read);
-    if (warp > consumers) {
-      if (elect_one()) produce_dO(shared, tasks, task_of, V_map, dO_map);
-      return;
-    }
+    if (warp == 0)
+      return produce_Q(shared, own_tiles(counts), task_of, Q_map, K_map, row_sums, sums_read);
+    if (warp > consumers) return produce_dO(shared, own_tiles(), task_of, V_map, dO_map);
 #pragma unroll 1
-    for (int i = 0; i < tasks; ++i) {
-      const Task task = task_of(i);
+    for (auto own = own_tiles(); own.is_there; own.advance()) {
+      const Task task = task_of(own.number);
       add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
       if constexpr (finishes)
         leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
@@ -235,8 +239,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
 #pragma unroll 1
-  for (int i = 0; i < tasks; ++i) {
-    const Task task = task_of(i);
+  for (auto own = own_tiles(); own.is_there; own.advance()) {
+    const Task task = task_of(own.number);
     consumer.run(task);
     wait_for_launch_before();  // a block without rows has not
     const StatsOfTiles<Br> stats = {row_sums, task.number};

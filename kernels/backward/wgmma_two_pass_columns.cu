@@ -97,8 +97,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     decrease_registers<producer_registers>();
     const int warp = warp_uniform(threadIdx.x / warp_size);
     const auto task_of = [&](int) { return task; };
-    if (warp == 0) return produce_Q(shared, 1, task_of, Q_map, K_map, row_sums, sums_read);
-    if (warp == 1 && elect_one()) produce_dO(shared, 1, task_of, V_map, dO_map);
+    if (warp == 0) return produce_Q(shared, OneTile(), task_of, Q_map, K_map, row_sums, sums_read);
+    if (warp == 1) produce_dO(shared, OneTile(), task_of, V_map, dO_map);
     return;
   }
   increase_registers<consumer_registers>();

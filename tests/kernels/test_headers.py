@@ -39,7 +39,6 @@ MAY_READ = {
     "stored.cuh": {"has_e4m3"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
     "longest_first.cuh": {"causal", "packed"},
-    "own_tiles.cuh": {"causal"},
     "row_sums.cuh": {"packed"},
     "sum_tile.cuh": {"ragged", "packed"},
     "score.cuh": {

@@ -44,6 +44,7 @@ HEADERS = {
     "add_dQ.cuh": "wgmma_columns",
     "kept_operands.cuh": "wgmma_columns",
     "load_rows.cuh": "wgmma_two_pass",
+    "tile_queue.cuh": "wgmma_columns",
     "own_parts.cuh": "wgmma_columns",
     "part_warpgroups.cuh": "wgmma_fp16x2",
     "part_columns.cuh": "wgmma_fp16x2_two_pass",
@@ -53,6 +54,7 @@ SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"
 # tiles whose quarter is left out.
 OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "kept_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
+OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
 NARROW = {**SIZES, "d": 40}
 # For sums of dQ: without a mask blocks of a head follow each other, and one ends while others add.
@@ -186,7 +188,9 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
     if file == OF_BIAS:
         sizes = BIAS
     number = int(os.environ.get(VARIABLE, 0))
-    stays = number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
+    stays = file == OF_QUEUE or (
+        number and file in files_of("wgmma_columns") and statement(file, number) in OF_STAYING
+    )
     of_quarters = number and OF_QUARTERS in statement(file, number)
     if number and OF_EARLY_LAUNCH in statement(file, number):
         sizes = {**sizes, "causal": "top-left", "M": 128, "N": 200}  # no row sees the last keys

@@ -1,7 +1,6 @@
 #pragma once
 // What two warps load for warpgroups that own keys: K and V of each tile of keys that some row
-// sees, and, tile by tile, the rows. The block has `tasks` tiles of keys: task_of(i) is the i-th
-// KeyTile.
+// sees, and, tile by tile, the rows. task_of() is the KeyTile with a number.
 
 #include <backward/parts/own_keys.cuh>
 #include <ptx/bulk_copy.cuh>
@@ -10,12 +9,20 @@
 
 constexpr int reading_threads = consuming_threads + warp_size;
 
+// The tile of keys of a block that has one.
+struct OneTile {
+  int number = blockIdx.x;
+  bool is_there = true;
+
+  __device__ __forceinline__ void advance() { is_there = false; }
+};
+
 // A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
 // warpgroup releases Q, which says nothing about the row sums that others read. So the warp meets
 // all that read them at a named barrier, where they arrive without waiting: sums_read + stage.
 // K and the first Q are under way while the launch before still computes row sums.
-template <class Shared, class TaskOf, int Br>
-__device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task_of,
+template <class Shared, class Tiles, class TaskOf, int Br>
+__device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf task_of,
                                           const TensorMap& Q, const TensorMap& K,
                                           const RowSums<Br>* row_sums, int sums_read) {
   constexpr int stages = sizeof(Shared::Q) / sizeof(Shared::Q[0]);
@@ -24,8 +31,8 @@ __device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task
   PipelineState<stages> rows;
   int begun = 0;
 #pragma unroll 1
-  for (int i = 0; i < tasks; ++i) {
-    const auto task = task_of(i);
+  for (; tiles.is_there; tiles.advance()) {
+    const auto task = task_of(tiles.number);
     if (task.first_row >= task.end_row) continue;
     const int packed = task.extent.packed_batch(task.batch);
     if (elected)
@@ -47,23 +54,26 @@ __device__ __forceinline__ void produce_Q(Shared& shared, int tasks, TaskOf task
   }
 }
 
-// A thread of another warp loads V and dO, which is released earlier if there is dQ.
-template <class Shared, class TaskOf>
-__device__ __forceinline__ void produce_dO(Shared& shared, int tasks, TaskOf task_of,
+// Another warp loads V and dO, which is released earlier if there is dQ.
+template <class Shared, class Tiles, class TaskOf>
+__device__ __forceinline__ void produce_dO(Shared& shared, Tiles tiles, TaskOf task_of,
                                            const TensorMap& V, const TensorMap& dO) {
+  const bool elected = elect_one();
   PipelineState<1> keys;
   PipelineState<sizeof(Shared::dO) / sizeof(Shared::dO[0])> rows;
 #pragma unroll 1
-  for (int i = 0; i < tasks; ++i) {
-    const auto task = task_of(i);
+  for (; tiles.is_there; tiles.advance()) {
+    const auto task = task_of(tiles.number);
     if (task.first_row >= task.end_row) continue;
     const int packed = task.extent.packed_batch(task.batch);
-    load_async(shared.V, V, shared.V_pipeline.acquire(keys), task.extent.packed_key(task.first_key),
-               task.kv_head, packed);
+    if (elected)
+      load_async(shared.V, V, shared.V_pipeline.acquire(keys),
+                 task.extent.packed_key(task.first_key), task.kv_head, packed);
     keys.advance();
     task.for_tiles([&](int head, int row, long long) {
-      load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
-                 task.extent.packed_row(row), head, packed);
+      if (elected)
+        load_async(shared.dO[rows.stage], dO, shared.dO_pipeline.acquire(rows),
+                   task.extent.packed_row(row), head, packed);
       rows.advance();
     });
   }

@@ -41,20 +41,20 @@ struct KeyTile {
   }
 };
 
-template <int Br, int Bc, bool batch_first = false, bool chooses = false>
+// The tile with a number, of `all`; by default that of a block which has one.
+template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
                                                     int kv_heads, int group, int heads,
-                                                    int all = gridDim.x, int chosen = 0) {
+                                                    int number = blockIdx.x, int all = gridDim.x) {
   const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
-  if constexpr (!chooses) chosen = longest_first(blockIdx.x, all, tiles);  // a block has one
-  const auto [tile, first, second] =
-      place_of_keys<Bc>(chosen, sizes, mods, batch_first ? batches : kv_heads);
+  const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
+                                                       mods, batch_first ? batches : kv_heads);
   const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
   const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  const auto number = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, number};
+  const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, numbers};
 }
 
 // Whether causal masks, windows or the end of the keys hide some of the pairs.

@@ -1,0 +1,46 @@
+#pragma once
+// The tiles of a block that stays on its multiprocessor. The first has the block's own number. The
+// others come from a counter in memory when the block is about to be free, in the order in which
+// blocks with one tile would begin. One warp counts, and passes the numbers to the others.
+
+#include <ptx/dependent_launch.cuh>
+#include <tile/pipeline.cuh>
+
+struct TileQueue {
+  static constexpr int depth = 2;
+  int numbers[depth];
+  Pipeline<depth> pipeline;  // its consumers are warps
+};
+
+// A warp's way through the tiles, of which there are `all`. Numbers are made uniform, or else the
+// compiler takes the warp for diverged in the loop over them, and products take other registers.
+struct QueuedTiles {
+  TileQueue& queue;
+  int all;
+  int* counter;  // of the warp that counts
+  int number = blockIdx.x;
+  bool is_there = true;
+  PipelineState<TileQueue::depth> place = {};
+
+  __device__ __forceinline__ void advance() {
+    __syncwarp();
+    if (threadIdx.x % warp_size == 0) number = counter ? count() : read();
+    number = warp_uniform(number);
+    is_there = number < all;
+    place.advance();
+  }
+  __device__ __forceinline__ int count() {
+    wait_for_launch_before();  // which clears the counter
+    const int next = gridDim.x + atomicAdd(counter, 1);
+    Barrier& full = queue.pipeline.acquire(place);
+    queue.numbers[place.stage] = next;
+    arrive(full);
+    return next;
+  }
+  __device__ __forceinline__ int read() {
+    queue.pipeline.wait(place);
+    const int next = queue.numbers[place.stage];
+    queue.pipeline.arrive(place);
+    return next;
+  }
+};
