@@ -79,6 +79,7 @@ def pytest_collection_modifyitems(config, items):
     ``every_kernel=True``.
     few(n): all runs of a test except the first n are slow.
     sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept.
+    The mark may name the parameters, too.
     """
     seen, runs = set(), Counter()
     for item in items:
@@ -119,8 +120,8 @@ def sampled_out(items):
     tests = [x for x in items if x.get_closest_marker("sampled")]
     runs = [x for x in tests if not x.get_closest_marker("gpu")]
     for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
-        (n,) = item.get_closest_marker("sampled").args
-        is_needed = brings_new(item, seen) or not item.get_closest_marker("slow")
+        n, *names = item.get_closest_marker("sampled").args
+        is_needed = brings_new(item, seen, names=names) or not item.get_closest_marker("slow")
         # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.append(item)

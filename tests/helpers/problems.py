@@ -42,6 +42,11 @@ def in_turn(kernels, sizes):
 # One kernel of each family: CUDA cores, mma.sync and wgmma, forward and backward.
 # kernels/test_pairs.py tests every pair of options in them.
 PAIRED = ("fa2", "mma_split_q", "wgmma", "two_pass", "mma_columns", "wgmma_columns")
+# Kernels that hand scores to the same headers as another one of their family.
+LIKE_OTHERS = {
+    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
+    *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
+}
 
 
 # Kernels that test a single option by default: mma.sync, wgmma and a backward kernel.

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.problems import PAIRED
+from helpers.problems import LIKE_OTHERS, PAIRED
 
 from cupyfa import Case, Problem, blocks
 from cupyfa.ladder import LADDER
@@ -115,6 +115,7 @@ def of_all(kernel):
     """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
 
     For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
+    Of kernels in LIKE_OTHERS about a third is kept (parameters).
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
@@ -123,8 +124,9 @@ def of_all(kernel):
 
 def parameters(kernels, choices):
     """A kernel and a choice for each axis."""
+    marks = {k: [pytest.mark.sampled(3, "kernel")] for k in LIKE_OTHERS - {*DISTINCT}}
     return [
-        pytest.param(kernel, at, id=f"{kernel.name}-{i}")
+        pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks.get(kernel.name, ()))
         for kernel in kernels
         for i, at in enumerate(choices(kernel))
     ]

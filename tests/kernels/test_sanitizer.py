@@ -11,17 +11,13 @@ import sys
 from itertools import product
 
 import pytest
+from helpers.problems import LIKE_OTHERS
 
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 KERNELS = tuple(name for kernels in LADDER.values() for name in kernels)
-# Kernels that hand scores to the same headers as another one of their family.
-LIKE_OTHERS = {
-    *("fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "wgmma", "wgmma_overlap"),
-    *("fa2_split_kv", "wgmma_fp16x2", "rows", "mma_two_pass", "mma_f64", "mma_f64_columns"),
-}
 FIRST = tuple(name for name in KERNELS if name not in LIKE_OTHERS)
 
 
