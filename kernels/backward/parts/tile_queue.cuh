@@ -12,8 +12,9 @@ struct TileQueue {
   Pipeline<depth> pipeline;  // its consumers are warps
 };
 
-// A warp's way through the tiles, of which there are `all`. Numbers are made uniform, or else the
-// compiler takes the warp for diverged in the loop over them, and products take other registers.
+// Iterates over the tiles that a warp processes, out of `all` tiles. The tile number is made
+// warp-uniform: otherwise the compiler treats the loop as divergent, and descriptors of products
+// take vector registers.
 struct QueuedTiles {
   TileQueue& queue;
   int all;
