@@ -12,9 +12,8 @@ struct TileQueue {
   Pipeline<depth> pipeline;  // its consumers are warps
 };
 
-// Iterates over the tiles that a warp processes, out of `all` tiles. The tile number is made
-// warp-uniform: otherwise the compiler treats the loop as divergent, and descriptors of products
-// take vector registers.
+// Iterates over a warp's tiles, out of `all`. The number is warp-uniform: otherwise the compiler
+// treats the loop as divergent, and descriptors of products take vector registers.
 struct QueuedTiles {
   TileQueue& queue;
   int all;
