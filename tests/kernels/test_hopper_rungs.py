@@ -175,10 +175,16 @@ def test_any_number_of_blocks_gives_the_same_bits(backend, kernel, mask, Q_stage
         assert all((result[key] == results[0][key]).all() for key in result)
 
 
-@pytest.mark.parametrize("M, heads, blocks", [(70, 35, 12), (130, 7, 3), (250, 9, 4)])
-def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks):
-    """Each tile once: the last group of causal heads is not full, or some heads are left over."""
-    sizes = {"heads": heads, "M": M, "N": 40, "causal": "top-left"}
+@pytest.mark.parametrize(
+    "M, heads, blocks, d",
+    [(70, 35, 12, 16), (130, 7, 3, 16), (250, 9, 4, 16), (70, 34, 33, 72), (70, 31, 33, 72)],
+)
+def test_tiles_in_turn_give_the_same_bits(backend, M, heads, blocks, d):
+    """Each tile once: the last group of causal heads is not full, or some heads are left over.
+
+    Of 33 blocks with two tiles a head, one has no tile of the heads in turn.
+    """
+    sizes = {"heads": heads, "M": M, "N": 40, "d": d, "causal": "top-left"}
     alone, together = (
         checked(backend, planned(PERSISTENT[0], backend, **sizes, multiprocessors=count))
         for count in (1, blocks)

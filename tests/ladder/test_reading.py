@@ -70,12 +70,12 @@ LONGER_STEPS = {
     ),
     ("forward/wgmma_overlap", "forward/wgmma_persistent"): (
         102,
-        143,
+        149,
         "a schedule of row tiles, with another order for heads of few tiles, and another one for "
         "elements of different lengths",
     ),
     ("backward/wgmma_columns", "backward/wgmma_two_pass_columns"): (
-        192,
+        194,
         80,
         "all of dQ is left out, and with it blocks that go from tile to tile, V in registers and "
         "quarters that masks hide, for which the second pass has no use",
@@ -123,7 +123,7 @@ LONGER = {
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
     "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
-    "backward/wgmma_columns": (1776, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
+    "backward/wgmma_columns": (1778, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
     "backward/wgmma_columns_wide": (1592, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1749, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
     "backward/wgmma_fp16x2_two_pass_columns_wide": (1807, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
@@ -152,12 +152,12 @@ LONGER = {
     "forward/mma_tf32": (905, COPIES + "; products of tf32"),
     "forward/wgmma": (1092, HOPPER),
     "forward/wgmma_fp16x2": (
-        1592,
+        1598,
         HOPPER + "; a schedule; parts of operands; sections of keys; small values",
     ),
     "forward/wgmma_fp8": (1535, HOPPER + "; scales of tiles; softmax in halves; e4m3 inputs"),
     "forward/wgmma_overlap": (1158, HOPPER + "; ping-pong order"),
-    "forward/wgmma_persistent": (1357, HOPPER + "; a schedule"),
+    "forward/wgmma_persistent": (1363, HOPPER + "; a schedule"),
     "forward/wgmma_slices": (1321, HOPPER + "; slices of d, dv and keys"),
 }
 

@@ -16,10 +16,14 @@
 // however few its keys. So long tiles and short ones share the memory, and those of a head its K.
 template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
 struct Schedule {
+  // Whether a few blocks may have no tile of the heads that are dealt out one by one, because a
+  // head's number of tiles does not divide that of blocks. Up to d = 64 it is slower.
+  static constexpr bool may_skip = dv > 64;
+
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together, turned;
-  int first = 0, round = 0, seat = blockIdx.x, index = 0;
+  int heads, all_heads, tiles, together, seats, turned, first;
+  int round = 0, seat = blockIdx.x, index = 0;
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
@@ -28,14 +32,16 @@ struct Schedule {
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
         together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
-        turned(heads_in_turn()) {}
+        seats(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
+        turned(heads_in_turn()),
+        first(may_skip && blockIdx.x >= seats ? turned : 0) {}
 
-  // How many heads are dealt out so: up to four tiles it is faster, with eight it is not. They make
-  // whole groups of rounds, whose number is even: then a block's seat is the same after them. The
-  // last group may lack heads, up to a 32nd of all.
+  // How many heads are dealt out so. They make whole groups of rounds, whose number is even: then a
+  // block's seat is the same after them. The last group may lack heads, up to a 32nd of all.
   __device__ __forceinline__ int heads_in_turn() const {
-    const int blocks = gridDim.x, group = tiles % 2 ? 2 * blocks : blocks;
-    if (!by_length || has_key_tiles || tiles < 2 || tiles > 4 || blocks % tiles > 0) return 0;
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * seats : seats;
+    if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
+    if (blocks % tiles > (may_skip ? blocks / 32 : 0)) return 0;
     return (all_heads + all_heads / 32) / group * group;
   }
 
@@ -48,12 +54,12 @@ struct Schedule {
 
   // Goes to the block's next row tile, if there is one.
   __device__ __forceinline__ bool advance() {
-    const int blocks = gridDim.x;
     if constexpr (!by_length) {
-      index = round++ * blocks + blockIdx.x;
+      index = round++ * gridDim.x + blockIdx.x;
       return index < all_heads * tiles;
     } else {
       for (; first < all_heads; first += count(), round = 0) {
+        const int blocks = in_turn() ? seats : gridDim.x;
         index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - seat : seat);
         round += 1;
         if (index < count() * tiles) return true;
