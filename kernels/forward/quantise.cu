@@ -26,8 +26,20 @@ struct Shared {
   float partial[warps];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-constexpr int resident = sizeof(scalar) == 2 ? 1024 / threads : 1;  // blocks of a multiprocessor
+constexpr int resident = sizeof(scalar) == 2 ? 1152 / threads : 1;  // blocks of a multiprocessor
 static_assert(Bc % 32 == 0, "keys change their order within 32");
+
+// A number from its bits, the lowest ones, and back.
+__device__ __forceinline__ scalar as_scalar(unsigned bits) {
+  scalar x;
+  memcpy(&x, &bits, sizeof(scalar));
+  return x;
+}
+__device__ __forceinline__ unsigned as_bits(scalar x) {
+  unsigned bits = 0;
+  memcpy(&bits, &x, sizeof(scalar));
+  return bits;
+}
 
 // The scale of a tile with this largest magnitude.
 __device__ __forceinline__ float unit_for(float largest) {
@@ -36,10 +48,23 @@ __device__ __forceinline__ float unit_for(float largest) {
   return __uint_as_float(unsigned(max(exponent, 1)) << 23);
 }
 
-// Neighbouring numbers of a row; zeros beyond its end.
+// Neighbouring numbers of a row; zeros beyond its end. They stay packed until they are rounded:
+// floats would need twice the registers.
 template <int count>
 struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
-  scalar x[count];
+  static constexpr int bits = 8 * sizeof(scalar), in_word = 32 / bits;
+  unsigned words[count / in_word];
+
+  // The bits of a number's magnitude: as whole numbers in the order of magnitudes, NaN the largest.
+  __device__ __forceinline__ unsigned magnitude(int j) const {
+    return words[j / in_word] >> j % in_word * bits & (1u << (bits - 1)) - 1;
+  }
+  __device__ __forceinline__ float operator[](int j) const {
+    return float(as_scalar(words[j / in_word] >> j % in_word * bits));
+  }
+  __device__ __forceinline__ void put(int j, scalar x) {
+    words[j / in_word] |= as_bits(x) << j % in_word * bits;
+  }
 };
 
 // A tile in registers: each thread has groups of `wide` columns and `tall` rows.
@@ -54,18 +79,28 @@ struct Tile {
   __device__ __forceinline__ Tile(Tensor<const scalar> from, int batch, int head, int first_row,
                                   int end)
       : first_row(first_row), end(min(first_row + rows, end)) {
-    const bool aligned = cols % 8 == 0 && is_aligned(from);
+    if (cols % 8 == 0 && is_aligned(from))
+      load<true>(from, batch, head);
+    else
+      load<false>(from, batch, head);
+  }
+
+  // Loads whole pieces, if all are aligned, or number by number.
+  template <bool aligned>
+  __device__ __forceinline__ void load(Tensor<const scalar> from, int batch, int head) {
     each([&](int row, int col, int round) {
+      const scalar* x = from.row(batch, head, row) + col;
 #pragma unroll
-      for (int i = 0; i < tall; ++i) {
-        const bool inside = row + i < this->end;
-        const scalar* x = from.row(batch, head, inside ? row + i : 0) + col;
-        if (inside && aligned && col < cols) {
-          pieces[round][i] = *reinterpret_cast<const Piece<wide>*>(x);
+      for (int i = 0; i < tall; ++i, x += from.row_stride) {
+        Piece<wide>& piece = pieces[round][i] = {};
+        const int there = row + i < end ? cols - col : 0;
+        if constexpr (aligned) {
+          if (there > 0) piece = *reinterpret_cast<const Piece<wide>*>(x);
         } else {
 #pragma unroll
-          for (int j = 0; j < wide; ++j)
-            pieces[round][i].x[j] = inside && col + j < cols ? x[j] : scalar(0.0f);
+          for (int j = 0; j < wide; ++j) {
+            if (j < there) piece.put(j, x[j]);
+          }
         }
       }
     });
@@ -86,22 +121,22 @@ struct Tile {
 };
 
 // The largest magnitude of a thread's numbers, infinity if one is NaN, or of its finite numbers.
-template <bool finite, class Tile>
-__device__ __forceinline__ float largest_of(const Tile& tile) {
-  const unsigned end = __float_as_uint(infinity);  // as whole numbers, NaN is above it
+template <bool finite, int rows, int cols, int tall, int wide>
+__device__ __forceinline__ float largest_of(const Tile<rows, cols, tall, wide>& tile) {
+  const unsigned end = as_bits(scalar(infinity));
   unsigned largest = 0;
 #pragma unroll
   for (const auto& group : tile.pieces) {
 #pragma unroll
     for (const auto& piece : group) {
 #pragma unroll
-      for (const scalar& element : piece.x) {
-        const unsigned bits = __float_as_uint(fabs(float(element)));
-        largest = max(largest, finite && bits >= end ? 0 : bits);
+      for (int j = 0; j < wide; ++j) {
+        const unsigned magnitude = piece.magnitude(j);
+        largest = max(largest, finite && magnitude >= end ? 0 : magnitude);
       }
     }
   }
-  return __uint_as_float(min(largest, end));
+  return float(as_scalar(min(largest, end)));
 }
 
 // The scale of a tile.
@@ -112,9 +147,9 @@ __device__ __forceinline__ float unit_of(const Tile& tile, Shared& shared) {
   return unit_for(block_max(largest_of<true>(tile), shared.partial));
 }
 
-// A number times a factor; infinity becomes NaN.
-__device__ __forceinline__ float scaled(scalar x, float factor) {
-  return fabs(float(x)) < infinity ? float(x) * factor : __uint_as_float(0x7fffffff);
+// A number times a factor; infinity becomes NaN, because infinity times zero is.
+__device__ __forceinline__ float scaled(float x, float factor) {
+  return x * factor + x * 0.0f;
 }
 
 // Multiplies Q or K by a power of two.
@@ -123,7 +158,7 @@ __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned cha
                                            int head, float factor) {
   tile.each([&](int row, int col, int round) {
     if (row >= tile.end) return;
-    const auto at = [&](int j) { return scaled(tile.pieces[round][0].x[j], factor); };
+    const auto at = [&](int j) { return scaled(tile.pieces[round][0][j], factor); };
     const auto four = [&](int j) { return pack_e4m3(at(j), at(j + 1), at(j + 2), at(j + 3)); };
     *reinterpret_cast<uint2*>(to.row(batch, head, row) + col) = {four(0), four(4)};
   });
@@ -138,7 +173,7 @@ __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (col + j >= dv) break;
-      const auto at = [&](int i) { return scaled(tile.pieces[round][i].x[j], factor); };
+      const auto at = [&](int i) { return scaled(tile.pieces[round][i][j], factor); };
       const auto four = [&](int i) { return pack_e4m3(at(i), at(i + 1), at(i + 8), at(i + 9)); };
       *reinterpret_cast<uint4*>(to.row(batch, head, col + j) + key) = {four(0), four(2), four(4),
                                                                        four(6)};
