@@ -38,7 +38,7 @@ struct TurnsOf<false> {
 };
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
-using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
+using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = TurnsOf<(turns > 1)>;
 using Queries = Parts<warpgroup_rows, d>;  // of one warpgroup
 using Keys = Parts<Bc, d>;

@@ -25,7 +25,7 @@ static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 40>;
-using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first>;
+using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;

@@ -14,12 +14,10 @@
 // Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
 // many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
 // however few its keys. So long tiles and short ones share the memory, and those of a head its K.
-template <int Br, int Bc, bool by_length, bool batch_first, bool by_lengths = ragged>
+// A few blocks may have no tile of them if `may_skip`, because a head's number of tiles does not
+// divide that of blocks: up to d = 64 this is slower.
+template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip, bool by_lengths = ragged>
 struct Schedule {
-  // Whether a few blocks may have no tile of the heads that are dealt out one by one, because a
-  // head's number of tiles does not divide that of blocks. Up to d = 64 it is slower.
-  static constexpr bool may_skip = dv > 64;
-
   Sizes sizes;
   const Mods* mods;
   int heads, all_heads, tiles, together, seats, turned, first;
@@ -110,8 +108,8 @@ struct Schedule {
 };
 
 // The same of elements of different lengths, in their order. A number of a tile may stand for none.
-template <int Br, int Bc, bool by_length, bool batch_first>
-struct Schedule<Br, Bc, by_length, batch_first, true> {
+template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
+struct Schedule<Br, Bc, by_length, batch_first, may_skip, true> {
   Sizes sizes;
   const Mods* mods;
   int heads, all, index;
