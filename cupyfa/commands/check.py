@@ -98,8 +98,8 @@ def check(
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. Each
     failure is printed with a command that repeats it; the first failures of each kernel also have
     a file for `cupyfa replay`. Failures of the fuzz grid are first reduced to small cases. Options
-    of attention replace those of the grid. --format csv and md print the counts only. The exit code
-    is 1 if there is a failure.
+    of attention replace those of the grid. With --format csv or md only the counts are printed. The
+    exit code is 1 if there is a failure.
     """
     if jobs == 0:
         options.refuse_idle("--jobs 0 has no timeout", "timeout")

@@ -29,8 +29,8 @@ using Task = KeyTile<Br, Bc>;
 using Parts = QueryParts<Br, d, dv>;
 using Part = RegisterTile<Parts::width>;
 using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
-// Whether V stays in registers: products then read it from shared memory once. Not beside texts
-// that read places or arrays, which need registers too.
+// Whether V stays in registers, so that it is read from shared memory once. A text that reads
+// places or arrays leaves too few registers for it.
 constexpr bool keeps_V = Parts::by_rows && dv <= 64 && unit_slope && !has_dropout &&
                          !(has_score_text && reads_places && pair_bytes == 0);
 // Whether the quarter of a tile is left out that a causal mask hides.

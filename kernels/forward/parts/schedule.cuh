@@ -34,8 +34,8 @@ struct Schedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= seats ? turned : 0) {}
 
-  // How many heads are dealt out so. They make whole groups of rounds, whose number is even: then a
-  // block's seat is the same after them. The last group may lack heads, up to a 32nd of all.
+  // How many heads are dealt out so (with more tiles it is no faster): whole groups of an even
+  // number of rounds, after which a block's seat is the same. The last may lack a 32nd of heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * seats : seats;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
