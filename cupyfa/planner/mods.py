@@ -40,6 +40,7 @@ _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
 _PAGES = "page_count"  # a member: how many pages there are
 _UNIT = "unit"  # a member: 1 / scale
+_MOST = "most"  # what a slope / scale is cut off at
 # What a text finds besides its own names.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
@@ -284,9 +285,12 @@ def _function(
         return not _fits(p, index, by_name[array].shape[axis])
 
     if is_score and slot is None and of_products(p):
-        lines.append(f"  const auto {cpp_name(_UNIT)} = Real(mods.{_UNIT});")
-        texts = (alibi_text(by_name[ALIBI], _UNIT),)
-        kinds[_UNIT] = Captured(_UNIT, "float", 0)
+        lines += [
+            f"  const auto {cpp_name(_UNIT)} = Real(is_capped ? real(1) : mods.{_UNIT});",
+            f"  const auto {cpp_name(_MOST)} = Real(is_capped ? real(infinity) : real(0x1p96));",
+        ]
+        texts = (alibi_text(by_name[ALIBI], _UNIT, _MOST),)
+        kinds |= {name: Captured(name, "float", 0) for name in (_UNIT, _MOST)}
     if is_score:
         note = slot or (lambda array: None)
         for x in texts:

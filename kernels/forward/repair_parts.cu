@@ -84,7 +84,7 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
                                        int batch, int kv_head, int first, int end,
                                        const Scorer<real>& scorer) {
   const int lane = threadIdx.x % warp_size;
-  const real scale2 = scorer.scale2();
+  const real scale2 = log2e * scorer.unit();
   Sums sums;
   Columns<d> row;
   row.load(q, lane);
@@ -106,7 +106,7 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
     for (int j = 0; j < together; ++j) {
       const int key = from + j;
       if (key >= end || !extent.shown(query, key)) continue;
-      const real x = scorer.applied(products[j], extent, query, key);
+      const real x = scorer.unscaled(products[j], extent, query, key);
       sums.add(x, extent.dropped(real(1), query, key), v[j], scale2);
     }
   }
@@ -115,13 +115,13 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
 
 // A row's O and lse from what the warps have in shared memory; each thread has some columns.
 template <int count>
-__device__ void write_row(const Shared& shared, const Extent& extent, real scale2, scalar* out,
-                          real* lse) {
+__device__ void write_row(const Shared& shared, const Extent& extent, const Scorer<real>& scorer,
+                          scalar* out, real* lse) {
   real maximum = -infinity, sum = 0, o[count] = {};
   for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
   const real origin = maximum == -infinity ? real(0) : maximum;
   for (int warp = 0; warp < warps; ++warp) {
-    const real factor = exp2((shared.maximum[warp] - origin) * scale2);
+    const real factor = exp2((shared.maximum[warp] - origin) * (log2e * scorer.unit()));
     sum += shared.sum[warp] * factor;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -129,7 +129,7 @@ __device__ void write_row(const Shared& shared, const Extent& extent, real scale
       if (col < dv) o[i] += shared.output[warp][col] * factor;
     }
   }
-  real log_maximum = maximum * (scale2 * ln2);
+  real log_maximum = maximum * scorer.unit();
   if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
   const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
 #pragma unroll
@@ -177,7 +177,7 @@ extern "C" __global__ __launch_bounds__(threads) void repair_parts(
       if (col < dv) shared.output[warp][col] = sums.output.x[i];
     }
     __syncthreads();  // all warps' sums are there
-    write_row<cdiv(dv, threads)>(shared, extent, scorer.scale2(), O.row(batch, head, row),
+    write_row<cdiv(dv, threads)>(shared, extent, scorer, O.row(batch, head, row),
                                  lse.row(batch, head, row));
     __syncthreads();  // before the sums of the next row overwrite them
   }

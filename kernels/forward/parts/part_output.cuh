@@ -42,10 +42,11 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
       if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not of a column of zeros
     }
-    const bool wrong = is_beyond_parts(rows.maximum[i / 2][i % 2]) || !(sum < infinity);
+    const real maximum = rows.maximum[i / 2][i % 2];
+    const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_parts(maximum));
     // One lane of a row reads its flag and sets it.
     const bool is_small = __ballot_sync(full_warp, small) >> (lane & ~3) & 15;
-    if ((wrong || is_small) && lane % 4 == 0 && sum != 0 && row < rows.extent.M * pack_gqa) {
+    if ((wrong || (is_small && sum != 0)) && lane % 4 == 0 && row < rows.extent.M * pack_gqa) {
       unsigned char& flag = *flags.row(batch, head * pack_gqa + row % pack_gqa, query);
       if (wrong || flag == 0) flag = wrong ? 1 : flag_of_sum(sum);
     }

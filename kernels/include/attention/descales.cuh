@@ -45,11 +45,11 @@ struct DescaledScorer {
   const Scorer<T>& scorer;
   float factor;
 
-  __device__ __forceinline__ T scale2() const { return scorer.scale2(); }
-  __device__ __forceinline__ T applied(T product, const Extent& extent, Index row,
-                                       Index key) const {
+  __device__ __forceinline__ T unit() const { return scorer.unit(); }
+  __device__ __forceinline__ T unscaled(T product, const Extent& extent, Index row,
+                                        Index key) const {
     if constexpr (has_q_descale || has_k_descale) product *= factor;
-    return scorer.applied(product, extent, row, key);
+    return scorer.unscaled(product, extent, row, key);
   }
 };
 

@@ -4,6 +4,7 @@
 //  - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so its V shows in O.
 //  - S * scale2 - maximum is rounded once, and the maximum before that. For the largest score it is
 //    then up to half an ulp of the maximum, 4 from 2^26 on: P, 2 to the power of it, may overflow.
+//    Near the ends of the range S * scale2 itself overflows.
 
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
@@ -15,8 +16,13 @@ __device__ __forceinline__ bool is_huge(real maximum) {
   return !(fabs(maximum) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
 }
 
-// Whether scores of the lane's rows were too large, or N is 0. Rows that a mask hides are right;
-// where texts may hide all keys, those whose sum is 0; and with a sink all others.
+// Whether a row has seen no score, not even one whose exponent of two is below all numbers. A row
+// that can see a key has seen one unless there are texts, which may hide all.
+__device__ __forceinline__ bool is_empty(real maximum, real sum, bool sees_key) {
+  return maximum == -largest && sum == 0 && (has_texts || !sees_key);
+}
+
+// Whether scores of the lane's rows were too large, or N is 0.
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
@@ -26,7 +32,7 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
     wrong |= !(rows.sum[i / 2][i % 2] < infinity);
     const real maximum = rows.maximum[i / 2][i % 2];
-    if (has_seat && maximum == -largest && rows.sum[i / 2][i % 2] == 0) continue;
+    if (is_empty(maximum, rows.sum[i / 2][i % 2], sees_key)) continue;
     wrong |= (has_sink || sees_key) && is_huge(maximum);
   }
   return wrong;
@@ -56,7 +62,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
                            const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
   const int lane = threadIdx.x % warp_size;
-  const real scale2 = scorer.scale2();
+  const real scale2 = log2e * scorer.unit();
   const auto q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     real maximum = -infinity, sum = 0, o[count] = {};
@@ -65,7 +71,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
       const auto k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key) + first_col;
       real product = 0;
       for (int j = lane; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
-      const real x = scorer.applied(warp_sum(product), extent, query, key), before = maximum;
+      const real x = scorer.unscaled(warp_sum(product), extent, query, key), before = maximum;
       maximum = fmax(maximum, x);
       const real origin = maximum == -infinity ? real(0) : maximum;
       const real factor = exp2((before - origin) * scale2), p = exp2((x - origin) * scale2);
@@ -76,7 +82,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
         if (first_col + j * warp_size < dv) o[j] = o[j] * factor + weight * real(v[j * warp_size]);
       }
     }
-    real log_maximum = maximum * (scale2 * ln2);
+    real log_maximum = maximum * scorer.unit();
     if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
     const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
     result* out = O.row(batch, head, query) + first_col;

@@ -6,6 +6,15 @@
 #include <ptx/pack.cuh>
 
 constexpr real largest = real(sizeof(real) == 8 ? 0x1.fffffffffffffp1023 : 0x1.fffffep127);
+constexpr real second_largest = real(sizeof(real) == 8 ? 0x1.ffffffffffffep1023 : 0x1.fffffcp127);
+
+// The exponent of two that belongs to the maximum of some scores. Near the lowest number it would
+// be -infinity, as if a text had hidden all of these scores. It stays above -largest, where maxima
+// begin, so that the row is found to have a score and is computed again (nonfinite.cuh).
+__device__ __forceinline__ real exponent_of_maximum(real maximum, real exponent) {
+  if (has_texts && maximum != -infinity) return fmax(exponent, -second_largest);
+  return exponent;
+}
 
 // A warp's rows of S, P or O: products of 16 rows and 8 columns.
 template <int rows, int columns>

@@ -43,8 +43,7 @@ struct Scorer {
   }
   template <class Key>
   __device__ __forceinline__ T modified(T product, const Extent& extent, Index row, Key key) const {
-    return of_products ? extent.modified(product, row, key, 0) * scale
-                       : extent.modified(product * scale, row, key, 0);
+    return extent.template modified<of_products>(product * scale, row, key, 0);
   }
   // The same with the score as an exponent of two.
   template <class Key>
@@ -74,11 +73,17 @@ struct Scorer {
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
   // That a scale is positive, as usual, is a constant: with a branch in the loop wgmma_persistent
   // is up to 2 % slower.
-  __device__ __forceinline__ T scale2() const {
-    return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
-                       : positive_scale ? scale
-                       : scale == 0     ? T(1)
-                                        : fabs(scale));
+  __device__ __forceinline__ T scale2() const { return T(log2e) * (of_products ? scale : unit()); }
+
+  // Kernels that compute a row again take unscaled() scores, which times unit() are scores: both
+  // are finite where the score is.
+  __device__ __forceinline__ T unit() const {
+    return has_score_text ? T(1) : positive_scale ? scale : scale == 0 ? T(1) : fabs(scale);
+  }
+  __device__ __forceinline__ T unscaled(T product, const Extent& extent, Index row,
+                                        Index key) const {
+    return has_score_text ? modified(product, extent, row, key)
+                          : applied(product, extent, row, key);
   }
   // is_capped: the product has become a score, and the softcap is applied.
   template <bool is_capped = false, class Key>
