@@ -676,7 +676,7 @@ def boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
 
 WGMMA_COLUMNS_LAUNCH = Launch(
     "wgmma_columns",
-    args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ_sum.data counts.data dQ dK dV "
+    args="Q.map K.map V.map dO.map Q K V dO lse row_sums.data dQ_sum.data counts.data dQ dK dV "
     "sizes heads kv_heads group scale mods",
     boxes=boxes(lambda p, c: c.Br, lambda p, c: c.Bc),
     grid=key_tiles,
@@ -724,7 +724,7 @@ WGMMA_COLUMNS = Kernel(
         ),
         Launch(
             "finish_dQ",
-            args="Q K V dO dQ row_sums.data dQ_sum.data sizes heads group scale mods",
+            args="Q K V dO dQ lse row_sums.data dQ_sum.data sizes heads group scale mods",
             grid=lambda p, c: (row_tiles(p, c), wgmma_parts(p, c)),
             threads=lambda p, c: 128,
             when=lambda p: not finishes(p),
@@ -784,7 +784,8 @@ WGMMA_TWO_PASS = rung(
         ),
         Launch(
             "wgmma_two_pass_rows",
-            args="Q.map K.map V.map dO.map Q K V dO row_sums.data dQ sizes heads group scale mods",
+            args="Q.map K.map V.map dO.map Q K V dO lse row_sums.data dQ sizes heads group scale "
+            "mods",
             boxes=boxes(lambda p, c: 128, lambda p, c: c.Bk),
             grid=lambda p, c: tiles_of(p, p.M, 128) * p.heads * p.batch,
             threads=lambda p, c: 384,

@@ -155,8 +155,8 @@ def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
 
 BIAS_GRADIENT = Launch(
     "wgmma_bias_gradient",
-    args=f"Q.map K.map V.map dO.map Q K V dO {_ROW_SUMS}.data d_{BIAS} sizes bias_batch "
-    "bias_heads batch heads group scale mods",
+    args=f"Q.map K.map V.map dO.map Q K V dO lse {_ROW_SUMS}.data d_{BIAS} sizes "
+    "bias_batch bias_heads batch heads group scale mods",
     grid=_bias_tiles,
     threads=lambda p, c: 128 * (_BIAS_ROWS // 64 + 1),
     shared=_bias_shared,

@@ -43,6 +43,7 @@ from cupyfa.numerics.modification import NONE, Modifications, Place
 
 Array = NDArray[Any]
 
+_HUGE = 2.0**25  # of lse, which is rounded by up to 1 there in float32
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
 
 _TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which fits in a core's cache
@@ -255,7 +256,7 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
     scores, derivative = (tile.q @ tile.k.mT) * tile.scale, None
     if tile.mods.score_steps:
         scores, derivative = tile.mods.differentiated(scores, tile.place, tile.masked)
-    P = np.exp(scores - lse[..., None])
+    P = _weights(scores, lse[..., None])
     delta = (grad * out).sum(-1) - dlse
     dP_delta = tile.dropped(grad @ tile.v.mT) - delta[..., None]
     dS = P * dP_delta
@@ -279,7 +280,13 @@ def _sink_gradients(sink: Array, lse: Array, delta: Array) -> Array:
 
 def weight_of_sink(sink: Array, lse: Array) -> Array:
     """The weight of each row's sink [n, rows], from lse; 0 where that is -inf."""
-    return np.where(np.isneginf(lse), 0.0, np.exp(sink[..., 0] - lse))
+    return np.where(np.isneginf(lse), 0.0, _weights(sink[..., 0], lse))
+
+
+def _weights(scores: Array, lse: Array) -> Array:
+    """exp(scores - lse). Where lse was rounded by more than 1, a score above it has the weight 1."""
+    below = scores - lse
+    return np.exp(np.where((np.abs(lse) >= _HUGE) & (below > 0), 0.0, below))
 
 
 def rounded(x: Array, precision: str) -> Array:

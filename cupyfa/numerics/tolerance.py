@@ -643,7 +643,7 @@ def _errors_before_slopes(
         exponent, by_design = _score_errors(size, work.tile, kernel)
         exponent = eps * (exponent + work.exponent_size + 2)
         exponent += by_design
-    p = P * np.expm1(np.minimum(exponent, 600.0)) + tiny
+    p = np.minimum(P * np.expm1(np.minimum(exponent, 600.0)), np.maximum(P, 1.0)) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
 

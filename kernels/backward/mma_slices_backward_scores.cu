@@ -92,11 +92,12 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked.
-template <bool masked>
+// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. exact: rows
+// whose lse2 is NaN take lse_of(row).
+template <bool masked, bool exact, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
-                                          int lane) {
+                                          int lane, LseOf lse_of) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -107,8 +108,15 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
+      const float product = x;
+      const auto [exponent, slope] =
+          scorer.exponent_with_slope<masked>(product, pair, row, key, more);
       x = exp2f(exponent - lse2);
+      if (exact && isnan(lse2)) {
+        const auto score = scorer.modified(product, pair.extent, pair.row(row),
+                                           pair.template key<masked>(key, more));
+        x = weight_of(score, lse_of(row));
+      }
       if (masked && !mask.reaches(key + more)) x = 0;
       if (pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
@@ -184,7 +192,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
       shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
   loads.store(shared.stats);
-  __syncthreads();  // lse2 and delta are there
+  const bool exact = __syncthreads_or(loads.has_nan());  // lse2 and delta are there
   const TilePair<Br, Bc> pair = {extent, first_row, key};
   const bool whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
@@ -194,10 +202,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   {
     const Own own(Wc);
     const int lane = own_lane();
-    if (whole)
-      compute_P<false>(S, shared, own, pair, scorer, lane);
+    const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
+    if (exact)
+      compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
+    else if (whole)
+      compute_P<false, false>(S, shared, own, pair, scorer, lane, lse_of);
     else
-      compute_P<true>(S, shared, own, pair, scorer, lane);
+      compute_P<true, false>(S, shared, own, pair, scorer, lane, lse_of);
     write_tile(P + place, stride, S, own, M - first_row, stride - col, lane);
   }
   multiply_slices(ring, cdiv(dv, Bd), dP);

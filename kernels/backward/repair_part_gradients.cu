@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together]
 // Pairs of one head that a warp computes together.
 struct Pairs {
   int row[together], key[together];
-  RowStats stats[together];
+  LseAndDelta stats[together];
 
   // Adds to dQ, dK or dV of a warp's row or key what pairs give it that are_seen(number).
   template <char of, int cols, class AreSeen>
@@ -84,7 +84,7 @@ struct Pairs {
       seen[i] = are_seen(i);
       if (!seen[i]) continue;
       const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
-      const real p = exp2(score * log2e - stats[i].lse2);
+      const real p = weight_of(score, stats[i].lse);
       const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
       weights[i] = of == 'V' ? of_head.dropped(p, row[i], key[i])
                              : score_gradient(p, kept_dP - stats[i].delta, slope);
@@ -118,7 +118,7 @@ __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, 
 __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result> dQ, int head,
                            int row) {
   const Extent& extent = inputs.extent;
-  const RowStats own = inputs.stats(head, row);
+  const LseAndDelta own = inputs.stats.exact(head, row);
   RowSum<d> sum(0, d);
   const int end = own.sees_keys() ? extent.kv_end(row) : 0;
   int key = extent.kv_begin(row) + threadIdx.x / warp_size;
@@ -151,7 +151,7 @@ __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result>
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         pairs.row[i] = min(row + i * warps_of_block, end - 1), pairs.key[i] = key;
-        pairs.stats[i] = inputs.stats(head, pairs.row[i]);
+        pairs.stats[i] = inputs.stats.exact(head, pairs.row[i]);
       }
       pairs.add_to<of_V ? 'V' : 'K'>(sum, inputs, head, [&](int i) {
         return row + i * warps_of_block < end && pairs.stats[i].sees_keys() &&

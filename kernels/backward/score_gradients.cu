@@ -9,6 +9,7 @@
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, threads, shared_bytes and options (score.cuh)
 #include <attention/score.cuh>
+#include <attention/weight.cuh>
 #include <tile/tensor.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
@@ -26,7 +27,7 @@ extern "C" __global__ __launch_bounds__(threads) void score_gradients(
   for (int col = threadIdx.x; col < extent.N; col += threads) {
     const bool counts = row_lse != -infinity && extent.sees(row, col);
     const auto [score, slope] = scorer.with_slope(row_S[col], extent, row, col);
-    const real p = counts ? exp(score - row_lse) : real(0);
+    const real p = counts ? weight_of(score, row_lse) : real(0);
     const real kept_dP = extent.dropped(row_dP[col], row, col);
     row_P[col] = scalar(extent.dropped(p, row, col));
     row_dS[col] = scalar(counts ? score_gradient(p, kept_dP - row_delta, slope) : real(0));

@@ -7,6 +7,7 @@
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
 //   the host sets: scalar, result, real, dv, threads, shared_bytes, has_dlse
 #include <attention/texts.cuh>
+#include <attention/weight.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -36,7 +37,7 @@ extern "C" __global__ __launch_bounds__(threads) void sink_gradient(Tensor<const
         delta += real(output[col]) * real(gradient[col]);
       delta = warp_sum(delta) - gradient_of_lse(mods, b, head, row);
       const real sum = *lse.row(b, head, row);
-      if (sum != -infinity) total -= exp(sink - sum) * delta;
+      if (sum != -infinity) total -= weight_of(sink, sum) * delta;
     }
   }
   if (lane == 0) sums[warp] = total;

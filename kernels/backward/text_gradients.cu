@@ -12,6 +12,7 @@
 //   the host sets: scalar, result, real, d, dv, threads, shared_bytes, finds_largest, has_dlse,
 //   options and the tape of the texts
 #include <attention/score.cuh>
+#include <attention/weight.cuh>
 #include <backward/parts/exact_sums.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/tensor.cuh>
@@ -50,7 +51,7 @@ extern "C" __global__ __launch_bounds__(threads) void text_gradients(
     Slopes tape;
     const Slopes::Number x = score_text(Slopes::Number(product * scale), tape, mods, batch, head,
                                         Index(row), Index(key), extent.M, extent.N);
-    const real p = exp(x.value - sum);
+    const real p = weight_of(x.value, sum);
     if (p == 0) continue;  // a slope may be infinite there
     const real dx = p * (extent.dropped(dP, row, key) - delta);
 #pragma unroll

@@ -401,13 +401,15 @@ struct Consumer {
 // and have a weight count, for 0 * NaN is NaN.
 struct Repair {
   Tensor<const scalar> Q, K, V, dO;
+  Tensor<const real> lse;
   int group;
 
   __device__ __forceinline__ float dS(const Consumer& of, const Share& share, int row,
                                       int key) const {
     const auto [batch, head] = share;
-    const StatsOfTiles<Br> stats = {of.row_sums, {batch, of.heads, of.tasks.sizes.M}};
-    const RowStats own = stats(head, row);
+    const StatsOfTiles<Br> stats = {
+        of.row_sums, {batch, of.heads, of.tasks.sizes.M}, lse, batch};
+    const LseAndDelta own = stats.exact(head, row);
     const Extent extent = extent_of(of.tasks.sizes, of.scorer.mods, batch, head);
     if (!own.sees_keys() || !extent.sees(row, key)) return 0;
     const scalar *q = Q.row(batch, head, row), *k = K.row(batch, head / group, key);
@@ -417,7 +419,7 @@ struct Repair {
     for (int i = 0; i < d; ++i) product += float(q[i]) * float(k[i]);
 #pragma unroll 1
     for (int i = 0; i < dv; ++i) dP += float(grad[i]) * float(v[i]);
-    const float p = exp2f(of.scorer.modified(product, extent, row, key) * log2e - own.lse2);
+    const float p = weight_of(of.scorer.modified(product, extent, row, key), own.lse);
     return p == 0 ? 0.0f : p * (extent.dropped(dP, row, key) - own.delta);
   }
 
@@ -445,8 +447,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_bias_gradient(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Tensor<scalar> d_bias, Sizes sizes, int bias_batch, int bias_heads,
-    int batch, int heads, int group, real scale, const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<scalar> d_bias, Sizes sizes,
+    int bias_batch, int bias_heads, int batch, int heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
@@ -464,7 +467,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_bias_gradient(
   }
   increase_registers<Registers::consumer>();
   Consumer consumer = {shared, tasks, {scale, mods}, row_sums, heads, warpgroup};
-  const Repair repair = {Q, K, V, dO, group};
+  const Repair repair = {Q, K, V, dO, lse, group};
   tasks.for_each([&](const Task& task) {
     Consumer::Sums sums = {};
     if (task.begin < task.end) consumer.sum(task, sums);

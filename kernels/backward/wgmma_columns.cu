@@ -198,7 +198,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<result> dQ, Tensor<result> dK,
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<result> dQ, Tensor<result> dK,
     Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale, int batch,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -245,7 +245,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
     const Task task = task_of(own.number);
     consumer.run(task);
     wait_for_launch_before();  // a block without rows has not
-    const StatsOfTiles<Br> stats = {row_sums, task.number};
+    const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);

@@ -81,7 +81,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
@@ -112,7 +112,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     consumer.advance({task.extent.of_head(head), row, task.first_key});
   });
 
-  const StatsOfTiles<Br> stats = {row_sums, task.number};
+  const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
   store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);

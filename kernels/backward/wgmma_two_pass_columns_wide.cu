@@ -136,7 +136,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads,
     int kv_heads, int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
@@ -156,7 +156,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns_
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const StatsOfTiles<Br> stats = {row_sums, task.number};
+  const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
   const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
       task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
   const bool any = task.first_row < task.end_row;

@@ -18,6 +18,7 @@ M, N, D = 40, 140, 16
 RNG = np.random.default_rng(5)
 ROWS, KEYS = RNG.choice((-5, -3, -1, 1, 5), M), RNG.choice((1, 2, 3), N)
 LEVELS = np.multiply.outer(ROWS, KEYS)  # from -15 to 15
+SCALE_OF_SLOPES = 2.0**-30  # slopes are divided by a scale that is not too far from 1
 DISTANCES = np.abs(np.subtract.outer(np.arange(M) + N - M, np.arange(N)))
 
 
@@ -34,6 +35,10 @@ def of_scale(real):
     return {"scale": unit(real)}, LEVELS * unit(real)
 
 
+def of_operands(real):
+    return {"scale": 1.0}, LEVELS * unit(real)
+
+
 def of_text(real):
     return {"score_mod": "score * unit", "captured": {"unit": unit(real)}}, LEVELS * unit(real)
 
@@ -48,8 +53,9 @@ def of_bias(real):
 
 
 def of_slopes(real):
-    slope = unit(real) / 10  # 139 of them are finite, too
-    return {"alibi_slopes": np.array([slope], real)}, -float(real(slope)) * DISTANCES
+    slope = np.array([unit(real) / 10], real)  # 139 of them are finite, too
+    products = LEVELS * SCALE_OF_SLOPES  # which count at the distance 0
+    return {"alibi_slopes": slope}, (-slope * DISTANCES.astype(real)).astype(float) + products
 
 
 def of_lowest(real):
@@ -67,7 +73,8 @@ def of_lowest(real):
     bias[9] = -low
     bias[10], bias[10, 3], bias[10, 120] = -0.75 * low, -low, low
     bias[11], bias[11, 64:] = low, 0.5 * low
-    return {"bias": bias.astype(real)}, bias
+    bias = bias.astype(real)
+    return {"bias": bias}, bias.astype(float)
 
 
 def of_hidden(real):
@@ -78,19 +85,20 @@ def of_hidden(real):
     return how | {"mask": mask}, np.where(mask, bias, -np.inf)
 
 
-FEATURE = {of_scale: None, of_text: "score"}
-SOURCES = (of_lowest, of_scale, of_text, of_places, of_bias, of_slopes, of_hidden)
+FEATURE = {of_scale: None, of_operands: None, of_text: "score"}
+SOURCES = (of_lowest, of_scale, of_operands, of_text, of_places, of_bias, of_slopes, of_hidden)
 
 
-def operands(dtype, source):
+def operands(array, real, source):
     """q, k and v. Their products are LEVELS if the source reads scores, else far below a unit."""
     v = RNG.uniform(1, 2, (N, 8))
     q, k = np.zeros((M, D)), np.zeros((N, D))
     q[:, 0], k[:, 0] = ROWS, KEYS
-    how = {} if source in (of_scale, of_text, of_places) else {"scale": 2.0**-30}
-    if source in (of_text, of_places):
-        how = {"scale": 1.0}
-    return (*(x.astype(dtype) for x in (q, k, v)), how)
+    if source is of_operands:
+        q, k = (x * unit(real) ** 0.5 for x in (q, k))
+    usual = {of_text: 1.0, of_places: 1.0, of_slopes: SCALE_OF_SLOPES}
+    scale = usual.get(source, 2.0**-100)
+    return (*(x.astype(array) for x in (q, k, v)), {"scale": scale})
 
 
 def attended(scores, v):
@@ -105,14 +113,17 @@ def attended(scores, v):
 
 
 def takes(kernel, source):
+    if source is of_operands and kernel.name == "v3":
+        return False  # it rounds them to float16
     feature = FEATURE.get(source, "places")
     return feature is None or feature in kernel.features
 
 
-def dtype_of(kernel, source):
-    """Rungs that keep scores in the dtype of the inputs get one that holds them."""
-    baseline = kernel.name.startswith("baseline")
-    return "float32" if baseline else usual_dtype(kernel)
+def dtype_of(kernel):
+    """One that holds units: rungs may keep q, k, S or dS in it."""
+    if kernel.name.startswith("baseline"):
+        return "float32"
+    return "bfloat16" if "bfloat16" in kernel.dtypes else usual_dtype(kernel)
 
 
 def coarseness(kernel, dtype):
@@ -132,9 +143,9 @@ def named(kernels):
 def test_results(backend, kernel, source):
     if not takes(kernel, source):
         pytest.skip("the kernel has no such option")
-    dtype = dtype_of(kernel, source)
-    real = INPUTS[dtype].sums.type
-    q, k, v, usual = operands(INPUTS[dtype].numpy, source)
+    dtype = dtype_of(kernel)
+    array, real = INPUTS[dtype].numpy, INPUTS[dtype].sums.type
+    q, k, v, usual = operands(array, real, source)
     how, scores = source(real)
     expected, expected_lse = attended(scores, v.astype(float))
     out, lse = cupyfa.attention(
@@ -144,3 +155,44 @@ def test_results(backend, kernel, source):
         out.astype(float), expected, rtol=coarseness(kernel, dtype), atol=0, equal_nan=False
     )
     np.testing.assert_allclose(lse.astype(float), expected_lse, rtol=1e-5, atol=2e-3)
+
+
+def differentiated(scores, v, out, lse, grad):
+    """dv, and the gradient of scores, from out and lse as they are given."""
+    with np.errstate(invalid="ignore"):
+        below = np.where(np.isfinite(scores), scores - lse[:, None], -np.inf)
+    P = np.where(np.isneginf(lse)[:, None], 0.0, np.exp(np.minimum(below, 0)))
+    dS = P * (grad @ v.T - (grad * out).sum(-1, keepdims=True))
+    return P.T @ grad, dS
+
+
+@np.errstate(over="ignore")
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("kernel", named(LADDER["backward"]))
+def test_gradients(backend, kernel, source):
+    """dq and dk are dS times the scale or the unit, so that they may exceed the range."""
+    if not takes(kernel, source):
+        pytest.skip("the kernel has no such option")
+    dtype = dtype_of(kernel)
+    array, real = INPUTS[dtype].numpy, INPUTS[dtype].sums.type
+    q, k, v, usual = operands(array, real, source)
+    how, scores = source(real)
+    wide = v.astype(float)
+    out, lse = attended(scores, wide)
+    out, lse = out.astype(array), lse.astype(real)
+    grad = RNG.uniform(-1, 1, out.shape).astype(array)
+    dv, dS = differentiated(scores, wide, out.astype(float), lse.astype(float), grad.astype(float))
+    wrt, expected = ["q", "k", "v"], [None, None, dv]
+    if "bias" in how:
+        wrt, expected = [*wrt, "bias"], [*expected, dS]
+    found = cupyfa.attention_backward(
+        grad, q, k, v, out, lse, **usual | how, wrt=wrt, check=True, kernel=kernel.name,
+        backend=backend.name,
+    )  # fmt: skip
+    for name, x, exact in zip(wrt, found, expected):
+        x = x.astype(float)
+        if exact is None:
+            assert "scale" in how or "captured" in how or np.isfinite(x).all(), name
+            continue
+        error, size = np.abs(x - exact), np.abs(exact).max()
+        assert error.max() <= coarseness(kernel, dtype) * size, name

@@ -7,6 +7,7 @@
 // lse = -infinity and zeros for Q and dO: it adds nothing to any sum.
 
 #include <attention/score.cuh>
+#include <attention/weight.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/tensor.cuh>
 
@@ -77,7 +78,7 @@ __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<
                           (is_full ? pair.in_reach(row, key + n) : pair.sees(row, key + n));
       const auto [score, slope] =
           scorer.with_slope(dots[n], pair.extent, pair.row(row), pair.template key<true>(key, n));
-      const real p = counts ? exp(score - shared.lse[row]) : real(0);
+      const real p = counts ? weight_of(score, shared.lse[row]) : real(0);
       const int its_row = pair.first_row + row, its_key = pair.first_key + key + n;
       const real kept_dP = pair.extent.dropped(dP[n], its_row, its_key);
       shared.P[row][key + n] = pair.extent.dropped(p, its_row, its_key);

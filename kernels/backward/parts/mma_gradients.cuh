@@ -91,4 +91,11 @@ struct RowLoads {
   __device__ __forceinline__ void store(RowStats (&to)[rows]) const {
     share_out_rows<threads, rows, 1>([&](int i, int, int turn) { to[i] = stats[turn]; });
   }
+  // Whether an lse2 is NaN.
+  __device__ __forceinline__ bool has_nan() const {
+    bool found = false;
+    share_out_rows<threads, rows, 1>(
+        [&](int, int, int turn) { found |= isnan(stats[turn].lse2); });
+    return found;
+  }
 };

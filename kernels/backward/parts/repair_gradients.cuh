@@ -2,7 +2,8 @@
 // Gradients that come out as infinity or NaN are computed again. A masked pair has P = 0, but
 // 0 * NaN is NaN, and an element of P or dS may be more than 16 bits hold. Both are rare, so
 // products take all pairs of a tile; a warp whose sums are not finite computes its rows or keys
-// again in float32, from the pairs that the mask shows.
+// again in float32, from the pairs that the mask shows. Rows whose lse is huge make NaN on purpose
+// (row_stats.cuh).
 
 #include <attention/score.cuh>
 #include <backward/parts/all_finite.cuh>
@@ -35,7 +36,7 @@ struct RowSum {
 };
 
 // The inputs of one batch element and key head, whose gradients are computed again.
-// stats(head, row) gives a row's RowStats.
+// stats.exact(head, row) gives a row's LseAndDelta.
 template <int d, int dv, class T, class Stats>
 struct alignas(16) Repair {
   Extent extent;
@@ -49,7 +50,7 @@ struct alignas(16) Repair {
   };
 
   // P after dropout and dS of a row and a key, which the warp computes together.
-  __device__ Pair pair(int head, int row, int key, const RowStats& own) const {
+  __device__ Pair pair(int head, int row, int key, const LseAndDelta& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
     real product = 0, dP = 0;
@@ -57,7 +58,7 @@ struct alignas(16) Repair {
     for (int j = threadIdx.x % warp_size; j < dv; j += warp_size) dP += real(grad[j]) * real(v[j]);
     const Extent& of_head = extent.of_head(head);
     const auto [score, slope] = scorer.with_slope(warp_sum(product), of_head, row, key);
-    const real p = exp2(score * log2e - own.lse2);
+    const real p = weight_of(score, own.lse);
     const real kept_dP = of_head.dropped(warp_sum(dP), row, key);
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
@@ -67,7 +68,7 @@ struct alignas(16) Repair {
   __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
                        int col_end = d) const {
     for (int row = first; row < min(end, extent.M); ++row) {
-      const RowStats own = stats(head, row);
+      const LseAndDelta own = stats.exact(head, row);
       RowSum<width> sum(col, min(d, col_end));
       const int last = own.sees_keys() ? extent.kv_end(row) : 0;
       for (int key = extent.kv_begin(row); key < last; ++key)
@@ -85,7 +86,7 @@ struct alignas(16) Repair {
       RowSum<width> sum(first_col, of_V ? dv : d);
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
-          const RowStats own = stats(head, row);
+          const LseAndDelta own = stats.exact(head, row);
           if (!own.sees_keys() || !extent.of_head(head).sees(row, key)) continue;
           const Pair made = pair(head, row, key, own);
           sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));

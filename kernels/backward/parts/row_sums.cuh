@@ -3,6 +3,7 @@
 
 #include <attention/ragged.cuh>
 #include <backward/parts/row_stats.cuh>
+#include <tile/tensor.cuh>
 
 // RowStats of the Br rows of a tile; of rows outside the array those of a row that sees no key.
 template <int Br>
@@ -36,14 +37,15 @@ __device__ __forceinline__ TilesOfRows<Br> tiles_of([[maybe_unused]] const Array
     return {batch, heads, M};
 }
 
-// The RowStats of any row, for repairs.
+// What the forward pass left of any row of a batch element, for repairs.
 template <int Br>
 struct StatsOfTiles {
   const RowSums<Br>* tiles;
   TilesOfRows<Br> number;
+  Tensor<const real> lse;
+  int batch;
 
-  __device__ RowStats operator()(int head, int row) const {
-    const RowSums<Br>& tile = tiles[number(head, row)];
-    return {tile.lse2[row % Br], tile.delta[row % Br]};
+  __device__ LseAndDelta exact(int head, int row) const {
+    return {*lse.row(batch, head, row), tiles[number(head, row)].delta[row % Br]};
   }
 };

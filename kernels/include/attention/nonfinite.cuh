@@ -8,13 +8,9 @@
 
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
+#include <attention/weight.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
-
-// Whether a maximum, in powers of two, is too large for exponents relative to it.
-__device__ __forceinline__ bool is_huge(real maximum) {
-  return !(fabs(maximum) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
-}
 
 // Whether a row has seen no score, not even one whose exponent of two is below all numbers. A row
 // that can see a key has seen one unless there are texts, which may hide all.
