@@ -12,6 +12,9 @@ for each exponential:
     |lse - reference| <=  eps * (score + 1.2 * total + 2 * |lse|)
     score = sqrt(d + 3) * size,    total = sqrt(n) + 4,    floor = tiny * (n + 2 + sum(|V|))
 
+Where scores are so large that their rounding may decide any weight, the bound of O is twice the
+largest |V| of its column, and p of gradients, below, at most 1: a result must be finite.
+
 `score` is the error of a score; the 3 stands for the scale and the argument of the exponential. O
 has 0.6 of it, because the common part of the keys' errors cancels. `total` is the error of the sums
 over keys. `floor` allows flushing subnormal numbers to zero: each weight and product, the input and
@@ -433,6 +436,12 @@ class _Work:
             lambda dtype: tile.dropped(self.attend()[2].astype(dtype)) @ self.values.astype(dtype)
         )
 
+    def largest_difference(self) -> Array:
+        """How far two means of the values in a column are apart at most, [n, 1, dv]."""
+        dropout = self.tile.mods.dropout
+        kept = 1.0 if dropout is None else dropout.factor
+        return 2 * kept * self.values.max(-2, keepdims=True, initial=0.0)
+
     def empty(self) -> tuple[Array, Array]:
         """The rows [n, rows] whose out is exactly 0, and those whose lse is -inf."""
         _, lse, P = self.attend()
@@ -553,7 +562,8 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     relative = relative + np.expm1(np.minimum(by_design, 600.0)) + kernel.operand_unit
     floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out
     out_bound = relative * work.magnitude(kernel.accumulator.dtype)
-    out_bound = out_bound + kernel.output_unit * np.abs(_finite(out)) + floor
+    out_bound = np.minimum(out_bound + floor, work.largest_difference())
+    out_bound = out_bound + kernel.output_unit * np.abs(_finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
     lse_bound = (eps * (score + 1.2 * total) + by_design + of_lse)[..., 0]

@@ -15,7 +15,7 @@
 // Whether a row has seen no score, not even one whose exponent of two is below all numbers. A row
 // that can see a key has seen one unless there are texts, which may hide all.
 __device__ __forceinline__ bool is_empty(real maximum, real sum, bool sees_key) {
-  return maximum == -largest && sum == 0 && (has_texts || !sees_key);
+  return has_seat && maximum == -largest && sum == 0 && (has_texts || !sees_key);
 }
 
 // Whether scores of the lane's rows were too large, or N is 0.
