@@ -262,3 +262,17 @@ def test_a_large_forward_pass_is_left_to_a_kernel(monkeypatch):
         assert kernels[name].dtype == array.dtype
     monkeypatch.setattr(cases, "select", None)  # not used without an engine
     np.testing.assert_array_equal(Case("backward", p, 3).inputs()["O"], plain["O"])
+
+
+@pytest.mark.parametrize("scale", [1e9, 1e36, -1e36])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_of_huge_scores_is_rejected(dtype, scale):
+    """Rounding may decide all weights, none of which is NaN or infinite."""
+    p, inputs = case(dtype, scale=scale)
+    exact = BACKWARD.reference(inputs, p, [None])[None]
+    right = {"dV": exact["dV"].value.astype(p.dtype.numpy)}
+    assert worst(p, inputs, right)["dV"] <= 1
+    for wrong in (np.nan, np.inf, -np.inf):
+        results = {"dV": right["dV"].copy()}
+        results["dV"][0, 0, 2, 3] = wrong
+        assert worst(p, inputs, results)["dV"] == np.inf
