@@ -284,7 +284,7 @@ def weight_of_sink(sink: Array, lse: Array) -> Array:
 
 
 def _weights(scores: Array, lse: Array) -> Array:
-    """exp(scores - lse). Where lse was rounded by more than 1, a score above it has the weight 1."""
+    """exp(scores - lse), or 1 if a score is above an lse that is rounded by more than 1."""
     below = scores - lse
     return np.exp(np.where((np.abs(lse) >= _HUGE) & (below > 0), 0.0, below))
 

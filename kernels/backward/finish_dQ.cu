@@ -16,8 +16,8 @@ static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");
 
 extern "C" __global__ __launch_bounds__(threads) void finish_dQ(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<result> dQ, Tensor<const real> lse, const RowSums<Br>* row_sums, const Part* dQ_sum, Sizes sizes, int heads,
-    int group, real scale, Mods mods) {
+    Tensor<result> dQ, Tensor<const real> lse, const RowSums<Br>* row_sums, const Part* dQ_sum,
+    Sizes sizes, int heads, int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   wait_for_launch_before();

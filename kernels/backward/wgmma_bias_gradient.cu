@@ -407,8 +407,7 @@ struct Repair {
   __device__ __forceinline__ float dS(const Consumer& of, const Share& share, int row,
                                       int key) const {
     const auto [batch, head] = share;
-    const StatsOfTiles<Br> stats = {
-        of.row_sums, {batch, of.heads, of.tasks.sizes.M}, lse, batch};
+    const StatsOfTiles<Br> stats = {of.row_sums, {batch, of.heads, of.tasks.sizes.M}, lse, batch};
     const LseAndDelta own = stats.exact(head, row);
     const Extent extent = extent_of(of.tasks.sizes, of.scorer.mods, batch, head);
     if (!own.sees_keys() || !extent.sees(row, key)) return 0;

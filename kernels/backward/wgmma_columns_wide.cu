@@ -165,9 +165,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts, Tensor<result> dQ, Tensor<result> dK,
-    Tensor<result> dV, Sizes sizes, int heads, int kv_heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Part* dQ_sum, int* counts,
+    Tensor<result> dQ, Tensor<result> dK, Tensor<result> dV, Sizes sizes, int heads, int kv_heads,
+    int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (gridDim.x <= few_blocks) launch_dependents();
   if (threadIdx.x == 0) init_pipelines(shared);

@@ -146,8 +146,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const __grid_constant__ TensorMap dO_map,
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> dO,
-    Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dQ, Sizes sizes, int heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    Tensor<const real> lse, const RowSums<Br>* row_sums, Tensor<result> dQ, Sizes sizes, int heads,
+    int group, real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
@@ -173,7 +173,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     const int lane = threadIdx.x % warp_size;
     const int first = task.row + int(threadIdx.x) / warp_size * step - warpgroup_rows;
     OwnRows rows = {first + lane / 4};
-    const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M), lse, batch};
+    const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M), lse,
+                                    batch};
     // Nothing was waited for, so L1 may still have the row sums of another call.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

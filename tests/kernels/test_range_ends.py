@@ -138,6 +138,8 @@ def named(kernels):
 
 
 @np.errstate(over="ignore")
+@pytest.mark.sampled(8)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kernel", named(LADDER["forward"]))
 def test_results(backend, kernel, source):
@@ -149,8 +151,15 @@ def test_results(backend, kernel, source):
     how, scores = source(real)
     expected, expected_lse = attended(scores, v.astype(float))
     out, lse = cupyfa.attention(
-        q, k, v, **usual | how, return_lse=True, check=True, kernel=kernel.name, backend=backend.name
-    )
+        q,
+        k,
+        v,
+        **usual | how,
+        return_lse=True,
+        check=True,
+        kernel=kernel.name,
+        backend=backend.name,
+    )  # fmt: skip
     np.testing.assert_allclose(
         out.astype(float), expected, rtol=coarseness(kernel, dtype), atol=0, equal_nan=False
     )
@@ -167,6 +176,8 @@ def differentiated(scores, v, out, lse, grad):
 
 
 @np.errstate(over="ignore")
+@pytest.mark.sampled(8)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kernel", named(LADDER["backward"]))
 def test_gradients(backend, kernel, source):

@@ -27,8 +27,8 @@ struct PartStatsInMemory {
   __device__ __forceinline__ PartStats operator()(int head, int row) const {
     const float sum = *lse.row(batch, head, row);
     const bool flagged = *flags.row(batch, head, row) != 0;
-    PartStats own = {exponent_of_lse(sum), *scale2.row(batch, head, row), *delta.row(batch, head, row),
-                     *dO_units.row(batch, head, row)};
+    PartStats own = {exponent_of_lse(sum), *scale2.row(batch, head, row),
+                     *delta.row(batch, head, row), *dO_units.row(batch, head, row)};
     own.delta *= 1LL << dS_exponent;
     if (flagged && sum != -infinity) own.lse2 = not_a_number, own.delta = 0;
     return own;

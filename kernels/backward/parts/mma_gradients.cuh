@@ -94,8 +94,7 @@ struct RowLoads {
   // Whether an lse2 is NaN.
   __device__ __forceinline__ bool has_nan() const {
     bool found = false;
-    share_out_rows<threads, rows, 1>(
-        [&](int, int, int turn) { found |= isnan(stats[turn].lse2); });
+    share_out_rows<threads, rows, 1>([&](int, int, int turn) { found |= isnan(stats[turn].lse2); });
     return found;
   }
 };

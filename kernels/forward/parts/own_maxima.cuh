@@ -34,8 +34,8 @@ __device__ __forceinline__ bool raise_exceeded(const real (&own)[2], Rows<step>&
                                                real (&factor)[1][2], real slack) {
   bool exceeds = false;
   for (int half = 0; half < 2; ++half)
-    exceeds |= exponent_of_maximum(own[half], own[half] * rows.scale2) >
-               rows.maximum[0][half] + slack;
+    exceeds |=
+        exponent_of_maximum(own[half], own[half] * rows.scale2) > rows.maximum[0][half] + slack;
   if (!__any_sync(full_warp, exceeds)) return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
