@@ -10,6 +10,7 @@
 // global memory would touch eight rows at a time.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
 //   grid (min(multiprocessors, tiles))    block (384)
 //   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, pair_bytes (0:

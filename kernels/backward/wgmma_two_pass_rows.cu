@@ -6,6 +6,7 @@
 // It runs while wgmma_two_pass_columns does: both only read row sums.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
