@@ -2,7 +2,6 @@
 // not finish it themselves.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options

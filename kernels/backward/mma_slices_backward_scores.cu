@@ -92,12 +92,12 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. exact: rows
-// whose lse2 is NaN take lse_of(row).
-template <bool masked, bool exact, class LseOf>
+// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. Where lse2
+// is NaN, in a masked tile, P is exact(product, row, key).
+template <bool masked, class Exact>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
-                                          int lane, LseOf lse_of) {
+                                          int lane, Exact exact) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -108,17 +108,9 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const float product = x;
-      const auto [exponent, slope] =
-          scorer.exponent_with_slope<masked>(product, pair, row, key, more);
-      x = exp2f(exponent - lse2);
-      if (exact && isnan(lse2)) {
-        const auto score = scorer.modified(product, pair.extent, pair.row(row),
-                                           pair.template key<masked>(key, more));
-        x = weight_of(score, lse_of(row));
-      }
-      if (masked && !mask.reaches(key + more)) x = 0;
-      if (pair.hides<masked>(row, key, more)) x = 0;
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
+      x = masked && isnan(lse2) ? exact(x, row, key + more) : exp2f(exponent - lse2);
+      if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
     }
@@ -137,17 +129,12 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
     const float delta = shared.stats[row].delta;
     const RowMask mask(pair, row);
 #pragma unroll
-    for (int n = 0; n < Wc / 8; ++n) {
-      const float2 PS = shared.PS[i * (Wc / 8) + n][threadIdx.x];
-      float& x = dP[i / 2][n][i % 2 * 2];
-      float& y = dP[i / 2][n][i % 2 * 2 + 1];
-      x = weighted_gradient(PS.x, x, delta, pair.extent.kept_factor());
-      y = weighted_gradient(PS.y, y, delta, pair.extent.kept_factor());
-      const int col = own.col + n * 8 + 2 * (lane % 4);
-      if (masked && !mask.reaches(col)) x = 0;
-      if (masked && !mask.reaches(col + 1)) y = 0;
-      if (pair.hides<masked>(row, col)) x = 0;
-      if (pair.hides<masked>(row, col + 1)) y = 0;
+    for (int j = 0; j < Wc / 4; ++j) {
+      const float2 PS = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
+      float& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
+      x = weighted_gradient(j % 2 ? PS.y : PS.x, x, delta, pair.extent.kept_factor());
+      const int col = own.col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
+      if ((masked && !mask.reaches(col)) || pair.hides<masked>(row, col)) x = 0;
     }
   }
 }
@@ -186,15 +173,15 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   if (key >= N || extent.kv_end(last_row) <= key || extent.kv_begin(first_row) >= key + Bc)
     return;  // the whole block: no row of its tile sees a key of it
 
+  const TilePair<Br, Bc> pair = {extent, first_row, key};
   RowLoads<threads, Br> loads;
   loads.load({lse, delta, batch}, head, first_row, M);
   Ring<Source, Stage, stages> ring = {
       shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  loads.store(shared.stats);
-  const bool exact = __syncthreads_or(loads.has_nan());  // lse2 and delta are there
-  const TilePair<Br, Bc> pair = {extent, first_row, key};
-  const bool whole = key + Bc <= N && pair.reaches_all();
+  loads.store(shared.stats);  // there from the next barrier on
+  const bool is_huge = threadIdx.x < Br && isnan(loads.stats[0].lse2);
+  const bool whole = !__syncthreads_or(is_huge) && key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
   Sums S = {}, dP = {};
@@ -202,13 +189,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   {
     const Own own(Wc);
     const int lane = own_lane();
-    const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
-    if (exact)
-      compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
-    else if (whole)
-      compute_P<false, false>(S, shared, own, pair, scorer, lane, lse_of);
+    const auto exact = [&](float product, int row, int key) {
+      const float score = scorer.modified(product, extent, pair.row(row), pair.key<true>(key, 0));
+      return weight_of(score, *lse.row(batch, head, pair.row(row)));
+    };
+    if (whole)
+      compute_P<false>(S, shared, own, pair, scorer, lane, exact);
     else
-      compute_P<true, false>(S, shared, own, pair, scorer, lane, lse_of);
+      compute_P<true>(S, shared, own, pair, scorer, lane, exact);
     write_tile(P + place, stride, S, own, M - first_row, stride - col, lane);
   }
   multiply_slices(ring, cdiv(dv, Bd), dP);

@@ -54,7 +54,7 @@ __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together]
 // Pairs of one head that a warp computes together.
 struct Pairs {
   int row[together], key[together];
-  LseAndDelta stats[together];
+  RawStats stats[together];
 
   // Adds to dQ, dK or dV of a warp's row or key what pairs give it that are_seen(number).
   template <char of, int cols, class AreSeen>
@@ -118,9 +118,9 @@ __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, 
 __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result> dQ, int head,
                            int row) {
   const Extent& extent = inputs.extent;
-  const LseAndDelta own = inputs.stats.exact(head, row);
+  const RawStats own = inputs.stats(head, row);
   RowSum<d> sum(0, d);
-  const int end = own.sees_keys() ? extent.kv_end(row) : 0;
+  const int end = own.lse != -infinity ? extent.kv_end(row) : 0;
   int key = extent.kv_begin(row) + threadIdx.x / warp_size;
   for (; key < end; key += together * warps_of_block) {
     Pairs pairs;
@@ -151,10 +151,10 @@ __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result>
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         pairs.row[i] = min(row + i * warps_of_block, end - 1), pairs.key[i] = key;
-        pairs.stats[i] = inputs.stats.exact(head, pairs.row[i]);
+        pairs.stats[i] = inputs.stats(head, pairs.row[i]);
       }
       pairs.add_to<of_V ? 'V' : 'K'>(sum, inputs, head, [&](int i) {
-        return row + i * warps_of_block < end && pairs.stats[i].sees_keys() &&
+        return row + i * warps_of_block < end && pairs.stats[i].lse != -infinity &&
                extent.sees(pairs.row[i], key);
       });
     }

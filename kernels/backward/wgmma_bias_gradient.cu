@@ -10,7 +10,6 @@
 // global memory would touch eight rows at a time.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
 //   grid (min(multiprocessors, tiles))    block (384)
 //   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, pair_bytes (0:
@@ -409,9 +408,9 @@ struct Repair {
                                       int key) const {
     const auto [batch, head] = share;
     const StatsOfTiles<Br> stats = {of.row_sums, {batch, of.heads, of.tasks.sizes.M}, lse, batch};
-    const LseAndDelta own = stats.exact(head, row);
+    const RawStats own = stats(head, row);
     const Extent extent = extent_of(of.tasks.sizes, of.scorer.mods, batch, head);
-    if (!own.sees_keys() || !extent.sees(row, key)) return 0;
+    if (own.lse == -infinity || !extent.sees(row, key)) return 0;
     const scalar *q = Q.row(batch, head, row), *k = K.row(batch, head / group, key);
     const scalar *grad = dO.row(batch, head, row), *v = V.row(batch, head / group, key);
     float product = 0, dP = 0;

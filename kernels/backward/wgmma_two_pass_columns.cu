@@ -4,8 +4,7 @@
 // tiles that they read, and every sum has one order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
-//   lse [batch, heads, M]
-//   row_sums [batch, heads, cdiv(M, Br)]
+//   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)

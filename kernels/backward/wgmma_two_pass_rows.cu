@@ -6,8 +6,7 @@
 // It runs while wgmma_two_pass_columns does: both only read row sums.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
-//   lse [batch, heads, M]
-//   row_sums [batch, heads, cdiv(M, Br)]
+//   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
@@ -186,8 +185,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     }
     Sums<depth> sums = {};
     consume(shared, task, warpgroup, rows, sums, extent, scorer);
-    if (all_finite(sums)) {
-      store_gradient<d>(sums, scale, dQ, batch, head, first, extent.M, lane);
+    if (all_finite(fragments(sums))) {
+      store_gradient<d>(fragments(sums), scale, dQ, batch, head, first, extent.M, lane);
     } else {
       wait_for_launch_before();  // for the row sums of other rows, too
       const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {extent, Q,      K,     V,      dO,

@@ -17,7 +17,7 @@
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
-#include <tile/warp.cuh>
+#include <tile/warp_max.cuh>
 
 constexpr int KV_width = (d > dv ? d : dv) | 1;  // odd: a column of a tile lies in all banks
 constexpr int own_cols = cdiv(dv, threads);      // of each thread: neighbours have neighbours

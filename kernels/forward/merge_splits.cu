@@ -104,9 +104,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   }
   const Extent extent = extent_of(sizes, mods, batch, head);
   const float inverse = sum == 0 ? 0.0f : extent.kept_factor() / sum;
-  const bool sees_key = extent.kv_begin(row) < extent.kv_end(row);
-  const bool has_score = (has_sink || sees_key) && !is_empty(maximum, sum, sees_key);
-  bool wrong = !(sum < infinity) || (has_score && is_huge(maximum));
+  bool wrong = is_overflown(maximum, sum, extent.kv_begin(row) < extent.kv_end(row));
   result* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {
     float total = 0;

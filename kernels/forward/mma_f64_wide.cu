@@ -113,8 +113,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   maximum = fmax(maximum, __shfl_xor_sync(full_warp, maximum, 1));
   maximum = fmax(maximum, __shfl_xor_sync(full_warp, maximum, 2));
-  const real before = rows.maximum[0][0];
-  const real now = fmax(before, exponent_of_maximum(maximum, maximum * rows.scale2));
+  const real before = rows.maximum[0][0], now = fmax(before, rows.exponent_of(maximum));
   const real factor = exp2f(before - now);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -191,8 +191,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
       float largest = -infinity;
 #pragma unroll
       for (int w = 0; w < col_warps; ++w) largest = fmax(largest, shared.shares[w][row]);
-      const float before = rows.maximum[i][half];
-      const float now = fmax(before, exponent_of_maximum(largest, largest * rows.scale2));
+      const float before = rows.maximum[i][half], now = fmax(before, rows.exponent_of(largest));
       const float factor = exp2f(before - now);
       rows.maximum[i][half] = now;
       if (own.col_warp == 0 && own.lane % 4 == 0) shared.factors[key / Bc][row] = factor;

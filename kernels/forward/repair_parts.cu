@@ -59,18 +59,17 @@ struct Columns {
   }
 };
 
-// The softmax of a row over some keys. The maximum is that of unscaled scores, so that exponents
-// are right for scores of any size.
+// The softmax of a row over some keys.
 struct Sums {
   real maximum = -infinity, sum = 0;
   Columns<dv> output = {};
 
-  // Adds a key with this unscaled score. `kept` is its weight after dropout, of 1.
-  __device__ __forceinline__ void add(real x, real kept, const Columns<dv>& v, real scale2) {
+  // Adds a key with this score. `kept` is its weight after dropout, of 1.
+  __device__ __forceinline__ void add(real x, real kept, const Columns<dv>& v) {
     const real before = maximum;
     maximum = fmax(maximum, x);
     const real origin = maximum == -infinity ? real(0) : maximum;
-    const real factor = exp2((before - origin) * scale2), p = exp2((x - origin) * scale2);
+    const real factor = exp(before - origin), p = exp(x - origin);
     sum = sum * factor + p;
 #pragma unroll
     for (int i = 0; i < Columns<dv>::count; ++i)
@@ -84,7 +83,6 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
                                        int batch, int kv_head, int first, int end,
                                        const Scorer<real>& scorer) {
   const int lane = threadIdx.x % warp_size;
-  const real scale2 = log2e * scorer.unit();
   Sums sums;
   Columns<d> row;
   row.load(q, lane);
@@ -106,8 +104,8 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
     for (int j = 0; j < together; ++j) {
       const int key = from + j;
       if (key >= end || !extent.shown(query, key)) continue;
-      const real x = scorer.unscaled(products[j], extent, query, key);
-      sums.add(x, extent.dropped(real(1), query, key), v[j], scale2);
+      const real x = scorer.modified(products[j], extent, query, key);
+      sums.add(x, extent.dropped(real(1), query, key), v[j]);
     }
   }
   return sums;
@@ -115,13 +113,12 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
 
 // A row's O and lse from what the warps have in shared memory; each thread has some columns.
 template <int count>
-__device__ void write_row(const Shared& shared, const Extent& extent, const Scorer<real>& scorer,
-                          scalar* out, real* lse) {
-  real maximum = -infinity, sum = 0, o[count] = {};
+__device__ void write_row(const Shared& shared, const Extent& extent, scalar* out, real* lse) {
+  real maximum = extent.sink(), sum = 0, o[count] = {};
   for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
   const real origin = maximum == -infinity ? real(0) : maximum;
   for (int warp = 0; warp < warps; ++warp) {
-    const real factor = exp2((shared.maximum[warp] - origin) * (log2e * scorer.unit()));
+    const real factor = exp(shared.maximum[warp] - origin);
     sum += shared.sum[warp] * factor;
 #pragma unroll
     for (int i = 0; i < count; ++i) {
@@ -129,15 +126,15 @@ __device__ void write_row(const Shared& shared, const Extent& extent, const Scor
       if (col < dv) o[i] += shared.output[warp][col] * factor;
     }
   }
-  real log_maximum = maximum * scorer.unit();
-  if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
+  if (const real sink = extent.sink(); sink != -infinity)
+    sum += exp(sink - origin) * (sink - sink + 1);    // NaN of infinity
   const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     const int col = threadIdx.x + i * threads;
     if (col < dv) out[col] = result(o[i] * inverse);
   }
-  if (threadIdx.x == 0) *lse = log_maximum + log(sum);
+  if (threadIdx.x == 0) *lse = maximum + log(sum);
 }
 
 extern "C" __global__ __launch_bounds__(threads) void repair_parts(
@@ -177,7 +174,7 @@ extern "C" __global__ __launch_bounds__(threads) void repair_parts(
       if (col < dv) shared.output[warp][col] = sums.output.x[i];
     }
     __syncthreads();  // all warps' sums are there
-    write_row<cdiv(dv, threads)>(shared, extent, scorer, O.row(batch, head, row),
+    write_row<cdiv(dv, threads)>(shared, extent, O.row(batch, head, row),
                                  lse.row(batch, head, row));
     __syncthreads();  // before the sums of the next row overwrite them
   }

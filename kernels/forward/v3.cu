@@ -15,7 +15,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
-#include <tile/warp.cuh>
+#include <tile/warp_max.cuh>
 #include <ptx/wmma.cuh>
 #include <timeline.cuh>
 

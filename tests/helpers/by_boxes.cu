@@ -1,5 +1,5 @@
 // by_boxes: tiles are copied by boxes, a thread computes a row, blocks stay for all tiles.
-#include <ptx/bulk_copy.cuh>
+#include <ptx/tma_store.cuh>
 #include <tile/tma_tile.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>

@@ -12,7 +12,3 @@ __device__ __forceinline__ bool all_finite(const real (&sums)[m][n][4]) {
   for (int i = 0; i < m * n * 4; ++i) finite &= fabs(sums[i / 4 / n][i / 4 % n][i % 4]) < infinity;
   return __all_sync(full_warp, finite);
 }
-template <int count>
-__device__ __forceinline__ bool all_finite(const real (&sums)[count]) {
-  return all_finite(reinterpret_cast<const real(&)[1][count / 4][4]>(sums));
-}

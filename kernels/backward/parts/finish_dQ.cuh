@@ -49,8 +49,8 @@ struct Piece {
   __device__ __forceinline__ void finish(const QuerySums<Br, d, dv>& in) const {
     const auto& repair = in.repair;
     if (!is_there) return;
-    if (all_finite(sums))
-      store_gradient<d>(sums, repair.scorer.scale, in.dQ, repair.batch, head, first_row,
+    if (all_finite(fragments(sums)))
+      store_gradient<d>(fragments(sums), repair.scorer.scale, in.dQ, repair.batch, head, first_row,
                         repair.extent.M, threadIdx.x % warp_size, first_col);
     else
       repair.template rows<Parts::width>(in.dQ, head, first_row, first_row + step, first_col);

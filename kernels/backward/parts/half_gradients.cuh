@@ -5,10 +5,11 @@
 
 #include <attention/score.cuh>
 #include <backward/parts/part_exponents.cuh>
-#include <backward/parts/row_stats.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/warp.cuh>
 #include <timeline.cuh>
+
+constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
 // What is known of a row: lse in powers of two; delta * 2^60; and units, by which products of parts
 // become exponents of two and dP * 2^60. A row that sees no key has lse2 = infinity, which makes
@@ -26,11 +27,12 @@ struct PartStatsInMemory {
 
   __device__ __forceinline__ PartStats operator()(int head, int row) const {
     const float sum = *lse.row(batch, head, row);
-    const bool flagged = *flags.row(batch, head, row) != 0;
-    PartStats own = {exponent_of_lse(sum), *scale2.row(batch, head, row),
-                     *delta.row(batch, head, row), *dO_units.row(batch, head, row)};
+    const bool flagged = *flags.row(batch, head, row) != 0 || fabs(sum) >= 0x1p25f;
+    PartStats own = {sum * log2e, *scale2.row(batch, head, row), *delta.row(batch, head, row),
+                     *dO_units.row(batch, head, row)};
     own.delta *= 1LL << dS_exponent;
-    if (flagged && sum != -infinity) own.lse2 = not_a_number, own.delta = 0;
+    if (flagged) own.lse2 = not_a_number, own.delta = 0;
+    if (sum == -infinity) own.lse2 = infinity;
     return own;
   }
 };

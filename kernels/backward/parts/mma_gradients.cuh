@@ -85,16 +85,10 @@ struct RowLoads {
 
   __device__ __forceinline__ void load(const StatsInMemory& from, int head, int first_row, int M) {
     share_out_rows<threads, rows, 1>([&](int i, int, int turn) {
-      stats[turn] = first_row + i < M ? from(head, first_row + i) : RowStats{infinity, 0};
+      stats[turn] = row_stats(first_row + i < M ? from(head, first_row + i) : RawStats{-infinity});
     });
   }
   __device__ __forceinline__ void store(RowStats (&to)[rows]) const {
     share_out_rows<threads, rows, 1>([&](int i, int, int turn) { to[i] = stats[turn]; });
-  }
-  // Whether an lse2 is NaN.
-  __device__ __forceinline__ bool has_nan() const {
-    bool found = false;
-    share_out_rows<threads, rows, 1>([&](int, int, int turn) { found |= isnan(stats[turn].lse2); });
-    return found;
   }
 };

@@ -205,10 +205,10 @@ __device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tens
                                                 const Repair<d, dv, scalar, Stats>& repair) {
   const timeline::Phase phase(timeline::epilogue);
   const int first = task.first_key + own.first_key();
-  if (all_finite(sums))
-    store_gradient<of_V ? dv : d>(sums, of_V ? task.extent.kept_factor() : repair.scorer.scale,
-                                  gradient, task.batch, task.kv_head, first, task.extent.N,
-                                  own.lane);
+  if (all_finite(fragments(sums)))
+    store_gradient<of_V ? dv : d>(fragments(sums),
+                                  of_V ? task.extent.kept_factor() : repair.scorer.scale, gradient,
+                                  task.batch, task.kv_head, first, task.extent.N, own.lane);
   else
     repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
 }

@@ -2,8 +2,7 @@
 // Gradients that come out as infinity or NaN are computed again. A masked pair has P = 0, but
 // 0 * NaN is NaN, and an element of P or dS may be more than 16 bits hold. Both are rare, so
 // products take all pairs of a tile; a warp whose sums are not finite computes its rows or keys
-// again in float32, from the pairs that the mask shows. Rows whose lse is huge make NaN on purpose
-// (row_stats.cuh).
+// again in float32, from the pairs that the mask shows. So do rows with a huge lse (row_stats.cuh).
 
 #include <attention/score.cuh>
 #include <backward/parts/all_finite.cuh>
@@ -36,7 +35,7 @@ struct RowSum {
 };
 
 // The inputs of one batch element and key head, whose gradients are computed again.
-// stats.exact(head, row) gives a row's LseAndDelta.
+// stats(head, row) gives a row's RawStats.
 template <int d, int dv, class T, class Stats>
 struct alignas(16) Repair {
   Extent extent;
@@ -50,7 +49,7 @@ struct alignas(16) Repair {
   };
 
   // P after dropout and dS of a row and a key, which the warp computes together.
-  __device__ Pair pair(int head, int row, int key, const LseAndDelta& own) const {
+  __device__ Pair pair(int head, int row, int key, const RawStats& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
     real product = 0, dP = 0;
@@ -68,9 +67,9 @@ struct alignas(16) Repair {
   __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
                        int col_end = d) const {
     for (int row = first; row < min(end, extent.M); ++row) {
-      const LseAndDelta own = stats.exact(head, row);
+      const RawStats own = stats(head, row);
       RowSum<width> sum(col, min(d, col_end));
-      const int last = own.sees_keys() ? extent.kv_end(row) : 0;
+      const int last = own.lse != -infinity ? extent.kv_end(row) : 0;
       for (int key = extent.kv_begin(row); key < last; ++key)
         if (extent.of_head(head).shown(row, key))
           sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
@@ -86,8 +85,8 @@ struct alignas(16) Repair {
       RowSum<width> sum(first_col, of_V ? dv : d);
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
-          const LseAndDelta own = stats.exact(head, row);
-          if (!own.sees_keys() || !extent.of_head(head).sees(row, key)) continue;
+          const RawStats own = stats(head, row);
+          if (own.lse == -infinity || !extent.of_head(head).sees(row, key)) continue;
           const Pair made = pair(head, row, key, own);
           sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));
         }

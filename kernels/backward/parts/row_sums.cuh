@@ -3,7 +3,6 @@
 
 #include <attention/ragged.cuh>
 #include <backward/parts/row_stats.cuh>
-#include <tile/tensor.cuh>
 
 // RowStats of the Br rows of a tile; of rows outside the array those of a row that sees no key.
 template <int Br>
@@ -45,7 +44,7 @@ struct StatsOfTiles {
   Tensor<const real> lse;
   int batch;
 
-  __device__ LseAndDelta exact(int head, int row) const {
+  __device__ RawStats operator()(int head, int row) const {
     return {*lse.row(batch, head, row), tiles[number(head, row)].delta[row % Br]};
   }
 };

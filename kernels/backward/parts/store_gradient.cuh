@@ -27,7 +27,3 @@ __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], flo
                        end_col);
   }
 }
-template <int columns, int count, class... Where>
-__device__ __forceinline__ void store_gradient(const float (&sums)[count], Where... where) {
-  store_gradient<columns>(reinterpret_cast<const float (&)[1][count / 4][4]>(sums), where...);
-}

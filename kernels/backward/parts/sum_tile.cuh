@@ -35,7 +35,7 @@ __device__ __forceinline__ void sum_tile(Tensor<const result> O, Tensor<const sc
   const int first = packed ? lse.first_rows()[batch] : 0;  // of packed rows
   const float dlse =
       row < M ? gradient_of_lse(mods, packed ? 0 : batch, head, first + row) : real(0);
-  const RowStats stats = row_stats(own_lse, delta - dlse);
+  const RowStats stats = row_stats({own_lse, delta - dlse});
   sums.lse2[own] = stats.lse2;
   sums.delta[own] = stats.delta;
 }

@@ -34,15 +34,14 @@ __device__ __forceinline__ bool raise_exceeded(const real (&own)[2], Rows<step>&
                                                real (&factor)[1][2], real slack) {
   bool exceeds = false;
   for (int half = 0; half < 2; ++half)
-    exceeds |=
-        exponent_of_maximum(own[half], own[half] * rows.scale2) > rows.maximum[0][half] + slack;
+    exceeds |= rows.exponent_of(own[half]) > rows.maximum[0][half] + slack;
   if (!__any_sync(full_warp, exceeds)) return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     real all = fmax(own[half], __shfl_xor_sync(full_warp, own[half], 1));
     all = fmax(all, __shfl_xor_sync(full_warp, all, 2));
     const real before = rows.maximum[0][half];
-    real now = fmax(before, exponent_of_maximum(all, all * rows.scale2));
+    real now = fmax(before, rows.exponent_of(all));
     if (now <= before + slack) now = before;
     factor[0][half] = exp2f(before - now);
     rows.maximum[0][half] = now;

@@ -61,8 +61,8 @@ __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4
   for (int i = 0; i < 2 * m; ++i) {
     float& origin = maximum[i / 2][i % 2];
     unit[i / 2][i % 2] = has_score_text ? rows.scale2 : rows.units[i / 2][i % 2];
-    const float exponent = fmaf(origin, unit[i / 2][i % 2], -float(weight_exponent));
-    origin = fmax(exponent_of_maximum(origin, exponent), -largest);
+    const float least = has_texts && origin != -infinity ? -largest / 2 : -largest;
+    origin = fmax(fmaf(origin, unit[i / 2][i % 2], -float(weight_exponent)), least);
     const float before = rows.maximum[i / 2][i % 2], now = fmax(before, origin);
     factor[i / 2][i % 2] = exp2f(before - now);
     weight[i / 2][i % 2] = exp2f(origin - now) * (1.0f / (1 << weight_exponent));

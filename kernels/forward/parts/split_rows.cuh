@@ -3,7 +3,7 @@
 // into which these are taken before each row gets a power of two of its own.
 
 #include <forward/parts/half_parts.cuh>
-#include <tile/warp.cuh>
+#include <tile/warp_max.cuh>
 
 // Reads the exponents of the columns of K and V of a head from its lines of part_maxima's table.
 // Returns whether it has NaN or infinity.

@@ -45,11 +45,10 @@ struct DescaledScorer {
   const Scorer<T>& scorer;
   float factor;
 
-  __device__ __forceinline__ T unit() const { return scorer.unit(); }
-  __device__ __forceinline__ T unscaled(T product, const Extent& extent, Index row,
+  __device__ __forceinline__ T modified(T product, const Extent& extent, Index row,
                                         Index key) const {
     if constexpr (has_q_descale || has_k_descale) product *= factor;
-    return scorer.unscaled(product, extent, row, key);
+    return scorer.modified(product, extent, row, key);
   }
 };
 

@@ -8,17 +8,22 @@
 
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
-#include <attention/weight.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-// Whether a row has seen no score, not even one whose exponent of two is below all numbers. A row
-// that can see a key has seen one unless there are texts, which may hide all.
-__device__ __forceinline__ bool is_empty(real maximum, real sum, bool sees_key) {
-  return has_seat && maximum == -largest && sum == 0 && (has_texts || !sees_key);
+// Whether an exponent of two is so large that its rounding counts.
+__device__ __forceinline__ bool is_huge(real exponent) {
+  return !(fabs(exponent) < (sizeof(real) == 8 ? real(1ll << 55) : real(1 << 26)));
 }
 
-// Whether scores of the lane's rows were too large, or N is 0.
+// Whether scores of a row were too large, or N is 0. A row that sees a key may have no score only
+// where texts hide keys.
+__device__ __forceinline__ bool is_overflown(real maximum, real sum, bool sees_key) {
+  const bool has_none = maximum == -largest && sum == 0 && (has_texts || !sees_key);
+  if (!(sum < infinity)) return true;
+  return (has_sink || sees_key) && !(has_seat && has_none) && is_huge(maximum);
+}
+
 template <int Wr, int pack_gqa>
 __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   bool wrong = false;
@@ -26,10 +31,7 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
-    wrong |= !(rows.sum[i / 2][i % 2] < infinity);
-    const real maximum = rows.maximum[i / 2][i % 2];
-    if (is_empty(maximum, rows.sum[i / 2][i % 2], sees_key)) continue;
-    wrong |= (has_sink || sees_key) && is_huge(maximum);
+    wrong |= is_overflown(rows.maximum[i / 2][i % 2], rows.sum[i / 2][i % 2], sees_key);
   }
   return wrong;
 }
@@ -49,28 +51,28 @@ __device__ __forceinline__ bool needs_repair(const real (&O)[m][n][4],
   return __any_sync(full_warp, overflows(rows) || (has_mask && has_nan(O)));
 }
 
-// A query's row of O and lse, computed by a warp from the keys that it sees. Maxima are those of
-// unscaled scores, so that exponents are right for scores of any size. No loop's condition depends
-// on the lane: the compiler would treat the warp as diverged, also in the loop that calls this.
+// A query's row of O and lse, computed by a warp from the keys that it sees, and the sink. No
+// loop's condition depends on the lane: the compiler would treat the warp as diverged, also in the
+// loop that calls this.
 template <int d, int dv, class Queries, class Keys, class Scores>
 __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<real> lse,
                            const Extent& extent, int query, int batch, int head, int kv_head,
                            const Scores& scorer) {
   constexpr int width = dv < 256 ? dv : 256, count = cdiv(width, warp_size);  // columns at a time
   const int lane = threadIdx.x % warp_size;
-  const real scale2 = log2e * scorer.unit();
   const auto q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
-    real maximum = -infinity, sum = 0, o[count] = {};
+    real maximum = extent.sink(), o[count] = {};
+    real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN of infinity
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       if (!extent.shown(query, key)) continue;
       const auto k = K.row(batch, kv_head, key), v = V.row(batch, kv_head, key) + first_col;
       real product = 0;
       for (int j = lane; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
-      const real x = scorer.unscaled(warp_sum(product), extent, query, key), before = maximum;
+      const real x = scorer.modified(warp_sum(product), extent, query, key), before = maximum;
       maximum = fmax(maximum, x);
       const real origin = maximum == -infinity ? real(0) : maximum;
-      const real factor = exp2((before - origin) * scale2), p = exp2((x - origin) * scale2);
+      const real factor = exp(before - origin), p = exp(x - origin);
       sum = sum * factor + p;
       const real weight = extent.dropped(p, query, key);
 #pragma unroll
@@ -78,15 +80,13 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
         if (first_col + j * warp_size < dv) o[j] = o[j] * factor + weight * real(v[j * warp_size]);
       }
     }
-    real log_maximum = maximum * scorer.unit();
-    if constexpr (has_sink) join_sink(extent.sink(), log_maximum, sum, o);
     const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
     result* out = O.row(batch, head, query) + first_col;
 #pragma unroll
     for (int j = 0; j < count; ++j) {
       if (first_col + j * warp_size < dv) out[j * warp_size] = result(o[j] * inverse);
     }
-    if (first_col == 0) *lse.row(batch, head, query) = log_maximum + log(sum);
+    if (first_col == 0) *lse.row(batch, head, query) = maximum + log(sum);
   }
 }
 

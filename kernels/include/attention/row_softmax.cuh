@@ -48,8 +48,7 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const real before = rows.maximum[i / 2][i % 2];
-    const real own = maximum[i / 2][i % 2];
-    real now = fmax(before, exponent_of_maximum(own, own * rows.scale2));
+    real now = fmax(before, rows.exponent_of(maximum[i / 2][i % 2]));
     if (slack > 0 && now <= before + slack) now = before;
     if (whole) now = ceil(now);
     factor[i / 2][i % 2] = exp2f(before - now);

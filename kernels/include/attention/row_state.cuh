@@ -6,15 +6,6 @@
 #include <ptx/pack.cuh>
 
 constexpr real largest = real(sizeof(real) == 8 ? 0x1.fffffffffffffp1023 : 0x1.fffffep127);
-constexpr real second_largest = real(sizeof(real) == 8 ? 0x1.ffffffffffffep1023 : 0x1.fffffcp127);
-
-// The exponent of two that belongs to the maximum of some scores. Near the lowest number it would
-// be -infinity, as if a text had hidden all of these scores. It stays above -largest, where maxima
-// begin, so that the row is found to have a score and is computed again (nonfinite.cuh).
-__device__ __forceinline__ real exponent_of_maximum(real maximum, real exponent) {
-  if (has_texts && maximum != -infinity) return fmax(exponent, -second_largest);
-  return exponent;
-}
 
 // A warp's rows of S, P or O: products of 16 rows and 8 columns.
 template <int rows, int columns>
@@ -44,6 +35,12 @@ struct Rows {
   // The same for texts, whose arrays end with the rows.
   __device__ __forceinline__ int existing(int i, int half) const {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
+  }
+  // A maximum as an exponent of two. That of finite scores may be below all numbers, as if a text
+  // hid their keys; it stays above -largest, and the row is computed again (nonfinite.cuh).
+  __device__ __forceinline__ real exponent_of(real maximum) const {
+    const real least = has_texts && maximum != -infinity ? -largest / 2 : -infinity;
+    return fmax(maximum * scale2, least);
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
     return extent.in_reach(row(i, half) / pack_gqa, key);

@@ -73,17 +73,11 @@ struct Scorer {
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
   // That a scale is positive, as usual, is a constant: with a branch in the loop wgmma_persistent
   // is up to 2 % slower.
-  __device__ __forceinline__ T scale2() const { return T(log2e) * (of_products ? scale : unit()); }
-
-  // Kernels that compute a row again take unscaled() scores, which times unit() are scores: both
-  // are finite where the score is.
-  __device__ __forceinline__ T unit() const {
-    return has_score_text ? T(1) : positive_scale ? scale : scale == 0 ? T(1) : fabs(scale);
-  }
-  __device__ __forceinline__ T unscaled(T product, const Extent& extent, Index row,
-                                        Index key) const {
-    return has_score_text ? modified(product, extent, row, key)
-                          : applied(product, extent, row, key);
+  __device__ __forceinline__ T scale2() const {
+    return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
+                       : positive_scale ? scale
+                       : scale == 0     ? T(1)
+                                        : fabs(scale));
   }
   // is_capped: the product has become a score, and the softcap is applied.
   template <bool is_capped = false, class Key>

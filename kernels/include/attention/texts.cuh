@@ -159,16 +159,3 @@ __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
     if (threadIdx.x % 4 == 0) rows.sum[i / 2][i % 2] = sink - sink + 1;
   }
 }
-
-// A row that has been computed without its sink gets it. The maximum is that of scores, not of
-// powers of two.
-template <int count>
-__device__ __forceinline__ void join_sink(real sink, real& maximum, real& sum,
-                                          real (&output)[count]) {
-  if (sink == -infinity) return;
-  const real larger = fmax(maximum, sink), factor = exp2((maximum - larger) * log2e);
-  sum = sum * factor + exp2((sink - larger) * log2e);
-#pragma unroll
-  for (int j = 0; j < count; ++j) output[j] *= factor;
-  maximum = larger;
-}

@@ -1,5 +1,5 @@
 #pragma once
-// Copies of the tensor memory accelerator other than loads of boxes: bytes as they lie, and stores.
+// Copies of the tensor memory accelerator of bytes as they lie, and what waits for stores.
 #include <ptx/tma.cuh>
 
 // Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
@@ -11,16 +11,6 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int 
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
       "[%3];" ::"r"(shared_address(shared)),
       "l"(memory), "r"(bytes), "r"(shared_address(&barrier))
-      : "memory");
-}
-
-// Starts to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
-__device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,
-                                          int row, int head, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 

@@ -12,14 +12,9 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int b
                  : "memory");
   } else {
     uint4 value = {};
-    if (bytes == 16) {
-      value = *static_cast<const uint4*>(global);
-    } else {
-      for (int i = 0; i < bytes / 2; ++i) {
-        reinterpret_cast<unsigned short*>(&value)[i] =
-            static_cast<const unsigned short*>(global)[i];
-      }
-    }
+    if (bytes == 16) value = *static_cast<const uint4*>(global);
+    for (int i = 0; i < bytes % 16 / 2; ++i)
+      reinterpret_cast<unsigned short*>(&value)[i] = static_cast<const unsigned short*>(global)[i];
     *static_cast<uint4*>(shared) = value;
   }
 }

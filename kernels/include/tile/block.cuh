@@ -1,7 +1,7 @@
 #pragma once
 // Sums and maxima over a block, through one value per warp in shared memory.
 
-#include <tile/warp.cuh>
+#include <tile/warp_max.cuh>
 
 // Reduces the values of a block's warps, which are the same in all lanes of a warp. `partial` may
 // be used again at once.

@@ -1,5 +1,5 @@
 #pragma once
-// Sums and maxima over a warp. Every lane gets the result.
+// Sums over a warp. Every lane gets the result.
 
 constexpr unsigned full_warp = 0xffffffffu;
 constexpr int warp_size = 32;
@@ -9,14 +9,6 @@ template <class T>
 __device__ __forceinline__ T warp_sum(T value) {
   for (int distance = warp_size / 2; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(full_warp, value, distance);
-  }
-  return value;
-}
-
-template <class T>
-__device__ __forceinline__ T warp_max(T value) {
-  for (int distance = warp_size / 2; distance > 0; distance /= 2) {
-    value = fmax(value, __shfl_xor_sync(full_warp, value, distance));
   }
   return value;
 }

@@ -1,5 +1,5 @@
 #pragma once
-// Copies of the tensor memory accelerator other than loads of boxes: bytes as they lie, and stores.
+// Copies of the tensor memory accelerator of bytes as they lie, and what waits for stores.
 //
 // A store reads shared memory in the wait for it; an earlier write is reported as a race. Floats
 // are added later: with a seed at any such wait, without one in bulk_wait_group or at the block's
@@ -11,13 +11,6 @@
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
                       simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
-}
-
-// Starts to copy a box from shared memory.
-inline void tma_store(const TensorMap& map, const void* shared, int column, int row, int head,
-                      int batch, simulator::Here here = {}) {
-  const int coordinates[] = {column, row, head, batch};
-  simulator_store_box(&map, shared, coordinates, here.file, here.line);
 }
 
 // Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in

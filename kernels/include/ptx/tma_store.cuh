@@ -1,0 +1,13 @@
+#pragma once
+// Stores of boxes by the tensor memory accelerator.
+#include <ptx/bulk_copy.cuh>
+
+// Starts to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
+__device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,
+                                          int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(shared_address(shared)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
