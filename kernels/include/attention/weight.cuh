@@ -1,8 +1,8 @@
 #pragma once
-#include <tile/math.cuh>
-constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // whose rounding counts
-
 // P = exp(score - lse), which is at most 1: rounding may leave a score above a huge lse.
+#include <tile/math.cuh>
+
+constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // whose rounding counts
 __device__ __forceinline__ real weight_of(real score, real lse) {
   return exp(fabs(lse) >= huge_lse && score > lse ? real(0) : score - lse);
 }
