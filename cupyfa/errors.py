@@ -2,12 +2,15 @@
 
 import numbers
 import os
+import re
 import reprlib
 import sys
 import warnings
 
 _FEW = 4  # elements of a sequence that a message shows
 _OTHER = "of type"  # how a message begins that shows no value
+# All but tab and newline; marks that reverse the direction of writing hide what follows, too.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
@@ -78,6 +81,14 @@ def described(value: object) -> str:
         end = "," if len(value) == 1 else ""
         return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
     return f"{_OTHER} {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """A text without characters that control a terminal, which stand as their codes, as \\x1b.
+
+    Strings of files may be a stranger's. Ends of lines and tabs stay.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def warn(text: str) -> None:

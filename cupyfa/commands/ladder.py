@@ -18,6 +18,7 @@ from cupyfa.commands.bench import (
     save_option,
 )
 from cupyfa.commands.watching import timeout_option, watched
+from cupyfa.errors import printable
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.report import plots, publish
@@ -106,9 +107,9 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     for row in results.rows:
         if row.note:
             options.note(f"{row.kernel} on {row.problem}: {row.note}")
-    device, table = results.environment["device"], publish.rungs(rows)
+    device, table = results.device, publish.rungs(rows)
     if form == "table":
-        click.echo(f"{device}: {publish.problem_of(rows)}", err=err)
+        click.echo(printable(f"{device}: {publish.problem_of(rows)}"), err=err)
     else:
         table = [{"device": device, **x.problem.row(), **row} for x, row in zip(rows, table)]
     click.echo(render(table, form), err=err)
