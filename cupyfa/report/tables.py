@@ -382,7 +382,7 @@ def _table(
     shown: Callable[[Any], str] = text,
 ) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    cells = {column: [shown(row[column]) for row in rows] for column in columns}
+    cells = {column: [printable(shown(row[column])) for row in rows] for column in columns}
     lines = []
     for column in columns:
         widest, values = max(map(len, cells[column])), [row[column] for row in rows]
