@@ -219,7 +219,9 @@ def harassed(port, how, count):
 
     def harass():
         while not ended.is_set():
-            with suppress(OSError), socket.create_connection(("localhost", port), 1) as client:
+            # From another address: while nobody listens, TCP may connect a socket to itself.
+            to, of = ("127.0.0.1", port), ("127.0.0.2", 0)
+            with suppress(OSError), socket.create_connection(to, 1, of) as client:
                 client.settimeout(1)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 with suppress(OSError):

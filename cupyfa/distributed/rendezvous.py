@@ -165,6 +165,8 @@ def _ask(rank: int, ranks: int, address: str, port: int, deadline: float) -> byt
     while monotonic() < deadline:
         try:
             with socket.create_connection((address, port), _left(deadline)) as server:
+                if server.getsockname() == server.getpeername():
+                    raise ConnectionRefusedError  # nobody listens: TCP has connected it to itself
                 server.sendall(_GREETING + rank.to_bytes(4) + ranks.to_bytes(4))
                 answer = _read(server, 4 + ID_BYTES, deadline)
         except OSError:
