@@ -188,7 +188,7 @@ def slowly(client):
     """A greeting byte by byte, each in time for a limit of each receive."""
     for byte in rendezvous._GREETING:
         client.sendall(bytes([byte]))
-        time.sleep(0.15)
+        time.sleep(0.8)
 
 
 def silently(client):
@@ -238,7 +238,7 @@ def harassed(port, how, count):
             x.join()
 
 
-@pytest.mark.parametrize("count", [1, 30])
+@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("how", [slowly, silently, garbage, half])
 def test_others_do_not_hold_up_the_meeting(how, count):
     """Neither the ranks, who come late, nor the end of the time that they have."""
@@ -246,19 +246,19 @@ def test_others_do_not_hold_up_the_meeting(how, count):
     with harassed(port, how, count):
         found = met(2, port=port, asking=(0,), timeout=1.0)
         assert "1 of 2 ranks did not come" in str(found[0])
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 8  # one slow greeting would take 17 s
         began, port = time.monotonic(), port
         late = threading.Timer(0.3, lambda: answers.append(met(2, port=port, asking=(1,))[1]))
         answers = []
         late.start()
         assert met(2, port=port, asking=(0,), timeout=20)[0] == bytes(range(128))
         late.join()
-        assert answers == [bytes(range(128))] and time.monotonic() - began < 6
+        assert answers == [bytes(range(128))] and time.monotonic() - began < 12
 
 
 def test_more_guests_than_rank_0_waits_for(monkeypatch):
     monkeypatch.setattr(rendezvous, "_MOST_GUESTS", 4)
-    test_others_do_not_hold_up_the_meeting(silently, 30)
+    test_others_do_not_hold_up_the_meeting(silently, 8)
 
 
 def test_a_number_that_is_none_ends_the_meeting():
