@@ -6,6 +6,7 @@ import re
 import reprlib
 import sys
 import warnings
+from typing import Any, NoReturn
 
 _FEW = 4  # elements of a sequence that a message shows
 _OTHER = "of type"  # how a message begins that shows no value
@@ -60,6 +61,31 @@ class SimulatorFault(RuntimeError):
         super().__init__(f"{kernel}, block {block}, thread {thread}: {what}{where}")
         self.kernel, self.block, self.thread = kernel, block, thread
         self.what, self.place = what, place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again of what it was made of: worker processes send it to the first one."""
+        parts = self.kernel, self.block, self.thread, self.what, self.place
+        return type(self), parts, self.__dict__
+
+
+class OfThisProcess:
+    """An object that holds a device, threads or a loaded kernel: no other process can have it.
+
+    ``_instead`` says what to do there.
+    """
+
+    _instead: str
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process and cannot be pickled; {self._instead}"
+        )
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
 
 
 class CompilerNotFound(RuntimeError):
