@@ -139,7 +139,7 @@ def public():
             continue
         said = inspect.get_annotations(x).get("return")
         words = re.findall(r"\b[A-Z]\w+\b", said if isinstance(said, str) else repr(said))
-        found |= {*words} - {"Any", "Array", "Callable", "Pullback"}
+        found |= {*words} - {"Any", "Array", "Callable", "None", "Pullback"}
     return found
 
 

@@ -90,9 +90,8 @@ def ladder(
 
     if results is None:
         operation = "backward" if backward else "forward"
-        results = _measure(
-            operation, backend, budget, timeout, bool(plot), sizes, partial(show, err=True)
-        )
+        how = operation, backend, budget, timeout, bool(plot), sizes
+        results = _measure(*how, partial(show, err=True), save)
     rows = show(results, sizes["M"])
     if plot:
         plots.draw(results.rows, plot, publish.title(results, publish.problem_of(rows)))
@@ -123,6 +122,7 @@ def _measure(
     sweep: bool,
     sizes: dict[str, Any],
     show: Callable[[Results, int | None], object],
+    save: Path | None,
 ) -> Results:
     """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
     on, M = backend_named(backend), sizes["M"]
@@ -138,7 +138,7 @@ def _measure(
 
     with (
         watched(on, timeout) as watch,
-        partial_results(show_partial) as keep,
+        partial_results(show_partial, save, about) as keep,
         options.progress_bar("measuring") as progress,
     ):
         rows = bench(

@@ -171,7 +171,7 @@ def remember(path: Path, facts: dict[str, Any]) -> None:
 def can_write_to(path: Path) -> bool:
     """Whether ``write_whole`` could write a file now, without creating a directory."""
     try:
-        if _is_stream(path):
+        if is_stream(path):
             return os.access(path, os.W_OK)
         folder = Path(os.path.realpath(path)).parent
         return folder.is_dir() and can_write(folder)
@@ -182,7 +182,7 @@ def can_write_to(path: Path) -> bool:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file atomically; follows links, and appends to pipes, devices and open files."""
     try:
-        if _is_stream(path):
+        if is_stream(path):
             with path.open("ab") as stream:
                 stream.write(content)
         else:
@@ -272,7 +272,7 @@ def unsealed(path: Path) -> bytes | None:
     return content[:-32] if content[32:] and sealed(content[:-32]) == content else None
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Whether a path must not be replaced: it is no regular file, or it is open (/dev/stdout)."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
