@@ -41,6 +41,7 @@ from cupyfa.commands.signals import ended_by_signals
 from cupyfa.commands.timeline import timeline
 from cupyfa.commands.tune import tune
 from cupyfa.commands.watching import own_process
+from cupyfa.errors import printable
 
 # By name, so that CuPy and others are not imported for them.
 EXIT_CODES = {
@@ -140,13 +141,13 @@ def in_one_line(message: str) -> str:
 
 def fail(message: str, code: int) -> None:
     """Ends the program with a message on stderr."""
-    click.echo(f"cupyfa: {message}", err=True)
+    click.echo(f"cupyfa: {printable(message)}", err=True)
     sys.exit(code)
 
 
 def fail_at_once(message: str, code: int) -> None:
     """Ends the program without freeing arrays, which is impossible on a lost device."""
-    click.echo(f"cupyfa: {message}", err=True)
+    click.echo(f"cupyfa: {printable(message)}", err=True)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

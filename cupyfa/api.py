@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from itertools import chain
 from math import isfinite, prod
@@ -491,24 +492,21 @@ def attention_vjp(
     forward, backward = _shared_own(own, kernel, backward_kernel)
     out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
 
-    def pullback(dout: Any, dlse: Any = None, **unknown: Any) -> tuple[Any, ...]:
-        if unknown:
-            raise TypeError(
-                f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
-                "returns new arrays: attention_backward writes into grads="
-            )
-        return attention_backward(
-            dout,
-            *(q, k, v, out, lse),
-            deterministic=deterministic,
-            kernel=backward_kernel,
-            own=backward,
-            dlse=dlse,
-            wrt=wrt,
-            **options,
-        )
+    how = {"deterministic": deterministic, "kernel": backward_kernel, "own": backward, "wrt": wrt}
+    pull = partial(_pullback, (q, k, v, out, lse), {**how, **options})
+    return ((out, lse) if return_lse else out), pull
 
-    return ((out, lse) if return_lse else out), pullback
+
+def _pullback(
+    arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None, **unknown: Any
+) -> tuple[Any, ...]:
+    """What ``attention_vjp`` returns; a function of the module, so that it can be pickled."""
+    if unknown:
+        raise TypeError(
+            f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
+            "returns new arrays: attention_backward writes into grads="
+        )
+    return attention_backward(dout, *arrays, dlse=dlse, **how)
 
 
 def attention_ragged(
@@ -630,13 +628,16 @@ def attention_ragged_vjp(
         q, k, v, cu_seqlens_q, cu_seqlens_k, kernel=kernel, return_lse=True, **of_both
     )
 
-    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, Any, Any]:
-        of_backward: Any = {"kernel": backward_kernel, "deterministic": deterministic, **of_both}
-        return attention_ragged_backward(
-            dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, dlse=dlse, **of_backward
-        )
+    arrays = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
+    how = {"kernel": backward_kernel, "deterministic": deterministic, **of_both}
+    return ((out, lse) if return_lse else out), partial(_ragged_pullback, arrays, how)
 
-    return ((out, lse) if return_lse else out), pullback
+
+def _ragged_pullback(
+    arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None
+) -> tuple[Any, Any, Any]:
+    given: Any = {"dlse": dlse, **how}
+    return attention_ragged_backward(dout, *arrays, **given)
 
 
 def decode(
@@ -1069,20 +1070,21 @@ def _vjp_of_lists(
     arrays, (rows, keys) = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
     return_lse = given.pop("return_lse", False)
     (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)  # type: ignore[call-arg]
-
-    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
-        if not ragged.are_lists(dout):
-            raise TypeError(f"dout is {described(dout)}; give a list of arrays like out")
-        packed, _ = ragged.packed("dout", dout, layout)
-        if dlse is not None:
-            dlse = np.concatenate(dlse, axis=1)
-        found = back(packed, dlse)
-        return tuple(
-            ragged.parts(x, of, layout) for x, of in zip(found, (rows, keys, keys), strict=True)
-        )
-
     outs = ragged.parts(out, rows, layout)
-    return ((outs, ragged.row_parts(lse, rows)) if return_lse else outs), pullback
+    pull = partial(_pullback_of_lists, back, (rows, keys, keys), layout)
+    return ((outs, ragged.row_parts(lse, rows)) if return_lse else outs), pull
+
+
+def _pullback_of_lists(
+    back: Callable[..., Any], offsets: tuple[Any, ...], layout: str, dout: Any, dlse: Any = None
+) -> tuple[Any, ...]:
+    if not ragged.are_lists(dout):
+        raise TypeError(f"dout is {described(dout)}; give a list of arrays like out")
+    packed, _ = ragged.packed("dout", dout, layout)
+    if dlse is not None:
+        dlse = np.concatenate(dlse, axis=1)
+    found = back(packed, dlse)
+    return tuple(ragged.parts(x, of, layout) for x, of in zip(found, offsets, strict=True))
 
 
 def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

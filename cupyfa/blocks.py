@@ -71,6 +71,10 @@ class BlockMask:
         self.alone = (), (), (), self, ("q", "k", "v")
         _ = self._problem  # raises for texts and arrays that do not fit
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again without what it keeps for calls: maps, places of arrays, a lock."""
+        return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
+
     @property
     def batch(self) -> int:
         return self.sizes[0]

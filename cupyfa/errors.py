@@ -2,12 +2,16 @@
 
 import numbers
 import os
+import re
 import reprlib
 import sys
 import warnings
+from typing import Any, NoReturn
 
 _FEW = 4  # elements of a sequence that a message shows
 _OTHER = "of type"  # how a message begins that shows no value
+# All but tab and newline; marks that reverse the direction of writing hide what follows, too.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
@@ -58,6 +62,31 @@ class SimulatorFault(RuntimeError):
         self.kernel, self.block, self.thread = kernel, block, thread
         self.what, self.place = what, place
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again of what it was made of: worker processes send it to the first one."""
+        parts = self.kernel, self.block, self.thread, self.what, self.place
+        return type(self), parts, self.__dict__
+
+
+class OfThisProcess:
+    """An object that holds a device, threads or a loaded kernel: no other process can have it.
+
+    ``_instead`` says what to do there.
+    """
+
+    _instead: str
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process and cannot be pickled; {self._instead}"
+        )
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
 
 class CompilerNotFound(RuntimeError):
     """There is no working C++ compiler; the message says what was tried and how to get one."""
@@ -78,6 +107,14 @@ def described(value: object) -> str:
         end = "," if len(value) == 1 else ""
         return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
     return f"{_OTHER} {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """A text without characters that control a terminal, which stand as their codes, as \\x1b.
+
+    Strings of files may be a stranger's. Ends of lines and tabs stay.
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def warn(text: str) -> None:

@@ -60,6 +60,7 @@ _SIZES_OF = {  # of the last axes of arrays
     **{name: (name,) for name in STARTS},
 }
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+MOST_AXES = 64  # of NumPy's arrays
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -415,6 +416,21 @@ def of_value(name: str, given: Any) -> Operand:
     if not given.shape:
         return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())
     return Operand(name, dtype, tuple(map(int, given.shape)))
+
+
+def of_record(
+    name: str, dtype: str, shape: Sequence[int], value: Any = None, gradient: bool = False
+) -> Operand:
+    """The operand of these fields, which may be from a file: names become names of C++."""
+    if name not in (*OWN_ARRAYS, *_WITHOUT_TEXT, *MAPS) and not name.startswith(OF_BLOCKS):
+        operand(name, 0)  # refuses names that no caller may give
+    elif not (name.isidentifier() and name.isascii()):
+        raise ValueError(f"{name!r} is no name of an array")
+    if value is not None:
+        return of_value(name, value)
+    if dtype not in (*_DTYPES, *_FLOATS) or not shape:
+        raise ValueError(f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}")
+    return Operand(name, dtype, tuple(shape), None, gradient)
 
 
 def is_array(given: Any) -> bool:

@@ -68,6 +68,11 @@ class Excerpt:
         return array[here]
 
 
+def always(p: Problem) -> bool:
+    """The condition that every problem meets."""
+    return True
+
+
 @dataclass(frozen=True)
 class Input:
     """An array of an operation or of a kernel, in most cases an input.
@@ -82,7 +87,7 @@ class Input:
 
     axes: str | Callable[[Problem], tuple[int, ...]]
     kind: str = "scalar"
-    when: Callable[[Problem], bool] = lambda p: True
+    when: Callable[[Problem], bool] = always
     draw: Callable[[np.random.Generator, Problem], Any] | None = None
 
     def shape(self, p: Problem) -> tuple[int, ...]:

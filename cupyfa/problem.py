@@ -34,6 +34,7 @@ from cupyfa.modifiers import (
     Operand,
 )
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
+from cupyfa.store import records
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
@@ -41,6 +42,26 @@ MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
 PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
+_NUMBER = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
+# The fields of ``record()`` besides the options, which read their values themselves.
+_RECORD = records.record(
+    {**dict.fromkeys(SIZES, records.whole(0, MOST)), "dtype": records.one_of(INPUTS)},
+    {
+        "shift": records.whole(-MOST, MOST),
+        **dict.fromkeys(("is_softmax", "block_mask"), records.flag),
+        "pages": records.whole(0, MOST),
+        **dict.fromkeys(("lengths", "cached"), records.optional(records.text())),
+        "operands": records.list_of(
+            records.row_of(
+                *(records.text(), records.text()),
+                records.list_of(records.whole(0, MOST), modifiers.MOST_AXES),
+                *(records.optional(_NUMBER), records.flag),
+                least=3,
+            )
+        ),
+    },
+    only=True,
+)
 # Of a batch element of a ragged batch: it is none.
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
@@ -236,14 +257,14 @@ class Problem:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:
-        """The problem that ``record()`` describes; options that the record lacks are defaults."""
+        """The problem that ``record()`` describes; what the record lacks has its default.
+
+        Raises ValueError or TypeError for a record that describes none: it may be from a file.
+        """
         options = {name: value for name, value in record.items() if name in OPTIONS}
-        others = {name: value for name, value in record.items() if name not in OPTIONS}
-        others["dtype"] = dtype_named(record["dtype"])
-        others["operands"] = tuple(
-            Operand(name, dtype, tuple(shape), *more)
-            for name, dtype, shape, *more in others.get("operands", ())
-        )
+        others = _RECORD({name: x for name, x in record.items() if name not in OPTIONS})
+        others["dtype"] = dtype_named(others["dtype"])
+        others["operands"] = tuple(modifiers.of_record(*x) for x in others.get("operands", ()))
         others["lengths"] = forms.lengths_of(x) if (x := others.get("lengths")) else None
         others["cached"] = forms.Lengths.of(x) if (x := others.get("cached")) else None
         return cls(**others, options=AttentionOptions(**options))

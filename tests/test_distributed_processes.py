@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -181,6 +182,110 @@ def test_a_connection_that_says_nothing_does_not_stop_the_meeting(monkeypatch):
     with silent:
         assert met(2, port=port, asking=(1,))[1] == bytes(range(128))
     server.join()
+
+
+def slowly(client):
+    """A greeting byte by byte, each in time for a limit of each receive."""
+    for byte in rendezvous._GREETING:
+        client.sendall(bytes([byte]))
+        time.sleep(0.8)
+
+
+def silently(client):
+    time.sleep(10)
+
+
+def garbage(client):
+    for _ in range(100):
+        client.sendall(os.urandom(1 << 16))
+
+
+def too_long(client):
+    """Numbers of a rank and of ranks that there are not, and much behind them."""
+    for _ in range(100):
+        client.sendall(rendezvous._GREETING + b"\xff" * (1 << 16))
+
+
+def half(client):
+    client.sendall(rendezvous._GREETING[:5])
+    client.shutdown(socket.SHUT_WR)
+    time.sleep(0.1)
+
+
+@contextmanager
+def harassed(port, how, count):
+    """So many clients at a time that ask rank 0 until the context ends."""
+    ended = threading.Event()
+
+    def harass():
+        while not ended.is_set():
+            # From another address: while nobody listens, TCP may connect a socket to itself.
+            to, of = ("127.0.0.1", port), ("127.0.0.2", 0)
+            with suppress(OSError), socket.create_connection(to, 1, of) as client:
+                client.settimeout(1)
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                with suppress(OSError):
+                    how(client) if how is not silently else ended.wait(10)
+
+    threads = [threading.Thread(target=harass) for _ in range(count)]
+    for x in threads:
+        x.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        for x in threads:
+            x.join()
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("how", [slowly, silently, garbage, half])
+def test_others_do_not_hold_up_the_meeting(how, count):
+    """Neither the ranks, who come late, nor the end of the time that they have."""
+    port, began = _free_port(), time.monotonic()
+    with harassed(port, how, count):
+        found = met(2, port=port, asking=(0,), timeout=1.0)
+        assert "1 of 2 ranks did not come" in str(found[0])
+        assert time.monotonic() - began < 8  # one slow greeting would take 17 s
+        began, port = time.monotonic(), port
+        late = threading.Timer(0.3, lambda: answers.append(met(2, port=port, asking=(1,))[1]))
+        answers = []
+        late.start()
+        assert met(2, port=port, asking=(0,), timeout=20)[0] == bytes(range(128))
+        late.join()
+        assert answers == [bytes(range(128))] and time.monotonic() - began < 12
+
+
+def test_more_guests_than_rank_0_waits_for(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MOST_GUESTS", 4)
+    test_others_do_not_hold_up_the_meeting(silently, 8)
+
+
+def test_a_number_that_is_none_ends_the_meeting():
+    port = _free_port()
+    with harassed(port, too_long, 1):
+        found = met(2, port=port, asking=(0,), timeout=5)[0]
+    assert isinstance(found, DeviceError) and "give the same WORLD_SIZE" in str(found)
+
+
+def test_a_server_that_answers_slowly_is_left_at_the_deadline():
+    with rendezvous._listening("localhost", 0) as other:
+        ended = threading.Event()
+
+        def answer():
+            connection, _ = other.accept()
+            with connection, suppress(OSError):
+                while not ended.wait(0.1):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        began = time.monotonic()
+        found = met(2, port=other.getsockname()[1], asking=(1,), timeout=0.5)[1]
+        took = time.monotonic() - began
+        ended.set()
+        thread.join()
+    assert isinstance(found, DeviceError) and "in time" in str(found) and took < 2
 
 
 def test_others_who_ask_are_ignored():

@@ -143,6 +143,13 @@ def _folder(thing: str, path: Path | None, variable: str) -> Finding:
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
 
 
+def _own_folder(path: Path | None) -> Finding:
+    """The library's own, which is a fault if others can change what is in it, too."""
+    if path is not None and store.can_write(path) and (why := store.refusal(path)):
+        return Finding("cache", FAULT, f"{path} {why}; {store.remedy()}")
+    return _folder("cache", path, "CUPYFA_CACHE_DIR")
+
+
 def _cupy() -> Finding:
     wheels = sorted(set(packages_distributions().get("cupy", [])))
     if not wheels:
@@ -226,5 +233,5 @@ PROBES = (
     Probe("NVRTC", _nvrtc, ("cuda",), f"{_CUDA}:try_nvrtc"),
     Probe("cuBLAS", _cublas, (), f"{_CUDA}:cublas_version"),
     Probe("simulator", _simulator, ("simulator",), "cupyfa.runtime.simulator:try_out", 180.0),
-    Probe("cache", lambda: _folder("cache", store.chosen_folder(), "CUPYFA_CACHE_DIR")),
+    Probe("cache", lambda: _own_folder(store.chosen_folder())),
 )

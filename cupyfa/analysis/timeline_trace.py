@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from cupyfa.analysis.timeline_summary import (
     rows_of_blocks,
     shares,
 )
+from cupyfa.store import records
 
 _OWN = "cupyfa"  # where a trace has what compare reads
 _VERSION = 1
+_MOST_BYTES = 512 << 20  # of a file
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class Saved:
 def is_timeline(path: str | Path) -> bool:
     """Whether a file is a trace of ``save``. Raises OSError if it cannot be read."""
     try:
-        content = json.loads(_read(path))
+        content = records.parsed(records.read_file(path, _MOST_BYTES))
     except ValueError:
         return False
     own = content.get(_OWN) if isinstance(content, dict) else None
@@ -156,42 +157,30 @@ def is_timeline(path: str | Path) -> bool:
 
 def load(path: str | Path) -> Saved:
     """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
-    text = _read(path)
-    try:
-        own = json.loads(text)[_OWN]
-        if (version := own["timeline"]) == _VERSION:
-            saved = Saved(**{name: own[name] for name in Saved.__dataclass_fields__})
-            _check(saved)
-            return saved
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(
-            f"{path} was not written by cupyfa timeline --save ({type(error).__name__}: {error})"
-        ) from None
+    with records.refusing(f"{path} was not written by cupyfa timeline --save"):
+        content = records.parsed(records.read_file(path, _MOST_BYTES))
+        own = _FILE(content)[_OWN]
+        if own["timeline"] == _VERSION:
+            return Saved(**_SAVED(content[_OWN]))
     raise ValueError(
-        f"{path} has version {version!r} of timelines, and this program reads {_VERSION}; "
+        f"{path} has version {own['timeline']!r} of timelines, and this program reads {_VERSION}; "
         "record it again"
     )
 
 
-def _read(path: str | Path) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise type(error)(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _check(saved: Saved) -> None:
-    """Raises TypeError, KeyError or ValueError where a value is not what ``save`` writes."""
-    known = (getattr(saved, name) for name, kind in Saved.__annotations__.items() if kind == "str")
-    texts = [*known, *(x["phase"] for x in saved.phases)]
-    if odd := [x for x in texts if not isinstance(x, str)]:
-        raise TypeError(f"{odd[0]!r} is not text")
-    if not isinstance(saved.modelled, bool):
-        raise TypeError(f"modelled is {saved.modelled!r}")
-    numbers = (saved.facts["time"], *(x[y] for x in saved.phases for y in ("mean", "share_%")))
-    for x in numbers:
-        if isinstance(x, bool) or not isinstance(x, int | float) or not isfinite(x):
-            raise TypeError(f"{x!r} is not a number")
+# Fields of a file, of which the summary alone is read.
+_FINITE = records.number()
+_FILE = records.record({_OWN: records.record({"timeline": records.whole()})})
+_SAVED = records.record(
+    {
+        **{x: records.text() for x, kind in Saved.__annotations__.items() if kind == "str"},
+        "modelled": records.flag,
+        "facts": records.record({"time": _FINITE}),
+        "phases": records.list_of(
+            records.record({"phase": records.text(), **dict.fromkeys(("mean", "share_%"), _FINITE)})
+        ),
+    }
+)
 
 
 def named(saved: Saved) -> str:

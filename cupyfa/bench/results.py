@@ -13,7 +13,9 @@ from cupyfa import store
 from cupyfa.bench import timing
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
+from cupyfa.store import records
 
+_MOST_BYTES = 256 << 20  # of a file of results
 BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
 
 
@@ -102,11 +104,40 @@ class Measurement:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """The measurement of a ``record()``."""
-        sizes = {**record["problem"], "is_softmax": record["operation"] == "softmax"}
-        made = cls(**{**record, "problem": Problem.of_record(sizes)})
+        """The measurement of a ``record()``. Raises ValueError or TypeError for other records."""
+        given = _ROW(dict(record))
+        sizes = {**given["problem"], "is_softmax": given["operation"] == "softmax"}
+        made = cls(**{**given, "problem": Problem.of_record(sizes)})
         made.row()
         return made
+
+
+# The fields of a file; those that older versions did not write may be missing.
+_POSITIVE = records.number(0.0)
+_ROW = records.record(
+    {
+        "kernel": records.text(),
+        "operation": records.one_of(OPERATIONS),
+        "problem": records.mapping_of(lambda value: value),
+    },
+    {
+        "constants": records.mapping_of(records.whole(0, records.INT32)),
+        "milliseconds": records.list_of(_POSITIVE),
+        "passed": records.optional(records.flag),
+        "checked": records.optional(records.number(0.0, 1.0)),
+        **dict.fromkeys(("registers", "spilled_bytes"), records.optional(records.whole())),
+        "peak": records.optional(_POSITIVE),
+        "factors": records.mapping_of(records.optional(_POSITIVE)),
+        **dict.fromkeys(("note", "code"), records.text()),
+    },
+    only=True,
+)
+_RESULTS = records.record(
+    {
+        "environment": records.mapping_of(records.text()),
+        "rows": records.list_of(records.mapping_of(lambda value: value)),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +146,11 @@ class Results:
 
     environment: Mapping[str, str]
     rows: Sequence[Measurement]
+
+    @property
+    def device(self) -> str:
+        """The name of the device; files of others may lack it."""
+        return self.environment.get("device", "an unknown device")
 
     def save(self, path: str | Path) -> None:
         """Writes a JSON file, whole or not at all."""
@@ -125,13 +161,6 @@ class Results:
     @classmethod
     def load(cls, path: str | Path) -> Results:
         """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            rows = [Measurement.of_record(record) for record in content["rows"]]
-            return cls(dict(content["environment"]), rows)
-        except OSError as error:
-            raise type(error)(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-            raise ValueError(
-                f"{path} was not written by cupyfa bench --save ({type(error).__name__}: {error})"
-            ) from None
+        with records.refusing(f"{path} was not written by cupyfa bench --save"):
+            content = _RESULTS(records.parsed(records.read_file(path, _MOST_BYTES)))
+            return cls(content["environment"], list(map(Measurement.of_record, content["rows"])))

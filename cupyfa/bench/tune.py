@@ -1,6 +1,7 @@
 """Tuning: measures a kernel's tile sizes on a device and stores the fastest."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
 from cupyfa.runtime.select import backend_named
+from cupyfa.store import records
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
@@ -147,7 +149,7 @@ class _Tuning:
         self.keyed = {timing.code_of(plan): plan for plan in self.plans}
         self.own = next(iter(self.keyed))
         recalled = {} if self.fresh else store.recall(self.file)
-        self.facts = {x: recalled[x] for x in self.keyed if _is_sound(recalled.get(x))}
+        self.facts = _sound(recalled, self.keyed)
         self.backend.trim()
         for done, (key, plan) in enumerate(self.keyed.items()):
             progress(done, len(self.keyed), _listed(plan))
@@ -339,15 +341,32 @@ def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     guard.checked(backend, checked, blocks.readable(backend, checked, inputs), {})
 
 
-def _is_sound(fact: Any) -> bool:
-    try:
-        times = [*fact["look"], *(x for x in fact["rounds"] if x is not None)]
-        known = fact["state"] in (WRONG, REFUSED, TIMED_OUT) or (
-            fact["state"] == RIGHT and fact["look"]
-        )
-        return bool(known) and isinstance(fact["note"], str) and all(x > 0 for x in times)
-    except (TypeError, KeyError):
-        return False
+_MILLISECONDS = records.number(1e-9)
+_FACT = records.record(
+    {
+        "state": records.one_of((RIGHT, WRONG, REFUSED, TIMED_OUT)),
+        "note": records.text(),
+        "look": records.list_of(_MILLISECONDS),
+        "rounds": records.list_of(records.optional(_MILLISECONDS)),
+    },
+    {
+        "constants": records.mapping_of(records.whole(1, records.INT32)),
+        **dict.fromkeys(
+            ("registers", "spilled_bytes", "blocks_per_sm"), records.optional(records.whole())
+        ),
+    },
+)
+
+
+def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What a file says of these candidates, where that can be true."""
+    found = {}
+    for key in keys:
+        with suppress(ValueError):
+            fact = _FACT(recalled.get(key))
+            if fact["look"] or fact["state"] != RIGHT:
+                found[key] = fact
+    return found
 
 
 def _file(backend: Backend, plan: Plan) -> Path:

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,9 @@ budget_option = click.option(
     "--budget", type=options.SECONDS, default=1.0, help="Seconds for each kernel and problem."
 )
 save_option = click.option(
-    "--save", type=options.FILE, help="Write all measurements to a JSON file, for `cupyfa compare`."
+    "--save",
+    type=options.FILE,
+    help="Write all measurements to a JSON file, after each problem, for `cupyfa compare`.",
 )
 sweep_option = click.option(
     "-p",
@@ -108,10 +110,11 @@ def bench(
     heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
     heading |= {name: str(values[0]) for name, values in all_tiles.items() if len(values) == 1}
 
+    made_with = environment.describe(on) | peers.versions(others) | about
+
     def show(rows: list[Measurement], *, err: bool = False) -> None:
         try:  # saves first, since there may be no time for more
             if save:
-                made_with = environment.describe(on) | peers.versions(others) | about
                 Results(made_with, rows).save(save)
         finally:
             data = [{"kernel": x.kernel, "device": on.limits.device} | x.row() for x in rows]
@@ -120,7 +123,7 @@ def bench(
 
     with (
         watched(on, timeout) as watch,
-        partial_results(partial(show, err=True)) as keep,
+        partial_results(partial(show, err=True), save, made_with) as keep,
         options.progress_bar("measuring") as progress,
     ):
         rows = measure(
@@ -144,13 +147,21 @@ def bench(
 
 @contextmanager
 def partial_results(
-    show: Callable[[list[Measurement]], object],
+    show: Callable[[list[Measurement]], object], save: Path | None, made_with: Mapping[str, str]
 ) -> Iterator[Callable[[list[Measurement]], None]]:
-    """Yields a ``so_far`` for ``bench``; shows the rows so far if the benchmark is ended."""
+    """Yields a ``so_far`` for ``bench``, which saves the rows to a file after each problem.
+
+    So nothing is lost whatever ends the process. The rows so far are shown if a signal or an error
+    ends the benchmark. That a file cannot be written is said in the end.
+    """
+    is_file = save is not None and not store.is_stream(save)  # which are written once, at the end
     rows: list[Measurement] = []
 
     def keep(measured: list[Measurement]) -> None:
         rows[:] = measured
+        if save and is_file:
+            with suppress(OSError):
+                Results(made_with, rows).save(save)
         take_time()  # to show them after a signal
 
     try:

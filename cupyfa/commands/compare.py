@@ -9,6 +9,7 @@ from cupyfa.analysis import timeline_summary, timeline_trace
 from cupyfa.bench.compare import compare as compared, differences
 from cupyfa.bench.results import Results
 from cupyfa.commands import WRONG, options
+from cupyfa.errors import printable
 from cupyfa.report.tables import comparisons, render, table_of
 
 
@@ -52,7 +53,7 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
             options.note(difference)
         names = [f"{x}: {timeline_trace.named(y)}" for x, y in zip(("before", "after"), saved)]
         if form == "table":
-            click.echo("\n".join([*names, ""]))
+            click.echo(printable("\n".join([*names, ""])))
             click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
             return
         for name in names:

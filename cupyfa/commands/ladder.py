@@ -18,6 +18,7 @@ from cupyfa.commands.bench import (
     save_option,
 )
 from cupyfa.commands.watching import timeout_option, watched
+from cupyfa.errors import printable
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.report import plots, publish
@@ -89,9 +90,8 @@ def ladder(
 
     if results is None:
         operation = "backward" if backward else "forward"
-        results = _measure(
-            operation, backend, budget, timeout, bool(plot), sizes, partial(show, err=True)
-        )
+        how = operation, backend, budget, timeout, bool(plot), sizes
+        results = _measure(*how, partial(show, err=True), save)
     rows = show(results, sizes["M"])
     if plot:
         plots.draw(results.rows, plot, publish.title(results, publish.problem_of(rows)))
@@ -106,9 +106,9 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     for row in results.rows:
         if row.note:
             options.note(f"{row.kernel} on {row.problem}: {row.note}")
-    device, table = results.environment["device"], publish.rungs(rows)
+    device, table = results.device, publish.rungs(rows)
     if form == "table":
-        click.echo(f"{device}: {publish.problem_of(rows)}", err=err)
+        click.echo(printable(f"{device}: {publish.problem_of(rows)}"), err=err)
     else:
         table = [{"device": device, **x.problem.row(), **row} for x, row in zip(rows, table)]
     click.echo(render(table, form), err=err)
@@ -122,6 +122,7 @@ def _measure(
     sweep: bool,
     sizes: dict[str, Any],
     show: Callable[[Results, int | None], object],
+    save: Path | None,
 ) -> Results:
     """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
     on, M = backend_named(backend), sizes["M"]
@@ -137,7 +138,7 @@ def _measure(
 
     with (
         watched(on, timeout) as watch,
-        partial_results(show_partial) as keep,
+        partial_results(show_partial, save, about) as keep,
         options.progress_bar("measuring") as progress,
     ):
         rows = bench(

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from cupyfa import forms
 from cupyfa.bench import sweeps
 from cupyfa.dtypes import INPUTS
+from cupyfa.errors import printable
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels
 from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
@@ -491,7 +492,7 @@ def backend_with(name: str, schedule: int | None) -> Backend:
 
 def note(text: object) -> None:
     """Prints a note, which is no data, on stderr; a terminal gets lines that it does not cut."""
-    words = f"note: {text}"
+    words = f"note: {printable(str(text))}"
     if sys.stderr and sys.stderr.isatty():
         how: Any = {"break_long_words": False, "break_on_hyphens": False}
         width = shutil.get_terminal_size().columns

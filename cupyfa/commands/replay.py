@@ -38,7 +38,8 @@ def replay(
     """Run failures of `cupyfa check` again, on their inputs.
 
     A FILE has the inputs of a failure, and what the kernel computed. Prints the results of then
-    and now. The exit code is 1 if one fails again.
+    and now. The exit code is 1 if one fails again. A script that a FILE names is not run: name the
+    kernel of a script by --kernel.
     """
     found = []
     for file in files:
@@ -53,7 +54,7 @@ def replay(
 
 def _rows(file: Path, done: Replayed) -> list[dict[str, Any]]:
     outcomes = {
-        "then": (done.stored.outcome, done.stored.made_with["device"]),
+        "then": (done.stored.outcome, done.stored.made_with.get("device")),
         "now": (done.now, done.device),
     }
     return [

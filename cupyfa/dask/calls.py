@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isnan
 from typing import Any, Literal
 
@@ -145,14 +146,22 @@ def attention_vjp(
     call.refuse_places(keys_are_whole=False)
     how = call.planned("backward", backward_kernel, backward_tiles, deterministic=deterministic)
     out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
+    pull = partial(_pullback, call.parts, how, (out, lse))
+    return ((out, lse) if return_lse else out), pull
 
-    def pullback(dout: da.Array, dlse: da.Array | None = None) -> tuple[da.Array, ...]:
-        of_rows = [_like("dout", dout, out, call.parts.q.dtype), out, lse]
-        if dlse is not None:
-            of_rows.append(_like("dlse", dlse, lse, lse.dtype))
-        return graphs.backward(call.parts, how, of_rows)
 
-    return ((out, lse) if return_lse else out), pullback
+def _pullback(
+    parts: graphs.Parts,
+    how: Mapping[str, Any],
+    results: tuple[da.Array, da.Array],
+    dout: da.Array,
+    dlse: da.Array | None = None,
+) -> tuple[da.Array, ...]:
+    out, lse = results
+    of_rows = [_like("dout", dout, out, parts.q.dtype), out, lse]
+    if dlse is not None:
+        of_rows.append(_like("dlse", dlse, lse, lse.dtype))
+    return graphs.backward(parts, how, of_rows)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from cupyfa.api import BackendName, Tiles
@@ -155,14 +156,15 @@ def attention_vjp(
     out, lse = attention(
         q, k, v, group=group, return_lse=True, kernel=kernel, tiles=tiles, **others
     )
+    how = {"group": group, "deterministic": deterministic, **others}
+    how |= {"kernel": backward_kernel, "tiles": backward_tiles}
+    return ((out, lse) if return_lse else out), partial(_pullback, (q, k, v, out, lse), how)
 
-    def pullback(dout: Any, dlse: Any = None) -> tuple[Any, Any, Any]:
-        return attention_backward(
-            *(dout, q, k, v, out, lse), group=group, deterministic=deterministic, dlse=dlse,
-            kernel=backward_kernel, tiles=backward_tiles, **others,
-        )  # fmt: skip
 
-    return ((out, lse) if return_lse else out), pullback
+def _pullback(
+    arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None
+) -> tuple[Any, Any, Any]:
+    return attention_backward(dout, *arrays, dlse=dlse, **how)
 
 
 def _how(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import Any
 
 from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.packing import new
-from cupyfa.errors import DeviceError, described
+from cupyfa.errors import DeviceError, OfThisProcess, described
 
 Pending = Callable[[], Any]  # waits for what was started, and gives its result
 Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or comes from
 
 
-class Group(ABC):
+class Group(OfThisProcess, ABC):
     """Some ranks that compute together, as one of them sees it.
 
     rank: the number of this one, from 0. ranks: how many there are. timeout: the seconds after
@@ -30,6 +30,7 @@ class Group(ABC):
     rank: int
     ranks: int
     timeout: float
+    _instead = "call cupyfa.distributed.group() in each process"
 
     def __init__(self, rank: int, ranks: int, timeout: float) -> None:
         self.rank, self.ranks, self.timeout = rank, ranks, timeout

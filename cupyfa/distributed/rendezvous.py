@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
+import selectors
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -13,7 +16,9 @@ from cupyfa.errors import DeviceError
 ID_BYTES = 128
 # And then the rank and the number of ranks, in 4 bytes each; the answer begins with that number.
 _GREETING = b"cupyfa.distributed 2 "
-_GREETING_SECONDS = 1.0  # for which rank 0 waits for a greeting, while others may ask
+_GREETING_BYTES = len(_GREETING) + 8
+_GREETING_SECONDS = 1.0  # in which a greeting must be complete
+_MOST_GUESTS = 256  # whose greetings rank 0 waits for; more, and the earliest has to go
 _PAUSE = 0.05
 
 
@@ -34,28 +39,94 @@ def shared_id(
 
 
 def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> None:
-    """Waits for the other ranks, and gives each the bytes."""
+    """Waits for the other ranks, and gives each the bytes.
+
+    It listens to all who ask at once, so that one who says nothing, or says it slowly, holds up
+    nobody else.
+    """
     missing = {*range(1, ranks)}
-    with _listening(address, port) as server:
+    with _listening(address, port) as server, _Reception(server) as reception:
         while missing:
-            try:
-                server.settimeout(_left(deadline))
-                asking, _ = server.accept()
-            except TimeoutError:
+            for guest, greeting in reception.greetings(deadline):
+                rank, count = _read_greeting(greeting)
+                if rank in missing or count not in (0, ranks):
+                    with suppress(OSError):  # this one asked and went
+                        guest.sendall(ranks.to_bytes(4) + made)
+                        missing.discard(rank)
+                    _require_equal(0, ranks, rank, count)
+            if missing and monotonic() > deadline:
                 few = ", ".join(map(str, sorted(missing)[:4]))
                 raise DeviceError(
                     f"{len(missing)} of {ranks} ranks did not come to {address}:{port} in time, "
                     f"among them {few}; is WORLD_SIZE right, and do they run?"
-                ) from None
-            except OSError:
-                continue  # this one asked and went
-            with asking, suppress(OSError):  # nor if it says nothing
-                asking.settimeout(_GREETING_SECONDS)
-                rank, count = _greeted(asking)
-                if rank in missing or count not in (0, ranks):
-                    asking.sendall(ranks.to_bytes(4) + made)
-                    _require_equal(0, ranks, rank, count)
-                    missing.remove(rank)
+                )
+
+
+class _Reception:
+    """Those who ask: what each has said, and until when it may say more."""
+
+    def __init__(self, server: socket.socket) -> None:
+        server.setblocking(False)
+        self._server = server
+        self._said: dict[socket.socket, bytes] = {}  # the earliest first
+        self._ends: dict[socket.socket, float] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Reception:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guest in [*self._said]:
+            self._dismiss(guest)
+        self._selector.close()
+
+    def greetings(self, deadline: float) -> Iterator[tuple[socket.socket, bytes]]:
+        """Whole greetings that come before something ends; each connection is then closed."""
+        first = min([deadline, *self._ends.values()])
+        for key, _ in self._selector.select(max(first - monotonic(), 0)):
+            if key.fileobj is self._server:
+                self._admit()
+            elif (guest := key.data) in self._said and self._hear(guest):
+                yield guest, self._said[guest]
+                self._dismiss(guest)
+        for guest in [x for x, end in self._ends.items() if end < monotonic()]:
+            self._turn_away(guest)
+
+    def _admit(self) -> None:
+        try:
+            guest, _ = self._server.accept()
+        except OSError:
+            return  # this one asked and went
+        guest.setblocking(False)
+        self._said[guest], self._ends[guest] = b"", monotonic() + _GREETING_SECONDS
+        self._selector.register(guest, selectors.EVENT_READ, guest)
+        if len(self._said) > _MOST_GUESTS:
+            self._turn_away(next(iter(self._said)))
+
+    def _hear(self, guest: socket.socket) -> bool:
+        """Whether a guest has said a greeting; one that says something else has to go."""
+        try:
+            more = guest.recv(_GREETING_BYTES - len(self._said[guest]))
+        except BlockingIOError:
+            return False
+        except OSError:
+            more = b""
+        self._said[guest] = said = self._said[guest] + more
+        if not more or not (_GREETING + said[len(_GREETING) :]).startswith(said):
+            self._dismiss(guest)
+            return False
+        return len(said) == _GREETING_BYTES
+
+    def _turn_away(self, guest: socket.socket) -> None:
+        """Resets a connection: a rank that was not heard yet asks again."""
+        guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._dismiss(guest)
+
+    def _dismiss(self, guest: socket.socket) -> None:
+        self._selector.unregister(guest)
+        guest.close()
+        del self._said[guest], self._ends[guest]
 
 
 def _listening(address: str, port: int) -> socket.socket:
@@ -69,11 +140,8 @@ def _listening(address: str, port: int) -> socket.socket:
         raise DeviceError(what) from error
 
 
-def _greeted(asking: socket.socket) -> tuple[int, int]:
-    """The rank that asks, and how many it counts; zeros if somebody else does."""
-    greeting = _read(asking, len(_GREETING) + 8)
-    if greeting[:-8] != _GREETING:
-        return 0, 0
+def _read_greeting(greeting: bytes) -> tuple[int, int]:
+    """The rank that asks, and how many it counts."""
     return int.from_bytes(greeting[-8:-4]), int.from_bytes(greeting[-4:])
 
 
@@ -97,8 +165,10 @@ def _ask(rank: int, ranks: int, address: str, port: int, deadline: float) -> byt
     while monotonic() < deadline:
         try:
             with socket.create_connection((address, port), _left(deadline)) as server:
+                if server.getsockname() == server.getpeername():
+                    raise ConnectionRefusedError  # nobody listens: TCP has connected it to itself
                 server.sendall(_GREETING + rank.to_bytes(4) + ranks.to_bytes(4))
-                answer = _read(server, 4 + ID_BYTES)
+                answer = _read(server, 4 + ID_BYTES, deadline)
         except OSError:
             sleep(_PAUSE)  # rank 0 does not listen yet
             continue
@@ -115,9 +185,15 @@ def _ask(rank: int, ranks: int, address: str, port: int, deadline: float) -> byt
     )
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    """These bytes, or fewer if the other side has closed the connection."""
+def _read(connection: socket.socket, size: int, deadline: float = math.inf) -> bytes:
+    """These bytes, or fewer if the other side has closed the connection.
+
+    Raises TimeoutError if they have not all come by the deadline.
+    """
     found = b""
-    while len(found) < size and (more := connection.recv(size - len(found))):
+    while len(found) < size:
+        connection.settimeout(None if deadline == math.inf else _left(deadline))
+        if not (more := connection.recv(size - len(found))):
+            break
         found += more
     return found

@@ -1,12 +1,23 @@
 """The constants that ``tune`` measured fastest on each device, kept on disk for later plans."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from cupyfa import store
 from cupyfa.planner.plan import Tuned
+from cupyfa.problem import MOST
+from cupyfa.store import records
+
+_ENTRY = records.record(
+    {
+        **dict.fromkeys(("kernel", "dtype"), records.text()),
+        "folder": records.optional(records.text()),
+        **dict.fromkeys(("d", "dv"), records.whole(0, MOST)),
+        "constants": records.mapping_of(records.whole(1, MOST)),
+        "tflops": records.number(1e-9),
+    }
+)
 
 
 def on(device: str) -> tuple[Tuned, ...]:
@@ -26,10 +37,7 @@ def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
 def _parsed(fact: Any) -> Tuned | None:
     """The entry of a file that a user may have changed; None if it is not valid."""
     try:
-        given = {field.name: fact[field.name] for field in fields(Tuned)}
-        tuned = Tuned(**{**given, "constants": tuple(fact["constants"].items())})
-        sizes = [tuned.d, tuned.dv, *(value for _, value in tuned.constants)]
-        whole = all(type(x) is int for x in sizes) and min(sizes[2:], default=1) >= 1
-        return tuned if whole and 0 < tuned.tflops < math.inf else None
-    except (KeyError, TypeError, AttributeError):
+        given = _ENTRY(fact)
+    except ValueError:
         return None
+    return Tuned(**{**given, "constants": tuple(given["constants"].items())})

@@ -90,7 +90,7 @@ def described(results: Results, problem: Problem) -> str:
 def title(results: Results, problem: Problem) -> str:
     """The title of a picture of several lengths."""
     sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
-    return f"{results.environment['device']}: {sizes}"
+    return f"{results.device}: {sizes}"
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from cupyfa.bench.compare import Comparison
 from cupyfa.bench.results import Measurement
 from cupyfa.bench.trial import Trial
+from cupyfa.errors import printable
 from cupyfa.forms import lengths_of, shown_lengths
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.numerics.tolerance import Verdict
@@ -39,7 +40,7 @@ def render(rows: Sequence[Row], form: str) -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """A table without the columns that no row fills."""
     columns = [x for x in (rows[0] if rows else ()) if any(text(row[x]) for row in rows)]
-    head = [column.replace("_", " ") for column in columns]
+    head = [printable(column.replace("_", " ")) for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
     cells = [["<br>".join(x.replace("|", "\\|").splitlines()) for x in line] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
@@ -125,11 +126,9 @@ def trial_lines(
 
 def replayed_lines(done: Replayed) -> str:
     """A failure's results of then and now."""
-    made_with = done.stored.made_with
-    there = f"{made_with['device']} with cupyfa {made_with['cupyfa']}"
     lines = {
         "problem": str(done.stored.case),
-        **_outcome_lines("then", done.stored.outcome, there),
+        **_outcome_lines("then", done.stored.outcome, done.stored.environment),
         **_outcome_lines("now", done.now, done.device),
     }
     return fields(lines) + _judgement(done.now.kind == RIGHT)
@@ -160,6 +159,7 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
     notes = [row.pop("note") for row in table]
     shown = table_or_fields(table, spare=_SPARE)
     below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
+    below = list(map(printable, below))
     return "\n".join([text(about), shown, *below])
 
 
@@ -266,7 +266,7 @@ def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
 
 def fields(row: Row) -> str:
     """A line for each name whose value is not empty."""
-    shown = {name: text(value) for name, value in row.items() if text(value)}
+    shown = {printable(name): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
     widest = max(map(len, shown), default=0)  # names may have several words
     table.add_column(no_wrap=True, min_width=widest)
@@ -308,10 +308,10 @@ def text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return " ".join(f"{key}={text(x)}" for key, x in value.items())
+        return " ".join(f"{printable(str(key))}={text(x)}" for key, x in value.items())
     if isinstance(value, (list, tuple)):
         return ("; " if any(isinstance(x, Mapping) for x in value) else " ").join(map(text, value))
-    return str(value)
+    return printable(str(value))
 
 
 def _abilities(row: Row) -> str:
@@ -338,12 +338,14 @@ def _plain(value: Any) -> Any:
 def _csv(rows: Sequence[Row]) -> str:
     """CSV with numbers in full and nested values as JSON."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
-    writer.writeheader()
+    names = list(rows[0]) if rows else []
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    writer.writerow({name: printable(name) for name in names})
     for row in rows:
         nested = {k: x for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
         dumped = {k: json.dumps(_plain(x), allow_nan=False) for k, x in nested.items()}
-        writer.writerow({**row, **dumped})
+        plain = {k: printable(x) for k, x in row.items() if isinstance(x, str)}
+        writer.writerow({**row, **dumped, **plain})
     return out.getvalue().rstrip("\n")
 
 
@@ -380,12 +382,12 @@ def _table(
     shown: Callable[[Any], str] = text,
 ) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    cells = {column: [shown(row[column]) for row in rows] for column in columns}
+    cells = {column: [printable(shown(row[column])) for row in rows] for column in columns}
     lines = []
     for column in columns:
         widest, values = max(map(len, cells[column])), [row[column] for row in rows]
         number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
-        heading = column.replace("_", " " if len(column) <= widest else "\n")
+        heading = printable(column.replace("_", " " if len(column) <= widest else "\n"))
         how: Any = {"justify": "right" if number else "left", "no_wrap": widest < _LONG}
         table.add_column(heading, overflow="fold", **how)
         lines.append("─" * max(widest, *map(len, heading.split("\n"))))

@@ -109,6 +109,16 @@ class Backend(ABC):
     stream: int | None = None  # the address of the current CUDA stream, if calls return at once
     is_capturing: bool = False  # whether the work in the current stream is captured as a graph
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has a backend of its own, without the calls that are kept here."""
+        return type(self), ()
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
     @property
     def limits(self) -> Limits:
         """The limits of the current device."""

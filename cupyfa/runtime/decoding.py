@@ -110,6 +110,10 @@ class KVCache:
         self.k_scale, self.v_scale = given.values()
         self._scales = tuple(self._seen_scale(*x) for x in given.items())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the last call's launches, which belong to this process."""
+        return {**self.__dict__, "_last": None}
+
     @classmethod
     def from_csr(
         cls,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -101,11 +102,13 @@ def merge_vjp(
     """
     given = _Parts(parts, layout, backend)
     out, lse = given.merged(None, check)
+    return (out, lse), partial(_pullback, given, out, lse, check)
 
-    def pullback(dout: Any, dlse: Any = None) -> list[tuple[Any, Any]]:
-        return given.gradients(out, lse, dout, dlse, check)
 
-    return (out, lse), pullback
+def _pullback(
+    given: _Parts, out: Any, lse: Any, check: bool, dout: Any, dlse: Any = None
+) -> list[tuple[Any, Any]]:
+    return given.gradients(out, lse, dout, dlse, check)
 
 
 class _Parts:

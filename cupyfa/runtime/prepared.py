@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import OfThisProcess, Unsupported, described
 from cupyfa.modifiers import LENGTHS, MAPS, PADDED, STARTS, Operand, gradient_of, name_of
 from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
@@ -77,7 +77,7 @@ def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
-class Prepared:
+class Prepared(OfThisProcess):
     """A call for arrays of the same shapes, strides and dtypes on the same device.
 
     ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
@@ -91,6 +91,8 @@ class Prepared:
     call. It is fastest with arrays for the results, and with the very arrays of an earlier call,
     which it recognises by their identity.
     """
+
+    _instead = "call cupyfa.compile or compile_backward there; its plan can be pickled"
 
     def __init__(
         self,

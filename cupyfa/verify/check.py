@@ -20,17 +20,20 @@ from cupyfa import store
 from cupyfa.dtypes import DTYPES
 from cupyfa.errors import OutOfMemory, Unsupported, warn
 from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
+from cupyfa.ladder import LADDER
 from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.planner import select
+from cupyfa.planner.plan import Plan
 from cupyfa.problem import TEXTS, Problem, whole
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.simulator import Simulator
+from cupyfa.store.records import refusing
 from cupyfa.verify import failures as kinds, fuzz, grids
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
@@ -283,9 +286,9 @@ def replay(
     """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
 
     With a timeout it runs in a process of its own, for at most so many seconds. Constants and the
-    simulator's thread order are those of the file where possible. Raises OSError
-    if the file cannot be read, ValueError if it is damaged or if its kernel is a record and none is
-    given, and Unsupported if the kernel cannot run the case.
+    simulator's thread order are those of the file where possible. A script that the file names is
+    not run: its kernel must be given. Raises OSError if the file cannot be read, ValueError if it
+    is damaged or if such a kernel is missing, and Unsupported if the kernel cannot run the case.
     """
     backend, stored = backend_named(backend), read(file)
     if isinstance(backend, Simulator) and backend.schedule is None:
@@ -296,6 +299,11 @@ def replay(
             f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
             f"line, as --kernel script.py:{name}"
         )
+    if kernel is None and not _is_of_ladder(name):
+        raise ValueError(
+            f"{file} is of {name!r}, and a script that a file names is not run; give the kernel "
+            "as kernel= or, on the command line, as --kernel script.py:name"
+        )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
     if record.operation != case.operation:
@@ -303,11 +311,13 @@ def replay(
             f"{record.name} computes {record.operation}; the inputs in {file} are of "
             f"{case.operation}"
         )
-    constants = stored.outcome.constants if kernel is None else {}
+    constants = stored.outcome.constants if _is_same(chosen, name) else {}
     try:
-        select.plan(record, case.problem, backend.limits, **constants)
+        plan = select.plan(record, case.problem, backend.limits, **constants)
     except (Unsupported, ValueError):
         constants = {}
+    else:
+        _require_own_inputs(file, stored, plan)
     task = Task(case, (chosen,), constants, stored.reruns, inputs=stored.inputs)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
@@ -322,6 +332,27 @@ def replay(
     if now.kind == kinds.NO_MEMORY:
         raise OutOfMemory(now.message)
     return Replayed(stored, now, backend.limits.device)
+
+
+def _is_of_ladder(name: str) -> bool:
+    """Whether a name of a file is one of the library's kernels, and so runs no script."""
+    return any(name in records for records in LADDER.values())
+
+
+def _is_same(chosen: KernelOrName, name: str) -> bool:
+    """Whether a kernel has the name in a file; a script may be named by another path."""
+    if not isinstance(chosen, str):
+        return chosen.name == name
+    (script, _, variable), (other, _, of_other) = chosen.rpartition(":"), name.rpartition(":")
+    return variable == of_other and os.path.abspath(script) == os.path.abspath(other)
+
+
+def _require_own_inputs(file: str | Path, stored: Stored, plan: Plan) -> None:
+    """Raises ValueError if inputs of a kernel's own are in a file, and are not as it wants them."""
+    p = stored.case.problem
+    wanted = {x: y for x, y in plan.operation.inputs_of(p).items() if x in stored.inputs}
+    with refusing(f"{file} does not fit {plan.kernel.name}"):
+        kinds.require_inputs(stored.inputs, wanted, p)
 
 
 def _named(

@@ -82,6 +82,12 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
+    except Exception as error:
+        if not is_given:
+            raise
+        what = f"the reference of the stored inputs fails ({type(error).__name__}: {error})"
+        yield from (Outcome(name, failures.ERROR, what) for name in plans)
+        return
     for name, plan in plans.items():
         begun = Outcome(name, failures.RIGHT, constants=plan.constants)
         yield replace(begun, kind=failures.PREPARING)

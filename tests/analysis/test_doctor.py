@@ -177,7 +177,7 @@ def test_a_cache_that_cannot_be_written_is_a_fault(monkeypatch, tmp_path, thing,
     monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path / "file"))
     finding = look(thing)
     assert finding.state == FAULT
-    assert finding.found.endswith(f"; set {name}_CACHE_DIR to a writable folder")
+    assert finding.found.endswith(f"; set {name}_CACHE_DIR to a writable folder of your own")
     monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path / "folder"))
     assert look(thing).state == OK and "GiB free" in look(thing).found
 

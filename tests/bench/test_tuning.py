@@ -194,14 +194,14 @@ def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
 
 
 def test_tuning_works_if_results_cannot_be_stored(laps, engine, monkeypatch):
-    write = store.write_whole
+    write = store._replace
 
-    def full(path, content):
+    def full(path, content, **how):
         if path.suffix == ".json":  # compiled kernels are written before they are loaded
             raise OSError(28, "No space left on device")
-        write(path, content)
+        write(path, content, **how)
 
-    monkeypatch.setattr(store, "write_whole", full)
+    monkeypatch.setattr(store, "_replace", full)
     with pytest.warns(UserWarning, match="No space left"):
         assert states(tune(laps, engine))[1] == "right"
 

@@ -5,6 +5,7 @@ compilers that fail or hang, signals. Each ends with the right code, and leaves 
 import gc
 import hashlib
 import itertools
+import json
 import os
 import resource
 import shlex
@@ -16,14 +17,16 @@ import tempfile
 import threading
 import time
 import tracemalloc
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from helpers import device_code, own_kernel
 from helpers.cli import (
     CLI,
+    MAIN,
     PACKAGE,
     SIMULATOR,
     SMALL,
@@ -39,6 +42,8 @@ from helpers.processes import left_running
 
 import cupyfa
 from cupyfa import Problem, store
+from cupyfa.bench import bench as benchmark
+from cupyfa.bench.results import Results
 from cupyfa.commands import signals
 from cupyfa.errors import CompileError, DeviceLost
 from cupyfa.planner import source as sources
@@ -672,6 +677,50 @@ def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, aga
         **{"program": program, "wait": 1, "speaks": True, "again": again},
     )
     assert "runs right" in said
+
+
+class Ended(BaseException):
+    """A process that ends at once has no time to save."""
+
+
+@pytest.mark.parametrize("ends", [KeyboardInterrupt, lambda: SystemExit(143), MemoryError, Ended])
+@pytest.mark.parametrize("command", ["bench", "ladder"])
+def test_results_are_in_the_file_after_each_problem(
+    own_folders, monkeypatch, tmp_path, command, ends
+):
+    """Whatever ends the measurement, and before anything can be done about it."""
+    file, lengths = tmp_path / "results.json", []
+    measured = benchmark._Measuring.measured
+
+    def watched(self, entries, earlier):
+        lengths.append(len({x.problem.M for x in Results.load(file).rows}) if lengths else 0)
+        if len(lengths) == 3:
+            raise ends()
+        return measured(self, entries[:1], earlier)
+
+    monkeypatch.setattr(benchmark._Measuring, "measured", watched)
+    monkeypatch.setattr("cupyfa.commands.ladder.LENGTHS", (5, 6, 7))
+    how = {
+        "bench": ("bench", "fa2", "--alone", "-p", "M=5,6,7"),
+        "ladder": ("ladder", "--plot", tmp_path / "x.svg", "-M", 7),
+    }
+    sizes = ("-B", 1, "-H", 1, "-d", 3, "--budget", 0, "--save", file)
+    args = (*how[command], *sizes, *SIMULATOR)
+    with suppress(Ended):
+        CliRunner().invoke(MAIN, list(map(str, args)), prog_name="cupyfa")
+    assert lengths == [0, 1, 2]
+    assert len({x.problem.M for x in Results.load(file).rows}) == 2
+    assert not list(tmp_path.glob(".results*"))
+
+
+def test_results_are_written_once_into_a_pipe(own_folders, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    sizes = ("-B", 1, "-H", 1, "-N", 4, "-d", 3, "--budget", 0, "-p", "M=5,6")
+    cli("bench", "fa2", "--alone", *sizes, *SIMULATOR, "--save", pipe, code=0)
+    with os.fdopen(reader) as stream:
+        assert len(json.loads(stream.read())["rows"]) == 2
 
 
 # A signal ends the command, and comes again while the process exits.

@@ -33,6 +33,11 @@ def stored(tmp_path, fault, case=CASE, reruns=0):
     return failures.write(tmp_path / "files", failure, command)
 
 
+def kernel_of(file):
+    """The kernel of a script that a file names: it is run only if a caller names it too."""
+    return failures.read(file).outcome.kernel
+
+
 def replay(file, *args, code):
     return cli("replay", file, *SIMULATOR, *args, code=code)
 
@@ -41,7 +46,7 @@ def replay(file, *args, code):
 def test_a_replayed_failure_fails_again_and_another_kernel_passes(tmp_path, dtype):
     case = replace(CASE, problem=Problem.of_row_sizes(5, 19, dtype))
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED, case)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.replay(file, kernel_of(file), backend="simulator")
     assert again.stored.case == case
     assert again.now.kind == again.stored.outcome.kind == WRONG_RESULT
     assert again.now.verdicts == again.stored.outcome.verdicts
@@ -81,7 +86,7 @@ def test_attention_is_replayed_from_the_stored_inputs(tmp_path):
 
 def test_a_result_that_differs_between_runs_is_rerun_as_often(tmp_path):
     file = stored(tmp_path, broken_kernels.DEPENDS_ON_THE_ORDER, reruns=3)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.replay(file, kernel_of(file), backend="simulator")
     assert again.stored.outcome.kind == again.now.kind == DIFFERS
 
 
@@ -98,7 +103,7 @@ def test_outdated_constants_are_left_to_the_plan(tmp_path):
 
 def test_the_command_line(tmp_path):
     file = stored(tmp_path, broken_kernels.WRITES_OUTSIDE)
-    done = replay(file, code=1)
+    done = replay(file, "--kernel", kernel_of(file), code=1)
     said = " ".join(done.stdout.split())
     assert said.startswith(f"problem {CASE} then ") and said.endswith(" FAIL")
     for what in (

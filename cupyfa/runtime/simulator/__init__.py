@@ -9,7 +9,7 @@ import ctypes
 import re
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,9 @@ class Simulator(Backend):
         self.schedule = None if schedule is None else whole("schedule", schedule, 0)
         self.workers = None if workers is None else whole("workers", workers, 1)
         self.known, self.spaces = {}, {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Simulator, schedule=self.schedule, workers=self.workers), ()
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)

@@ -624,11 +624,11 @@ def _whole_or_made(name: str, make: _Make) -> Path:
     folder = store.folder()
     path = folder / name
     if store.compiled(path):
-        return path
+        return store.place_of(path)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
         store.keep_compiled(path, made.read_bytes())
-    return path
+    return store.place_of(path)

@@ -1,0 +1,200 @@
+"""Readers of JSON files that somebody else may have written: each field has a type and a range.
+
+A reader takes a value and gives it back in its normal form. It raises ValueError for every other
+one, with the name of the field, the value and the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+Reader = Callable[[Any], Any]
+MOST_TEXT = 1 << 16  # characters of a text
+MOST_ITEMS = 1 << 20  # elements of a list, and names of an object
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+
+
+def read_file(path: str | Path, most: int) -> bytes:
+    """The bytes of a file. Raises OSError if it cannot be read, ValueError for a larger one."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {most:,} bytes")
+    return content
+
+
+def parsed(content: bytes | str) -> Any:
+    """The value of a JSON text. Raises ValueError for what is none, and for names given twice."""
+    try:
+        return json.loads(content, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raises ValueError, ``what`` with a reason in one line, for whatever is wrong with a file.
+
+    Values that have the right types may still not fit each other. Errors of reading the file stay.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"{what} ({kind}{reason})") from None
+
+
+def record(
+    fields: Mapping[str, Reader],
+    optional: Mapping[str, Reader] | None = None,
+    *,
+    only: bool = False,
+) -> Reader:
+    """An object with these fields; the optional ones may be missing.
+
+    Others are left out, or with ``only`` refused.
+    """
+    known = {**fields, **(optional or {})}
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError(_wrong(value, "an object"))
+        if missing := [name for name in fields if name not in value]:
+            raise ValueError(f"{missing[0]} is missing")
+        if only and (unknown := [name for name in value if name not in known]):
+            raise ValueError(f"{reprlib.repr(unknown[0])} is unknown")
+        there = {name: value[name] for name in known if name in value}
+        return {name: _inside(name, known[name], x) for name, x in there.items()}
+
+    return read
+
+
+def mapping_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
+    """An object with any names."""
+
+    def read_all(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > most:
+            raise ValueError(_wrong(value, f"an object of at most {most:,} names"))
+        return {text()(name): _inside(name, read, x) for name, x in value.items()}
+
+    return read_all
+
+
+def list_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
+    def read_all(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or len(value) > most:
+            raise ValueError(_wrong(value, f"a list of at most {most:,} values"))
+        return [_inside(str(i), read, x) for i, x in enumerate(value)]
+
+    return read_all
+
+
+def row_of(*readers: Reader, least: int = 0) -> Reader:
+    """A list whose elements have a reader each; the last ones may be missing."""
+
+    def read_each(value: Any) -> list[Any]:
+        if not isinstance(value, list | tuple) or not least <= len(value) <= len(readers):
+            raise ValueError(_wrong(value, f"a list of {least} to {len(readers)} values"))
+        return [_inside(str(i), read, x) for i, (read, x) in enumerate(zip(readers, value))]
+
+    return read_each
+
+
+def optional(read: Reader) -> Reader:
+    """The same, or None."""
+    return lambda value: None if value is None else read(value)
+
+
+def any_of(*readers: Reader) -> Reader:
+    """What one of these takes, the first that does; the error is the last one's."""
+
+    def read(value: Any) -> Any:
+        for first in readers[:-1]:
+            with suppress(ValueError):
+                return first(value)
+        return readers[-1](value)
+
+    return read
+
+
+def text(most: int = MOST_TEXT) -> Reader:
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise ValueError(_wrong(value, f"a text of at most {most:,} characters"))
+        return value
+
+    return read
+
+
+def one_of(known: Collection[Any]) -> Reader:
+    def read(value: Any) -> Any:
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(_wrong(value, f"one of {', '.join(known)}"))
+        return value
+
+    return read
+
+
+def flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(_wrong(value, "true or false"))
+    return value
+
+
+def whole(least: int = 0, most: int = INT64) -> Reader:
+    def read(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(_wrong(value, f"a whole number from {least:,} to {most:,}"))
+        return value
+
+    return read
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> Reader:
+    """A number between these; NaN and infinity only where it need not be finite."""
+
+    def read(value: Any) -> float:
+        if type(value) not in (int, float) or (abs(value) > INT64 and type(value) is int):
+            raise ValueError(_wrong(value, "a number"))
+        if finite and not math.isfinite(value):
+            raise ValueError(_wrong(value, "a finite number"))
+        if value < least or value > most:
+            raise ValueError(_wrong(value, f"a number from {least:g} to {most:g}"))
+        return value
+
+    return read
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{reprlib.repr(twice)} is given twice")
+    return found
+
+
+def _inside(name: str, read: Reader, value: Any) -> Any:
+    """The value of a field, whose name begins the message of an error."""
+    try:
+        return read(value)
+    except ValueError as error:
+        inner = str(error)
+        between = "" if inner.startswith("is ") else "."
+        raise ValueError(f"{reprlib.repr(name)[1:-1]}{between or ' '}{inner}") from None
+
+
+def _wrong(value: Any, rule: str) -> str:
+    return f"is {reprlib.repr(value)}, not {rule}"
