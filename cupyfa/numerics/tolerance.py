@@ -79,8 +79,14 @@ its walk, and its derivative x' has an error e' of that walk:
     F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
 
 |dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
-where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. All this
-with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
+where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. The gradient of an element a
+of an array is a sum of dx * x'_a over the pairs that read it, with x'_a the derivative by a and e_a
+its error: of those pairs alone, whatever others are,
+
+    |da - reference|  <=  sum(|x'_a| * F + ((2 * eps + t) * |x'_a| + eps * e_a) * |dx|)
+    t = 1.2 * 2**-52 * (sqrt(n) + 4), as the sums are kept in float64
+
+All this with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
 half of their smallest number, and rounds its results, unless they are in float32. Where a result
 is infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key that no
@@ -109,6 +115,7 @@ _FLOAT8_SUMS = 2.0**-13
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # elements that show a rounding
 _SMALL = 0.01  # a relative error of weights that is one of rounding
+_DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
 
@@ -276,7 +283,7 @@ def expected_gradients(
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
     sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
-    arrays = _ArrayGradients(wrt or {}, kernels, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+    arrays = _ArrayGradients(wrt or {}, kernels)
     for tile in reference.tiles(q, k, v, sink=sink, **score):
         grad, its_out, its_lse, its_dlse = (
             reference.flat(x)[tile.where].astype(np.float64)
@@ -651,21 +658,14 @@ def _errors_before_slopes(
 class _ArrayGradients:
     """The gradients of arrays that texts read, and their bounds.
 
-    given: the arrays by name. pairs: of all batch elements and heads.
-
-    A kernel adds multiples of a power of two, so that sums are exact: each term is off by half of
-    2**-61 of the largest one times 64 * pairs, rounded up to a power of two.
+    given: the arrays by name. Each pair adds its own errors to the bound of the element it reads:
+    what other elements get does not count.
     """
 
-    def __init__(
-        self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic], pairs: int
-    ) -> None:
+    def __init__(self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic]) -> None:
         self.given, self.kernels = given, kernels
         self.value = {name: np.zeros(x.shape) for name, x in given.items()}
         self.bounds = {r: {name: np.zeros(x.shape) for name, x in given.items()} for r in kernels}
-        self.terms = {name: np.zeros(x.shape) for name, x in given.items()}
-        self.largest = dict.fromkeys(given, 0.0)
-        self.step = 2.0 ** ((64 * pairs).bit_length() - 61)
 
     def add(self, work: _BackwardWork) -> None:
         """Adds the terms of a tile."""
@@ -678,9 +678,6 @@ class _ArrayGradients:
             term = np.where(counts, dx * _or_0(number.slope), 0.0)
             index = tuple(np.broadcast_to(x, shape) for x in at)
             np.add.at(self.value[name], index, term)
-            np.add.at(self.terms[name], index, counts)
-            largest = np.abs(_finite(term)).max(initial=0.0)
-            self.largest[name] = max(self.largest[name], float(largest))
         for r, kernel in self.kernels.items():
             self._add_bounds(work, kernel, self.bounds[r])
 
@@ -694,11 +691,12 @@ class _ArrayGradients:
         given, _ = _score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
         lost = _lost_pairs(work, modified, kernel)
         error = given * (kernel.eps / eps)
+        of_sum = 1.2 * _DOUBLE_EPS * (np.sqrt(tile.visible_keys) + 4)
         pairs = scores, tile.place, tile.masked
         for name, at, number in tile.mods.accesses(*pairs, self.given, error=error, eps=eps):
             slope = np.abs(_finite(np.broadcast_to(_or_0(number.slope), size.shape)))
             of_slope = eps * np.broadcast_to(_or_0(number.slope_error), size.shape)
-            bound = slope * ds + (2 * eps * slope + of_slope) * size + kernel.tiny
+            bound = slope * ds + ((2 * eps + of_sum) * slope + of_slope) * size + kernel.tiny
             if lost is not None:
                 bound = np.where(lost, np.inf, bound)
             bound = np.where(step.left_out, 0.0, bound)
@@ -706,7 +704,7 @@ class _ArrayGradients:
 
     def bound(self, rounding: Any, name: str, dtype: str) -> Array:
         """The bound of a gradient that is rounded to the dtype of its array."""
-        found = self.bounds[rounding][name] + self.terms[name] * self.largest[name] * self.step
+        found = self.bounds[rounding][name]
         add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
         return found
 
