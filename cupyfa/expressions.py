@@ -526,6 +526,11 @@ class Expression:
         """Which of batch, head, query, key, position, queries, keys the expression names."""
         return frozenset(_names(self.tree) & set(POSITIONS))
 
+    def count_reads(self, array: str) -> int:
+        """How many elements of an array it reads for a pair."""
+        reads = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
+        return sum(isinstance(x.value, ast.Name) and x.value.id == array for x in reads)
+
     @cached_property
     def is_additive(self) -> bool:
         """Whether it only adds to the score: its derivative is 1 wherever it is finite."""

@@ -2,22 +2,26 @@
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from types import SimpleNamespace
+
+import numpy as np
 
 from cupyfa.ladder.common import pair_bytes
 from cupyfa.ladder.kernel import Formula, Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.modifiers import BIAS, SINK, Operand
+from cupyfa.modifiers import BIAS, OWN_ARRAYS, SINK, Operand
 from cupyfa.problem import Problem, round_up
 
 _THREADS = 256
 _ROWS = _THREADS // 32  # of a block, a warp for each
 _MOST_BLOCKS = 4096  # of a launch that goes through all elements
 _ROW_SUMS = "row_sums"  # scratch of kernels for Hopper: lse and delta of tiles of rows
-_SUMS = "text_largest.data text_sums.data text_flags.data"
+_WORD = 61  # bits that a word of a sum has for numbers and for how many there are
+_SUMS = "text_exponents.data text_sums.data text_flags.data"
 _SCRATCH = {
-    "text_largest": (lambda p, c: 8 * len(p.modifiers.differentiated), "byte"),
-    "text_sums": (lambda p, c: 8 * p.modifiers.elements, "byte"),
+    "text_exponents": (lambda p, c: 4 * p.modifiers.elements, "byte"),
+    "text_sums": (lambda p, c: 8 * _words(p, c) * p.modifiers.elements, "byte"),
     "text_flags": (lambda p, c: 4 * p.modifiers.elements, "byte"),
 }
 
@@ -58,32 +62,45 @@ def _of_rows(p: Problem, c: SimpleNamespace) -> int:
     return cdiv(p.M, _ROWS) * p.heads * p.batch
 
 
+def _terms(p: Problem, x: Operand) -> int:
+    """How many terms an element of an array gets at most.
+
+    Of a bias and of slopes every pair reads one element, and all are read as often.
+    """
+    pairs = p.batch * p.heads * p.M * p.N
+    if x.name in OWN_ARRAYS:
+        return pairs // max(1, prod(x.shape))
+    return pairs * sum(text.count_reads(x.name) for text in p.modifiers.score)
+
+
 def _bits(p: Problem, c: SimpleNamespace) -> int:
-    """An element of an array gets fewer than 2**bits terms: of all pairs, in 64 accesses."""
-    return (64 * p.batch * p.heads * p.M * p.N).bit_length()
+    """An element of an array gets fewer than 2**bits terms."""
+    return max(_terms(p, x) for x in p.modifiers.differentiated).bit_length()
 
 
-def _constant(value: bool, p: Problem, c: SimpleNamespace) -> bool:
-    return value
+def _words(p: Problem, c: SimpleNamespace) -> int:
+    """The words of a sum: two, if the terms that one cuts off may add up to more than rounding."""
+    digits = np.finfo(p.dtype.sums).nmant + 1
+    return 1 if 2 * _bits(p, c) <= _WORD - digits else 2
 
 
-def _launch(entry: str, args: str, grid: Formula, **constants: bool) -> Launch:
+def _launch(entry: str, args: str, grid: Formula, **numbers: Formula) -> Launch:
     return Launch(
         entry,
         args=args,
         grid=grid,
         threads=_threads,
-        numbers={"bits": _bits} if "bits" in args.split() else {},
-        constants={name: partial(_constant, x) for name, x in constants.items()},
+        numbers={**({"bits": _bits} if "bits" in args.split() else {}), **numbers},
+        constants={"words": _words},
         when=lambda p: bool(p.modifiers.differentiated),
     )
 
 
-_ALL = f"Q K V O dO lse {_SUMS} bits sizes heads group scale mods gradients"
+_ALL = f"Q K V O dO lse {_SUMS} bits finds_largest sizes heads group scale mods gradients"
 TEXT_GRADIENTS = (
     _launch("clear_text_sums", f"{_SUMS} gradients", _of_elements),
-    _launch("text_gradients", _ALL, _of_rows, finds_largest=True),
-    _launch("text_gradients", _ALL, _of_rows, finds_largest=False),
+    _launch("text_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 1),
+    _launch("text_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 0),
     _launch("round_text_sums", f"{_SUMS} bits gradients", _of_elements),
 )
 

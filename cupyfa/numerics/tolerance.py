@@ -45,10 +45,11 @@ errors of a row that all its weights share, are those of P.
 
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each; O in
 float32 (out_dtype) is not rounded, nor in the plain computation. As in
-FlashAttention's own tests, it may also have an error of 2 * e + a everywhere. e is the largest
-error of the same attention computed plainly in that format (`reference.attention`, with K scaled
-and with S scaled). a = 2 * max|((reference + 0.3) - 0.3) - reference|, evaluated in the format, is
-two roundings of numbers of order 1; it keeps the sum from being 0 by chance. lse is kept in float32
+FlashAttention's own tests, it may also have an error of 2 * e + a, both of the element's head. e is
+the largest error of the same attention computed plainly in that format (`reference.attention`, with
+K scaled and with S scaled). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format,
+with s = 0.3 * max(P @ |V|), is two roundings of numbers of the size of the values; it keeps the sum
+from being 0 by chance. lse is kept in float32
 and may have 2 * e. A kernel that rounds its operands by design, to float16 for tensor cores for
 example, has the bound of that format, and O that of the coarser one; it may also have the error r
 of rounding q and k in a score, r = half an eps * size * min(2, 4 / sqrt(d)): r in lse and
@@ -82,8 +83,14 @@ its walk, and its derivative x' has an error e' of that walk:
     F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
 
 |dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
-where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. All this
-with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
+where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. The gradient of an element a
+of an array is a sum of dx * x'_a over the pairs that read it, with x'_a the derivative by a and e_a
+its error: of those pairs alone, whatever others are,
+
+    |da - reference|  <=  sum(|x'_a| * F + ((2 * eps + t) * |x'_a| + eps * e_a) * |dx|)
+    t = 1.2 * 2**-52 * (sqrt(n) + 4), as the sums are kept in float64
+
+All this with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result. A kernel
 on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their eps and
 half of their smallest number, and rounds its results, unless they are in float32. Where a result
 is infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key that no
@@ -94,6 +101,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -112,6 +120,7 @@ _FLOAT8_SUMS = 2.0**-13
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # elements that show a rounding
 _SMALL = 0.01  # a relative error of weights that is one of rounding
+_DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
 
@@ -226,7 +235,9 @@ def expected_attention(
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
-    plain = {r: dict.fromkeys(value, 0.0) for r in kernels}
+    heads = q.shape[0] * q.shape[1]
+    plain = {r: {name: np.zeros(heads) for name in value} for r in kernels}
+    size = np.zeros(heads)
     empty = {"O": np.zeros(q.shape[:3], bool), "lse": np.zeros(q.shape[:3], bool)}
     for tile in reference.tiles(q, k, v, **score):
         work = _Work(tile)
@@ -237,11 +248,15 @@ def expected_attention(
         for r, kernel in kernels.items():
             for name, (bound, error) in _bounds_on_tile(work, kernel).items():
                 reference.flat(bounds[r][name])[tile.where] = bound
-                plain[r][name] = max(plain[r][name], error)
+                _keep_larger(plain[r][name], tile, error)
+        if any(kernel.is_narrow for kernel in kernels.values()):
+            _keep_larger(size, tile, work.magnitude(np.float32))
     for r, kernel in kernels.items():
         if kernel.is_narrow:
-            bounds[r]["O"] += 2 * plain[r]["O"] + _two_roundings(value["O"], kernel.coarsest)
-            bounds[r]["lse"] += 2 * plain[r]["lse"]
+            by_head = reference.flat(bounds[r]["O"]), reference.flat(bounds[r]["lse"])
+            roundings_of_O = _two_roundings(reference.flat(value["O"]), size, kernel.coarsest)
+            by_head[0][...] += (2 * plain[r]["O"] + roundings_of_O)[:, None, None]
+            by_head[1][...] += 2 * plain[r]["lse"][:, None]
         for name, bound in bounds[r].items():
             bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
@@ -279,7 +294,7 @@ def expected_gradients(
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
     sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
-    arrays = _ArrayGradients(wrt or {}, kernels, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+    arrays = _ArrayGradients(wrt or {}, kernels)
     for tile in reference.tiles(q, k, v, sink=sink, **score):
         grad, its_out, its_lse, its_dlse = (
             reference.flat(x)[tile.where].astype(np.float64)
@@ -519,9 +534,10 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     return np.where(lost, np.inf, of_out), np.where(lost, np.inf, of_lse)
 
 
-def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, float]]:
-    """For "O" and "lse" of a tile: the bound of accumulation, the error of a plain computation."""
-    exact, bounds, errors = work.attend()[:2], _bounds(work, kernel), [0.0, 0.0]
+def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, Array]]:
+    """For "O" and "lse" of a tile: the bound of accumulation, errors of a plain computation."""
+    exact, bounds = work.attend()[:2], _bounds(work, kernel)
+    errors = [np.zeros_like(x) for x in exact]
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
     # not for a power of two.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
@@ -530,7 +546,7 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, f
         out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
             judged = np.isfinite(bounds[i])
-            errors[i] = max(errors[i], _largest((plain - exact[i])[judged]))
+            errors[i] = np.maximum(errors[i], np.where(judged, np.abs(plain - exact[i]), 0.0))
             if kernel.rounds_by_design:
                 overflown = ~np.isfinite(plain) & (plain != exact[i]) & ~np.isnan(exact[i])
                 bounds[i][overflown] = np.inf
@@ -661,21 +677,14 @@ def _errors_before_slopes(
 class _ArrayGradients:
     """The gradients of arrays that texts read, and their bounds.
 
-    given: the arrays by name. pairs: of all batch elements and heads.
-
-    A kernel adds multiples of a power of two, so that sums are exact: each term is off by half of
-    2**-61 of the largest one times 64 * pairs, rounded up to a power of two.
+    given: the arrays by name. Each pair adds its own errors to the bound of the element it reads:
+    what other elements get does not count.
     """
 
-    def __init__(
-        self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic], pairs: int
-    ) -> None:
+    def __init__(self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic]) -> None:
         self.given, self.kernels = given, kernels
         self.value = {name: np.zeros(x.shape) for name, x in given.items()}
         self.bounds = {r: {name: np.zeros(x.shape) for name, x in given.items()} for r in kernels}
-        self.terms = {name: np.zeros(x.shape) for name, x in given.items()}
-        self.largest = dict.fromkeys(given, 0.0)
-        self.step = 2.0 ** ((64 * pairs).bit_length() - 61)
 
     def add(self, work: _BackwardWork) -> None:
         """Adds the terms of a tile."""
@@ -688,9 +697,6 @@ class _ArrayGradients:
             term = np.where(counts, dx * _or_0(number.slope), 0.0)
             index = tuple(np.broadcast_to(x, shape) for x in at)
             np.add.at(self.value[name], index, term)
-            np.add.at(self.terms[name], index, counts)
-            largest = np.abs(_finite(term)).max(initial=0.0)
-            self.largest[name] = max(self.largest[name], float(largest))
         for r, kernel in self.kernels.items():
             self._add_bounds(work, kernel, self.bounds[r])
 
@@ -704,11 +710,12 @@ class _ArrayGradients:
         given, _ = _score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
         lost = _lost_pairs(work, modified, kernel)
         error = given * (kernel.eps / eps)
+        of_sum = 1.2 * _DOUBLE_EPS * (np.sqrt(tile.visible_keys) + 4)
         pairs = scores, tile.place, tile.masked
         for name, at, number in tile.mods.accesses(*pairs, self.given, error=error, eps=eps):
             slope = np.abs(_finite(np.broadcast_to(_or_0(number.slope), size.shape)))
             of_slope = eps * np.broadcast_to(_or_0(number.slope_error), size.shape)
-            bound = slope * ds + (2 * eps * slope + of_slope) * size + kernel.tiny
+            bound = slope * ds + ((2 * eps + of_sum) * slope + of_slope) * size + kernel.tiny
             if lost is not None:
                 bound = np.where(lost, np.inf, bound)
             bound = np.where(step.left_out, 0.0, bound)
@@ -716,7 +723,7 @@ class _ArrayGradients:
 
     def bound(self, rounding: Any, name: str, dtype: str) -> Array:
         """The bound of a gradient that is rounded to the dtype of its array."""
-        found = self.bounds[rounding][name] + self.terms[name] * self.largest[name] * self.step
+        found = self.bounds[rounding][name]
         add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
         return found
 
@@ -806,15 +813,27 @@ def _score_size(tile: reference.Tile, dtype: Any) -> Array:
     return size.max(-1, keepdims=True, initial=0.0)
 
 
-def _two_roundings(value: Array, precision: str) -> float:
-    """2 * max|((x + 0.3) - 0.3) - x| in `precision`, for the finite x of `value`."""
-    largest, all_x = 0.0, value.ravel()
-    for first in range(0, value.size, _BLOCK):
-        x = reference.rounded(all_x[first : first + _BLOCK], precision)
-        there = reference.rounded(x + np.float32(0.3), precision)
-        back = reference.rounded(there - np.float32(0.3), precision)
-        largest = max(largest, _largest(back - x))
-    return 2 * largest
+def _two_roundings(value: Array, size: Array, precision: str) -> Array:
+    """Of each head 2 * max|((x + s) - s) - x| in `precision`, for its finite x and 0.3 of its size.
+
+    value [heads, rows, dv], size [heads].
+    """
+    found = np.zeros(len(value))
+    some_rows = max(1, _BLOCK // max(value.shape[-1], 1))
+    for head, first in product(range(len(value)), range(0, value.shape[1], some_rows)):
+        x = reference.rounded(value[head, first : first + some_rows], precision)
+        shift = np.float32(0.3 * size[head])
+        there = reference.rounded(x + shift, precision)
+        back = reference.rounded(there - shift, precision)
+        found[head] = max(found[head], _largest(back - x))
+    return 2 * found
+
+
+def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
+    """Raises numbers of heads to the largest finite ones of a tile, [n, rows] or [n, rows, dv]."""
+    some = of_heads[tile.where[0]]
+    largest = found.max(tuple(range(1, found.ndim)), initial=0.0, where=np.isfinite(found))
+    np.maximum(some, largest, out=some)
 
 
 def _expected_rows(x: Array, kernel: Arithmetic) -> tuple[Expected, Expected]:

@@ -1,40 +1,89 @@
 #pragma once
 // Sums of numbers that many threads add in any order, with the same bits each time: as multiples of
-// a power of two that is chosen by the largest number, so that 64 bits hold the sum. Numbers that
-// are not finite are noted instead.
+// a power of two, which whole numbers hold exactly. Each element has a power of its own, by the
+// largest of the numbers that are added to it: what other elements sum does not change its error.
+// Where one word would lose numbers that are small, but many, a second one holds what the first
+// one cuts off. Numbers that are not finite are noted instead.
+
+#include <tile/warp.cuh>
 
 struct ExactSums {
-  unsigned long long* largest;  // of each array the bits of the largest magnitude, as of a double
-  long long* sums;
+  int* exponents;   // of each element: that of its largest number, as a double has it, plus 1
+  long long* sums;  // [words, elements]
   unsigned* flags;  // 1: infinity, 2: -infinity, 4: NaN has been added
   int bits;         // an element gets fewer than 2^bits numbers
 
-  // The power of two that numbers of an array are multiplied by.
-  __device__ __forceinline__ int shift(int array) const {
-    const int exponent = int(largest[array] >> 52) - 1022;
-    return min(61 - exponent - bits, 1000);
-  }
   __device__ __forceinline__ static double power(int exponent) {
     return __builtin_bit_cast(double, (long long)(1023 + exponent) << 52);
   }
+  // x * 2^exponent, which may be beyond the powers that a double has.
+  __device__ __forceinline__ static double scaled(double x, int exponent) {
+    return x * power(exponent / 2) * power(exponent - exponent / 2);
+  }
   __device__ __forceinline__ static bool is_finite(double x) { return fabs(x) < infinity; }
 
-  __device__ __forceinline__ void note(int array, double x) const {
+  // The bits that a number has in a word.
+  __device__ __forceinline__ int width() const { return 61 - bits; }
+  // Numbers of an element times 2^shift are below 2^width.
+  __device__ __forceinline__ int shift(long long element) const {
+    return width() + 1023 - exponents[element];
+  }
+  __device__ __forceinline__ void add_whole(long long place, double x) const {
+    if (x != 0)
+      atomicAdd(reinterpret_cast<unsigned long long*>(&sums[place]),
+                (unsigned long long)(long long)x);
+  }
+
+  __device__ __forceinline__ void note(long long element, double x) const {
     if (x != 0 && is_finite(x))
-      atomicMax(&largest[array], __builtin_bit_cast(unsigned long long, fabs(x)));
+      atomicMax(&exponents[element],
+                1 + int(__builtin_bit_cast(unsigned long long, fabs(x)) >> 52));
   }
-  __device__ __forceinline__ void add(int array, long long element, double x) const {
-    if (!is_finite(x))
+  // After all numbers have been noted.
+  __device__ __forceinline__ void add(long long element, double x) const {
+    if (!is_finite(x)) {
       atomicOr(&flags[element], x != x ? 4u : x > 0 ? 1u : 2u);
-    else if (x != 0)
-      atomicAdd(reinterpret_cast<unsigned long long*>(&sums[element]),
-                (unsigned long long)(long long)rint(x * power(shift(array))));
+    } else if (x != 0) {
+      const double number = scaled(x, shift(element)),
+                   whole = words == 1 ? rint(number) : trunc(number);
+      add_whole(element, whole);
+      if (words == 2) add_whole(elements + element, rint((number - whole) * power(width())));
+    }
   }
-  __device__ __forceinline__ double sum(int array, long long element) const {
+  __device__ __forceinline__ double sum(long long element) const {
     const unsigned found = flags[element];
     const double infinite = found == 1 ? infinity : -infinity;
     if (found) return found < 3 ? infinite : infinite - infinite;
-    const int back = -shift(array);
-    return double(sums[element]) * power(max(back, -1000) / 2) * power(back - back / 2);
+    double number = double(sums[element]);
+    if (words == 2) number += double(sums[elements + element]) * power(-width());
+    return scaled(number, -shift(element));
+  }
+};
+
+// Numbers of a lane for the same element, summed in their order until it is another's turn.
+struct Run {
+  long long element = -1;  // none yet
+  double sum = 0;
+
+  // Calls body(element, sum) when a run ends.
+  template <class Body>
+  __device__ __forceinline__ void add(long long to, double x, Body body) {
+    if (to != element) {
+      if (element >= 0) body(element, sum);
+      *this = {to, 0};
+    }
+    sum += x;
+  }
+  // Ends the runs of a warp: as one, if they are of the same element.
+  template <class Body>
+  __device__ __forceinline__ void end(int lane, Body body) const {
+    const unsigned begun = __ballot_sync(full_warp, element >= 0);
+    const long long first = __shfl_sync(full_warp, element, max(__ffs(begun) - 1, 0));
+    if (__all_sync(full_warp, element < 0 || element == first)) {
+      const double of_warp = warp_sum(sum);
+      if (lane == 0 && begun) body(first, of_warp);
+    } else if (element >= 0) {
+      body(element, sum);
+    }
   }
 };
