@@ -20,6 +20,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
+#include <forward/parts/float_sums.cuh>
 #include <forward/parts/own_maxima.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/dependent_launch.cuh>
@@ -55,6 +56,7 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
+  SumsOfWarpgroups<width, consumers, sums_are_shared> sums;
   Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -83,13 +85,13 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// O += P V, of e4m3: V lies transposed.
+// O = P V, or O += P V if it is to be `added`, of e4m3: V lies transposed.
 __device__ __forceinline__ void begin_output(const Values& V, const PackedP& P,
-                                             Fragments<step, width>& O) {
+                                             Fragments<step, width>& O, bool added) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Bc / depth; ++k)
-    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * wgmma_bytes, true);
+    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * wgmma_bytes, added || k > 0);
   wgmma_commit_group();
 }
 
@@ -142,6 +144,8 @@ struct Consumer {
   Units units = {};
   Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
+  OwnSums<width> sums;
+  int tiles = 0;  // of keys whose sums O has
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
@@ -161,7 +165,8 @@ struct Consumer {
   }
   __device__ __forceinline__ void begin_output() {
     shared.V_pipeline.wait(values);
-    ::begin_output(shared.V[values.stage], P, O);
+    ::begin_output(shared.V[values.stage], P, O, tiles > 0);
+    ++tiles;
   }
   __device__ __forceinline__ void release_keys() {
     shared.K_pipeline.release(keys);
@@ -274,7 +279,14 @@ struct Consumer {
     wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
     release_values();
     pack_operands(S, P);
-    if (risen) scale_rows(O, factor);
+    if (risen) {
+      scale_rows(O, factor);
+      sums.scale(factor);
+    }
+    if (tiles == summed) {
+      sums.take(O);
+      tiles = 0;
+    }
   }
 
   __device__ __forceinline__ void run(const RowTile& task) {
@@ -288,15 +300,16 @@ struct Consumer {
       advance(task, first_key);
     begin_output();
     wgmma_wait_group<0>(flat(O));
+    sums.add_to(O);
   }
 };
 
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
-    const float* V_scale, Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
-    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
-    const __grid_constant__ Mods mods) {
+    const float* V_scale, float* sums_in_memory, Tensor<const scalar> Q, Tensor<const scalar> K,
+    Tensor<const scalar> V, Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group,
+    real scale, const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
@@ -320,6 +333,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
       e4m3_inputs ? 1 : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
   const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
   Consumer consumer = {shared, sizes, scorer, warpgroup, scales, descales};
+  consumer.sums.lie_in(shared.sums.of(warpgroup, sums_in_memory));
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
