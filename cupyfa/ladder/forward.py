@@ -975,7 +975,7 @@ def tiles_in_14_bits(p: Problem) -> int:
 
 def sums_in_memory(p: Problem, c: SimpleNamespace) -> int:
     """How many sums lie in global memory: none if tensor cores make those of all keys."""
-    is_short = p.N <= tiles_in_14_bits(p) * c.Bc
+    is_short = tiles_in_14_bits(p) * c.Bc >= p.N
     return 0 if sums_are_shared(p) or is_short else row_tiles(p, c) * fp8_sums(p, c)
 
 
