@@ -426,14 +426,15 @@ class Arithmetic:
 
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
     """The errors of scaled scores whose terms add up to `size`: in eps, and by design."""
+    d = tile.q.shape[-1]
+    by_design = kernel.rounded_product(size, d)
     if kernel.e4m3_inputs:
         cut = _cut_off(tile)
         if size.shape != cut.shape:  # of rows
             cut = np.where(False if tile.masked is None else tile.masked, 0.0, cut)
             cut = cut.max(-1, keepdims=True, initial=0.0)
-        return np.where(np.isinf(size), np.inf, cut), 0.0
-    d = tile.q.shape[-1]
-    return np.sqrt(d + 3) * size, kernel.rounded_product(size, d)
+        return np.where(np.isinf(size), np.inf, cut), by_design
+    return np.sqrt(d + 3) * size, by_design
 
 
 def _cut_off(tile: reference.Tile) -> Array:
