@@ -60,7 +60,15 @@ so that its largest number is in the last binade; scores and O stay float32, and
 to the dtype of results. Tensor cores keep about 14 bits of a sum of such products, so the eps of
 the sums is 2**-13. What NaN reaches in the plain computation may hold anything: the format has no
 infinity. Inputs in that format, times their descales, are exact: r is 0, and the plain computation
-rounds P alone.
+rounds P alone. Then `score` is what tensor cores cut off 32 products and the sum before, step by
+step, and off their sum: each time half a unit on average, towards 0, and six standard deviations. A
+unit is eps of the largest product or sum, and s the sum of the signs of products:
+
+    score = |scale| * (sum of (|s| / 2 + 1) * top + 10 * sqrt(sum of top**2)) over the steps,
+    top = max(max|q| * max|k|, |sum before|, |sum after|)
+
+The kernel adds sums of at most 512 keys in float32, or 2,048 above dv = 128. Of values of one sign
+these lose 2**-15 for each of their keys, no more than the rounding of P, for which O has a bound.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
 0 and about the sink. If a partial sum of q * k may exceed the range of the kernel's sums, with the
@@ -117,6 +125,8 @@ Array = NDArray[Any]
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
+_DEPTH = 32  # products of e4m3 that tensor cores add at a time
+_SPREAD = 10.0  # six standard deviations of what is cut off these and the sum before
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # elements that show a rounding
 _SMALL = 0.01  # a relative error of weights that is one of rounding
@@ -435,7 +445,30 @@ class Arithmetic:
 def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tuple[Array, Array]:
     """The errors of scaled scores whose terms add up to `size`: in eps, and by design."""
     d = tile.q.shape[-1]
-    return np.sqrt(d + 3) * size, kernel.rounded_product(size, d)
+    by_design = kernel.rounded_product(size, d)
+    if kernel.e4m3_inputs:
+        cut = _cut_off(tile)
+        if size.shape != cut.shape:  # of rows
+            cut = np.where(False if tile.masked is None else tile.masked, 0.0, cut)
+            cut = cut.max(-1, keepdims=True, initial=0.0)
+        return np.where(np.isinf(size), np.inf, cut), by_design
+    return np.sqrt(d + 3) * size, by_design
+
+
+def _cut_off(tile: reference.Tile) -> Array:
+    """What sums of products of e4m3 may lose of each scaled score, in eps, [n, rows, keys]."""
+    q, k = _finite(tile.q), _finite(tile.k)
+    total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
+    for first in range(0, q.shape[-1], _DEPTH):
+        some = slice(first, first + _DEPTH)
+        a, b = q[..., some], k[..., some]
+        product = np.abs(a).max(-1)[..., :, None] * np.abs(b).max(-1)[..., None, :]
+        top = np.maximum(product, np.abs(total))
+        total += a @ b.mT
+        np.maximum(top, np.abs(total), out=top)
+        mean += (np.abs(np.sign(a) @ np.sign(b).mT) / 2 + 1) * top
+        spread += top**2
+    return np.abs(tile.scale) * (mean + _SPREAD * np.sqrt(spread))
 
 
 class _Work:
@@ -582,8 +615,9 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = out_bound + kernel.output_unit * np.abs(_finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    lse_bound = (eps * (score + 1.2 * total) + by_design + of_lse)[..., 0]
-    lse_bound = lse_bound + eps * 2 * np.abs(_finite(lse))
+    own = float(kernel.accumulator.eps)  # of sums that are no products
+    lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
+    lse_bound = lse_bound + own * 2 * np.abs(_finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]
     if tile.unsure is not None:
         lost |= tile.unsure.any(-1)

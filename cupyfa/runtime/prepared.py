@@ -204,11 +204,13 @@ class Prepared(OfThisProcess):
         check: bool = False,
         progress: Progress | None = None,
         devices: tuple[int, ...] = (),
+        capturing: bool = False,
     ) -> Any:
         """The call, for arrays that are known to be like those that it was made for.
 
         ``targets`` are the caller's arrays for the results, each None for a new one. ``devices``
-        are several that share the work on arrays of the host, the current one first.
+        are several that share the work on arrays of the host, the current one first. ``capturing``:
+        whether a graph is captured, and memory may be allocated all the same.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
@@ -217,6 +219,9 @@ class Prepared(OfThisProcess):
         if device != self._device:
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets)
+        if stream and not capturing and backend.is_capturing:
+            with backend.working_on(arrays[0]):
+                return self.run(arrays, targets, capturing=True)
         try:
             given = (*map(backend.address, arrays), *self._bound_at)
             if targets is not self._all_new and not self._takes(targets, given):
@@ -225,7 +230,7 @@ class Prepared(OfThisProcess):
                 backend.empty(*new) if mine is None else mine
                 for mine, new in zip(targets, self._new)
             ]
-            space = self._workspace.at(stream)  # which must live until the launch
+            space = self._workspace.at(stream, capturing)  # which must live until the launch
             every = (*given, *map(backend.address, results), *space[1])
             if self._mask and any(x & self._mask for x in every):
                 return self._in_general(arrays, targets, check, progress)
@@ -233,7 +238,7 @@ class Prepared(OfThisProcess):
                 launcher(every, stream)
             except Misaligned:
                 return self._in_general(arrays, targets, check, progress)
-            if stream is not None and stream != PER_THREAD:
+            if stream is not None and stream != PER_THREAD and not capturing:
                 make = partial(self._fixed, every, stream, space)
                 self._repeats.remember(where, arrays, targets, results, make)
         except backend.failures:

@@ -114,8 +114,6 @@ class Repeats:
         repeat = self.known.get(key)
         if repeat is None and not self._came_before(given):
             return
-        if where[1] and self._backend.is_capturing:
-            return
         if repeat is None:
             repeat = Repeat(given, partial(self.known.pop, key))
         if not own:

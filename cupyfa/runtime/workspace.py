@@ -57,7 +57,6 @@ class Workspace:
         self._device = backend.device
         self.by_stream: dict[Any, Space] = {}
         self._by_graph: dict[Any, Space] = {}
-        self._spares: list[Space] = []  # for the next graph: while it is captured, none can be had
         self._starts, self._bytes = _laid_out(plan, names)
         # Between the launches of a call other threads may launch, in the same stream, calls of one
         # launch only: so these have another workspace.
@@ -68,29 +67,24 @@ class Workspace:
         return bool(self._names)
 
     def new(self) -> dict[str, Any]:
-        """New arrays for all temporaries; with ``keep`` they serve the first stream."""
-        arrays = {name: allocated(self._backend, self._plan, name) for name in self._names}
-        if self._keep and arrays:
-            self._spares.append(self._space(arrays))
-        return arrays
+        """New arrays for all temporaries."""
+        return {name: allocated(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
         """Drops the memory of streams; that of graphs stays."""
         self.by_stream.clear()
 
-    def at(self, stream: Any) -> Space:
-        """Memory for work in a stream, the backend's current one."""
+    def at(self, stream: Any, capturing: bool = False) -> Space:
+        """Memory for work in a stream, the backend's current one, which may be captured."""
         if not self._names:
             return NO_SPACE
         if stream is None:  # calls of other threads run at the same time
             return self._space()
         key: Any = stream if stream != PER_THREAD else (stream, _this_thread())
-        if stream and self._backend.is_capturing:
+        if capturing:
             return self._of_graph(key)
         if not self._keep:
             return self._shared(key)
-        if not self._spares:
-            self._spares.append(self._space())
         found = self.by_stream.get(key)
         if found is None:
             if len(self.by_stream) >= MOST:
@@ -106,11 +100,7 @@ class Workspace:
             return made
         found = self._by_graph.get(key)
         if found is None:
-            try:
-                found = self._spares.pop()
-            except IndexError:
-                found = self._space()
-            self._by_graph[key] = found
+            found = self._by_graph[key] = self._space()
         return found
 
     def _shared(self, stream: Any) -> Space:
@@ -130,9 +120,8 @@ class Workspace:
         self._recent = memory, stream, space
         return space
 
-    def _space(self, arrays: dict[str, Any] | None = None) -> Space:
-        if arrays is None:
-            arrays = {name: allocated(self._backend, self._plan, name) for name in self._names}
+    def _space(self) -> Space:
+        arrays = self.new()
         return arrays, tuple(map(self._backend.address, arrays.values()))
 
 

@@ -1,14 +1,19 @@
 """float8_e4m3: conversions and products in the simulator, kernels that use it, accuracy."""
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.device_code import code
-from helpers.hopper_code import WRITE, launch
+from helpers import e4m3_sums
+from helpers.device_code import code, launch_on_device
+from helpers.hopper_code import HEAD, WRITE, launch
 from helpers.problems import FORWARD, inputs_of
 
 import cupyfa
 from cupyfa import Problem
+from cupyfa.dtypes import INPUTS
+from cupyfa.ladder.forward import tiles_in_14_bits
 from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
@@ -50,11 +55,8 @@ def test_conversions_are_to_nearest_even_and_saturate():
     assert (got[~numbers] & 0x7F == 0x7F).all()
 
 
-@pytest.mark.parametrize("in_registers", [False, True])
-def test_products(in_registers):
-    """A [64][128] times B [128][32], whose values sum exactly."""
-    rng = np.random.default_rng(1)
-    a, b = (rng.integers(-4, 5, (n, 128)).astype(np.float32) for n in (64, 32))
+def products(a, b, in_registers=False, run=launch):
+    """A [64][128] times B [128][32]."""
     order = np.arange(8) ^ np.arange(64)[:, None] % 8
 
     def boxed(x):
@@ -69,8 +71,77 @@ def test_products(in_registers):
     """
     body = code("products", product=registers if in_registers else from_shared)
     c = np.zeros((64, 32), np.float32)
-    launch(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=head)
-    assert (c == a @ b.T).all()
+    run(body + WRITE.format(n=32), boxed(a), boxed(b), c, head=head)
+    return c
+
+
+def on_device(body, *operands, head):
+    how = {"names": "abc", "threads": 128, "shared_bytes": 1 << 15, "arch": "90a"}
+    launch_on_device(body, *operands, head=f"{HEAD}\n{head}", **how)
+
+
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_products(in_registers):
+    """Of values that sum exactly."""
+    rng = np.random.default_rng(1)
+    a, b = (rng.integers(-4, 5, (n, 128)).astype(np.float32) for n in (64, 32))
+    assert (products(a, b, in_registers) == a @ b.T).all()
+
+
+SUMS = [(x, y) for x in e4m3_sums.KINDS for y in (False, True)]
+
+
+@pytest.mark.parametrize("kind, in_registers", SUMS)
+def test_sums_are_cut_off(kind, in_registers, run=launch):
+    """As helpers.e4m3_sums emulates it, bit by bit."""
+    a, b = (e4m3_sums.drawn(kind, (n, 128), seed=n) for n in (64, 32))
+    np.testing.assert_array_equal(products(a, b, in_registers, run), e4m3_sums.multiplied(a, b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind, in_registers", SUMS)
+def test_sums_are_cut_off_on_a_device(hopper, kind, in_registers):
+    test_sums_are_cut_off(kind, in_registers, on_device)
+
+
+def _long_sums():
+    for d, N, dtype in product((64, 128, 192), (1000, 8192), ("float8_e4m3fn", "float16")):
+        is_quick = (d, N) == (64, 8192)
+        yield pytest.param(d, N, dtype, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("d, N, dtype", list(_long_sums()))
+def test_sums_of_many_values_of_one_sign(backend, d, N, dtype, causal):
+    """14 bits alone would lose a sixth of 8,192 values, and three quarters of 65,536.
+
+    Of a sum of n keys, half of 2^-13 of the sum so far is cut off each: at most n 2^-15 of all.
+    """
+    of, rng = INPUTS[dtype].numpy, np.random.default_rng(N)
+    v = rng.uniform(0.5, 1, (1, 1, N, d)).astype(of)
+    q, k = (rng.standard_normal((1, 1, n, d)).astype(of) for n in (64, N))
+    how = {"kernel": "wgmma_fp8", "backend": backend, "causal": causal, "out_dtype": "float32"}
+    on_host = isinstance(backend, Simulator)
+    out = attended(q, k, v, **how) if on_host else attended_on_device(q, k, v, **how)
+    exact, _ = reference.attention(
+        *(x.astype(float) for x in (q, k, v)),
+        scale=d**-0.5,
+        causal_offset=N - 64 if causal else None,
+    )
+    plan = planned(backend, M=64, N=N, d=d, dtype=dtype)
+    keys = plan.constants["Bc"] * tiles_in_14_bits(plan.problem)
+    np.testing.assert_allclose(out, exact, rtol=keys * 2**-15 + 0.005)
+
+
+def attended(*arrays, **how):
+    return cupyfa.attention(*arrays, **how)
+
+
+def attended_on_device(*arrays, backend, **how):
+    try:
+        return backend.download(attended(*map(backend.upload, arrays), backend=backend, **how))
+    except cupyfa.Unsupported as reason:
+        pytest.skip(str(reason))
 
 
 def test_float8_must_be_requested():

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from helpers import e4m3_sums
 from hypothesis import given, settings, strategies as st
 
 from cupyfa.errors import WrongResult
@@ -511,3 +512,18 @@ def test_an_infinite_value_of_a_vanishing_weight_may_be_nan():
         assert attention_verdicts({"O": out}, q, k, v, **kwargs)[0].passed
     wrong = np.array([np.nan, np.nan], "f4").reshape(1, 1, 1, 2)
     assert not attention_verdicts({"O": wrong}, q, k, v, **kwargs)[0].passed
+
+
+@pytest.mark.parametrize("kind", e4m3_sums.KINDS)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_of_e4m3_have_the_error_of_their_sums(kind, d):
+    """With one key lse is a score. Random sums come near the bound, and none exceeds it."""
+    q, k = (e4m3_sums.drawn(kind, (1, 1, n, d), n) for n in (2000, 1))
+    scale = 3 * d**-0.5
+    want = tolerance.expected_attention(
+        *(q, k, k), dtype="float8_e4m3fn", roundings=["float8_e4m3"], scale=scale
+    )["float8_e4m3"]["lse"]
+    off = np.abs(scale * e4m3_sums.multiplied(q[0, 0], k[0, 0])[:, 0] - want.value[0, 0])
+    largest = (off / want.bound[0, 0]).max()
+    assert largest < 1
+    assert largest > 0.1 or kind == "positive", f"{largest}"

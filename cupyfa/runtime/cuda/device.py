@@ -29,6 +29,17 @@ ARRAY = cupy.ndarray
 _raw_kernel = cache(cupy.RawKernel)
 _STATIC_LIMIT = 48 * 1024  # bytes; more shared memory must be requested
 _CAPTURING = range(900, 909)  # errors of calls that are not allowed during a capture
+_IN_CAPTURES = (
+    "while a CUDA graph is captured, call in the captured stream, on arrays in GPU memory, without "
+    "check=True"
+)
+_RELAXED = 2  # CUstreamCaptureMode
+_LEGACY = 0  # the address of the stream that CuPy uses unless another is chosen
+_OTHER_STREAM = (
+    "torch's current stream is captured as a CUDA graph, and CuPy's is the legacy stream, whose "
+    "work cannot be: call inside of "
+    "`with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):`"
+)
 # Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
 # device starts it; if it has not, the call is timed again with more cycles. About 0.3 ms and 3 ms.
 _HEAD_STARTS = (600_000, 6_000_000)
@@ -51,15 +62,21 @@ def unavailable() -> str | None:
 
 
 class _Working:
-    """A device made current, and its failures turned into DeviceError, in one line."""
+    """A device made current, and its failures turned into DeviceError, in one line.
+
+    Meanwhile this thread may allocate memory although it captures a stream. In the usual modes,
+    those of ``torch.cuda.graph``, that would make the capture invalid.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
     def __enter__(self) -> None:
         self._device.__enter__()
+        self._mode = _exchange_capture_mode(_RELAXED)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        _exchange_capture_mode(self._mode)
         found = _device_error(error) if error is not None else None
         self._device.__exit__(kind, error, trace)
         if found is not None:
@@ -77,6 +94,8 @@ def _device_error(error: BaseException) -> DeviceError | None:
     if isinstance(error, runtime.CUDARuntimeError | driver.CUDADriverError):
         no_memory = any(x in str(error) for x in ("MemoryAllocation", "OUT_OF_MEMORY"))
         what = f"the device failed: {error}"
+        if error.status in _CAPTURING:  # the context is not lost
+            return DeviceError(f"{what}; {_IN_CAPTURES}")
         return OutOfMemory(what) if no_memory else _failed(what)
     if type(error).__name__ == "CUBLASError":  # cuBLAS may not be installed
         return _failed(f"cuBLAS failed: {error}")
@@ -88,7 +107,7 @@ def _failed(what: str) -> DeviceError:
     try:
         runtime.deviceSynchronize()
     except runtime.CUDARuntimeError as found:
-        if found.status in _CAPTURING:  # the context is not lost
+        if found.status in _CAPTURING:
             return DeviceError(what)
         return DeviceLost(
             f"{what}; this process's CUDA context is lost, with all that was on the device: "
@@ -227,21 +246,25 @@ class Cuda(Backend):
         None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
         """
         torch: Any = sys.modules["torch"]
+        device, stream = self.current()
+        if (theirs := torch.cuda.current_stream(device).cuda_stream) != stream:
+            if stream == _LEGACY and runtime.streamIsCapturing(theirs):
+                raise Unsupported(_OTHER_STREAM, "no work of CuPy's stream can be captured")
+            return None
         try:
-            device = runtime.getDevice()
-            if torch.cuda.current_stream(device).cuda_stream != get_current_stream().ptr:
-                return None
             seen = [_of_tensor(torch, x, device) for x in tensors]
         except Exception:  # an unknown kind of tensor: left to DLPack
             return None
         return None if any(x is None for x in seen) else seen
 
     def upload(self, array: np.ndarray) -> Any:
+        self._refuse_capture()
         if array.dtype == E4M3:  # which CuPy does not know
             return cupy.asarray(array.view(np.uint8)).view(E4M3)
         return cupy.asarray(array)
 
     def download(self, array: Any) -> np.ndarray:
+        self._refuse_capture()
         if array.dtype == E4M3:
             return cupy.asnumpy(array.view(np.uint8)).view(E4M3)
         return cupy.asnumpy(array)
@@ -347,8 +370,19 @@ class Cuda(Backend):
     def synchronize(self) -> None:
         cupy.cuda.Device().synchronize()
 
+    def _refuse_capture(self) -> None:
+        """Raises Unsupported where numbers cross the bus during a capture."""
+        if (stream := get_current_stream().ptr) and runtime.streamIsCapturing(stream):
+            raise Unsupported(
+                "numbers are copied between the host and the GPU, and a CUDA graph is captured, "
+                "which would not copy them when it is launched: give arrays in GPU memory, leave "
+                "out check=True, and make the call once before the capture",
+                "copies cannot be captured",
+            )
+
     @contextmanager
     def lanes(self) -> Iterator[Any]:
+        self._refuse_capture()
         free = self._lanes.setdefault(runtime.getDevice(), [])
         try:
             lanes = free.pop()
@@ -555,7 +589,7 @@ def _launch_kernel_ex() -> Any:
     """
     version = ctypes.c_int()
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = _driver()
         library.cuDriverGetVersion(ctypes.byref(version))
         function = library.cuLaunchKernelEx
     except (OSError, AttributeError):
@@ -563,11 +597,24 @@ def _launch_kernel_ex() -> Any:
     return function if version.value >= _CAPTURES_EARLY_LAUNCHES else None
 
 
+def _exchange_capture_mode(mode: int) -> int:
+    """Sets which calls are allowed in this thread during captures; returns what it was before."""
+    exchanged = ctypes.c_int(mode)
+    if status := _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged)):
+        driver.check_status(status)
+    return exchanged.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 @cache
 def _encode_tiled() -> Any:
     """The driver's cuTensorMapEncodeTiled, for which CuPy has no function."""
     try:
-        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        function = _driver().cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise DeviceError(
             f"the driver has no cuTensorMapEncodeTiled ({error}); install one for CUDA 12 or newer"

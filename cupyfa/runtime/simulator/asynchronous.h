@@ -853,10 +853,6 @@ inline int numbers_in_chunk(Format format) {
   return format == Format::e4m3 ? 16 : 8;
 }
 
-inline int depth_of(Format format) {
-  return format == Format::e4m3 ? max_depth : product_depth;
-}
-
 // 16 bytes as numbers; returns how many.
 inline int widen_chunk(float (&to)[16], const unsigned char* chunk, Format format) {
   if (format == Format::e4m3) {
@@ -923,16 +919,60 @@ void read_registers(Factors& factors, const Product& product) {
   }
 }
 
+typedef float Columns __attribute__((vector_size(64), aligned(4)));
+typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
+constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
+
+inline ColumnBits bits_of(const Columns& x) {
+  return reinterpret_cast<const ColumnBits&>(x);
+}
+inline Columns of_bits(const ColumnBits& x) {
+  return reinterpret_cast<const Columns&>(x);
+}
+inline Columns larger(const Columns& a, const Columns& b) {
+  return a > b ? a : b;
+}
+
+// The powers of two of numbers, of subnormal ones of e4m3 that of normal ones; 0 of 0.
+inline Columns powers_of_e4m3(const Columns& x) {
+  Columns power = larger(of_bits(bits_of(x) & 0x7f800000), Columns{} + 0x1p-6f);
+  return x == 0 ? Columns{} : power;
+}
+
+// Sums of e4m3 as an H100 makes them: the 32 products and the sum so far are cut off at 2^-13 of
+// the largest power of two among them, and so is their sum, at 2^-13 of its own. The power of a
+// product is that of its factors, so the product may be almost four times as large.
+void add_e4m3_product(Sums& sums, const Factors& factors) {
+  for (int row = 0; row < product_rows; ++row) {
+    for (int first = 0; first < sums.columns; first += width_of_columns) {
+      Columns& sum = *reinterpret_cast<Columns*>(sums.values + row * sums.columns + first);
+      auto a = [&](int k) { return Columns{} + factors.a[row][k]; };
+      auto b = [&](int k) { return *reinterpret_cast<const Columns*>(factors.b[k] + first); };
+      Columns top = of_bits(bits_of(sum) & 0x7f800000), plain = sum;
+      for (int k = 0; k < max_depth; ++k)
+        top = larger(top, powers_of_e4m3(a(k)) * powers_of_e4m3(b(k)));
+      Columns per_unit = 0x1p13f / (top == 0 ? Columns{} + 1 : top);
+      ColumnBits units = __builtin_convertvector(sum * per_unit, ColumnBits);
+      for (int k = 0; k < max_depth; ++k) {
+        units += __builtin_convertvector(a(k) * b(k) * per_unit, ColumnBits);
+        plain += a(k) * b(k);
+      }
+      Columns made = __builtin_convertvector(units, Columns) / per_unit;
+      made = of_bits(bits_of(made) & ~0x3ff);  // 13 of 23 bits after the point
+      sum = plain == plain ? made : plain;     // NaN
+    }
+  }
+}
+
 // Products are added one by one along the depth, each sum rounded. A device adds sixteen at a time,
-// or 32 of e4m3, with fewer bits.
-void add_product(Sums& sums, const Factors& factors, int depth) {
-  typedef float Columns __attribute__((vector_size(64), aligned(4)));
-  constexpr int width = sizeof(Columns) / sizeof(float);
+// with fewer bits.
+void add_product(Sums& sums, const Factors& factors) {
+  constexpr int width = width_of_columns;
   for (int row = 0; row < product_rows; ++row) {
     float* d = sums.values + row * sums.columns;
     for (int column = 0; column < sums.columns; column += width) {
       Columns sum = *reinterpret_cast<const Columns*>(d + column);
-      for (int k = 0; k < depth; ++k) {
+      for (int k = 0; k < product_depth; ++k) {
         sum += factors.a[row][k] * *reinterpret_cast<const Columns*>(factors.b[k] + column);
       }
       *reinterpret_cast<Columns*>(d + column) = sum;
@@ -1221,7 +1261,11 @@ void make_product(Worker& worker, Warpgroup& group) {
   if (product->a.address == nullptr) read_registers(factors, *product);
   Sums& sums = *product->sums;
   if (!product->added) std::fill_n(sums.values, product_rows * sums.columns, 0.0f);
-  add_product(sums, factors, depth_of(product->format));
+  if (product->format == Format::e4m3) {
+    add_e4m3_product(sums, factors);
+  } else {
+    add_product(sums, factors);
+  }
   int component = products_of(worker, group);
   Epoch done = epoch_of(worker.floor + 1 + product->number, component);
   for_operands(worker, *product, [&](Arena& arena, const Operand& operand, int others) {

@@ -17,8 +17,8 @@
 // A product is made in the first wait for its group; until then D is NaN. Not as on a device:
 //
 // - A in registers is read when the product begins, so its registers may be written at once.
-// - Sums are rounded after each of the 16 products, or 32; a device adds these together first, and
-//   of e4m3 it keeps about 14 bits of what it adds to.
+// - Sums are rounded after each of the 16 products; a device adds these together first. Those of
+//   e4m3 have the 14 bits that an H100 keeps.
 // - Of the registers written without wgmma_fence, only those written after a wait are noticed.
 #include <ptx/mbarrier.cuh>
 #include <ptx/pack.cuh>

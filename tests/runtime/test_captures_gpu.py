@@ -1,0 +1,183 @@
+"""Calls while torch or CuPy captures their stream as a CUDA graph, in the strictest mode."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa.errors import Unsupported
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
+CAUSAL = {"causal": True}
+GRADIENTS = {**CAUSAL, "deterministic": True}
+FUNCTIONS = (
+    *("attention", "attention out=", "attention lse", "prepared", "prepared out="),
+    *("backward", "backward grads=", "prepared backward", "vjp", "ragged", "padded"),
+    *("decode", "decode out=", "decode and append", "prefix", "merge", "softmax"),
+)
+
+
+def numbers(x):
+    return np.asarray(x.float().cpu() if hasattr(x, "cpu") else x.get()).astype("f4")
+
+
+def calls(new, whole):
+    """Each function as a call without arguments, and an array of random numbers that it reads.
+
+    new: an array of a shape in bfloat16; whole: one of these whole numbers in int32.
+    """
+    q, k, v, dout, into = (new(2, 4, 200, 64) for _ in range(5))
+    grads = tuple(new(2, 4, 200, 64) for _ in range(3))
+    packed, starts, lengths = new(200, 4, 64), whole([0, 120, 200]), whole([150, 100])
+    token, new_k, new_v, its_out = (new(2, 4, 1, 64) for _ in range(4))
+    cache = cupyfa.KVCache(k, v, lengths, layout="hnd")
+    shared = new(1, 4, 70, 64)
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **CAUSAL)
+    attend = cupyfa.compile(q, k, v, **CAUSAL)
+    differentiate = cupyfa.compile_backward(dout, q, k, v, out, lse, **GRADIENTS)
+
+    def vjp():
+        result, pullback = cupyfa.attention_vjp(q, k, v, **GRADIENTS)
+        return result, *pullback(dout)
+
+    of_both = dout, q, k, v, out, lse
+    made = {
+        "attention": lambda: cupyfa.attention(q, k, v, **CAUSAL),
+        "attention out=": lambda: cupyfa.attention(q, k, v, out=into, **CAUSAL),
+        "attention lse": lambda: cupyfa.attention(q, k, v, return_lse=True, **CAUSAL),
+        "prepared": lambda: attend(q, k, v),
+        "prepared out=": lambda: attend(q, k, v, out=into),
+        "backward": lambda: cupyfa.attention_backward(*of_both, **GRADIENTS),
+        "backward grads=": lambda: cupyfa.attention_backward(*of_both, grads=grads, **GRADIENTS),
+        "prepared backward": lambda: differentiate(*of_both),
+        "vjp": vjp,
+        "ragged": lambda: cupyfa.attention_ragged(packed, packed, packed, starts, starts),
+        "padded": lambda: cupyfa.attention(q, k, v, lengths_k=lengths),
+        "decode": lambda: cupyfa.decode(token, cache),
+        "decode out=": lambda: cupyfa.decode(token, cache, out=its_out),
+        "decode and append": lambda: cupyfa.decode(token, cache, k=new_k, v=new_v),
+        "prefix": lambda: cupyfa.decode(token, cache, prefix=(shared, shared)),
+        "merge": lambda: cupyfa.merge([cupyfa.attention(q, k, v, return_lse=True)] * 2),
+        "softmax": lambda: cupyfa.softmax(q),
+    }
+    read = {"backward": dout, "ragged": packed}
+    of_tokens = ("decode", "prefix")
+
+    def source(name):
+        known = token if name.startswith(of_tokens) else q
+        return next((x for start, x in read.items() if start in name), known)
+
+    return {name: (call, source(name)) for name, call in made.items()}
+
+
+def listed(results):
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def require_replay(launch, synchronize, results, call, source):
+    """The graph reads what is there when it is launched."""
+    source *= 0.5
+    synchronize()
+    launch()
+    synchronize()
+    found = list(map(numbers, listed(results)))
+    for one, other in zip(found, map(numbers, listed(call())), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@contextmanager
+def current(torch, stream):
+    import cupy
+
+    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+        yield
+
+
+@pytest.mark.parametrize("before", ["never", "in another stream", "in this stream"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_captures_a_call(name, before):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    call, source = calls(
+        lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16),
+        lambda x: torch.tensor(x, device="cuda", dtype=torch.int32),
+    )[name]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    if before == "never":
+        from cupyfa.runtime.select import backend_named
+
+        backend_named("cuda").trim()  # and nothing is left in CuPy's pool
+    else:
+        call(), call()
+    if before == "in this stream":
+        with current(torch, stream):
+            call(), call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream), current(torch, stream):
+        results = call()
+    require_replay(graph.replay, torch.cuda.synchronize, results, call, source)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cupy_captures_a_call_in_the_mode_of_torch(name):
+    import cupy
+
+    rng = np.random.default_rng(0)
+    call, source = calls(
+        lambda *shape: cupy.asarray(rng.standard_normal(shape).astype("f2")),
+        lambda x: cupy.asarray(x, np.int32),
+    )[name]
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        results = call()
+        graph = stream.end_capture()
+    require_replay(graph.launch, cupy.cuda.Device().synchronize, results, call, source)
+
+
+def test_a_captured_call_in_a_stream_of_cupy_joins_that_of_torch():
+    import cupy
+
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.float16)
+    call = lambda: torch.from_dlpack(cupyfa.attention(q, k, v))  # noqa: E731
+    call()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream), cupy.cuda.Stream(non_blocking=True):
+        results = call()
+    require_replay(graph.replay, torch.cuda.synchronize, results, call, q)
+
+
+def test_the_legacy_stream_during_a_capture_of_torch_is_refused():
+    """Before anything makes the capture invalid."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 2, 4, 200, 64, device="cuda", dtype=torch.float16)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        with pytest.raises(Unsupported, match="ExternalStream"):
+            cupyfa.attention(q, k, v)
+        with current(torch, stream):
+            results = cupyfa.attention(q, k, v)
+    again = lambda: cupyfa.attention(q, k, v)  # noqa: E731
+    require_replay(graph.replay, torch.cuda.synchronize, results, again, q)
+
+
+@pytest.mark.parametrize("what", ["NumPy arrays", "a check"])
+def test_copies_to_the_host_during_a_capture_are_refused(what):
+    """Before anything makes the capture invalid."""
+    import cupy
+
+    host = np.random.default_rng(0).standard_normal((3, 2, 4, 200, 64)).astype("f2")
+    there = cupy.asarray(host)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+        with pytest.raises(Unsupported, match="CUDA graph is captured"):
+            if what == "a check":
+                cupyfa.attention(*there, check=True)
+            else:
+                cupyfa.attention(*host, backend="cuda")
+        cupyfa.attention(*there)
+        stream.end_capture()
