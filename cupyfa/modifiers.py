@@ -410,6 +410,22 @@ def of_value(name: str, given: Any) -> Operand:
     return Operand(name, dtype, tuple(map(int, given.shape)))
 
 
+def of_list(name: str, given: Any) -> Any:
+    """A list or a tuple of numbers as a NumPy array; lengths and anything else as they are.
+
+    Raises TypeError for a list that is no array of numbers.
+    """
+    if not isinstance(given, list | tuple) or name in LENGTHS:
+        return given
+    try:
+        return np.array(given, np.float32 if name in DESCALES else None)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
+            "of one length"
+        ) from None
+
+
 def is_array(given: Any) -> bool:
     """Whether it is an array, of one element too; NumPy's scalars are numbers."""
     return hasattr(given, "shape") and not isinstance(given, np.generic)

@@ -13,7 +13,7 @@ from cupyfa.api import BackendName, Tiles
 from cupyfa.dask import graphs
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions, Causal
+from cupyfa.options import NOT_GIVEN, OPTIONS, AttentionOptions, Causal
 from cupyfa.parts import arguments
 from cupyfa.parts.calls import planned
 from cupyfa.parts.texts import places
@@ -47,7 +47,7 @@ def attention(
     k: da.Array,
     v: da.Array,
     *,
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     keys: Keys = "gather",
     fan_in: int = 4,
     return_lse: bool = False,
@@ -105,7 +105,7 @@ def attention_vjp(
     k: da.Array,
     v: da.Array,
     *,
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     keys: Keys = "gather",
     fan_in: int = 4,
     return_lse: bool = False,

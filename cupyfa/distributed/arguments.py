@@ -16,7 +16,7 @@ from cupyfa.distributed.shards import Shards
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions
+from cupyfa.options import OPTIONS, AttentionOptions, NotGiven
 from cupyfa.parts import arguments
 from cupyfa.parts.calls import Call, options_of_parts, planned
 from cupyfa.parts.texts import places
@@ -26,7 +26,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt
 
 # Types of arguments that cannot change between two calls.
-_FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
+_FIXED = {type(None), NotGiven, bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that a group remembers
 
 

@@ -10,7 +10,7 @@ from cupyfa.distributed.arguments import Given
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import AttentionOptions, Causal
+from cupyfa.options import NOT_GIVEN, AttentionOptions, Causal
 from cupyfa.runtime.backend import Backend
 
 Schedule = Literal["gather", "heads", "ring"]
@@ -33,7 +33,7 @@ def attention(
     N: int | None = None,
     order: Order = "zigzag",
     schedule: Schedule = "gather",
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     return_lse: bool = False,
     kernel: str | Kernel = "auto",
     tiles: Tiles | None = None,
@@ -96,7 +96,7 @@ def attention_backward(
     N: int | None = None,
     order: Order = "zigzag",
     schedule: Schedule = "gather",
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     deterministic: bool = False,
     dlse: Any = None,
     kernel: str | Kernel = "auto",

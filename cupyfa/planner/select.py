@@ -83,6 +83,12 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
     return known[kernel]
 
 
+def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
+    """Raises for a kernel or for tile sizes that no problem can have."""
+    if kernel != "auto":
+        _check_given(_given(kernel, operation), given)
+
+
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
     """The plan of a kernel for a problem on a device; the caller may fix constants.
 
@@ -337,10 +343,23 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     if problem.dtype.result:
         return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
-        return "no other kernel can either"
+        why = _reasons(kernel, problem, limits)
+        return f"no other kernel can either{f': {why}' * bool(why)}"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
     known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
     return f"kernels of the backward pass give gradients{known}"
+
+
+def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """Why each other kernel for inputs of this dtype cannot do the problem."""
+    found: dict[str, list[str]] = {}
+    for x in LADDER[kernel.operation].values():
+        if x is not kernel and x.suits(problem.dtype.name, problem.precision):
+            try:
+                _first_fit(x, _with_columns(x, problem), limits, {})
+            except Unsupported as refused:
+                found.setdefault(refused.reason, []).append(x.name)
+    return "; ".join(f"{why} ({', '.join(names)})" for why, names in found.items())
 
 
 def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
