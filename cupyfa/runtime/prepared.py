@@ -17,6 +17,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, described
 from cupyfa.modifiers import LENGTHS, MAPS, Operand, gradient_of, name_of
 from cupyfa.options import DROPOUT, AttentionOptions
+from cupyfa.operations import OPERATIONS
 from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 Form = tuple[Any, ...]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
-_OF_OPERATIONS = (*NAMES, "lse")  # what every call has; others may lie in another memory
 
 
 class Result(NamedTuple):
@@ -369,15 +369,14 @@ class Prepared:
 
         Lengths on the host are looked at, as by the function.
         """
-        by_name = dict(zip(map(name_of, self._names), arrays))
-        q = by_name[next(x for x in ("q", "x") if x in by_name)]
-        backend, seen = self._backend, self._with_lengths(by_name)
+        backend, first = self._backend, len(OPERATIONS[self.plan.operation.name].inputs)
+        names = [name_of(x) for x in self._names]
+        read = {x: as_array(backend, x, y) for x, y in zip(names[first:], arrays[first:])}
+        by_name = self._with_lengths({**dict(zip(names, arrays[:first])), **read})
         if self.plan.problem.sequences is not None:
-            seen = ragged.with_a_sequence(seen)
-        return [
-            x if name in _OF_OPERATIONS else where_q_is(backend, q, as_array(backend, name, x))
-            for name, x in seen.items()
-        ]
+            by_name = ragged.with_a_sequence(by_name)
+        q = by_name.get("q", arrays[0])
+        return [*arrays[:first], *(where_q_is(backend, q, by_name[x]) for x in read)]
 
     def _with_lengths(self, by_name: dict[str, Any]) -> dict[str, Any]:
         """The arrays with lengths and offsets of the host as int32.
