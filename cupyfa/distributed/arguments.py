@@ -113,8 +113,11 @@ class Given:
             except Exception as found:
                 error = found
             different = difference(self.group, fields, error)
-        if different is not None:
-            raise different
+        try:
+            if different is not None:
+                raise different
+        finally:  # it refers to this frame, and so to the arrays
+            del different, error
         assert made is not None
         return made, arrays
 

@@ -396,16 +396,16 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the record may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: Exception | None = None
+    refused: list[Exception] = []  # the last one, which no frame refers to when it is raised
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:
-            refused = error
+            refused = [error]
         except ValueError as error:
-            refused = refused or error
-    assert refused is not None, "a kernel has at least one tile"
-    raise refused
+            refused = refused or [error]
+    assert refused, "a kernel has at least one tile"
+    raise refused.pop()
 
 
 def _made(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:

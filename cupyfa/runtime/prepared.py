@@ -16,8 +16,8 @@ import numpy as np
 
 from cupyfa.errors import Unsupported, described
 from cupyfa.modifiers import LENGTHS, MAPS, Operand, gradient_of, name_of
-from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.operations import OPERATIONS
+from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan

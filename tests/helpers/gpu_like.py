@@ -38,7 +38,12 @@ class GpuArray(DeviceArray):
     def copy(self):
         return GpuArray(self.host.copy())
 
+    def fill(self, value):
+        self.host.fill(value)
+
     def __getitem__(self, index):
+        if isinstance(index, tuple):
+            index = tuple(getattr(x, "host", x) for x in index)
         return GpuArray(self.host[index])
 
     def __setitem__(self, index, value):
