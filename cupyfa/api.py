@@ -1140,7 +1140,7 @@ def _vjp_of_lists(
         return _vjp_of_no_sequence(given)
     layout = given.pop("layout", "bhsd")
     arrays, (rows, keys) = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
-    return_lse = given.pop("return_lse", False)
+    return_lse = read_flag("return_lse", given.pop("return_lse", False))
     (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)  # type: ignore[call-arg]
 
     def pullback(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
@@ -1389,8 +1389,7 @@ def _call(
     operation, kernel, named, options, layout, tiles, flag, own, *asked = how
     backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
-    read = _key_of_own(own)
-    key = operation, forms, str(which), repr(asked), options, layout, flag, read, _key_of(tiles)
+    key = operation, forms, str(which), repr(asked), options, layout, flag, own, _key_of(tiles)
     prepared = _known(backend, key)
     if prepared is None:
         prepared = _planned(how, backend, arrays, forms)
@@ -1500,15 +1499,6 @@ def _known(backend: Backend, key: Any) -> Prepared | None:
 def _key_of(tiles: Tiles | None) -> str | None:
     """What a key has of tile sizes, whatever kind of mapping they are in."""
     return repr(dict(tiles)) if isinstance(tiles, Mapping) else None
-
-
-def _key_of_own(own: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a key has of the arrays and numbers that a call reads besides.
-
-    Numbers are as they are written: 0.0 equals -0.0, and NaN equals nothing.
-    """
-    before, results, numbers, *others = own
-    return before, results, repr(numbers), *others
 
 
 def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:

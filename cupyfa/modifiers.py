@@ -7,7 +7,7 @@ reference and its bounds know expressions only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from keyword import iskeyword
 from math import prod
@@ -76,8 +76,13 @@ class Operand:
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
-    value: float | int | bool | None = None
+    value: float | int | bool | None = field(default=None, compare=False)
     gradient: bool = False
+    # What compares values: 0.0 equals -0.0, and NaN equals nothing.
+    _written: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_written", repr(self.value))
 
     @property
     def captured(self) -> Captured:

@@ -10,7 +10,7 @@ from cupyfa.distributed.arguments import Given
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import NOT_GIVEN, AttentionOptions, Causal
+from cupyfa.options import NOT_GIVEN, AttentionOptions, Causal, read_flag
 from cupyfa.runtime.backend import Backend
 
 Schedule = Literal["gather", "heads", "ring"]
@@ -19,7 +19,7 @@ Pullback = Callable[..., tuple[Any, ...]]
 # The arguments that ``Given`` takes by name, where a function has them.
 _HOW = (
     *("M", "N", "order", "schedule", "kernel", "tiles", "backend", "check", "options", "captured"),
-    "deterministic",
+    *("deterministic", "return_lse"),
 )
 
 
@@ -152,6 +152,9 @@ def attention_vjp(
     ``backward_tiles`` are for the gradients. The other arguments, and what is raised, are those of
     ``attention``.
     """
+    return_lse, deterministic = (
+        read_flag(*x) for x in (("return_lse", return_lse), ("deterministic", deterministic))
+    )
     out, lse = attention(
         q, k, v, group=group, return_lse=True, kernel=kernel, tiles=tiles, **others
     )

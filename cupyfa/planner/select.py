@@ -351,14 +351,18 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """Why each other kernel for inputs of this dtype cannot do the problem."""
+    """Why each other kernel for inputs of this dtype and precision cannot do the problem."""
+    own, precision = problem.dtype.name, problem.precision
     found: dict[str, list[str]] = {}
     for x in LADDER[kernel.operation].values():
-        if x is not kernel and x.suits(problem.dtype.name, problem.precision):
-            try:
-                _first_fit(x, _with_columns(x, problem), limits, {})
-            except Unsupported as refused:
-                found.setdefault(refused.reason, []).append(x.name)
+        if x is kernel or not x.takes(own):
+            continue
+        if precision and precision not in x.precisions_of(own):
+            continue
+        try:
+            _first_fit(x, _with_columns(x, problem), limits, {})
+        except Unsupported as refused:
+            found.setdefault(refused.reason, []).append(x.name)
     return "; ".join(f"{why} ({', '.join(names)})" for why, names in found.items())
 
 

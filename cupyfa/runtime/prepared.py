@@ -354,7 +354,7 @@ class Prepared:
         wrong = [
             f"{_listed(x)} {'is' if len(x) == 1 else 'are'} {why}" for why, x in found.items() if x
         ]
-        wrong += [f"there are {count} more"] * (count > 0)
+        wrong += [f"there {'is' if count == 1 else 'are'} {count} more"] * (count > 0)
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
