@@ -16,7 +16,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named
+from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named, name_of
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
@@ -26,15 +26,18 @@ from cupyfa.modifiers import Operand, is_array
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
     DROPOUT,
+    NOT_GIVEN,
     OPTIONS,
     PLAIN,
     AttentionOptions,
     Causal,
+    NotGiven,
     OptionKeywords,
     OutDtype,
     Precision,
     Text,
     Window,
+    read_flag,
     read_size,
 )
 from cupyfa.planner import select as planning
@@ -44,7 +47,15 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
 from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
-from cupyfa.runtime.select import adopt, backend_named, devices_of, owner, writable_view
+from cupyfa.runtime.select import (
+    adopt,
+    as_array,
+    backend_named,
+    devices_of,
+    owner,
+    where_q_is,
+    writable_view,
+)
 
 if TYPE_CHECKING:
     from cupyfa.runtime.decoding import KVCache, Step
@@ -77,12 +88,11 @@ if TYPE_CHECKING:
         seqused_k: Any
 
     class _Common(_Padded, total=False):
-        """What ``attention`` and ``attention_backward`` both take, without the kernel."""
+        """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
 
         options: AttentionOptions | None
         backend: BackendName | Backend
         layout: Layout
-        tiles: Tiles | None
         check: bool
         devices: Devices | None
 
@@ -90,6 +100,7 @@ if TYPE_CHECKING:
         """What ``attention`` takes, without return_lse, which decides what it returns."""
 
         kernel: str | Kernel
+        tiles: Tiles | None
         own: Own | None
         out: Any
         progress: Progress | None
@@ -99,9 +110,13 @@ if TYPE_CHECKING:
 
         options: AttentionOptions | None
         backend: BackendName | Backend
-        tiles: Tiles | None
         check: bool
         devices: Devices | None
+
+    class _OfSequencesInTiles(_OfSequences, total=False):
+        """And tile sizes, which each kernel has of its own."""
+
+        tiles: Tiles | None
 
 
 Tiles = Mapping[str, int]
@@ -110,7 +125,7 @@ Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
 Devices = Literal["all"] | Sequence[int]  # numbers of GPUs that share a call
 # Arguments that cannot change between two calls.
-_FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
+_FIXED = {type(None), NotGiven, bool, int, float, str, tuple, AttentionOptions, Kernel}
 _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and options
 
 
@@ -154,28 +169,28 @@ def attention(
     k: Any,
     v: Any,
     *,
-    causal: Causal | bool | None = False,
-    window: Window | None = None,
-    offset: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    score_mod: Text = None,
+    causal: Causal | bool | None = NOT_GIVEN,
+    window: Window | None = NOT_GIVEN,
+    offset: int | None = NOT_GIVEN,
+    scale: float | None = NOT_GIVEN,
+    softcap: float | None = NOT_GIVEN,
+    score_mod: Text = NOT_GIVEN,
     alibi_slopes: Any = None,
     bias: Any = None,
     mask: Any = None,
-    mask_mod: Text = None,
+    mask_mod: Text = NOT_GIVEN,
     captured: Mapping[str, Any] | None = None,
-    out_dtype: OutDtype | None = None,
+    out_dtype: OutDtype | None = NOT_GIVEN,
     sink: Any = None,
     lengths_q: Any = None,
     lengths_k: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
-    dropout: float = 0.0,
-    dropout_seed: Any = None,
-    dropout_offset: Any = None,
-    precision: Precision | None = None,
+    dropout: float = NOT_GIVEN,
+    dropout_seed: Any = NOT_GIVEN,
+    dropout_offset: Any = NOT_GIVEN,
+    precision: Precision | None = NOT_GIVEN,
     options: AttentionOptions | None = None,
     kernel: str | Kernel = "auto",
     backend: BackendName | Backend = "auto",
@@ -281,7 +296,8 @@ def attention(
     arrays: Sequence[Any] = (q, k, v)
     repeat: Repeatable | None = None
     if not (
-        alibi_slopes is bias is mask is sink is captured is dropout_seed is dropout_offset is None
+        dropout_seed is dropout_offset is NOT_GIVEN
+        and alibi_slopes is bias is mask is sink is captured is None
         and lengths_q is lengths_k is q_descale is k_descale is v_descale is None
     ):
         seeds, descales = (dropout_seed, dropout_offset), (q_descale, k_descale, v_descale)
@@ -460,6 +476,8 @@ def attention_vjp(
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
+    tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
     own: Own | None = None,
     return_lse: bool = False,
     wrt: Sequence[str] = _QKV,
@@ -470,11 +488,10 @@ def attention_vjp(
     Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
     dk and dv; dout has the dtype of q, also if out is in float32. With ``return_lse`` it returns
     (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the gradient of lse too.
-    ``kernel`` is passed to ``attention``;
-    ``backward_kernel`` and ``deterministic`` are passed to ``attention_backward``. The other
-    arguments go to both, and each kernel gets the arrays of ``own`` that its record declares. The
-    pullback keeps references to q, k, v, out and lse, and may be called several times; it uses
-    their contents at that time.
+    ``kernel`` and ``tiles`` are passed to ``attention``; ``backward_kernel``, ``backward_tiles``
+    and ``deterministic`` are passed to ``attention_backward``. The other arguments go to both, and
+    each kernel gets the arrays of ``own`` that its record declares. The pullback keeps references
+    to q, k, v, out and lse, and may be called several times; it uses their contents at that time.
     """
     if isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
         return _vjp_of_lists(q, k, v, locals())
@@ -486,13 +503,17 @@ def attention_vjp(
             )
         raise unknown_argument(attention_vjp, options, tuple(_OF_BOTH))
     _refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
+    options = _with_arrays_of_lists(options)  # type: ignore[assignment]
     if wrt is not _QKV:
         *_, wrt = _own_of(wrt)
         forms.refuse_without_gradients(wrt, _dtypes_of(options))
+    return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
     forward, backward = _shared_own(own, kernel, backward_kernel)
-    out, lse = attention(q, k, v, kernel=kernel, return_lse=True, own=forward, **options)
+    out, lse = attention(
+        q, k, v, kernel=kernel, tiles=tiles, return_lse=True, own=forward, **options
+    )
 
-    how = {"deterministic": deterministic, "kernel": backward_kernel, "own": backward, "wrt": wrt}
+    how |= {"own": backward, "wrt": wrt}
     pull = partial(_pullback, (q, k, v, out, lse), {**how, **options})
     return ((out, lse) if return_lse else out), pull
 
@@ -509,6 +530,22 @@ def _pullback(
     return attention_backward(dout, *arrays, dlse=dlse, **how)
 
 
+def _how_of_pullback(
+    return_lse: Any, deterministic: Any, kernel: str | Kernel, tiles: Tiles | None
+) -> tuple[bool, dict[str, Any]]:
+    """Whether lse is returned, and what a pullback hands to the backward pass.
+
+    Raises for what no call of it could have, so that the call is refused and not its pullback.
+    """
+    planning.check_named(kernel, "backward", given_tiles(tiles))
+    of_backward = {
+        "deterministic": read_flag("deterministic", deterministic),
+        "kernel": kernel,
+        "tiles": tiles,
+    }
+    return read_flag("return_lse", return_lse), of_backward
+
+
 def attention_ragged(
     q: Any,
     k: Any,
@@ -521,7 +558,7 @@ def attention_ragged(
     kernel: str | Kernel = "auto",
     return_lse: bool = False,
     out: Any = None,
-    **keywords: Unpack[_OfSequences],
+    **keywords: Unpack[_OfSequencesInTiles],
 ) -> Any:
     """``attention`` of sequences of different lengths, which lie one after the other.
 
@@ -574,7 +611,7 @@ def attention_ragged_backward(
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
     dlse: Any = None,
-    **keywords: Unpack[_OfSequences],
+    **keywords: Unpack[_OfSequencesInTiles],
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, k and v, for the gradient ``dout`` of the output of ``attention_ragged``.
 
@@ -615,22 +652,27 @@ def attention_ragged_vjp(
     deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
+    tiles: Tiles | None = None,
+    backward_tiles: Tiles | None = None,
     return_lse: bool = False,
     **keywords: Unpack[_OfSequences],
 ) -> tuple[Any, Callable[..., tuple[Any, Any, Any]]]:
     """``attention_ragged``, and the function that computes its gradients.
 
     Returns out and ``pullback``; ``pullback(dout, dlse=None)`` gives dq, dk and dv. With
-    ``return_lse`` it returns (out, lse) and ``pullback``.
+    ``return_lse`` it returns (out, lse) and ``pullback``. ``kernel`` and ``tiles`` are those of
+    ``attention_ragged``, ``backward_kernel`` and ``backward_tiles`` those of the gradients.
     """
-    of_both: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k, **keywords}
+    return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
+    of_both: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    of_both |= _with_arrays_of_lists(keywords)
     out, lse = attention_ragged(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, kernel=kernel, return_lse=True, **of_both
+        q, k, v, cu_seqlens_q, cu_seqlens_k, kernel=kernel, tiles=tiles, return_lse=True, **of_both
     )
 
     arrays = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
-    how = {"kernel": backward_kernel, "deterministic": deterministic, **of_both}
-    return ((out, lse) if return_lse else out), partial(_ragged_pullback, arrays, how)
+    pull = partial(_ragged_pullback, arrays, {**how, **of_both})
+    return ((out, lse) if return_lse else out), pull
 
 
 def _ragged_pullback(
@@ -649,12 +691,12 @@ def decode(
     rotary: tuple[Any, Any] | None = None,
     interleaved: bool = False,
     prefix: Any = None,
-    window: Window | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    score_mod: Text = None,
-    mask_mod: Text = None,
-    out_dtype: OutDtype | None = None,
+    window: Window | None = NOT_GIVEN,
+    scale: float | None = NOT_GIVEN,
+    softcap: float | None = NOT_GIVEN,
+    score_mod: Text = NOT_GIVEN,
+    mask_mod: Text = NOT_GIVEN,
+    out_dtype: OutDtype | None = NOT_GIVEN,
     alibi_slopes: Any = None,
     sink: Any = None,
     captured: Mapping[str, Any] | None = None,
@@ -729,6 +771,8 @@ def decode(
         raise unknown_argument(decode, unknown)
     if (k is None) != (v is None):
         raise TypeError("k and v are the keys and values of the same tokens; give both or none")
+    flags = {"interleaved": interleaved, "return_lse": return_lse, "check": check}
+    interleaved, return_lse, check = (read_flag(*x) for x in flags.items())
     if interleaved and rotary is None:
         raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
     asked: dict[str, Any] = {"window": window, "scale": scale, "softcap": softcap}
@@ -877,7 +921,7 @@ def _calls_of_parts(shared: Prefixes, call: _Decoding, new: int) -> list[tuple[H
     step, given, backend = call.step, call.given, call.step.backend
     captured, slopes = given["captured"], given["alibi_slopes"]
     if slopes is not None:
-        slopes = _seen(backend, "alibi_slopes", slopes)
+        slopes = as_array(backend, "alibi_slopes", slopes)
     calls = []
     for x in shared.parts(step, call.options, captured, slopes, new):
         how = _how_of_decoding(backend, x.options, _kernel_of_tokens(x.q, x.k))
@@ -908,7 +952,7 @@ def _options_of_decoding(
     options: AttentionOptions | None, asked: Mapping[str, Any]
 ) -> AttentionOptions:
     """The options of a call of ``decode``. Raises ValueError for those that it cannot have."""
-    if options is None and not any(x is not None for x in asked.values()):
+    if options is None and all(x is NOT_GIVEN for x in asked.values()):
         return _DECODING
     chosen = AttentionOptions.of(options, asked)
     for name, is_asked, why in (
@@ -931,9 +975,9 @@ def _sequences(
     backend, arrays = adopt(keywords.get("backend", "auto"), **named)
     by_name = dict(zip(named, arrays))
     names = (*modifiers.STARTS, *modifiers.USED)
-    given = {name: _seen(backend, name, x) for name, x in zip(names, lengths)}
+    given = {name: as_array(backend, name, x) for name, x in zip(names, lengths)}
     if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
-        given = {name: _where_q_is(backend, by_name["q"], x) for name, x in given.items()}
+        given = {name: where_q_is(backend, by_name["q"], x) for name, x in given.items()}
     if missing := [name for name in modifiers.STARTS if given[name] is None]:
         raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
     look = bool(keywords.get("check"))
@@ -990,7 +1034,7 @@ def _how_of_sequences(
     read, asked = _without_arrays(others)
     options, tiles = keywords.get("options"), keywords.get("tiles")
     how = (*which, options, "bshd", tiles, flag, _NO_OWN, *_values(function, asked))
-    return (how, {**read, **given}), bool(keywords.get("check"))
+    return (how, {**read, **given}), keywords.get("check", False)
 
 
 def _call_moved(
@@ -1043,16 +1087,45 @@ def _moved_back(backend: Backend, results: Any, is_moved: bool) -> Any:
 
 def _packed_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Any], list[np.ndarray]]:
     """Lists of arrays as packed arrays, and the offsets of q and of k."""
+    counts = {name: len(x) for name, x in zip("qkv", (q, k, v))}
+    if len({*counts.values()}) > 1:
+        sizes = ", ".join(f"{name} has {n} arrays" for name, n in counts.items())
+        raise ValueError(f"{sizes}; give as many of each")
     arrays, offsets = zip(*(ragged.packed(*x, layout) for x in (("q", q), ("k", k), ("v", v))))
-    if len({len(x) for x in (q, k, v)}) > 1 or (offsets[1] != offsets[2]).any():
-        sizes = ", ".join(f"{name} has {len(x)} arrays" for name, x in zip("qkv", (q, k, v)))
-        raise ValueError(f"{sizes}; give as many, of which k and v have the same rows")
+    if wrong := np.flatnonzero(np.diff(offsets[1]) != np.diff(offsets[2])).tolist():
+        rows = [int(np.diff(x)[wrong[0]]) for x in offsets[1:]]
+        raise ValueError(
+            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] {rows[1]}; a value for each key"
+        )
     return list(arrays), [offsets[0], offsets[1]]
+
+
+def _check_of_no_sequence(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises for arguments that no call on lists can have, where there is no array to look at."""
+    own = dict.fromkeys(("q", "k", "v", *signature(function).parameters, *_OF_BOTH))
+    others = {name: x for name, x in given.items() if name not in own}
+    if others:
+        raise unknown_argument(function, others, tuple(_OF_BOTH))
+    _, asked = _without_arrays({x: y for x, y in given.items() if x in OPTIONS})
+    AttentionOptions.of(given.get("options"), asked)
+    planning.check_named(given.get("kernel", "auto"), "forward", given_tiles(given.get("tiles")))
+    _how_of_pullback(
+        given.get("return_lse", False),
+        given.get("deterministic", False),
+        given.get("backward_kernel", "auto"),
+        given.get("backward_tiles"),
+    )
+    read_flag("check", given.get("check", False))
+    backend_named(given.get("backend", "auto"))
 
 
 def _attention_of_lists(given: Mapping[str, Any]) -> Any:
     """``attention`` of lists of arrays, with its arguments by name."""
     given = _for_lists(attention, given)
+    if not any(map(len, (given["q"], given["k"], given["v"]))):
+        _check_of_no_sequence(attention, given)
+        made = ragged.parts(None, [0], "bshd", given.get("out"))
+        return (made, []) if given.get("return_lse") else made
     layout, out = given.pop("layout", "bhsd"), given.pop("out", None)
     arrays, offsets = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
     found = attention_ragged(*arrays, *offsets, **given)
@@ -1066,9 +1139,11 @@ def _vjp_of_lists(
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
     """``attention_vjp`` of lists of arrays, with its arguments by name."""
     given = _for_lists(attention_vjp, {**given, "options": None, **given["options"]})
+    if not any(map(len, (q, k, v))):
+        return _vjp_of_no_sequence(given)
     layout = given.pop("layout", "bhsd")
     arrays, (rows, keys) = _packed_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
-    return_lse = given.pop("return_lse", False)
+    return_lse = read_flag("return_lse", given.pop("return_lse", False))
     (out, lse), back = attention_ragged_vjp(*arrays, rows, keys, return_lse=True, **given)  # type: ignore[call-arg]
     outs = ragged.parts(out, rows, layout)
     pull = partial(_pullback_of_lists, back, (rows, keys, keys), layout)
@@ -1087,6 +1162,18 @@ def _pullback_of_lists(
     return tuple(ragged.parts(x, of, layout) for x, of in zip(found, offsets, strict=True))
 
 
+def _vjp_of_no_sequence(given: Mapping[str, Any]) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
+    _check_of_no_sequence(attention_vjp, given)
+    return (([], []) if given.get("return_lse") else []), _pullback_of_no_sequence
+
+
+def _pullback_of_no_sequence(dout: Any, dlse: Any = None) -> tuple[Any, ...]:
+    for name, x in (("dout", dout), ("dlse", dlse or [])):
+        if not isinstance(x, list | tuple) or len(x):
+            raise TypeError(f"{name} is {described(x)}; give an empty list, like out")
+    return [], [], []
+
+
 def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that differ from a function's defaults. Raises for those lists cannot have."""
     known = signature(function).parameters
@@ -1095,7 +1182,9 @@ def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[s
     found = {
         name: x
         for name, x in asked.items()
-        if name not in ("unknown", "options") and x is not None and x is not usual.get(name)
+        if name not in ("unknown", "options")
+        and (name in OPTIONS or x is not None)
+        and x is not usual.get(name, NOT_GIVEN)
     }
     if isinstance(given.get("options"), AttentionOptions):
         found["options"] = given["options"]
@@ -1250,7 +1339,10 @@ def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 How = tuple[Any, ...]
 _NO_OWN: tuple[Any, ...] = (), (), (), None, _QKV
 _OWN_AT = 7  # of these names in How
-_NOT_GIVEN = (None,) * len(OPTIONS)
+_FLAG_AT = 6  # of ``return_lse`` or ``deterministic``
+# Of options that are keys as they are; a Python function is no such type.
+_VALUES = frozenset({type(None), NotGiven, bool, int, float, str, tuple, Expression})
+_NOT_GIVEN = (NOT_GIVEN,) * len(OPTIONS)
 _MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES, "captured")
 _ARRAYS_OF_CALLS = (
     *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS, modifiers.PAGE_TABLE),
@@ -1259,9 +1351,7 @@ _ARRAYS_OF_CALLS = (
     *modifiers.SEEDS,
 )
 # What attention_vjp hands to both passes.
-_OF_BOTH = dict.fromkeys(
-    (*OPTIONS, *_MORE, "options", "backend", "layout", "tiles", "check", "devices")
-)
+_OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "check", "devices"))
 # A function, and the arguments of its call that are no arrays, or how many arrays it has of which
 # each may be left out.
 Repeatable = tuple[str, tuple[Any, ...]]
@@ -1299,15 +1389,12 @@ def _call(
             repeated = prepared.again(arrays, prepared.targets(out, grads), shapes=True)
             if repeated is not None:
                 return repeated
-    how = _traced(how)
+    how, check = _read(how, check, progress)
     operation, kernel, named, options, layout, tiles, flag, own, *asked = how
     backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
-    key = operation, forms, str(which), repr(asked), options, layout, flag, own, repr(tiles)
-    try:
-        prepared = backend.known.get(key)
-    except TypeError:  # an argument that cannot be hashed, and will be refused
-        prepared = None
+    key = operation, forms, str(which), repr(asked), options, layout, flag, own, _key_of(tiles)
+    prepared = _known(backend, key)
     if prepared is None:
         prepared = _planned(how, backend, arrays, forms)
         _remember(backend, key, prepared)
@@ -1386,25 +1473,36 @@ def _planned(
 ) -> Prepared:
     """A call whose like was not seen before, or only with other numbers in texts and dropout."""
     operation, kernel, _, options, layout, tiles, flag, own, *asked = how
+    # A record's formulas may depend on the numbers.
     of_texts = operation != "softmax" and isinstance(kernel, str)
     chosen = AttentionOptions.of(options, dict(zip(OPTIONS, asked))) if of_texts else PLAIN
     before, results, numbers, *others = own
-    if not numbers and chosen.softcap is None and not chosen.dropout:
+    if not of_texts or not (numbers or chosen.softcap is not None or chosen.dropout):
         return _prepared(how, backend, arrays, keep=False)
     named = tuple((x.name, x.dtype) for x in numbers)
     key = (
         *(operation, forms, kernel, chosen.form, layout, flag, before, results, named),
-        *(*others, repr(tiles)),
+        *(*others, _key_of(tiles)),
     )
-    try:
-        like = backend.known.get(key)
-    except TypeError:  # an argument that cannot be hashed, and will be refused
-        like = None
+    like = _known(backend, key)
     if like is not None:
         return like.with_numbers(chosen, numbers)
     prepared = _prepared(how, backend, arrays, keep=False)
     _remember(backend, key, prepared)
     return prepared
+
+
+def _known(backend: Backend, key: Any) -> Prepared | None:
+    """The prepared call of a key, if there is one."""
+    try:
+        return backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        return None
+
+
+def _key_of(tiles: Tiles | None) -> str | None:
+    """What a key has of tile sizes, whatever kind of mapping they are in."""
+    return repr(dict(tiles)) if isinstance(tiles, Mapping) else None
 
 
 def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:
@@ -1415,18 +1513,34 @@ def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:
     backend.known[key] = prepared
 
 
-def _traced(how: How) -> How:
-    """A call with expressions in place of Python functions.
+def _read(how: How, check: Any, progress: Any) -> tuple[How, bool]:
+    """A call whose flags are bools, and whose options are values that keys can have.
 
-    A function is traced in each call: it may have changed, and another one may have its address.
+    Expressions take the place of Python functions: a function is traced in each call, as it may
+    have changed, and another one may have its address. Raises TypeError for wrong flags.
     """
-    if not any(map(callable, how[_OWN_AT + 1 :])):
-        return how
-    asked = {
-        name: Expression.of(name, x) if name in TEXTS and callable(x) else x
-        for name, x in zip(OPTIONS, how[_OWN_AT + 1 :])
-    }
-    return (*how[: _OWN_AT + 1], *asked.values())
+    if progress is not None and not callable(progress):
+        raise TypeError(
+            f"progress is {described(progress)}; give a function of (done, total, what), or None"
+        )
+    flag = how[_FLAG_AT]
+    if type(flag) is not bool:
+        name = "deterministic" if how[0] == "backward" else "return_lse"
+        how = (*how[:_FLAG_AT], read_flag(name, flag), *how[_FLAG_AT + 1 :])
+    if type(check) is not bool:
+        check = read_flag("check", check)
+    asked = how[_OWN_AT + 1 :]
+    if not _VALUES.issuperset(map(type, asked)):
+        values = map(_value, OPTIONS, asked)
+        how = (*how[: _OWN_AT + 1], *values)
+    return how, check
+
+
+def _value(name: str, given: Any) -> Any:
+    """An option as a value that does not change any more."""
+    if name in TEXTS and callable(given):
+        return Expression.of(name, given)
+    return given.item() if isinstance(given, np.ndarray) and not given.shape else given
 
 
 def _adopted(
@@ -1458,9 +1572,10 @@ def _compiled(
         raise TypeError(
             f"give {', '.join(names)} and {last} as arrays, or all as shapes and with them a dtype"
         )
+    how, _ = _read(how, False, None)
     inputs = dict(zip(_ARRAYS[operation], given))
     if modifiers.STARTS[0] in modified:
-        _check_packed(inputs)
+        modified = {**modified, **_offsets_of_compiled(inputs, modified, backend, dtype)}
     if modified and dtype is None:
         how, given = _with_operands(how, given, modified)
     if own is not None or return_own:
@@ -1479,10 +1594,23 @@ def _compiled(
     return _prepared(how, backend, arrays, keep=True, of_shapes=True)
 
 
+def _offsets_of_compiled(
+    inputs: Mapping[str, Any],
+    given: Mapping[str, Any],
+    backend: BackendName | Backend,
+    dtype: DTypeLike | None,
+) -> dict[str, Any]:
+    """The offsets and lengths of packed sequences as arrays; nothing if shapes are given."""
+    if dtype is not None:
+        _check_packed(inputs)
+        return {}
+    lengths = [given.get(name) for name in (*modifiers.STARTS, *modifiers.USED)]
+    return _sequences(inputs, lengths, {"backend": backend})[2]
+
+
 def _out_dtype(how: How, dtype: DType) -> np.dtype:
     """The dtype of the output of a call on inputs of a dtype."""
-    options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
-    name = getattr(options, "out_dtype", None) or asked.get("out_dtype")
+    name = name_of(getattr(how[3], "out_dtype", None) or _asked(how).get("out_dtype"))
     known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
     return (known or DTYPES[dtype.usual_result]).numpy
 
@@ -1564,13 +1692,15 @@ def _with_operands(
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     blocks, given = _blocks(given)
     names = _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(modifiers.SEEDS)]
-    found = {x: _seen(how[2], x, given[x]) for x in names if given.get(x) is not None}
+    found = {x: as_array(how[2], x, given[x]) for x in names if given.get(x) is not None}
     if lengths := {x: found[x] for x in modifiers.PADDED if x in found}:
         table = found.get(modifiers.PAGE_TABLE)
         most = 1 if table is None else table.shape[1]  # pages
         found |= _padded_lengths(how, arrays, lengths, most, look)
+    if modifiers.STARTS[0] in found:
+        found = ragged.with_a_sequence(found)
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
-    captured = {name: _seen(how[2], str(name), x) for name, x in by_name}
+    captured = {name: as_array(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
@@ -1580,7 +1710,7 @@ def _with_operands(
     before, asked, _, _, wrt = how[_OWN_AT]
     others = tuple(x for x in operands if not x.is_array)
     made = (*before, *(x.input for x in named)), asked, others, blocks, wrt
-    like_q = [_where_q_is(how[2], q, every[x.name]) for x in named]
+    like_q = [where_q_is(how[2], q, every[x.name]) for x in named]
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), (*arrays, *like_q)
 
 
@@ -1614,14 +1744,29 @@ def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
 
 
+def _with_arrays_of_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments with arrays in place of lists: a pullback reads them again."""
+    made = {
+        name: modifiers.of_list(name, x) if name in _MORE else x for name, x in keywords.items()
+    }
+    if isinstance(captured := made.get("captured"), Mapping):
+        made["captured"] = {x: modifiers.of_list(str(x), y) for x, y in captured.items()}
+    return made
+
+
 def _arrays_of(seeds: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in seeds.items() if is_array(x)}
 
 
 def _has_dropout(how: How) -> bool:
     """Whether a call drops weights, so that arrays of a seed are read; wrong options may."""
-    options, asked = how[3], dict(zip(OPTIONS, how[_OWN_AT + 1 :]))
-    return bool(getattr(options, "dropout", None) or asked.get("dropout"))
+    return bool(getattr(how[3], "dropout", None) or _asked(how).get("dropout"))
+
+
+def _asked(how: How) -> dict[str, Any]:
+    """The options that a call gives by name."""
+    asked = zip(OPTIONS, how[_OWN_AT + 1 :])
+    return {name: x for name, x in asked if x is not NOT_GIVEN}
 
 
 def _with_forms(
@@ -1656,21 +1801,18 @@ def _with_forms(
 
 
 def _shapes_of_sequences(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the offsets and lengths of packed sequences, which may be given as arrays."""
-    return {
+    """The shapes of the offsets and lengths of packed sequences, which may be given as arrays.
+
+    There is at least one sequence, as ``ragged.with_a_sequence`` has it.
+    """
+    least = dict.fromkeys(modifiers.STARTS, (2,)) | dict.fromkeys(modifiers.USED, (1,))
+    shapes = {
         name: _shape(f"the shape of {name}", getattr(given[name], "shape", given[name]))
-        for name in (*modifiers.STARTS, *modifiers.USED)
+        for name in least
         if name in given
     }
-
-
-def _seen(backend: BackendName | Backend, name: str, given: Any) -> Any:
-    """Another library's array as NumPy's or CuPy's; anything else as it is."""
-    is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
-    if isinstance(given, np.ndarray) or hasattr(given, "get") or not is_foreign:
-        return given
-    _, (array,) = adopt(backend, **{name: given})
-    return array
+    is_empty = shapes.get(modifiers.STARTS[0]) == (1,)
+    return {name: max(x, least[name]) if is_empty else x for name, x in shapes.items()}
 
 
 def _like_lse(dlse: Any, lse: Any) -> Any:
@@ -1753,16 +1895,6 @@ def _leading(operation: str, arrays: Sequence[Any]) -> Any:
     return arrays[names.index("q") if "q" in names else 0]
 
 
-def _where_q_is(backend: BackendName | Backend, q: Any, array: Any) -> Any:
-    """An array in the memory where q is."""
-    if isinstance(q, np.ndarray):
-        return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
-    if not isinstance(array, np.ndarray):
-        return array
-    theirs, (q, *_) = adopt(backend, q=q)
-    return array if isinstance(q, np.ndarray) else theirs.upload(array)
-
-
 # What a kernel of the user's own takes and gives besides
 
 
@@ -1779,7 +1911,8 @@ def _with_own(
     The arrays may lie in host or in GPU memory. With ``shapes`` they are not given.
     """
     given = {} if own is None else own
-    if isinstance(return_own, str) or not all(isinstance(x, str) for x in return_own):
+    are_names = isinstance(return_own, Iterable) and not isinstance(return_own, str)
+    if not are_names or not all(isinstance(x, str) for x in return_own):
         raise TypeError(f"return_own is {described(return_own)}; give names, as ('rowmax',)")
     record = _record_with_own(how[1], given)
     before, _, *others_of_texts = how[_OWN_AT]
@@ -1793,11 +1926,11 @@ def _with_own(
     made = (operation, _with_floats(record, given), *others)
     if not names:
         return made, arrays
-    theirs = [_seen(how[2], name, given[name]) for name in names]
+    theirs = [as_array(how[2], name, given[name]) for name in names]
     if not all(hasattr(x, "dtype") for x in theirs):
         return made, (*arrays, *theirs)  # refused later, by name
     _, (first,) = adopt(how[2], q=_leading(operation, arrays))
-    return made, (*arrays, *(_where_q_is(how[2], first, x) for x in theirs))
+    return made, (*arrays, *(where_q_is(how[2], first, x) for x in theirs))
 
 
 def _record_with_own(kernel: str | Kernel, own: Own) -> Kernel:
@@ -1909,12 +2042,12 @@ def given_tiles(tiles: Tiles | None) -> Tiles:
 
 
 def _values(function: Callable[..., Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The values of OPTIONS in a call of a function, each None if it is not given."""
+    """The values of OPTIONS in a call of a function, or NOT_GIVEN."""
     if not keywords:
         return _NOT_GIVEN
     if not keywords.keys() <= OPTIONS.keys():
         raise unknown_argument(function, keywords, (*OPTIONS, *_MORE))
-    return tuple(map(keywords.get, OPTIONS))
+    return tuple(keywords.get(name, NOT_GIVEN) for name in OPTIONS)
 
 
 # Names in other libraries, and what to write here.

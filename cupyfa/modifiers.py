@@ -7,7 +7,7 @@ reference and its bounds know expressions only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from keyword import iskeyword
 from math import prod
@@ -77,8 +77,13 @@ class Operand:
     name: str
     dtype: str
     shape: tuple[int, ...] = ()
-    value: float | int | bool | None = None
+    value: float | int | bool | None = field(default=None, compare=False)
     gradient: bool = False
+    # What compares values: 0.0 equals -0.0, and NaN equals nothing.
+    _written: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_written", repr(self.value))
 
     @property
     def captured(self) -> Captured:
@@ -431,6 +436,22 @@ def of_record(
     if dtype not in (*_DTYPES, *_FLOATS) or not shape:
         raise ValueError(f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}")
     return Operand(name, dtype, tuple(shape), None, gradient)
+
+
+def of_list(name: str, given: Any) -> Any:
+    """A list or a tuple of numbers as a NumPy array; lengths and anything else as they are.
+
+    Raises TypeError for a list that is no array of numbers.
+    """
+    if not isinstance(given, list | tuple) or name in LENGTHS:
+        return given
+    try:
+        return np.array(given, np.float32 if name in DESCALES else None)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
+            "of one length"
+        ) from None
 
 
 def is_array(given: Any) -> bool:

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -26,6 +27,18 @@ Window = tuple[int | None, int | None]  # keys to the left and to the right of a
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
 Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
+
+
+class NotGiven(Enum):
+    """The default of an option's keyword: ``options=`` may say otherwise, and no value may."""
+
+    NOT_GIVEN = "not given"
+
+    def __repr__(self) -> str:
+        return "<not given>"
+
+
+NOT_GIVEN: Any = NotGiven.NOT_GIVEN
 
 
 def _same(value: Any) -> Any:
@@ -95,6 +108,7 @@ def _read_out_dtype(value: Any) -> str | None:
 
 
 def _read_causal(value: Any) -> str | None:
+    value = without_axes(value)
     if value is None or isinstance(value, bool | np.bool_):
         return MASKS[0] if value else None
     if isinstance(value, str) and value in MASKS:
@@ -125,16 +139,20 @@ def _read_window(value: Any) -> Window:
 
 
 def _read_side(side: Any) -> int | None:
-    if isinstance(side, int | np.integer) and side < 0:
-        raise ValueError(
-            f"window has a negative side, {side}; give 0 or more keys, or None for no limit (- on "
-            "the command line)"
-        )
-    return None if side is None else read_size("a window's side", side, 2**31 - 1)
+    if (side := without_axes(side)) is None:
+        return None
+    none = "None for no limit (- on the command line)"
+    if isinstance(side, bool) or not isinstance(side, int | np.integer):
+        raise TypeError(f"a side of window is {described(side)}; give a number of keys, or {none}")
+    if side < 0:
+        raise ValueError(f"window has a negative side, {side}; give 0 or more keys, or {none}")
+    if side >= 2**31:
+        raise ValueError(f"window has a side of {side}; give at most {2**31 - 1:,} keys, or {none}")
+    return int(side)
 
 
 def _read_offset(value: Any) -> int | None:
-    if value is None:
+    if (value := without_axes(value)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"offset is {described(value)}; give a whole number, or None for N - M")
@@ -152,6 +170,7 @@ def _parse_offset(text: str) -> int | None:
 
 def read_size(name: str, size: Any, most: int) -> int:
     """A size as a Python int, because products of NumPy's integers overflow."""
+    size = without_axes(size)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
     if not 0 <= size <= most:
@@ -175,9 +194,23 @@ def _show_window(window: Window) -> str | None:
     return ",".join("-" if side is None else str(side) for side in window)
 
 
+def without_axes(value: Any) -> Any:
+    """The number of one of NumPy's scalars or arrays without axes; anything else as it is."""
+    is_scalar = isinstance(value, np.generic | np.ndarray) and not value.shape
+    return value.item() if is_scalar else value
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """True or False as Python's bool. Raises TypeError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {described(value)}; give True or False")
+    return bool(value)
+
+
 def read_number(name: str, value: Any, default: str) -> float | None:
     if value is None:
         return None
+    value = without_axes(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {described(value)}; give a number, or None for {default}")
     try:
@@ -217,7 +250,7 @@ def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
     """The reader of a whole number of so many bits; None stays."""
 
     def read(value: Any) -> int | None:
-        if value is None:
+        if (value := without_axes(value)) is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(
@@ -429,18 +462,19 @@ class AttentionOptions:
         """The options that a caller gives, as one value or by name.
 
         A seed or an offset by name takes the place of that in ``options``, as an array does. Raises
-        TypeError for an unknown name, ValueError if other options are given in both ways.
+        TypeError for an unknown name, ValueError if other options are given in both ways, also at
+        their defaults.
         """
         if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
             raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
-        made = cls(**keywords)
+        given = {name: x for name, x in keywords.items() if x is not NOT_GIVEN}
         if options is None:
-            return made
+            return cls(**given)
         if not isinstance(options, AttentionOptions):
             raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
-        if given := ", ".join(made.changed):
-            raise ValueError(f"options is given, and {given} too; set {given} in options")
-        seeds = {name: x for name in DROPOUT[1:] if (x := keywords.get(name)) is not None}
+        seeds = {name: given.pop(name) for name in DROPOUT[1:] if name in given}
+        if names := ", ".join(given):
+            raise ValueError(f"options is given, and {names} too; set {names} in options")
         return replace(options, **seeds) if seeds else options
 
     @property

@@ -16,6 +16,7 @@ from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_n
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.modifiers import (
+    ALIBI,
     BIAS,
     DESCALES,
     DLSE,
@@ -332,7 +333,7 @@ class Problem:
         read = {*own, *(x for text in texts for x in text.captured)} - {name}
         kept = tuple(x for x in self.operands if x.name in read)
         found = replace(self, options=replace(options, offset=None), operands=kept)
-        needed = found.is_masked or found.modifiers.reads_position
+        needed = found.is_masked or found.reads_position
         return found.with_options(offset=options.offset) if needed else found
 
     @property
@@ -461,6 +462,12 @@ class Problem:
         return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
 
     @property
+    def reads_position(self) -> bool:
+        """Whether slopes or a text read the positions of queries, also where there is no pair."""
+        has_slopes = any(x.name == ALIBI for x in self.operands)
+        return has_slopes or any("position" in x.positions for x in self._texts)
+
+    @property
     def of_scores(self) -> forms.Sizes:
         """Batch, or how many sequences there are, heads, M and N: the sizes that forms go by."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
@@ -480,6 +487,11 @@ class Problem:
         Kernels read them: M and N are then the rows of the arrays.
         """
         return self.modifiers.is_ragged
+
+    @property
+    def ragged_by(self) -> str:
+        """What makes it ragged, in messages."""
+        return " and ".join(x.name for x in self.operands if x.name in PADDED) or "a ragged batch"
 
     @property
     def page_size(self) -> int:
@@ -531,7 +543,7 @@ class Problem:
 
     def check_offset(self) -> None:
         """Raises ValueError for an offset that nothing depends on, in a complete problem."""
-        if self.offset is None or self.is_masked or self.modifiers.reads_position:
+        if self.offset is None or self.is_masked or self.reads_position:
             return
         raise ValueError(
             f"offset is {self.offset}, and nothing depends on the positions of queries; give "
@@ -539,7 +551,7 @@ class Problem:
         )
 
     def _check_ragged(self) -> None:
-        """Raises Unsupported for what a ragged batch cannot have."""
+        """Raises Unsupported for what batch elements or sequences with lengths cannot have."""
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
@@ -553,7 +565,7 @@ class Problem:
             ),
         ):
             if given:
-                raise Unsupported(f"{what} cannot be used with a ragged batch; {remedy}")
+                raise Unsupported(f"{what} cannot be used with {self.ragged_by}; {remedy}")
 
     @property
     def _arrays_shown(self) -> list[str]:
@@ -680,7 +692,7 @@ class Problem:
         of_arrays = {**sizes, "batch": self.sequences or batch, "kv_heads": kv_heads}
         operands = tuple(x.part(of_arrays) for x in self.operands)
         part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
-        if not (self.is_masked or self.modifiers.reads_position):
+        if not (self.is_masked or self.reads_position):
             return part
         return replace(part, shift=self._position + rows.start - keys.start - part._position)
 

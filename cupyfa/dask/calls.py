@@ -14,7 +14,7 @@ from cupyfa.api import BackendName, Tiles
 from cupyfa.dask import graphs
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions, Causal
+from cupyfa.options import NOT_GIVEN, OPTIONS, AttentionOptions, Causal, read_flag
 from cupyfa.parts import arguments
 from cupyfa.parts.calls import planned
 from cupyfa.parts.texts import places
@@ -48,7 +48,7 @@ def attention(
     k: da.Array,
     v: da.Array,
     *,
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     keys: Keys = "gather",
     fan_in: int = 4,
     return_lse: bool = False,
@@ -96,6 +96,7 @@ def attention(
         keys=keys, fan_in=fan_in, backend=backend, limits=limits, check=check,
         options=options, captured=captured,
     )  # fmt: skip
+    return_lse = read_flag("return_lse", return_lse)
     call.refuse_places(keys_are_whole=call.fan_in is None)
     out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
     return (out, lse) if return_lse else out
@@ -106,11 +107,11 @@ def attention_vjp(
     k: da.Array,
     v: da.Array,
     *,
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     keys: Keys = "gather",
     fan_in: int = 4,
     return_lse: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = False,
     kernel: str | Kernel = "auto",
     backward_kernel: str | Kernel = "auto",
     tiles: Tiles | None = None,
@@ -134,15 +135,18 @@ def attention_vjp(
     A task for each chunk of q takes the keys that it sees and gives dq. A task for each chunk of k
     takes all rows that see it and gives dk and dv. So nothing is added up, at the price that the
     products are computed twice; if rows and keys have one chunk each, one task gives all three.
-    With ``deterministic``, the default, every run gives the same bits. ``backward_kernel`` and
-    ``backward_tiles`` are for the gradients. The other arguments, and what is raised, are those of
-    ``attention``; texts may name position or key alone only where keys have one chunk.
+    With ``deterministic`` every run gives the same bits, also where a task is repeated.
+    ``backward_kernel`` and ``backward_tiles`` are for the gradients. The other arguments, and what
+    is raised, are those of ``attention``; texts may name position or key alone only where keys have
+    one chunk.
     """
     call = _Call.of(
         attention_vjp, q, k, v, {"causal": causal, **others},
         keys=keys, fan_in=fan_in, backend=backend, limits=limits, check=check,
         options=options, captured=captured,
     )  # fmt: skip
+    return_lse = read_flag("return_lse", return_lse)
+    deterministic = read_flag("deterministic", deterministic)
     call.refuse_places(keys_are_whole=False)
     how = call.planned("backward", backward_kernel, backward_tiles, deterministic=deterministic)
     out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
@@ -197,7 +201,7 @@ class _Call:
         """others: options by name, and arguments that the function may not have."""
         if not isinstance(keys, str) or keys not in ("gather", "merge"):
             raise ValueError(f"keys is {described(keys)}; use 'gather' or 'merge'")
-        fan_in = whole("fan_in", fan_in, 2)
+        fan_in, check = whole("fan_in", fan_in, 2), read_flag("check", check)
         arguments.refuse_others("cupyfa.dask", function, others, _ELSEWHERE)
         for name, x in zip("qkv", (q, k, v)):
             _check_array(name, x)

@@ -23,7 +23,7 @@ class Attend(Call):
         self, q: Any, ks: Chunks, vs: Chunks, skipped: int, offset: int | None
     ) -> tuple[Any, Any]:
         k, v = _joined(ks, skipped), _joined(vs, skipped)
-        return attention(q, k, v, return_lse=True, **self.arguments(q, k, offset))
+        return attention(q, k, v, return_lse=True, **self.arguments(offset))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Differentiate(Call):
     ) -> tuple[Any, ...]:
         of_rows = {name: _joined(x, skipped_rows) for name, x in zip(OF_ROWS, rows)}
         k, v = _joined(ks, skipped_keys), _joined(vs, skipped_keys)
-        more = self.arguments(of_rows["q"], k, offset)
+        more = self.arguments(offset)
         return attention_backward(k=k, v=v, wrt=self.wrt, **of_rows, **more)
 
 

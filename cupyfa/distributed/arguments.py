@@ -16,7 +16,7 @@ from cupyfa.distributed.shards import Shards
 from cupyfa.errors import Unsupported, described
 from cupyfa.expressions import Expression
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import OPTIONS, AttentionOptions
+from cupyfa.options import OPTIONS, AttentionOptions, NotGiven, read_flag
 from cupyfa.parts import arguments
 from cupyfa.parts.calls import Call, options_of_parts, planned
 from cupyfa.parts.texts import places
@@ -26,7 +26,8 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import adopt
 
 # Types of arguments that cannot change between two calls.
-_FIXED = {type(None), bool, int, float, str, tuple, AttentionOptions, Kernel}
+_FIXED = {type(None), NotGiven, bool, int, float, str, tuple, AttentionOptions, Kernel}
+_FLAGS = ("check", "deterministic", "return_lse")
 _MOST_KNOWN = 256  # calls that a group remembers
 
 
@@ -113,8 +114,11 @@ class Given:
             except Exception as found:
                 error = found
             different = difference(self.group, fields, error)
-        if different is not None:
-            raise different
+        try:
+            if different is not None:
+                raise different
+        finally:  # it refers to this frame, and so to the arrays
+            del different, error
         assert made is not None
         return made, arrays
 
@@ -151,7 +155,8 @@ class Given:
         forms = tuple((tuple(x.shape), x.dtype) for x in arrays)
         key = (
             *(self.operation, backend.limits, type(arrays[0]), forms, tuple(self.of_rows)),
-            *(kinds, tuple(named.items())),
+            # As numbers are written, too: 0.0 equals -0.0.
+            *(kinds, tuple(named.items()), repr([x for x in named.values() if type(x) is float])),
         )
         try:
             hash(key)
@@ -167,11 +172,12 @@ class Given:
         _refuse_places(p, how["schedule"])
         _require_heads(p, how["schedule"], self.group.ranks)
         _check_rows(q, v, p, dict(zip(self.of_rows, of_rows)))
-        of_backward = {x: how[x] for x in ("deterministic",) if x in how}
+        flags = {x: read_flag(x, how[x]) for x in _FLAGS if x in how}
+        of_backward: Any = {x: y for x, y in flags.items() if x == "deterministic"}
         asked = how["kernel"], how["tiles"]
-        which = {"persistent": schedule.persistent, **of_backward}
+        which: Any = {"persistent": schedule.persistent, **of_backward}
         of_kernel = planned(self.operation, p, backend.limits, *asked, **which)
-        more = {"backend": how["backend"], "check": how["check"], **of_backward}
+        more = {"backend": how["backend"], "check": flags["check"], **of_backward}
         call = Call(options_of_parts(p), how["captured"], {**of_kernel, **more})
         in_host = isinstance(q, np.ndarray)
         job = Job(self.group, p, q_shards, k_shards, call, backend, in_host)

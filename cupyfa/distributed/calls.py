@@ -11,7 +11,7 @@ from cupyfa.distributed.arguments import Given
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.options import AttentionOptions, Causal
+from cupyfa.options import NOT_GIVEN, AttentionOptions, Causal, read_flag
 from cupyfa.runtime.backend import Backend
 
 Schedule = Literal["gather", "heads", "ring"]
@@ -20,7 +20,7 @@ Pullback = Callable[..., tuple[Any, ...]]
 # The arguments that ``Given`` takes by name, where a function has them.
 _HOW = (
     *("M", "N", "order", "schedule", "kernel", "tiles", "backend", "check", "options", "captured"),
-    "deterministic",
+    *("deterministic", "return_lse"),
 )
 
 
@@ -34,7 +34,7 @@ def attention(
     N: int | None = None,
     order: Order = "zigzag",
     schedule: Schedule = "gather",
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     return_lse: bool = False,
     kernel: str | Kernel = "auto",
     tiles: Tiles | None = None,
@@ -97,7 +97,7 @@ def attention_backward(
     N: int | None = None,
     order: Order = "zigzag",
     schedule: Schedule = "gather",
-    causal: Causal | bool | None = False,
+    causal: Causal | bool | None = NOT_GIVEN,
     deterministic: bool = False,
     dlse: Any = None,
     kernel: str | Kernel = "auto",
@@ -153,6 +153,9 @@ def attention_vjp(
     ``backward_tiles`` are for the gradients. The other arguments, and what is raised, are those of
     ``attention``.
     """
+    return_lse, deterministic = (
+        read_flag(*x) for x in (("return_lse", return_lse), ("deterministic", deterministic))
+    )
     out, lse = attention(
         q, k, v, group=group, return_lse=True, kernel=kernel, tiles=tiles, **others
     )

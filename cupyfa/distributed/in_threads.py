@@ -73,7 +73,8 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
         wait_for_all()
         raise
     if errors:
-        raise errors[0]
+        del errors[1:]
+        raise errors.pop()  # kept in this frame, it would keep the arrays of ranks
     return results
 
 

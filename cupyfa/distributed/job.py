@@ -57,7 +57,7 @@ class Job:
     def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
         """out and lse of a part, whose first query and key have these numbers in the whole."""
         offset = offset_of_part(self.problem, first_row, first_key)
-        return attention(q, k, v, return_lse=True, **self.call.arguments(q, k, offset))
+        return attention(q, k, v, return_lse=True, **self.call.arguments(offset))
 
     def differentiate(
         self, of_rows: Sequence[Any], k: Any, v: Any, first_row: int, first_key: int
@@ -65,7 +65,7 @@ class Job:
         """dq, dk and dv of a part. of_rows: q, dout, out and lse, and dlse if it is given."""
         q, dout, out, lse, *dlse = of_rows
         offset = offset_of_part(self.problem, first_row, first_key)
-        more = self.call.arguments(q, k, offset)
+        more = self.call.arguments(offset)
         return attention_backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
 
     def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:

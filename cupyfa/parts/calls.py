@@ -27,13 +27,9 @@ class Call:
     captured: Mapping[str, Any] | None
     how: Mapping[str, Any]
 
-    def arguments(self, q: Any, k: Any, offset: int | None) -> dict[str, Any]:
+    def arguments(self, offset: int | None) -> dict[str, Any]:
         """The arguments besides arrays, for a part whose query 0 is at this offset."""
-        options = self.options
-        is_masked = options.left is not None or options.right is not None
-        if not is_masked and 0 in (*q.shape[:3], k.shape[2]):
-            offset = None  # there is no pair for a text, and an offset would be refused
-        options = replace(options, offset=offset)
+        options = replace(self.options, offset=offset)
         return {"options": options, "captured": self.captured, **self.how}
 
 
@@ -57,7 +53,7 @@ def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> At
 
 def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
     """The position of a part's first query among its keys; None if nothing depends on it."""
-    if not (p.is_masked or p.modifiers.reads_position):
+    if not (p.is_masked or p.reads_position):
         return None
     return p.first_position + first_row - first_key
 

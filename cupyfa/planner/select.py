@@ -83,6 +83,12 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
     return known[kernel]
 
 
+def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
+    """Raises for a kernel or for tile sizes that no problem can have."""
+    if kernel != "auto":
+        _check_given(_given(kernel, operation), given)
+
+
 def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
     """The plan of a kernel for a problem on a device; the caller may fix constants.
 
@@ -337,10 +343,27 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     if problem.dtype.result:
         return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
-        return "no other kernel can either"
+        why = _reasons(kernel, problem, limits)
+        return f"no other kernel can either{f': {why}' * bool(why)}"
     able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
     known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
     return f"kernels of the backward pass give gradients{known}"
+
+
+def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """Why each other kernel for inputs of this dtype and precision cannot do the problem."""
+    own, precision = problem.dtype.name, problem.precision
+    found: dict[str, list[str]] = {}
+    for x in LADDER[kernel.operation].values():
+        if x is kernel or not x.takes(own):
+            continue
+        if precision and precision not in x.precisions_of(own):
+            continue
+        try:
+            _first_fit(x, _with_columns(x, problem), limits, {})
+        except Unsupported as refused:
+            found.setdefault(refused.reason, []).append(x.name)
+    return "; ".join(f"{why} ({', '.join(names)})" for why, names in found.items())
 
 
 def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
@@ -377,16 +400,16 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the record may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: Exception | None = None
+    refused: list[Exception] = []  # the last one, which no frame refers to when it is raised
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})
         except Unsupported as error:
-            refused = error
+            refused = [error]
         except ValueError as error:
-            refused = refused or error
-    assert refused is not None, "a kernel has at least one tile"
-    raise refused
+            refused = refused or [error]
+    assert refused, "a kernel has at least one tile"
+    raise refused.pop()
 
 
 def _made(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:

@@ -28,7 +28,7 @@ from cupyfa.runtime.arrays import (
 )
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher
-from cupyfa.runtime.select import adopt
+from cupyfa.runtime.select import adopt, where_q_is
 from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 
 LAYOUTS = ("nhd", "hnd")
@@ -67,7 +67,8 @@ class KVCache:
         e4m3, to 448 or -448 beyond these.
 
     All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
-    when ``decode`` runs counts, of lengths and page tables too. ``decode`` writes into k and v if
+    when ``decode`` runs counts, of lengths and page tables too. A list of lengths, pages or scales
+    becomes a new array where k is. ``decode`` writes into k and v if
     it is given new keys, so these must not share memory then, and never changes lengths.
 
     Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
@@ -90,9 +91,9 @@ class KVCache:
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
         self.layout = layout
         self.k, self.v = seen("k", k), seen("v", v)
-        self.lengths = seen("lengths", lengths)
+        self.lengths = _there("lengths", lengths, self.k)
         self._last: _Last | None = None
-        self.pages = None if pages is None else seen("pages", pages)
+        self.pages = None if pages is None else _there("pages", pages, self.k)
         check_keys(self.k, self.v, layout)
         _check_whole("lengths", self.lengths, 1)
         if self.pages is not None:
@@ -106,7 +107,7 @@ class KVCache:
                 "sequences; give a number for each"
             )
         scales = {"k_scale": k_scale, "v_scale": v_scale}
-        given = {name: x if x is None else seen(name, x) for name, x in scales.items()}
+        given = {x: y if y is None else _there(x, y, self.k) for x, y in scales.items()}
         self.k_scale, self.v_scale = given.values()
         self._scales = tuple(self._seen_scale(*x) for x in given.items())
 
@@ -136,8 +137,9 @@ class KVCache:
         for new keys in the last pages only. In GPU memory nobody waits for the numbers, so the
         table has a column for each of ``indices``.
         """
+        keys = seen("k", k)
         starts, listed, last = (
-            seen(name, x)
+            _there(name, x, keys)
             for name, x in (
                 *(("indptr", indptr), ("indices", indices)),
                 ("last_page_len", last_page_len),
@@ -158,7 +160,7 @@ class KVCache:
         steps = np.ones_like(listed, shape=(max(most, 1),)).cumsum() - 1
         places = np.clip(starts[:-1, None] + steps[None], 0, max(len(listed) - 1, 0))
         table = listed[places] if len(listed) else 0 * places
-        size = seen("k", k).shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
+        size = keys.shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
         lengths = (counts - 1) * size + last
         lengths *= counts > 0
         return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout, k_scale, v_scale)
@@ -804,3 +806,22 @@ def seen(name: str, given: Any) -> Any:
         raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array")
     _, (array,) = adopt("auto", **{name: given})
     return array
+
+
+_INTEGERS = np.iinfo(np.int32)
+
+
+def _there(name: str, given: Any, keys: Any) -> Any:
+    """An array as ``seen`` has it; a list of numbers as one in the memory of keys."""
+    if not isinstance(given, list | tuple):
+        return seen(name, given)
+    array = modifiers.of_list(name, given)
+    if name in SCALES:
+        made = array.astype(np.float32)
+    elif array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has numbers of {array.dtype}; give whole numbers")
+    elif array.size and not _INTEGERS.min <= array.min() <= array.max() <= _INTEGERS.max:
+        raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}; they are int32")
+    else:
+        made = array.astype(np.int32)
+    return where_q_is("auto", keys, made)

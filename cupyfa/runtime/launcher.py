@@ -84,7 +84,8 @@ def compiled(backend: Backend, plan: Plan) -> Kernels:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        del errors[1:]
+        raise errors.pop()  # kept in this frame, it would keep the arrays of the call
     return kernels
 
 

@@ -14,6 +14,7 @@ from cupyfa.dtypes import DTYPES, DType
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import merging, tolerance
+from cupyfa.options import read_flag
 from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, Plan, PlannedLaunch
 from cupyfa.problem import Problem, four_axes, rows_of, sizes_of
 from cupyfa.runtime import workspace
@@ -79,6 +80,7 @@ def merge(
 
     Flash-Decoding: Dao et al., 2023. Ring Attention: Liu et al., 2023, arXiv:2310.01889.
     """
+    check = read_flag("check", check)
     return _Parts(parts, layout, backend).merged(out, check)
 
 
@@ -100,7 +102,7 @@ def merge_vjp(
     on to q, k and v. The pullback keeps references to the parts, out and lse, and may be called
     several times; it uses their contents at that time. Raises what ``merge`` raises.
     """
-    given = _Parts(parts, layout, backend)
+    given, check = _Parts(parts, layout, backend), read_flag("check", check)
     out, lse = given.merged(None, check)
     return (out, lse), partial(_pullback, given, out, lse, check)
 

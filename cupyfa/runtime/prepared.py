@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import OfThisProcess, Unsupported, described
-from cupyfa.modifiers import LENGTHS, MAPS, PADDED, STARTS, Operand, gradient_of, name_of
+from cupyfa.modifiers import LENGTHS, MAPS, Operand, gradient_of, name_of
+from cupyfa.operations import OPERATIONS
 from cupyfa.options import DROPOUT, AttentionOptions
 from cupyfa.planner import select as planning
 from cupyfa.planner.evaluate import with_numbers
@@ -36,7 +37,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
-from cupyfa.runtime.select import adopt, writable_view
+from cupyfa.runtime.select import adopt, as_array, where_q_is, writable_view
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 
 if TYPE_CHECKING:
@@ -120,11 +121,9 @@ class Prepared(OfThisProcess):
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
         self._forms = tuple(form(backend, x) for x in inputs.values())
-        # Lengths and offsets of sequences on the host, where calls look at them.
-        self._lengths_seen = tuple(
-            name_of(name)
-            for name, x in inputs.items()
-            if name_of(name) in LENGTHS and isinstance(x, np.ndarray)
+        # Whether lengths and offsets of sequences lie on the host, where calls look at them.
+        self._lengths_seen = any(
+            name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
         )
         self._results = tuple(results)
         self._given = sum(x.given is not None for x in results)
@@ -186,14 +185,10 @@ class Prepared(OfThisProcess):
         repeated = self.again(arrays, targets)
         if repeated is not None:
             return repeated
-        try:
-            same = tuple(map(self._backend.form, arrays)) == self._forms
-        except AttributeError:  # the host's, or another library's
-            same = False
-        if not same:
-            arrays = tuple(self._adopted(arrays))
-        if self._lengths_seen:
-            self._check_lengths(arrays)
+        if not self._are_alike(arrays):
+            arrays = tuple(self._adopted(self._where_q_is(arrays)))
+        elif self._lengths_seen:
+            self._with_lengths(dict(zip(map(name_of, self._names), arrays)))
         return self.run(arrays, targets)
 
     def run(
@@ -345,24 +340,66 @@ class Prepared(OfThisProcess):
             named, out = {**named, "out": out}, None
         left = self._names[len(arrays) :]
         if len(arrays) > len(self._names) or set(left) != set(named):
-            numbers = [name for name, x in named.items() if isinstance(x, Real | np.generic)]
-            raise TypeError(
-                f"the arrays are {_listed(self._names)}; given are {len(arrays)} without a name"
-                + (f" and {_listed(named)}" if named else "")
-                + (f"; numbers were compiled in: leave out {_listed(numbers)}" if numbers else "")
-            )
+            raise TypeError(self._other_arrays(arrays, named))
         return (*arrays, *(named[name] for name in left)), out
 
-    def _check_lengths(self, arrays: Sequence[Any]) -> None:
-        """Raises ValueError for NumPy lengths and offsets that are not in the arrays."""
-        by_name, p = dict(zip(map(name_of, self._names), arrays)), self.plan.problem
-        seen = {name: by_name[name] for name in self._lengths_seen}
+    def _other_arrays(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> str:
+        """What is missing of the arrays of a call, and what is too much."""
+        left = self._names[len(arrays) :]
+        missing = [x for x in left if x not in named]
+        known = [x for x in named if x in self._names]
+        numbers = [x for x, y in named.items() if isinstance(y, Real | np.generic)]
+        unknown = [x for x in named if x not in self._names and x not in numbers]
+        twice = [x for x in known if x not in left]
+        count = len(arrays) - len(self._names)
+        found = {
+            "missing": missing,
+            "given twice": twice,
+            "unknown": unknown,
+            "compiled in, so to be left out": numbers,
+        }
+        wrong = [
+            f"{_listed(x)} {'is' if len(x) == 1 else 'are'} {why}" for why, x in found.items() if x
+        ]
+        wrong += [f"there {'is' if count == 1 else 'are'} {count} more"] * (count > 0)
+        return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
+
+    def _are_alike(self, arrays: Sequence[Any]) -> bool:
+        """Whether these are arrays of the backend, of the forms that this was made for."""
+        try:
+            return tuple(map(self._backend.form, arrays)) == self._forms
+        except (AttributeError, ValueError):  # the host's, where ``data`` may be unreadable
+            return False
+
+    def _where_q_is(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays, with what is read besides q, k and v in the memory where q is.
+
+        Lengths on the host are looked at, as by the function.
+        """
+        backend, first = self._backend, len(OPERATIONS[self.plan.operation.name].inputs)
+        names = [name_of(x) for x in self._names]
+        read = {x: as_array(backend, x, y) for x, y in zip(names[first:], arrays[first:])}
+        by_name = self._with_lengths({**dict(zip(names, arrays[:first])), **read})
+        if self.plan.problem.sequences is not None:
+            by_name = ragged.with_a_sequence(by_name)
+        q = by_name.get("q", arrays[0])
+        return [*arrays[:first], *(where_q_is(backend, q, by_name[x]) for x in read)]
+
+    def _with_lengths(self, by_name: dict[str, Any]) -> dict[str, Any]:
+        """The arrays with lengths and offsets of the host as int32.
+
+        Raises ValueError for those that are not in the arrays.
+        """
+        on_host = (np.ndarray, list, tuple)
+        seen = {x: y for x, y in by_name.items() if x in LENGTHS and isinstance(y, on_host)}
+        if not seen:
+            return by_name
+        p = self.plan.problem
         how: Any = {"look": False, "download": None}
-        if STARTS[0] in seen:
-            ragged.lengths(by_name["q"], by_name["k"], seen, **how)
-        else:
-            padded = {name: x for name, x in seen.items() if name in PADDED}
-            ragged.padded_lengths(padded, p.batch, (p.M, p.N), **how)
+        if p.modifiers.is_packed:
+            given = {x: by_name[x] for x in LENGTHS if x in by_name}
+            return by_name | ragged.lengths(by_name["q"], by_name["k"], given, **how)
+        return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N), **how)
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""
@@ -392,7 +429,7 @@ class Prepared(OfThisProcess):
                     if start < other + high and other + low < start + size:
                         return False
             return self._given == 1 or self._are_apart(targets)
-        except AttributeError:  # the host's, or another library's
+        except (AttributeError, ValueError):  # the host's, or another library's
             return False
 
     def _are_apart(self, targets: Sequence[Any]) -> bool:

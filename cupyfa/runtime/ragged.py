@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.modifiers import PADDED, STARTS, USED
+from cupyfa.modifiers import ALIBI, PADDED, SINK, STARTS, USED
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
@@ -29,7 +29,7 @@ def lengths(
     made = {name: _whole(name, x) for name, x in given.items() if x is not None}
     for start, used, array, rows in zip(STARTS, USED, (q, k), ("q", "k")):
         offsets, counts = made[start], made.get(used)
-        if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+        if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
                 f"{start} has shape {tuple(offsets.shape)}; it must have one axis: where each "
                 "sequence begins, and then where the last one ends"
@@ -59,6 +59,23 @@ def padded_lengths(
             seen = array if on_host else download(array)
             _check_counts(name, seen, np.full(batch, most), "batch element")
     return {name: _as_int32(x) for name, x in made.items()}
+
+
+def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that a ragged batch reads; of no sequence, those of an empty one.
+
+    Kernels have at least one sequence. What only sequences have is of no effect then.
+    """
+    made = dict(given)
+    for name, x in given.items():
+        shape = tuple(x.shape)
+        if name in STARTS and shape == (1,):
+            made[name] = np.zeros(2, np.int32)
+        elif name in USED and shape == (0,):
+            made[name] = np.zeros(1, np.int32)
+        elif name in (ALIBI, SINK) and len(shape) == 2 and not shape[0]:
+            made[name] = np.zeros((1, shape[1]), x.dtype)
+    return made
 
 
 def _whole(name: str, given: Any) -> Any:
@@ -110,11 +127,8 @@ def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "
 
 
 def are_lists(*given: Any) -> bool:
-    """Whether these are lists of arrays, and not of numbers."""
-    return all(
-        isinstance(x, list | tuple) and len(x) > 0 and all(hasattr(y, "dtype") for y in x)
-        for x in given
-    )
+    """Whether these are lists of arrays, which may be empty, and not of numbers."""
+    return all(isinstance(x, list | tuple) and all(hasattr(y, "dtype") for y in x) for x in given)
 
 
 def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:

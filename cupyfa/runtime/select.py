@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import DeviceError, described, warn
+from cupyfa.modifiers import of_list
 from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
@@ -72,6 +73,29 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
         )
     cuda = backend_named("cuda" if backend == "auto" else backend)
     return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
+
+
+def as_array(backend: str | Backend, name: str, given: Any) -> Any:
+    """Another library's array as NumPy's or CuPy's, a list as NumPy's; anything else as it is."""
+    given = of_list(name, given)
+    is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
+    if isinstance(given, np.ndarray) or hasattr(given, "get") or not is_foreign:
+        return given
+    _, (array,) = adopt(backend, **{name: given})
+    return array
+
+
+def where_q_is(backend: str | Backend, q: Any, array: Any) -> Any:
+    """NumPy's or CuPy's array in the memory where q is; anything else as it is."""
+    if isinstance(q, np.ndarray):
+        return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
+    if not isinstance(array, np.ndarray):
+        return array
+    theirs, (q, *_) = adopt(backend, q=q)
+    if isinstance(q, np.ndarray):
+        return array
+    with theirs.working_on(q):
+        return theirs.upload(array)
 
 
 def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:

@@ -86,10 +86,10 @@ class Lane:
             raise self.error
 
     def __enter__(self):
-        self.device.current.lane = self
+        self.device.thread.lane = self
 
     def __exit__(self, *error):
-        self.device.current.lane = None
+        self.device.thread.lane = None
 
 
 class FarDevice(Simulator):
@@ -103,14 +103,14 @@ class FarDevice(Simulator):
         self.models = ("far",) * 3
         self.free, self.copied, self.failing = free, [], False
         self.kept, self.gates = [], {}
-        self.current, self.memory = threading.local(), []
+        self.thread, self.memory = threading.local(), []
 
     @property
     def device(self):
-        return getattr(self.current, "device", 0)
+        return getattr(self.thread, "device", 0)
 
     def use(self, device):
-        self.current.device = device
+        self.thread.device = device
 
     def owns(self, array):
         return isinstance(array, Far)
@@ -134,7 +134,7 @@ class FarDevice(Simulator):
         start = super().starter(kernel, launch, sizes, regions)
 
         def late(stream, pointers, extra):
-            lane = getattr(self.current, "lane", None)
+            lane = getattr(self.thread, "lane", None)
             if lane is None:
                 return start(stream, pointers, extra)
             table = (ctypes.c_uint64 * len(sizes)).from_address(pointers)
@@ -150,7 +150,7 @@ class FarDevice(Simulator):
         return late
 
     def matmul(self, *arrays, **options):
-        lane = getattr(self.current, "lane", None)
+        lane = getattr(self.thread, "lane", None)
         multiply = super().matmul
         if lane is None:
             multiply(*arrays, **options)

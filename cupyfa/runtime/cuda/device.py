@@ -79,8 +79,11 @@ class _Working:
         _exchange_capture_mode(self._mode)
         found = _device_error(error) if error is not None else None
         self._device.__exit__(kind, error, trace)
-        if found is not None:
-            raise found from None
+        try:
+            if found is not None:
+                raise found from None
+        finally:  # these refer to this frame and to those of the call, and so to its arrays
+            del found, error, trace
 
 
 def _device_error(error: BaseException) -> DeviceError | None:

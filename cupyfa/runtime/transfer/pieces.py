@@ -447,7 +447,8 @@ def _axes_of(plan: Plan) -> dict[str, str]:
     """The axes of inputs and outputs by name; a packed batch is one element with sequences."""
     p, found = plan.problem, plan.operation.axes_of(plan.problem)
     if p.modifiers.is_packed:
-        found |= {x.input: found[x.input].replace("batch", "sequences") for x in p.operands}
+        arrays = (x.input for x in p.operands if x.is_array)
+        found |= {name: found[name].replace("batch", "sequences") for name in arrays}
     return found
 
 

@@ -1,0 +1,152 @@
+"""Each sort of input on each path of calls: what is called, with arrays in memories of a choice."""
+
+import numpy as np
+
+import cupyfa
+
+F = np.float32
+BATCH, HEADS, KV_HEADS, M, D = 2, 4, 2, 20, 16
+OFFSETS = np.array([0, 8, 20], np.int32)
+LENGTHS = np.array([20, 7], np.int32)
+SLOPES = np.array([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]], F)
+PAIRS = np.random.default_rng(9).standard_normal((1, HEADS, M, M)).astype(F)
+PATHS = ("dense", "padded", "packed", "lists", "cache")
+HOW = {"kernel": "fa2"}
+BACKWARD = {"backward_kernel": "two_pass"}
+
+# By sort: arguments of a call, whose arrays may lie anywhere.
+SORTS = {
+    "nothing": {},
+    "number": {"score_mod": "score * c1", "captured": {"c1": 0.5}},
+    "array": {"score_mod": "score + x[head]", "captured": {"x": SLOPES[0]}},
+    "both": {"score_mod": "score * c1 + x[head]", "captured": {"c1": 2, "x": SLOPES[0]}},
+    "whole numbers": {"mask_mod": "key % n[0] != 1", "captured": {"n": np.array([3])}},
+    "softcap": {"softcap": 2.0},
+    "seed": {"dropout": 0.25, "dropout_seed": 7},
+    "seed in memory": {"dropout": 0.25, "dropout_seed": np.array([7])},
+    "seed and offset in memory": {
+        "dropout": 0.25,
+        "dropout_seed": np.array([7]),
+        "dropout_offset": np.array([3], np.int32),
+    },
+    "sink": {"sink": SLOPES[0]},
+    "slopes": {"alibi_slopes": SLOPES},
+    "bias": {"bias": PAIRS},
+    "mask": {"mask": PAIRS > -1},
+    "blocks": {"mask": "blocks"},
+}
+_OF_PAIRS = "bias", "mask", "blocks"
+
+
+def sorts_of(path):
+    """The sorts of inputs that calls of a path have."""
+    for sort, given in SORTS.items():
+        if path not in ("dense", "padded") and sort in _OF_PAIRS:
+            continue
+        if path == "padded" and sort == "blocks":
+            continue
+        if path == "cache" and "dropout" in given:
+            continue
+        yield sort
+
+
+def placed(given, put):
+    """Arguments with their arrays where ``put`` puts them."""
+    if isinstance(given, dict):
+        return {name: placed(x, put) for name, x in given.items()}
+    return put(given) if isinstance(given, np.ndarray) else given
+
+
+class Calls:
+    """The calls of a path with one sort of input.
+
+    put, put_read: what makes q, k and v of NumPy arrays, and what makes the others. get: makes
+    NumPy arrays of results.
+    """
+
+    def __init__(self, path, sort, backend, put, put_read, get):
+        self.path, self.put, self.put_read, self.get = path, put, put_read, get
+        self.how = {"backend": backend, **HOW}
+        self.given = placed(SORTS[sort], put_read)
+        if sort == "blocks":
+            blocks = cupyfa.block_mask(mask_mod="key <= query + 3", M=M, N=M, backend=backend)
+            self.given = {"mask": blocks}
+
+    def results(self):
+        """What every function of the path gives, as NumPy arrays by name."""
+        found = getattr(self, f"_{self.path}")()
+        return {name: [self.get(x) for x in flat(made)] for name, made in found.items()}
+
+    def _qkv(self):
+        q, k, v = (np.random.default_rng(i).standard_normal((BATCH, HEADS, M, D)) for i in range(3))
+        return [self.put(x.astype(F)) for x in (q, k[:, :KV_HEADS], v[:, :KV_HEADS])]
+
+    def _named(self):
+        """The arrays that a prepared call takes by name."""
+        given = {**self.given, **self.given.get("captured", {})}
+        return {name: x for name, x in given.items() if isinstance(x, list) or hasattr(x, "shape")}
+
+    def _dense(self, **lengths):
+        q, k, v = self._qkv()
+        given = {**self.given, **lengths}
+        how = {**self.how, **given}
+        out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
+        again = [cupyfa.attention(q, k, v, **how) for _ in range(3)]
+        made, pull = cupyfa.attention_vjp(q, k, v, **how, **BACKWARD)
+        prepared = cupyfa.compile(q, k, v, **how)
+        named = {**self._named(), **lengths}
+        backward = {**how, "kernel": BACKWARD["backward_kernel"]}
+        gradients = cupyfa.compile_backward(out, q, k, v, out, lse, **backward)
+        return {
+            "attention": (out, lse, *again, made),
+            "prepared": [prepared(q, k, v, **named) for _ in range(3)],
+            "pullback": pull(out),
+            "prepared backward": gradients(out, q, k, v, lse=lse, out=out, **named),
+        }
+
+    def _padded(self):
+        lengths = {"lengths_q": LENGTHS, "lengths_k": LENGTHS[::-1].copy()}
+        return self._dense(**placed(lengths, self.put_read))
+
+    def _packed(self):
+        q, k, v = (x.swapaxes(1, 2)[0] for x in self._qkv())
+        offsets = {f"cu_seqlens_{x}": self.put_read(OFFSETS) for x in "qk"}
+        how = {**self.how, **self.given}
+        out, lse = cupyfa.attention_ragged(q, k, v, **offsets, return_lse=True, **how)
+        made, pull = cupyfa.attention_ragged_vjp(q, k, v, **offsets, **how, **BACKWARD)
+        prepared = cupyfa.compile(q, k, v, **offsets, **how)
+        return {
+            "attention": (out, lse, made),
+            "prepared": prepared(q, k, v, **offsets, **self._named()),
+            "pullback": pull(out),
+        }
+
+    def _lists(self):
+        q, k, v = self._qkv()
+        lists = [[x[0][:, :9], x[1]] for x in (q, k, v)]
+        how = {**self.how, **self.given}
+        out, pull = cupyfa.attention_vjp(*lists, **how, **BACKWARD)
+        return {"attention": cupyfa.attention(*lists, **how), "vjp": out, "pullback": pull(out)}
+
+    def _cache(self):
+        q, k, v = self._qkv()
+        lengths = [20, 7] if self.put_read is np.ndarray.tolist else self.put(LENGTHS)
+        cache = cupyfa.KVCache(k, v, lengths, layout="hnd")
+        return {
+            "decode": cupyfa.decode(q[:, :, :2], cache, return_lse=True, **self.how, **self.given)
+        }
+
+
+def flat(made):
+    """The arrays of results in lists and tuples."""
+    if isinstance(made, list | tuple):
+        return [y for x in made for y in flat(x)]
+    return [made]
+
+
+def require_equal(got, wanted):
+    """The results of two ``Calls`` have the same bits."""
+    assert got.keys() == wanted.keys()
+    for name, arrays in got.items():
+        for mine, its in zip(arrays, wanted[name], strict=True):
+            np.testing.assert_array_equal(mine, its, err_msg=name)
