@@ -52,7 +52,8 @@ def _function(name: str, of_arrays: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-exp, exp2, log, log1p = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.log, np.log1p))
+exp, exp2, expm1 = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.expm1))
+log, log1p = (_function(x.__name__, x) for x in (np.log, np.log1p))
 sqrt, sin, cos, tanh = (_function(x.__name__, x) for x in (np.sqrt, np.sin, np.cos, np.tanh))
 floor = _function("floor", np.floor)
 rsqrt = _function("rsqrt", lambda x: 1 / np.sqrt(x))
@@ -62,7 +63,10 @@ erf = _function("erf", lambda x: np.vectorize(math.erf, otypes=[float])(x)[()])
 minimum, maximum = _function("min", np.minimum), _function("max", np.maximum)
 where = _function("where", np.where)
 
-OF_ONE = (exp, exp2, log, log1p, sqrt, rsqrt, tanh, sigmoid, softplus, sin, cos, erf, floor)
+OF_ONE = (
+    *(exp, exp2, log, log1p, expm1, sqrt, rsqrt),
+    *(tanh, sigmoid, softplus, sin, cos, erf, floor),
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{x.__name__: x for x in OF_ONE},
     "abs": np.abs,

@@ -12,9 +12,9 @@ A node of the text has the errors of its arguments times its derivatives, and it
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
-- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. tanh, computed as
-  1 - 2 / (1 + exp(2x)), has an absolute error of 3.5 eps near 0 and -1, however small tanh(x) is;
-  sin and cos have one of 6.
+- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. All have a small
+  relative error near an argument of 0, where their results are small: a text may multiply them by
+  any number. Elsewhere sin and cos have an absolute error of 6 eps.
 
 Where an error may turn a comparison, floor or the choice of min and max, the result has also the
 distance to what it would be then. A derivative has an error by the same rules: from the second
@@ -588,20 +588,32 @@ def _erf(x: Any) -> Any:
     return real + 1j * np.imag(x) * _gauss(np.real(x)) if np.iscomplexobj(x) else real
 
 
-def _error_of_tanh(x: Array, y: Array) -> Array:
-    """Of y = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and its
-    denominator, the exponential, the difference.
+_POLYNOMIAL = 0.54, 0.49  # tanh and sin are polynomials at least up to these
+
+
+def _error_far_from_0(x: Array, y: Array) -> Array:
+    """Of tanh(x) = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and
+    its denominator, the exponential, the difference.
     """
-    r = 1 - y
-    of_exponential = 0.5 * (1 + y) * (1.5 * np.abs(x) + 2)
-    return 3 * r + r * (0.5 + of_exponential) + 0.5 * np.abs(y)
+    size = np.abs(y)
+    r = 1 - size
+    of_exponential = 0.5 * (1 + size) * (1.5 * np.abs(x) + 2)
+    return 3 * r + r * (0.5 + of_exponential) + 0.5 * size
+
+
+def _error_of_tanh(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[0], 2.5 * np.abs(y), _error_far_from_0(x, y))
+
+
+def _error_of_sine(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[1], 2 * np.abs(y), 6.0)
 
 
 _Function = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 _LN2 = math.log(2)
 # Of each function: f and f', which take complex numbers; the errors in eps of f(x) = y and of
 # f'(x) = d for an exact x, as kernels compute them. exp(x) is the power of two of a rounded
-# x * log2(e); the derivatives of exp, tanh, sigmoid and roots are computed from y.
+# x * log2(e); the derivatives of exp, sigmoid and roots are computed from y.
 FUNCTIONS: dict[str, _Function] = {
     "exp": (
         *(np.exp, np.exp),
@@ -615,13 +627,18 @@ FUNCTIONS: dict[str, _Function] = {
     ),
     "log": (
         *(np.log, lambda x: 1 / x),
-        lambda x, y: 3 * np.abs(y) + 1,
+        lambda x, y: 3 * np.abs(y),
         lambda x, y, d: 2 * np.abs(d),
     ),
     "log1p": (
         *(np.log1p, lambda x: 1 / (1 + x)),
         lambda x, y: 3 * np.abs(y),
         lambda x, y, d: 3 * np.abs(d),
+    ),
+    "expm1": (
+        *(np.expm1, np.exp),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: d * (np.abs(x) + 3),
     ),
     "sqrt": (
         *(np.sqrt, lambda x: 0.5 / np.sqrt(x)),
@@ -636,12 +653,12 @@ FUNCTIONS: dict[str, _Function] = {
     "tanh": (
         *(np.tanh, lambda x: 1 - np.tanh(x) ** 2),
         _error_of_tanh,
-        lambda x, y, d: 2 * np.abs(y) * _error_of_tanh(x, y) + 1,
+        lambda x, y, d: 2 * np.abs(y) * _error_far_from_0(x, y) + 1,
     ),
     "sigmoid": (
         *(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x)),
         lambda x, y: y * (3 + (1 - y) * (np.abs(x) + 3)),
-        lambda x, y, d: np.abs(1 - 2 * y) * y * (3 + (1 - y) * (np.abs(x) + 3)) + d,
+        lambda x, y, d: d * (6 + np.abs(1 - 2 * y) * (np.abs(x) + 3)),
     ),
     "softplus": (
         *(_softplus, _sigmoid),
@@ -650,13 +667,13 @@ FUNCTIONS: dict[str, _Function] = {
     ),
     "sin": (
         *(np.sin, np.cos),
-        lambda x, y: 6 + 0 * y,
+        _error_of_sine,
         lambda x, y, d: 6 + 0 * y,
     ),
     "cos": (
         *(np.cos, lambda x: -np.sin(x)),
         lambda x, y: 6 + 0 * y,
-        lambda x, y, d: 6 + 0 * y,
+        lambda x, y, d: _error_of_sine(x, d),
     ),
     "erf": (
         *(_erf, _gauss),

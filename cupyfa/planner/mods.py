@@ -103,7 +103,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             values.append(0)
         else:
             fields.append((x.name, _number(x.captured, p)[1]))
-            values.append(x.value)
+            values.append(_softcap(x.value, p) if x.name == SOFTCAP else x.value)
     if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
         values.append(p.first_position)
@@ -124,6 +124,14 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             record[name] = number
     arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
     return record, tuple(arrays)
+
+
+def _softcap(value: float, p: Problem) -> float:
+    """The softcap, or the nearest one of which float32 has the reciprocal.
+
+    Larger ones leave scores as they are, as 2^126 does; smaller ones make them 0, as 2^-100 does.
+    """
+    return value if p.dtype.sums.itemsize > 4 else min(max(value, 2.0**-100), 2.0**126)
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:

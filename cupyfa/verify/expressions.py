@@ -21,19 +21,22 @@ CAPTURED: Mapping[str, Form] = {
     **{"ulong": "u64[N]", "seen": "bool[batch,N]", "open": "bool[M]"},
     **{"gain": 0.75, "shift": -0.3, "count": 5, "distant": 2**40, "flag": True},
 }
-_PLACES = {"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)}
-_PLACES["M|N"] = ("query", "key")
+_PLACES: dict[str, tuple[str, ...]] = {
+    **{"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)},
+    "M|N": ("query", "key"),
+}
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # functions and operators inside each other
 # Functions of any moderate number, and those that have a text for their argument.
 _OF_ANY = ("tanh", "sigmoid", "softplus", "sin", "cos", "erf", "floor", "abs")
 _OF_SOME = {
-    **{"exp": "min({}, 1.5)", "exp2": "min({}, 2)", "log": "0.1 + abs({})"},
+    **{"exp": "min({}, 1.5)", "exp2": "min({}, 2)", "expm1": "min({}, 1.5)"},
+    **{"log": "0.1 + abs({})"},
     **{"log1p": "abs({})", "sqrt": "0.01 + abs({})", "rsqrt": "0.25 + abs({})"},
 }
 # Of small arguments, which a large factor makes moderate again.
-_OF_SMALL = ("tanh({})", "sin({})", "erf({})", "log1p({})")
+_OF_SMALL = ("tanh({})", "sin({})", "erf({})", "log1p({})", "expm1({})")
 
 
 def draw_expression(

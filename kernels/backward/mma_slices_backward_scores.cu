@@ -98,6 +98,8 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
+  constexpr bool is_capped = Scorer<float>::caps_tiles;
+  scorer.cap(reinterpret_cast<float (&)[Wr * Wc / 32]>(S));
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
@@ -107,7 +109,8 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
+      const auto [exponent, slope] =
+          scorer.exponent_with_slope<masked, is_capped>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
       if (masked && !mask.reaches(key + more)) x = 0;
       if (pair.hides<masked>(row, key, more)) x = 0;

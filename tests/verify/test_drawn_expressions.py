@@ -16,7 +16,8 @@ from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.verify.expressions import CAPTURED, draw_expression
 
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 9, "N": 13, "d": 8}
-OPERATORS = "+ - * / // % ** < <= > >= == != & | ~ and or not if".split()
+OPERATORS = {"+", "-", "*", "/", "//", "%", "**", "<", "<=", ">", ">=", "==", "!=", "&", "|", "~"}
+OPERATORS |= {"and", "or", "not", "if"}
 
 
 def problem(seed, kind, dtype="float64"):

@@ -10,19 +10,24 @@
 // Numbers are of the host's type real. In double all functions are exact. In float they take few
 // instructions, because a kernel has only about 20 for each score:
 //  - x / y is x times a reciprocal, which leaves loops if y is the same in them;
-//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x. tanh, sin and cos have an
-//    absolute error of a few units in the last place of 1;
+//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x, sin and cos of those of
+//    their names, with an absolute error of a few units in the last place of 1. Near 0 tanh and sin
+//    are polynomials: what is multiplied by a large number, as in cap * tanh(x / cap), needs an
+//    error relative to x;
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
 #include <attention/place.cuh>
-#include <ptx/min_or_nan.cuh>
+#include <ptx/opaque.cuh>
 #include <tile/math.cuh>
+#include <tile/warp.cuh>
 
 // -------------------------------------------------------------------------------------------------
 // Functions of float and double
 
 namespace elementary {
+
+constexpr real largest = sizeof(real) == 8 ? real(1.7976931348623157e308) : real(3.4028234e38);
 
 __device__ __forceinline__ float reciprocal(float x) {
   return __fdividef(1, x);
@@ -66,6 +71,12 @@ __device__ __forceinline__ float log1p(float x) {
 __device__ __forceinline__ double log1p(double x) {
   return ::log1p(x);
 }
+__device__ __forceinline__ float expm1(float x) {
+  return expm1f(x);
+}
+__device__ __forceinline__ double expm1(double x) {
+  return ::expm1(x);
+}
 __device__ __forceinline__ float rsqrt(float x) {
   return rsqrtf(x);
 }
@@ -79,35 +90,79 @@ __device__ __forceinline__ float sqrt(float x) {
 __device__ __forceinline__ double sqrt(double x) {
   return ::sqrt(x);
 }
-// Where the power overflows, 2 / infinity is 0.
+// tanh(x) = x + x * w of s = x * x below this |x|, and 1 - r above. With r alone tanh would have an
+// absolute error, also near 0.
+constexpr float small_tanh = 0.55f;
+__device__ __forceinline__ float tanh_near_0(float s) {
+  const float of_s = fmaf(s, 0.0164375622f, -0.0526718013f);
+  return s * fmaf(s, fmaf(s, of_s, 0.133207247f), -0.333329469f);
+}
+// r = 1 - |tanh(x)|, with a small relative error. Where the power overflows, 2 / infinity is 0.
+__device__ __forceinline__ float rest_of_tanh(float x) {
+  return 2 * reciprocal(1 + exp2f(fabs(x) * (2 * log2e)));
+}
+__device__ __forceinline__ double rest_of_tanh(double x) {
+  return 2 / (1 + ::exp(2 * fabs(x)));
+}
 __device__ __forceinline__ float tanh(float x) {
-  return fmaf(-2, reciprocal(1 + exp2f(x * (2 * log2e))), 1);
+  const float near = fmaf(x, tanh_near_0(x * x), x);
+  return fabs(x) < small_tanh ? near : copysign(1 - rest_of_tanh(x), x);
 }
 __device__ __forceinline__ double tanh(double x) {
   return ::tanh(x);
 }
 // cap * tanh(x / cap), with all that follows from cap outside of loops.
 __device__ __forceinline__ float capped(float x, float cap) {
-  const float by = 2 * log2e * reciprocal(cap);
-  return fmaf(-2 * cap, reciprocal(1 + exp2f(x * by)), cap);
+  const float t = x * reciprocal(cap), near = fmaf(x, tanh_near_0(t * t), x);
+  return fabs(t) < small_tanh ? near : copysign(fmaf(-cap, rest_of_tanh(t), cap), x);
 }
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
 }
-// cap * tanh(x / cap) for x = scale * products. Four share one reciprocal, of the product of their
+// The same of x = scale * products, any of them. Four share one reciprocal, of the product of their
 // powers: these end at 2^31, where tanh is 1, so that it is finite.
-__device__ __forceinline__ void cap_products(float (&products)[4], float scale, float cap) {
-  const float by = scale * (2 * log2e * reciprocal(cap));
-  float power[4];
+__device__ __forceinline__ void cap_four(float* products, float scale, float by, float cap) {
+  const float exponent = fabs(by) * float(2 * log2e);
+  float power[4], far[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) power[i] = 1 + exp2f(min_or_nan(products[i] * by, 31));
+  for (int i = 0; i < 4; ++i) power[i] = 1 + exp2f(fmin(fabs(products[i]) * exponent, 31.0f));
   const float low = power[0] * power[1], high = power[2] * power[3];
   const float both = -2 * cap * reciprocal(low * high);
   const float of_low = both * high, of_high = both * low;
-  products[0] = fmaf(of_low, power[1], cap);
-  products[1] = fmaf(of_low, power[0], cap);
-  products[2] = fmaf(of_high, power[3], cap);
-  products[3] = fmaf(of_high, power[2], cap);
+  far[0] = fmaf(of_low, power[1], cap);
+  far[1] = fmaf(of_low, power[0], cap);
+  far[2] = fmaf(of_high, power[3], cap);
+  far[3] = fmaf(of_high, power[2], cap);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float x = products[i] * scale, t = products[i] * by;
+    const float near = fmaf(x, tanh_near_0(t * t), x);  // also of NaN
+    products[i] = fabs(t) >= small_tanh ? copysign(far[i], x) : near;
+  }
+}
+// The same of a warp's products: as a rule all are small, and then nothing else is computed. What
+// both branches compute would be kept for all products, so one has numbers of its own.
+template <int count>
+__device__ __forceinline__ void cap_products(float (&products)[count], float scale, float cap) {
+  const float by = scale * reciprocal(cap);
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) largest = fmax(largest, fabs(products[i]));
+  if (__any_sync(full_warp, !(largest * fabs(by) < small_tanh))) {
+    const float own_scale = opaque(scale), own_by = opaque(by);
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) products[i + j] = opaque(products[i + j]);
+      cap_four(products + i, own_scale, own_by, cap);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float x = products[i] * scale, t = products[i] * by;
+      products[i] = fmaf(x, tanh_near_0(t * t), x);
+    }
+  }
 }
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {
@@ -118,13 +173,16 @@ __device__ __forceinline__ T softplus(T x) {
   return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
 }
 // Less the nearest multiple of 2 pi, whose low part is in a second constant: the special functions
-// are exact near 0 only, and sinf has a loop for large numbers.
+// lose accuracy with the distance from 0, and sinf has a loop for large numbers.
 __device__ __forceinline__ float within_a_turn(float x) {
   const float turns = rintf(x * 0.159154943f);
   return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
+// Near 0 the special function has an absolute error.
 __device__ __forceinline__ float sin(float x) {
-  return __sinf(within_a_turn(x));
+  const float turned = within_a_turn(x), s = turned * turned;
+  const float of_s = fmaf(s, fmaf(s, -0.00019709f, 0.00833314f), -0.16666666f);
+  return fabs(turned) < 0.5f ? fmaf(turned * s, of_s, turned) : __sinf(turned);
 }
 __device__ __forceinline__ double sin(double x) {
   return ::sin(x);
@@ -424,6 +482,10 @@ __device__ __forceinline__ Dual<n> log1p(const Dual<n>& x) {
   return chain(elementary::log1p(x.value), x, elementary::reciprocal(1 + x.value));
 }
 template <int n>
+__device__ __forceinline__ Dual<n> expm1(const Dual<n>& x) {
+  return chain(elementary::expm1(x.value), x, elementary::exp(x.value));
+}
+template <int n>
 __device__ __forceinline__ Dual<n> sqrt(const Dual<n>& x) {
   return chain(elementary::sqrt(x.value), x, real(0.5) * elementary::rsqrt(x.value));
 }
@@ -434,18 +496,20 @@ __device__ __forceinline__ Dual<n> rsqrt(const Dual<n>& x) {
 }
 template <int n>
 __device__ __forceinline__ Dual<n> tanh(const Dual<n>& x) {
-  const real y = elementary::tanh(x.value);
-  return chain(y, x, 1 - y * y);
+  const real rest = elementary::rest_of_tanh(x.value);
+  return chain(elementary::tanh(x.value), x, rest * (2 - rest));
 }
 template <int n>
 __device__ __forceinline__ Dual<n> capped(const Dual<n>& x, Real cap) {
-  const real y = elementary::capped(x.value, cap.value), share = elementary::divide(y, cap.value);
-  return chain(y, x, 1 - share * share);
+  const real rest = elementary::rest_of_tanh(elementary::divide(x.value, cap.value));
+  return chain(elementary::capped(x.value, cap.value), x, rest * (2 - rest));
 }
+// y * (1 - y), whose second factor is power * y: that has a small relative error near 0, too.
 template <int n>
 __device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
   const real y = elementary::sigmoid(x.value);
-  return chain(y, x, y * (1 - y));
+  const real power = fmin(elementary::exp(-x.value), elementary::largest);
+  return chain(y, x, y * (power * y));
 }
 template <int n>
 __device__ __forceinline__ Dual<n> softplus(const Dual<n>& x) {
