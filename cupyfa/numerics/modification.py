@@ -48,7 +48,9 @@ Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadca
 
 @dataclass
 class Number:
-    """Values of a node: of bool, whole numbers (int64) or float64. None stands for 0.
+    """Values of a node: of bool, whole numbers or float64. None stands for 0.
+
+    Whole numbers are int64, or Python's in an array of objects where 64 bits may not do.
 
     slope: the derivative by the score. error, slope_error: absolute errors of both, in eps. The
     error of a bool is where it may be the other one.
@@ -289,6 +291,8 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
+        if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
+            found.value = array[at].astype(object)
         if is_seed:
             self.at, found.slope = at, 1.0
         if any(x.error is not None for x in numbers):  # which element is read is not known
@@ -298,9 +302,9 @@ class _Walk:
 
     def _inside(self, name: str, axis: int, size: int, index: Array) -> Array:
         """An index, clamped where a pair does not count."""
-        outside = (index < 0) | (index >= size)
+        outside = np.asarray((index < 0) | (index >= size), bool)
         if not outside.any():
-            return index
+            return index.astype(np.int64, copy=False)
         if (found := self._first(outside, index)) is not None:
             read, place = found
             allowed = f"give 0 to {size - 1}" if size else "it has no element"
@@ -308,7 +312,7 @@ class _Walk:
                 f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
                 f"{place}; the axis has size {size}: {allowed}"
             )
-        return np.clip(index, 0, max(size - 1, 0))
+        return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
 
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
@@ -334,7 +338,7 @@ class _Walk:
             return Number(~x.value, error=x.error)
         if isinstance(op, ast.UAdd):
             return x
-        return replace(x, value=-x.value, slope=None if x.slope is None else -x.slope)
+        return replace(x, value=-_negatable(x.value), slope=None if x.slope is None else -x.slope)
 
     def _binary(self, op: ast.operator, a: Number, b: Number) -> Number:
         if isinstance(op, ast.BitAnd | ast.BitOr):
@@ -368,7 +372,19 @@ class _Walk:
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
-        return Number(np.asarray(function(a.value, b.value)), error=error)
+        value = np.asarray(function(a.value, b.value))
+        if value.dtype == np.int64 and _are_large(a.value, b.value):
+            exact = np.asarray(function(a.value.astype(object), b.value.astype(object)))
+            self._refuse_long(np.asarray(value != exact, bool))
+        return Number(value, error=error)
+
+    def _refuse_long(self, wrong: Array) -> None:
+        """Raises ValueError where a result of 64 bits does not fit."""
+        if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
+            raise ValueError(
+                f"{self.text.option}: a sum, difference or product of whole numbers needs more "
+                f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
+            )
 
     def _product(self, a: Number, b: Number) -> Number:
         value = a.value * b.value
@@ -434,7 +450,7 @@ class _Walk:
         (x,) = arguments
         if name == "abs":
             if not x.is_real:
-                return replace(x, value=np.abs(x.value))
+                return replace(x, value=np.abs(_negatable(x.value)))
             negative = self._ordered(ast.Lt, x, Number(np.asarray(0.0)))
             found = self._chosen(negative, self._unary(ast.USub(), x), x)
             if found.slope is not None:
@@ -542,6 +558,17 @@ def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array,
         return found
     formula = found if df is None else df(x)
     return np.where(np.isnan(y), np.nan, np.where(known, found, formula))
+
+
+def _are_large(*values: Array) -> bool:
+    """Whether a product may need more than 64 bits."""
+    return any(x.size and (int(x.max()) >= 2**31 or int(x.min()) <= -(2**31)) for x in values)
+
+
+def _negatable(value: Array) -> Array:
+    """The same, as Python's numbers if one is the lowest of int64."""
+    is_lowest = value.dtype == np.int64 and bool((value == np.iinfo(np.int64).min).any())
+    return value.astype(object) if is_lowest else value
 
 
 def _sum(*terms: Any) -> Any:

@@ -299,12 +299,18 @@ def _function(
         note = slot or (lambda array: None)
         for x in texts:
             once = "if constexpr (!is_capped) " * (x.option == SOFTCAP and slot is None)
-            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note)};")
+            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note, _farthest(p))};")
         lines.append("  return score;\n}")
     else:
-        shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)
+        shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in texts)
         lines.append(f"  return {shown or 'true'};\n}}")
     return "\n".join(lines)
+
+
+def _farthest(p: Problem) -> int:
+    """The largest magnitude of positions; as a rule small, so that texts of all sizes are equal."""
+    first = p.N if p.is_ragged else abs(p.first_position)
+    return max(2**24, first + p.M, p.N, p.batch, p.heads)
 
 
 def _first(p: Problem) -> str:

@@ -63,7 +63,7 @@ def head_of(texts, real, bounded=lambda *place: False):
     return "\n".join(lines)
 
 
-def body_of(texts, threads=len(SCORES)):
+def body_of(texts, threads=11):
     """Values and slopes of all texts, for a score of each thread and all pairs of rows and keys."""
     calls = "".join(
         f"  at[{i}] = modified_{i}(score, mods, Index(2), Index(1), query, key, position, M, N);\n"

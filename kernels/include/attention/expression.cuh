@@ -4,7 +4,8 @@
 //  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
 //    backward ones with Dual<1>, whose derivative is that by the score;
 //  - Index, a position among queries, keys, heads or batch; Whole, what follows from positions;
-//    int and long long, whole numbers of arrays and of the text;
+//    int and long long, whole numbers of arrays and of the text; __int128, elements of uint64 and
+//    what follows from them;
 //  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
 //
 // Numbers are of the host's type real. In double all functions are exact. In float they take few
@@ -247,8 +248,10 @@ template <class T>
 constexpr bool is_own = is_dual<T> || is_index<T> || is_same<T, Whole>;
 template <class A, class B>
 constexpr bool any_is_dual = is_dual<A> || is_dual<B>;
+template <class T>
+constexpr bool is_long = is_same<T, long long> || is_same<T, __int128>;
 template <class A, class B>
-constexpr bool any_is_long = is_same<A, long long> || is_same<B, long long>;
+constexpr bool any_is_long = is_long<A> || is_long<B>;
 template <class T>
 constexpr bool is_linear = is_index<T> || is_same<T, int>;
 
@@ -272,6 +275,9 @@ __device__ __forceinline__ Real number(int x) {
 __device__ __forceinline__ Real number(long long x) {
   return real(x);
 }
+__device__ __forceinline__ Real number(__int128 x) {
+  return real(x);
+}
 __device__ __forceinline__ Real number(Index x) {
   return real(x.base) + real(x.more);
 }
@@ -288,8 +294,14 @@ __device__ __forceinline__ int integer(int x) {
 __device__ __forceinline__ long long integer(long long x) {
   return x;
 }
-// Whole numbers that do not fit in an int.
+__device__ __forceinline__ __int128 integer(__int128 x) {
+  return x;
+}
+// Whole numbers that do not fit in an int, or in 64 bits.
 __device__ __forceinline__ long long wide(long long x) {
+  return x;
+}
+__device__ __forceinline__ __int128 widest(__int128 x) {
   return x;
 }
 template <int n>
@@ -545,17 +557,35 @@ __device__ __forceinline__ Whole abs(Whole x) {
   return {abs(x.value), fabs(x.number)};
 }
 
+// Of a number of 64 bits the upper half of the result is known to be 0.
+__device__ __forceinline__ __int128 abs(__int128 x) {
+  return x < 0 ? -x : x;
+}
+
 template <class T>
 __device__ __forceinline__ auto square(const T& x) {
   return x * x;
 }
 
 // Rounded down, as Python divides; the rest has the sign of the divisor.
+template <class T>
+__device__ __forceinline__ T rounded_down(T quotient, T x, T y) {
+  return quotient - (x != quotient * y && (x ^ y) < 0);
+}
+// Of many bits a division has hundreds of instructions, which are not repeated for every pair. The
+// lowest number divided by -1 would stop a processor.
+template <class T>
+__device__ __noinline__ T divided(T x, T y) {
+  return y == -1 ? -x : rounded_down(x / y, x, y);
+}
 template <class A, class B>
 __device__ __forceinline__ auto floor_divide(const A& a, const B& b) {
   const auto x = integer(a) + integer(b) * 0;  // of their common type
-  const decltype(x) y = integer(b), quotient = x / y;
-  return quotient - (x % y != 0 && (x ^ y) < 0);
+  const decltype(x) y = integer(b);
+  if constexpr (sizeof x > sizeof(int))
+    return divided<decltype(x + y)>(x, y);
+  else
+    return rounded_down(x / y, x, y);
 }
 template <class A, class B>
 __device__ __forceinline__ auto floor_mod(const A& a, const B& b) {
@@ -566,18 +596,18 @@ __device__ constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
 template <int divisor, class A>
-__device__ __forceinline__ auto floor_mod(const A& a) {
-  if constexpr ((divisor & (divisor - 1)) == 0)
-    return integer(a) & (divisor - 1);
-  else
-    return floor_mod(a, divisor);
-}
-template <int divisor, class A>
 __device__ __forceinline__ auto floor_divide(const A& a) {
   if constexpr ((divisor & (divisor - 1)) == 0)
     return integer(a) >> log2_of(divisor);
   else
-    return floor_divide(a, divisor);
+    return rounded_down(integer(a) / divisor, integer(a), decltype(integer(a))(divisor));
+}
+template <int divisor, class A>
+__device__ __forceinline__ auto floor_mod(const A& a) {
+  if constexpr ((divisor & (divisor - 1)) == 0)
+    return integer(a) & (divisor - 1);
+  else
+    return integer(a) - floor_divide<divisor>(a) * divisor;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -608,7 +638,7 @@ __device__ __forceinline__ long long element(unsigned x) {
 __device__ __forceinline__ long long element(long long x) {
   return x;
 }
-__device__ __forceinline__ long long element(unsigned long long x) {
+__device__ __forceinline__ __int128 element(unsigned long long x) {
   return x;
 }
 __device__ __forceinline__ Real element(double x) {
