@@ -30,11 +30,15 @@ MASKS = ("mask_mod", "mask")  # options whose texts are conditions; all others g
 
 @dataclass(frozen=True)
 class Captured:
-    """What an expression may know of an array or a number that it names."""
+    """What an expression may know of an array or a number that it names.
+
+    most: the largest magnitude that the dtype of whole numbers has.
+    """
 
     name: str
     kind: Literal["bool", "int", "float"]
     rank: int  # 0: a number
+    most: int = 2**63
 
 
 # ---------------------------------------------------------------------------------------------
@@ -52,7 +56,8 @@ def _function(name: str, of_arrays: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-exp, exp2, log, log1p = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.log, np.log1p))
+exp, exp2, expm1 = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.expm1))
+log, log1p = (_function(x.__name__, x) for x in (np.log, np.log1p))
 sqrt, sin, cos, tanh = (_function(x.__name__, x) for x in (np.sqrt, np.sin, np.cos, np.tanh))
 floor = _function("floor", np.floor)
 rsqrt = _function("rsqrt", lambda x: 1 / np.sqrt(x))
@@ -62,7 +67,10 @@ erf = _function("erf", lambda x: np.vectorize(math.erf, otypes=[float])(x)[()])
 minimum, maximum = _function("min", np.minimum), _function("max", np.maximum)
 where = _function("where", np.where)
 
-OF_ONE = (exp, exp2, log, log1p, sqrt, rsqrt, tanh, sigmoid, softplus, sin, cos, erf, floor)
+OF_ONE = (
+    *(exp, exp2, log, log1p, expm1, sqrt, rsqrt),
+    *(tanh, sigmoid, softplus, sin, cos, erf, floor),
+)
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{x.__name__: x for x in OF_ONE},
     "abs": np.abs,
@@ -539,7 +547,9 @@ class Expression:
     def check(self, kinds: Mapping[str, Captured]) -> None:
         """Compares names, numbers of axes and kinds with what is captured; raises ValueError."""
         try:
-            _Rules(self.option, kinds).result(self.tree)
+            rules = _Rules(self.option, kinds)
+            rules.result(self.tree)
+            _refuse_long(self.tree, rules)
         except _Wrong as wrong:
             raise _error(self.option, self.source, wrong) from None
 
@@ -548,6 +558,7 @@ class Expression:
         bounded: Callable[[ast.expr, str, int], bool],
         kinds: Mapping[str, Captured] | None = None,
         slot: Callable[[str], int | None] = lambda array: None,
+        farthest: int = 2**24,
     ) -> str:
         """The expression in C++, for attention/expression.cuh.
 
@@ -555,10 +566,10 @@ class Expression:
         for an array without one.
 
         ``bounded(index, array, axis)`` says whether an index may leave its axis. A captured name
-        x is x_ in C++, where no name is a keyword or one of the header's. Without ``kinds`` whole
-        numbers are computed in 64 bits where captured ones are.
+        x is x_ in C++, where no name is a keyword or one of the header's. Positions are at most
+        ``farthest``.
         """
-        return _Printer(_Rules(self.option, kinds), bounded, slot).result(self.tree)
+        return _Printer(_Rules(self.option, kinds), bounded, slot, farthest).result(self.tree)
 
 
 def cpp_name(captured: str) -> str:
@@ -599,8 +610,9 @@ def _capped(node: ast.BinOp) -> ast.expr | None:
 # C++
 
 _MOST = 2**31 - 1  # of int
-# Positions are below 2^24, so that a float of them is exact; two captured numbers have a sum.
-_MOST_OF_A_POSITION, _MOST_CAPTURED = 2**24, 2**30 - 1
+_AS_A_NUMBER = "make a factor a number, by 1.0 *, or give int64 in place of uint64"
+# Bits of whole numbers in C++, and the function that gives a number more bits.
+_WIDER = {32: ("wide", 64), 64: ("widest", 128)}
 _IN_CPP = {"min": "smaller", "max": "larger"}  # those of C++ want equal types
 
 
@@ -609,8 +621,9 @@ class _Printer:
     """Prints a tree. All parts are evaluated: & and | for and and or, where for if."""
 
     rules: _Rules
-    bounded: Callable[[ast.expr, str, int], bool]
-    slot: Callable[[str], int | None]
+    bounded: Callable[[ast.expr, str, int], bool] = lambda index, array, axis: True
+    slot: Callable[[str], int | None] = lambda array: None
+    farthest: int = 2**24
 
     def result(self, tree: ast.expr) -> str:
         return self.print(tree) if self.rules.option in MASKS else self._number(tree)
@@ -660,9 +673,9 @@ class _Printer:
             value = getattr(node.right, "value", None)
             if isinstance(value, int) and value <= _MOST:  # the compiler makes shifts of some
                 return f"{name}<{value}>({left})"
-            return f"{name}({left}, {right})"
-        if not isinstance(op, ast.BitAnd | ast.BitOr) and self._is_wide(node):
-            left = f"wide({left})"
+            return f"{name}({self._widened(left, node, node.left, node.right)}, {right})"
+        if not isinstance(op, ast.BitAnd | ast.BitOr):
+            left = self._widened(left, node, node.left, node.right)
         if isinstance(op, ast.Pow):
             return f"square({left})"
         return f"({left} {_SIGNS[type(op)]} {right})"
@@ -680,12 +693,44 @@ class _Printer:
         factors = f"{sign}{self._number(product.left)}, {self._number(product.right)}"
         return f"fused({factors}, {self.print(node.left)})"
 
-    def _is_wide(self, node: ast.expr) -> bool:
-        return self.rules.kind(node) != "number" and _most(node) > _MOST
+    def _widened(self, text: str, node: ast.expr, *operands: ast.expr) -> str:
+        """An operand in C++, with more bits where the result needs more than the operands have."""
+        if self.rules.kind(node) == "number":
+            return text
+        bits = max(self._whole(x).bits for x in operands)
+        return f"{_WIDER[bits][0]}({text})" if self._whole(node).bits > bits else text
+
+    def _whole(self, node: ast.expr) -> _Whole:
+        """What a whole number needs; numbers and conditions need nothing."""
+        match node:
+            case ast.Constant(int(value)):
+                return _Whole(32 if value <= _MOST else 64, value)
+            case ast.Name(name) if name in POSITIONS:
+                return _Whole(32 if self.farthest <= _MOST else 64, self.farthest)
+            case ast.Name(name) | ast.Subscript(ast.Name(name)):
+                return self._captured(name, isinstance(node, ast.Subscript))
+            case ast.UnaryOp(_, operand) | ast.Call(args=[operand]):
+                x = self._whole(operand)
+                return x.holding(x.most)
+            case ast.BinOp(left, op, right):
+                return _combined(op, self._whole(left), self._whole(right), right)
+            case ast.IfExp(_, a, b) | ast.Call(args=[_, a, b]) | ast.Call(args=[a, b]):
+                x, y = self._whole(a), self._whole(b)
+                return _Whole(max(x.bits, y.bits), max(x.most, y.most))
+        return _Whole(32, 0)
+
+    def _captured(self, name: str, is_array: bool) -> _Whole:
+        found = (self.rules.kinds or {}).get(name)
+        most = found.most if found and found.kind == "int" else 2**63
+        if not is_array:  # Python's, in 64 bits
+            return _Whole(64, 2**63)
+        return _Whole(32 if most <= 2**31 else 64 if most <= 2**63 else 128, most)
 
     def _unaryop(self, node: ast.UnaryOp) -> str:
         sign = "!" if isinstance(node.op, ast.Not | ast.Invert) else _SIGNS[type(node.op)]
         text = self.print(node.operand)
+        if sign == "-":
+            text = self._widened(text, node, node.operand)
         return text if sign == "+" else f"({sign}{text})"
 
     def _boolop(self, node: ast.BoolOp) -> str:
@@ -703,7 +748,10 @@ class _Printer:
 
     def _call(self, node: ast.Call) -> str:
         name: str = node.func.id  # type: ignore[attr-defined]
-        if name in ("abs", "min", "max", "where"):
+        if name == "abs":
+            (x,) = node.args
+            return f"abs({self._widened(self.print(x), node, x)})"
+        if name in ("min", "max", "where"):
             return f"{_IN_CPP.get(name, name)}({', '.join(map(self.print, node.args))})"
         return f"{name}({self._number(node.args[0])})"
 
@@ -713,32 +761,48 @@ class _Printer:
         return text if self.rules.kind(node) == "number" else f"number({text})"
 
 
-def _most(node: ast.expr) -> int:
-    """An upper bound of a whole number's magnitude, or as much as does not fit in an int."""
-    match node:
-        case ast.Constant(int(value)):
-            return value
-        case ast.Name(name):
-            return _MOST_OF_A_POSITION if name in POSITIONS else _MOST_CAPTURED
-        case ast.Subscript():
-            return _MOST_CAPTURED
-        case ast.BinOp(left, ast.Pow()):
-            return min(_most(left) ** 2, _MOST + 1)
-        case ast.BinOp(left, ast.Mult(), right):
-            return min(_most(left) * _most(right), _MOST + 1)
-        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
-            return _most(left) + _most(right)
-        case ast.BinOp(left, ast.FloorDiv()):
-            return _most(left)
-        case ast.BinOp(_, ast.Mod(), right):
-            return _most(right)
-        case ast.UnaryOp(_, operand):
-            return _most(operand)
-        case ast.IfExp(_, a, b) | ast.Call(args=[_, a, b]):
-            return max(_most(a), _most(b))
-        case ast.Call(args=arguments):
-            return max(map(_most, arguments))
-    return 0  # numbers that are not whole
+@dataclass(frozen=True)
+class _Whole:
+    """How a whole number is kept in C++, and an upper bound of its magnitude.
+
+    32 and 64 bits become more where a result may not fit; uint64, and the opposite of the lowest
+    number of 64 bits, take 128. Sums, differences and products of 64 bits have to fit in 64.
+    """
+
+    bits: int
+    most: int
+
+    def holding(self, most: int) -> _Whole:
+        """With the bits for as much as that, for which 64 are not enough only by itself."""
+        wider = _WIDER.get(self.bits)
+        return _Whole(wider[1] if wider and most >= 2 ** (self.bits - 1) else self.bits, most)
+
+
+def _combined(op: ast.operator, a: _Whole, b: _Whole, divisor: ast.expr) -> _Whole:
+    """The result of an operator."""
+    bits = max(a.bits, b.bits)
+    if isinstance(op, ast.FloorDiv | ast.Mod):
+        by_minus_1 = bits == 32 and not isinstance(divisor, ast.Constant)  # of the lowest number
+        quotient = _Whole(bits, 0).holding(a.most) if by_minus_1 else _Whole(bits, a.most)
+        return quotient if isinstance(op, ast.FloorDiv) else _Whole(quotient.bits, b.most)
+    most = a.most + b.most
+    if isinstance(op, ast.Mult):
+        most = a.most * b.most
+    if isinstance(op, ast.Pow):
+        most = a.most**2
+    if bits == 32:
+        return _Whole(32, 0).holding(most)
+    return _Whole(bits, min(most, 2**63) if bits == 64 else most)
+
+
+def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
+    """Raises _Wrong at a product that follows from uint64 and may not fit in 128 bits."""
+    if not any(x.most > 2**63 for x in (rules.kinds or {}).values()):
+        return
+    of = [x for x in ast.walk(tree) if isinstance(x, ast.BinOp) and rules.kind(x) == "whole"]
+    for node in of:
+        if _Printer(rules)._whole(node).most >= 2**127:
+            raise _Wrong(node, f"this may need more than 127 bits; {_AS_A_NUMBER}")
 
 
 # ---------------------------------------------------------------------------------------------

@@ -88,7 +88,8 @@ class Operand:
     @property
     def captured(self) -> Captured:
         kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
-        return Captured(self.name, kind, len(self.shape))  # type: ignore[arg-type]
+        most = -np.iinfo(self.dtype).min or np.iinfo(self.dtype).max if kind == "int" else 0
+        return Captured(self.name, kind, len(self.shape), most)  # type: ignore[arg-type]
 
     @property
     def numpy(self) -> np.dtype:

@@ -11,6 +11,7 @@ from helpers.cli import table
 
 import cupyfa.expressions as ex
 from cupyfa.expressions import Captured, Expression
+from cupyfa.modifiers import Operand
 
 KINDS = {
     name: Captured(name, kind, rank)
@@ -19,6 +20,10 @@ KINDS = {
         ("cap", "float", 0), ("n", "int", 0),
     )
 }  # fmt: skip
+OF_WHOLE = {
+    f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (16, 32, 64)
+}
+KINDS_OF_WHOLE = {name: Operand(name, dtype, (9,)).captured for name, dtype in OF_WHOLE.items()}
 
 
 def cpp(text, option="score_mod", kinds=KINDS, bounded=lambda *place: False):
@@ -88,13 +93,33 @@ def test_of_a_long_text_the_part_around_the_place_is_shown():
         ("(100 * key + 5) * score", "(((100 * key) + 5) * score)"),
         ("query * keys * score + 3000000000", "(((wide(query) * keys) * score) + 3000000000LL)"),
         ("doc[key] + doc[query] + doc[0] + score",
-         "((wide((doc_.read(key) + doc_.read(query))) + doc_.read(0)) + score)"),
+         "(((doc_.read(key) + doc_.read(query)) + doc_.read(0)) + score)"),
+        ("i32[key] + i32[0] + score", "((wide(i32_.read(key)) + i32_.read(0)) + score)"),
+        ("i16[key] * i16[0] * i16[1] + score",
+         "((wide((i16_.read(key) * i16_.read(0))) * i16_.read(1)) + score)"),
+        ("-i32[key] + abs(i32[0]) + abs(i16[0]) + score",
+         "((((-wide(i32_.read(key))) + abs(wide(i32_.read(0)))) + abs(i16_.read(0))) + score)"),
+        ("abs(doc[key] - doc[0]) - -doc[1] + score",
+         "((abs(widest((doc_.read(key) - doc_.read(0)))) - (-widest(doc_.read(1)))) + score)"),
+        ("i32[key] // i16[0] + i32[1] % -1 + score",
+         "((floor_divide(wide(i32_.read(key)), i16_.read(0)) + "
+         "floor_mod(wide(i32_.read(1)), (-1))) + score)"),
+        ("i32[key] // 3 + score", "(floor_divide<3>(i32_.read(key)) + score)"),
+        ("u64[key] * i32[0] + i32[key] + score",
+         "(((u64_.read(key) * i32_.read(0)) + i32_.read(key)) + score)"),
         ("key ** 2 * score", "(square(wide(key)) * score)"),
     ],
 )  # fmt: skip
 def test_a_text_becomes_cpp(text, printed):
-    Expression.of("score_mod", text).check(KINDS)
-    assert cpp(text) == printed
+    kinds = KINDS | KINDS_OF_WHOLE
+    Expression.of("score_mod", text).check(kinds)
+    assert cpp(text, kinds=kinds) == printed
+
+
+def test_positions_that_an_int_may_not_hold_when_added_take_more_bits():
+    text = Expression.of("score_mod", "score + 100 * key")
+    for farthest, printed in ((2**24, "(100 * key)"), (2**25, "(wide(100) * key)")):
+        assert text.cpp(lambda *place: False, farthest=farthest) == f"(score + {printed})"
 
 
 def test_conditions_of_masks_become_cpp_without_branches():

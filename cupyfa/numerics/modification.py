@@ -12,9 +12,9 @@ A node of the text has the errors of its arguments times its derivatives, and it
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
-- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. tanh, computed as
-  1 - 2 / (1 + exp(2x)), has an absolute error of 3.5 eps near 0 and -1, however small tanh(x) is;
-  sin and cos have one of 6.
+- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. All have a small
+  relative error near an argument of 0, where their results are small: a text may multiply them by
+  any number. Elsewhere sin and cos have an absolute error of 6 eps.
 
 Where an error may turn a comparison, floor or the choice of min and max, the result has also the
 distance to what it would be then. A derivative has an error by the same rules: from the second
@@ -48,7 +48,9 @@ Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadca
 
 @dataclass
 class Number:
-    """Values of a node: of bool, whole numbers (int64) or float64. None stands for 0.
+    """Values of a node: of bool, whole numbers or float64. None stands for 0.
+
+    Whole numbers are int64, or Python's in an array of objects where 64 bits may not do.
 
     slope: the derivative by the score. error, slope_error: absolute errors of both, in eps. The
     error of a bool is where it may be the other one.
@@ -289,6 +291,8 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
+        if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
+            found.value = array[at].astype(object)
         if is_seed:
             self.at, found.slope = at, 1.0
         if any(x.error is not None for x in numbers):  # which element is read is not known
@@ -298,9 +302,9 @@ class _Walk:
 
     def _inside(self, name: str, axis: int, size: int, index: Array) -> Array:
         """An index, clamped where a pair does not count."""
-        outside = (index < 0) | (index >= size)
+        outside = np.asarray((index < 0) | (index >= size), bool)
         if not outside.any():
-            return index
+            return index.astype(np.int64, copy=False)
         if (found := self._first(outside, index)) is not None:
             read, place = found
             allowed = f"give 0 to {size - 1}" if size else "it has no element"
@@ -308,7 +312,7 @@ class _Walk:
                 f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
                 f"{place}; the axis has size {size}: {allowed}"
             )
-        return np.clip(index, 0, max(size - 1, 0))
+        return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
 
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
@@ -334,7 +338,7 @@ class _Walk:
             return Number(~x.value, error=x.error)
         if isinstance(op, ast.UAdd):
             return x
-        return replace(x, value=-x.value, slope=None if x.slope is None else -x.slope)
+        return replace(x, value=-_negatable(x.value), slope=None if x.slope is None else -x.slope)
 
     def _binary(self, op: ast.operator, a: Number, b: Number) -> Number:
         if isinstance(op, ast.BitAnd | ast.BitOr):
@@ -368,7 +372,19 @@ class _Walk:
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
-        return Number(np.asarray(function(a.value, b.value)), error=error)
+        value = np.asarray(function(a.value, b.value))
+        if value.dtype == np.int64 and _are_large(a.value, b.value):
+            exact = np.asarray(function(a.value.astype(object), b.value.astype(object)))
+            self._refuse_long(np.asarray(value != exact, bool))
+        return Number(value, error=error)
+
+    def _refuse_long(self, wrong: Array) -> None:
+        """Raises ValueError where a result of 64 bits does not fit."""
+        if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
+            raise ValueError(
+                f"{self.text.option}: a sum, difference or product of whole numbers needs more "
+                f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
+            )
 
     def _product(self, a: Number, b: Number) -> Number:
         value = a.value * b.value
@@ -434,7 +450,7 @@ class _Walk:
         (x,) = arguments
         if name == "abs":
             if not x.is_real:
-                return replace(x, value=np.abs(x.value))
+                return replace(x, value=np.abs(_negatable(x.value)))
             negative = self._ordered(ast.Lt, x, Number(np.asarray(0.0)))
             found = self._chosen(negative, self._unary(ast.USub(), x), x)
             if found.slope is not None:
@@ -544,6 +560,17 @@ def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array,
     return np.where(np.isnan(y), np.nan, np.where(known, found, formula))
 
 
+def _are_large(*values: Array) -> bool:
+    """Whether a product may need more than 64 bits."""
+    return any(x.size and (int(x.max()) >= 2**31 or int(x.min()) <= -(2**31)) for x in values)
+
+
+def _negatable(value: Array) -> Array:
+    """The same, as Python's numbers if one is the lowest of int64."""
+    is_lowest = value.dtype == np.int64 and bool((value == np.iinfo(np.int64).min).any())
+    return value.astype(object) if is_lowest else value
+
+
 def _sum(*terms: Any) -> Any:
     """The sum of the terms that are not None; None if there are none."""
     total = None
@@ -588,20 +615,32 @@ def _erf(x: Any) -> Any:
     return real + 1j * np.imag(x) * _gauss(np.real(x)) if np.iscomplexobj(x) else real
 
 
-def _error_of_tanh(x: Array, y: Array) -> Array:
-    """Of y = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and its
-    denominator, the exponential, the difference.
+_POLYNOMIAL = 0.54, 0.49  # tanh and sin are polynomials at least up to these
+
+
+def _error_far_from_0(x: Array, y: Array) -> Array:
+    """Of tanh(x) = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and
+    its denominator, the exponential, the difference.
     """
-    r = 1 - y
-    of_exponential = 0.5 * (1 + y) * (1.5 * np.abs(x) + 2)
-    return 3 * r + r * (0.5 + of_exponential) + 0.5 * np.abs(y)
+    size = np.abs(y)
+    r = 1 - size
+    of_exponential = 0.5 * (1 + size) * (1.5 * np.abs(x) + 2)
+    return 3 * r + r * (0.5 + of_exponential) + 0.5 * size
+
+
+def _error_of_tanh(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[0], 2.5 * np.abs(y), _error_far_from_0(x, y))
+
+
+def _error_of_sine(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[1], 2 * np.abs(y), 6.0)
 
 
 _Function = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 _LN2 = math.log(2)
 # Of each function: f and f', which take complex numbers; the errors in eps of f(x) = y and of
 # f'(x) = d for an exact x, as kernels compute them. exp(x) is the power of two of a rounded
-# x * log2(e); the derivatives of exp, tanh, sigmoid and roots are computed from y.
+# x * log2(e); the derivatives of exp, sigmoid and roots are computed from y.
 FUNCTIONS: dict[str, _Function] = {
     "exp": (
         *(np.exp, np.exp),
@@ -615,13 +654,18 @@ FUNCTIONS: dict[str, _Function] = {
     ),
     "log": (
         *(np.log, lambda x: 1 / x),
-        lambda x, y: 3 * np.abs(y) + 1,
+        lambda x, y: 3 * np.abs(y),
         lambda x, y, d: 2 * np.abs(d),
     ),
     "log1p": (
         *(np.log1p, lambda x: 1 / (1 + x)),
         lambda x, y: 3 * np.abs(y),
         lambda x, y, d: 3 * np.abs(d),
+    ),
+    "expm1": (
+        *(np.expm1, np.exp),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: d * (np.abs(x) + 3),
     ),
     "sqrt": (
         *(np.sqrt, lambda x: 0.5 / np.sqrt(x)),
@@ -636,12 +680,12 @@ FUNCTIONS: dict[str, _Function] = {
     "tanh": (
         *(np.tanh, lambda x: 1 - np.tanh(x) ** 2),
         _error_of_tanh,
-        lambda x, y, d: 2 * np.abs(y) * _error_of_tanh(x, y) + 1,
+        lambda x, y, d: 2 * np.abs(y) * _error_far_from_0(x, y) + 1,
     ),
     "sigmoid": (
         *(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x)),
         lambda x, y: y * (3 + (1 - y) * (np.abs(x) + 3)),
-        lambda x, y, d: np.abs(1 - 2 * y) * y * (3 + (1 - y) * (np.abs(x) + 3)) + d,
+        lambda x, y, d: d * (6 + np.abs(1 - 2 * y) * (np.abs(x) + 3)),
     ),
     "softplus": (
         *(_softplus, _sigmoid),
@@ -650,13 +694,13 @@ FUNCTIONS: dict[str, _Function] = {
     ),
     "sin": (
         *(np.sin, np.cos),
-        lambda x, y: 6 + 0 * y,
+        _error_of_sine,
         lambda x, y, d: 6 + 0 * y,
     ),
     "cos": (
         *(np.cos, lambda x: -np.sin(x)),
         lambda x, y: 6 + 0 * y,
-        lambda x, y, d: 6 + 0 * y,
+        lambda x, y, d: _error_of_sine(x, d),
     ),
     "erf": (
         *(_erf, _gauss),

@@ -74,10 +74,15 @@ class _Reader:
 
 
 def exactly(value: Any) -> Range:
-    number = np.asarray(value)
-    if number.dtype.kind == "u" and (number >= _LARGEST).any():
+    number = _moderate(np.asarray(value))
+    return Range(number, number)
+
+
+def _moderate(array: Array) -> Array:
+    """Whole numbers of which two have a sum of 64 bits."""
+    if ((array >= _LARGEST) | (array <= -_LARGEST)).any():
         raise _Unknown
-    return Range(number.astype(np.int64), number.astype(np.int64))
+    return array.astype(np.int64)
 
 
 def _given(value: Any) -> Range:
@@ -93,13 +98,11 @@ def _element(array: Any, indices: list[Range]) -> Range:
     wide = [axis for axis, x in enumerate(indices) if (x.low != x.high).any()]
     if array.dtype.kind not in "biu" or not inside or len(wide) > 1:
         raise _Unknown
-    if array.dtype.kind == "u" and (array >= _LARGEST).any():
-        raise _Unknown
     if not wide:
         return exactly(array[tuple(x.low for x in indices)])
     (axis,) = wide
     others = tuple(x.low for place, x in enumerate(indices) if place != axis)
-    array, index = np.moveaxis(array, axis, 0).astype(np.int64), indices[axis]
+    array, index = _moderate(np.moveaxis(array, axis, 0)), indices[axis]
     return Range(
         _extreme(np.minimum, array, index, others), _extreme(np.maximum, array, index, others)
     )
@@ -130,9 +133,9 @@ def _unary(op: ast.unaryop, x: Range) -> Range:
 def _binary(op: ast.operator, a: Range, b: Range) -> Range:
     match op:
         case ast.Add():
-            return Range(a.low + b.low, a.high + b.high)
+            return Range(_moderate(a.low + b.low), _moderate(a.high + b.high))
         case ast.Sub():
-            return Range(a.low - b.high, a.high - b.low)
+            return Range(_moderate(a.low - b.high), _moderate(a.high - b.low))
         case ast.BitAnd() | ast.BitOr():
             return _all_or_any([a, b], isinstance(op, ast.BitAnd))
         case ast.Mult():

@@ -104,7 +104,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             values.append(0)
         else:
             fields.append((x.name, _number(x.captured, p)[1]))
-            values.append(x.value)
+            values.append(_softcap(x.value, p) if x.name == SOFTCAP else x.value)
     if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
         values.append(p.first_position)
@@ -125,6 +125,14 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             record[name] = number
     arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
     return record, tuple(arrays)
+
+
+def _softcap(value: float, p: Problem) -> float:
+    """The softcap, or the nearest one of which float32 has the reciprocal.
+
+    Larger ones leave scores as they are, as 2^126 does; smaller ones make them 0, as 2^-100 does.
+    """
+    return value if p.dtype.sums.itemsize > 4 else min(max(value, 2.0**-100), 2.0**126)
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
@@ -295,12 +303,18 @@ def _function(
         note = slot or (lambda array: None)
         for x in texts:
             once = "if constexpr (!is_capped) " * (x.option == SOFTCAP and slot is None)
-            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note)};")
+            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note, _farthest(p))};")
         lines.append("  return score;\n}")
     else:
-        shown = " & ".join(f"({x.cpp(bounded, kinds)})" for x in texts)
+        shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in texts)
         lines.append(f"  return {shown or 'true'};\n}}")
     return "\n".join(lines)
+
+
+def _farthest(p: Problem) -> int:
+    """The largest magnitude of positions; as a rule small, so that texts of all sizes are equal."""
+    first = p.N if p.is_ragged else abs(p.first_position)
+    return max(2**24, first + p.M, p.N, p.batch, p.heads)
 
 
 def _first(p: Problem) -> str:

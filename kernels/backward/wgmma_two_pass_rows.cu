@@ -86,21 +86,19 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
   const timeline::Phase phase(timeline::softmax, Bk / 2);
-  Sums<Bk> slopes;
   const bool is_full = task.is_full<Bk>(first_key);
   const int own_key = first_key + 2 * (threadIdx.x % 4);
+  scorer.cap(S);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const Index row = index_of<true>(rows.first, i / 2 % 2 * 8, extent.M);
     const Index key = index_of<true>(own_key, i / 4 * 8 + i % 2, extent.N);
-    const auto [exponent, slope] = scorer.exponent_with_slope(S[i], extent, row, key);
-    S[i] = exp2f(exponent - rows.lse2[i / 2 % 2]);
-    if (!is_full && extent.hides(row, key)) S[i] = 0;
-    slopes[i] = slope;
+    const auto [exponent, slope] =
+        scorer.exponent_with_slope<Scorer<float>::caps_tiles>(S[i], extent, row, key);
+    const float p = exp2f(exponent - rows.lse2[i / 2 % 2]);
+    S[i] = !is_full && extent.hides(row, key) ? 0 : score_gradient(p, 1.0f, slope);
   }
   if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
-#pragma unroll
-  for (int i = 0; i < Bk / 2; ++i) S[i] = score_gradient(S[i], 1.0f, slopes[i]);
   mark(S, extent, rows.first, own_key);
 }
 

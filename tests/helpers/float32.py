@@ -105,8 +105,22 @@ def of_a_turn(f, x):
     return (f(x.astype(float)) + RNG.uniform(-3, 3, x.shape) * EPS).astype(F)
 
 
+def rest_of_tanh(x):
+    return F(2) * reciprocal(F(1) + power_of_two(np.abs(x) * (2 * LOG2E)))
+
+
 def fast_tanh(x):
-    return F(1) - F(2) * reciprocal(F(1) + power_of_two(x * (2 * LOG2E)))
+    near = off(np.tanh(x.astype(float)), 1)
+    return np.where(np.abs(x) < F(0.55), near, np.copysign(F(1) - rest_of_tanh(x), x))
+
+
+def slope_of_tanh(x, y):
+    rest = rest_of_tanh(x)
+    return rest * (F(2) - rest)
+
+
+def fast_sine(x):
+    return np.where(np.abs(x) < F(0.5), off(np.sin(x.astype(float)), 1), of_a_turn(np.sin, x))
 
 
 def fast_sigmoid(x):
@@ -141,11 +155,14 @@ FUNCTIONS = {
     "log1p": function(lambda x: off(np.log1p(x), 1), lambda x, y: reciprocal(F(1) + x)),
     "sqrt": function(lambda x: reciprocal(rsqrt(x)), lambda x, y: F(0.5) * rsqrt(x)),
     "rsqrt": function(rsqrt, lambda x, y: F(-0.5) * y * y * y),
-    "tanh": function(fast_tanh, lambda x, y: F(1) - y * y),
-    "sigmoid": function(fast_sigmoid, lambda x, y: y * (F(1) - y)),
+    "expm1": function(lambda x: off(np.expm1(x), 1), lambda x, y: fast_exp(x)),
+    "tanh": function(fast_tanh, slope_of_tanh),
+    "sigmoid": function(
+        fast_sigmoid, lambda x, y: y * (np.minimum(fast_exp(-x), F(3.4028234e38)) * y)
+    ),
     "softplus": function(fast_softplus, lambda x, y: fast_sigmoid(x)),
-    "sin": function(lambda x: of_a_turn(np.sin, x), lambda x, y: of_a_turn(np.cos, x)),
-    "cos": function(lambda x: of_a_turn(np.cos, x), lambda x, y: -of_a_turn(np.sin, x)),
+    "sin": function(fast_sine, lambda x, y: of_a_turn(np.cos, x)),
+    "cos": function(lambda x: of_a_turn(np.cos, x), lambda x, y: -fast_sine(x)),
     "erf": function(
         lambda x: off(_erf(x), 2), lambda x, y: F(2 / np.sqrt(np.pi)) * fast_exp(-x * x)
     ),

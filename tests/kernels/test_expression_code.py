@@ -12,7 +12,7 @@ TEXTS = [
     "where(score > 1 or not score < -1, score * exp(score), min(score, 0.25) + max(1, 3 * score))",
     "score if doc[query] == doc[key] and 0 <= position - key < 3 else 2 * score - 1e3",
     "(query - 5) // 3 * score + (query - key) % -3 + (key + 7) // 4 + (key - 3) % 8 + key // query",
-    "sigmoid(score) * softplus(-2 * score) + log1p(exp(score)) + erf(score) * score",
+    "sigmoid(score) * softplus(-2 * score) + log1p(expm1(score) + 1) + erf(score) * score",
     "sin(20 * score) + cos(score) * sin(1000 * key) + floor(score) + abs(score) ** 2",
     "sqrt(abs(score)) * rsqrt(1 + score ** 2) + log(2 + score ** 2) / queries",
     "-(table[head, key] + key) * score + table[query // 2, abs(key - 3)] * -query",
@@ -63,7 +63,7 @@ def head_of(texts, real, bounded=lambda *place: False):
     return "\n".join(lines)
 
 
-def body_of(texts):
+def body_of(texts, threads=11):
     """Values and slopes of all texts, for a score of each thread and all pairs of rows and keys."""
     calls = "".join(
         f"  at[{i}] = modified_{i}(score, mods, Index(2), Index(1), query, key, position, M, N);\n"
@@ -83,8 +83,8 @@ for (int pair = 0; pair < {ROWS * KEYS}; ++pair) {{
   score.slope[0] = 1;
 {calls}
   for (int i = 0; i < {len(texts)}; ++i) {{
-    A[((i * {ROWS * KEYS} + pair) * {len(SCORES)} + threadIdx.x) * 2] = at[i].value;
-    A[((i * {ROWS * KEYS} + pair) * {len(SCORES)} + threadIdx.x) * 2 + 1] = at[i].slope[0];
+    A[((i * {ROWS * KEYS} + pair) * {threads} + threadIdx.x) * 2] = at[i].value;
+    A[((i * {ROWS * KEYS} + pair) * {threads} + threadIdx.x) * 2 + 1] = at[i].slope[0];
   }}
 }}
 """
@@ -132,7 +132,7 @@ def test_values_and_slopes_are_those_of_python(run, real, dtype, close):
 CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
 AT_CORNERS = [
     *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
-    *(f"{name}(abs(score))" for name in ("sqrt", "rsqrt", "log", "log1p")),
+    *(f"{name}(abs(score))" for name in ("sqrt", "rsqrt", "log", "log1p", "expm1")),
     *("max(score, 1)", "max(1, score)", "min(score, 1)", "min(1, score)", "score / 3"),
     *("where(score > 1, sqrt(score - 1), 2)", "sin(score) * 0", "abs(score)"),
 ]
@@ -157,6 +157,53 @@ def test_corners_are_those_of_numpy(run, real, dtype, close):
         np.testing.assert_allclose(found[:, 0], want, close, 1e-37, err_msg=text)
         slopes = SLOPES.get(text, found[:, 1])
         np.testing.assert_allclose(found[:, 1], slopes, 1e-5, 2e-6, err_msg=text)
+
+
+# Of small arguments, which a large number makes moderate again; and slopes that are small.
+NEAR_0 = [
+    *(f"{name}(score)" for name in ("tanh", "sin", "erf", "log1p", "expm1")),
+    *(
+        "exp(score)",
+        "sigmoid(score)",
+        "softplus(score)",
+        "sqrt(abs(score))",
+        "cap * tanh(score / cap)",
+    ),
+]
+STEPS = np.logspace(-7, 0, 22)
+SMALL = np.concatenate([STEPS, -0.99 * STEPS])
+FAR = ["exp(score)", "sigmoid(score)", "softplus(score)", "tanh(score)", "sigmoid(-score)"]
+SLOPES_OF = {  # by formulas without cancellation
+    "tanh(score)": lambda x: 1 / np.cosh(x) ** 2,
+    "cap * tanh(score / cap)": lambda x: 1 / np.cosh(x / 1.5) ** 2,
+    "sin(score)": np.cos,
+    "cos(score)": lambda x: -np.sin(x),
+    "erf(score)": lambda x: 2 / np.sqrt(np.pi) * np.exp(-x * x),
+    "log1p(score)": lambda x: 1 / (1 + x),
+    "expm1(score)": np.exp,
+    "exp(score)": np.exp,
+    "sigmoid(score)": lambda x: 0.25 / np.cosh(x / 2) ** 2,
+    "sigmoid(-score)": lambda x: -0.25 / np.cosh(x / 2) ** 2,
+    "softplus(score)": lambda x: np.exp(x) / (1 + np.exp(x)),
+    "sqrt(abs(score))": lambda x: np.sign(x) * 0.5 / np.sqrt(np.abs(x)),
+}
+
+
+@pytest.mark.parametrize("texts, scores", [([*NEAR_0, "cos(score)"], SMALL), (FAR, 40 * SMALL)])
+@pytest.mark.parametrize("real, dtype, close", [("float", "f4", 2e-6), ("double", "f8", 2e-14)])
+def test_errors_are_relative_to_small_results(run, texts, scores, real, dtype, close):
+    """Of values near an argument of 0, and of slopes wherever they are small."""
+    A = np.zeros((len(texts), ROWS * KEYS * len(scores), 2), dtype)
+    others = np.ones(2, "f4"), np.ones(7, np.uint64), np.ones(28, np.float16), np.ones(7, np.uint8)
+    body = body_of(texts, len(scores))
+    run(body, A, *others, scores.astype(dtype), head=head_of(texts, real), threads=len(scores))
+    at = scores.astype(dtype).astype(float)
+    for text, found in zip(texts, A[:, : len(scores)]):
+        values = eval(text, {**FUNCTIONS, "score": at, "cap": 1.5})
+        if texts is not FAR and text in NEAR_0:
+            np.testing.assert_allclose(found[:, 0], values, close, 0, err_msg=text)
+        reach = close * (1 + np.abs(at))
+        assert (np.abs(found[:, 1] / SLOPES_OF[text](at) - 1) <= reach).all(), text
 
 
 @pytest.mark.parametrize("index, outside", [("key + 5", "7"), ("query - 2", "-1")])

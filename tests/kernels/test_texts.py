@@ -13,7 +13,9 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.select import backend_named
 
-KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+EVERY = [k for group in LADDER.values() for k in group.values()]
+KERNELS, WITH_SCORES = ([k for k in EVERY if x in k.features] for x in ("places", "score"))
+SLOW = [pytest.mark.slow]
 EVERYTHING = {
     "softcap": 3.0,
     "score_mod": "score + slope[head] * (key - query)",
@@ -35,6 +37,19 @@ def check(backend, kernel, case, **tiles):
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
     p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
+    check(backend, kernel, Case(kernel.operation, p))
+
+
+# From nearly nothing to what is meant as "none"; with 0.2 many scores are far above the softcap.
+CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
+
+
+@pytest.mark.parametrize("cap", [pytest.param(x, marks=SLOW * (x != 1e8)) for x in CAPS])
+@pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
+def test_a_softcap_of_any_size(backend, kernel, cap):
+    """Its bounds are relative to the scores: a large softcap is as exact as none."""
+    sizes = {"heads": 2, "M": 35, "N": 41, "d": 16, "dtype": usual_dtype(kernel)}
+    p = Problem.of_sizes(**sizes, softcap=cap)
     check(backend, kernel, Case(kernel.operation, p))
 
 
@@ -207,7 +222,6 @@ def test_a_divisor_of_0_is_an_error_that_names_the_text(option):
         attend("simulator", **texts, captured=captured, check=False)
 
 
-SLOW = pytest.mark.slow
 COPYING = {
     "wgmma_overlap": {"Br": 64, "Bc": 32, "stages": 2},
     "wgmma_persistent": {"Br": 64, "Bc": 32, "stages": 2, "Q_stages": 1},

@@ -473,6 +473,22 @@ def test_the_bounds_of_functions_are_not_vacuous(name):
     assert 0.25 < a <= 1 and 0.1 < b <= 1, (a, b)
 
 
+@pytest.mark.parametrize("large", [1.0, 30.0, 1e4, 1e8, 1e30])
+@pytest.mark.parametrize("name", ["tanh", "sin", "erf", "log1p", "expm1"])
+def test_bounds_near_0_are_relative(name, large):
+    """So a function of a small argument, times a large number, has bounds of usual numbers."""
+    scores = np.concatenate([np.logspace(-6, 0, 30), -np.logspace(-6, 0, 30)]) * min(large, 0.4)
+    found = value(f"large * {name}(score / large)", scores, {"large": large}, eps=float32.EPS)
+    assert (found.error < 10 * np.abs(scores)).all()
+
+
+def test_the_bound_of_a_small_slope_is_relative():
+    """That of cos is -sin near 0, and that of sigmoid is small far from 0."""
+    for text, scores in (("cos(score)", 1e-6), ("sigmoid(score)", 15.0), ("sigmoid(score)", -15.0)):
+        found = value(text, [scores], slope=1.0, eps=float32.EPS)
+        assert found.slope_error < 40 * np.abs(found.slope)
+
+
 def test_a_wrong_text_is_beyond_the_bounds():
     """One number of a text is off by a hundredth of a thousandth."""
     right, wrong = "cap * tanh(score / cap)", "cap * tanh(score / 3.70004)"

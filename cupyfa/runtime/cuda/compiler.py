@@ -85,6 +85,7 @@ def compile_text(
     """
     target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--device-as-default-execution-space"]
+    options += ["--device-int128"]
     options += ["--diag-suppress=177"]  # constants that a kernel does not use
     if log:
         options += ["--ptxas-options=-v", "--no-cache"]  # NVRTC's own cache has no log

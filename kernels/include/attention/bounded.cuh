@@ -16,3 +16,6 @@ __device__ __forceinline__ Bounded<int> bounded(int index, const char*) {
 __device__ __forceinline__ Bounded<long long> bounded(long long index, const char*) {
   return {index};
 }
+__device__ __forceinline__ Bounded<__int128> bounded(__int128 index, const char*) {
+  return {index};
+}

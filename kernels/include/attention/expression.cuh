@@ -4,25 +4,31 @@
 //  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
 //    backward ones with Dual<1>, whose derivative is that by the score;
 //  - Index, a position among queries, keys, heads or batch; Whole, what follows from positions;
-//    int and long long, whole numbers of arrays and of the text;
+//    int and long long, whole numbers of arrays and of the text; __int128, elements of uint64 and
+//    what follows from them;
 //  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
 //
 // Numbers are of the host's type real. In double all functions are exact. In float they take few
 // instructions, because a kernel has only about 20 for each score:
 //  - x / y is x times a reciprocal, which leaves loops if y is the same in them;
-//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x. tanh, sin and cos have an
-//    absolute error of a few units in the last place of 1;
+//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x, sin and cos of those of
+//    their names, with an absolute error of a few units in the last place of 1. Near 0 tanh and sin
+//    are polynomials: what is multiplied by a large number, as in cap * tanh(x / cap), needs an
+//    error relative to x;
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
 #include <attention/place.cuh>
-#include <ptx/min_or_nan.cuh>
+#include <ptx/opaque.cuh>
 #include <tile/math.cuh>
+#include <tile/warp.cuh>
 
 // -------------------------------------------------------------------------------------------------
 // Functions of float and double
 
 namespace elementary {
+
+constexpr real largest = sizeof(real) == 8 ? real(1.7976931348623157e308) : real(3.4028234e38);
 
 __device__ __forceinline__ float reciprocal(float x) {
   return __fdividef(1, x);
@@ -66,6 +72,12 @@ __device__ __forceinline__ float log1p(float x) {
 __device__ __forceinline__ double log1p(double x) {
   return ::log1p(x);
 }
+__device__ __forceinline__ float expm1(float x) {
+  return expm1f(x);
+}
+__device__ __forceinline__ double expm1(double x) {
+  return ::expm1(x);
+}
 __device__ __forceinline__ float rsqrt(float x) {
   return rsqrtf(x);
 }
@@ -79,35 +91,79 @@ __device__ __forceinline__ float sqrt(float x) {
 __device__ __forceinline__ double sqrt(double x) {
   return ::sqrt(x);
 }
-// Where the power overflows, 2 / infinity is 0.
+// tanh(x) = x + x * w of s = x * x below this |x|, and 1 - r above. With r alone tanh would have an
+// absolute error, also near 0.
+constexpr float small_tanh = 0.55f;
+__device__ __forceinline__ float tanh_near_0(float s) {
+  const float of_s = fmaf(s, 0.0164375622f, -0.0526718013f);
+  return s * fmaf(s, fmaf(s, of_s, 0.133207247f), -0.333329469f);
+}
+// r = 1 - |tanh(x)|, with a small relative error. Where the power overflows, 2 / infinity is 0.
+__device__ __forceinline__ float rest_of_tanh(float x) {
+  return 2 * reciprocal(1 + exp2f(fabs(x) * (2 * log2e)));
+}
+__device__ __forceinline__ double rest_of_tanh(double x) {
+  return 2 / (1 + ::exp(2 * fabs(x)));
+}
 __device__ __forceinline__ float tanh(float x) {
-  return fmaf(-2, reciprocal(1 + exp2f(x * (2 * log2e))), 1);
+  const float near = fmaf(x, tanh_near_0(x * x), x);
+  return fabs(x) < small_tanh ? near : copysign(1 - rest_of_tanh(x), x);
 }
 __device__ __forceinline__ double tanh(double x) {
   return ::tanh(x);
 }
 // cap * tanh(x / cap), with all that follows from cap outside of loops.
 __device__ __forceinline__ float capped(float x, float cap) {
-  const float by = 2 * log2e * reciprocal(cap);
-  return fmaf(-2 * cap, reciprocal(1 + exp2f(x * by)), cap);
+  const float t = x * reciprocal(cap), near = fmaf(x, tanh_near_0(t * t), x);
+  return fabs(t) < small_tanh ? near : copysign(fmaf(-cap, rest_of_tanh(t), cap), x);
 }
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
 }
-// cap * tanh(x / cap) for x = scale * products. Four share one reciprocal, of the product of their
+// The same of x = scale * products, any of them. Four share one reciprocal, of the product of their
 // powers: these end at 2^31, where tanh is 1, so that it is finite.
-__device__ __forceinline__ void cap_products(float (&products)[4], float scale, float cap) {
-  const float by = scale * (2 * log2e * reciprocal(cap));
-  float power[4];
+__device__ __forceinline__ void cap_four(float* products, float scale, float by, float cap) {
+  const float exponent = fabs(by) * float(2 * log2e);
+  float power[4], far[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) power[i] = 1 + exp2f(min_or_nan(products[i] * by, 31));
+  for (int i = 0; i < 4; ++i) power[i] = 1 + exp2f(fmin(fabs(products[i]) * exponent, 31.0f));
   const float low = power[0] * power[1], high = power[2] * power[3];
   const float both = -2 * cap * reciprocal(low * high);
   const float of_low = both * high, of_high = both * low;
-  products[0] = fmaf(of_low, power[1], cap);
-  products[1] = fmaf(of_low, power[0], cap);
-  products[2] = fmaf(of_high, power[3], cap);
-  products[3] = fmaf(of_high, power[2], cap);
+  far[0] = fmaf(of_low, power[1], cap);
+  far[1] = fmaf(of_low, power[0], cap);
+  far[2] = fmaf(of_high, power[3], cap);
+  far[3] = fmaf(of_high, power[2], cap);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float x = products[i] * scale, t = products[i] * by;
+    const float near = fmaf(x, tanh_near_0(t * t), x);  // also of NaN
+    products[i] = fabs(t) >= small_tanh ? copysign(far[i], x) : near;
+  }
+}
+// The same of a warp's products: as a rule all are small, and then nothing else is computed. What
+// both branches compute would be kept for all products, so one has numbers of its own.
+template <int count>
+__device__ __forceinline__ void cap_products(float (&products)[count], float scale, float cap) {
+  const float by = scale * reciprocal(cap);
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < count; ++i) largest = fmax(largest, fabs(products[i]));
+  if (__any_sync(full_warp, !(largest * fabs(by) < small_tanh))) {
+    const float own_scale = opaque(scale), own_by = opaque(by);
+#pragma unroll
+    for (int i = 0; i < count; i += 4) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) products[i + j] = opaque(products[i + j]);
+      cap_four(products + i, own_scale, own_by, cap);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float x = products[i] * scale, t = products[i] * by;
+      products[i] = fmaf(x, tanh_near_0(t * t), x);
+    }
+  }
 }
 template <class T>
 __device__ __forceinline__ T sigmoid(T x) {
@@ -118,13 +174,16 @@ __device__ __forceinline__ T softplus(T x) {
   return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
 }
 // Less the nearest multiple of 2 pi, whose low part is in a second constant: the special functions
-// are exact near 0 only, and sinf has a loop for large numbers.
+// lose accuracy with the distance from 0, and sinf has a loop for large numbers.
 __device__ __forceinline__ float within_a_turn(float x) {
   const float turns = rintf(x * 0.159154943f);
   return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
+// Near 0 the special function has an absolute error.
 __device__ __forceinline__ float sin(float x) {
-  return __sinf(within_a_turn(x));
+  const float turned = within_a_turn(x), s = turned * turned;
+  const float of_s = fmaf(s, fmaf(s, -0.00019709f, 0.00833314f), -0.16666666f);
+  return fabs(turned) < 0.5f ? fmaf(turned * s, of_s, turned) : __sinf(turned);
 }
 __device__ __forceinline__ double sin(double x) {
   return ::sin(x);
@@ -189,8 +248,10 @@ template <class T>
 constexpr bool is_own = is_dual<T> || is_index<T> || is_same<T, Whole>;
 template <class A, class B>
 constexpr bool any_is_dual = is_dual<A> || is_dual<B>;
+template <class T>
+constexpr bool is_long = is_same<T, long long> || is_same<T, __int128>;
 template <class A, class B>
-constexpr bool any_is_long = is_same<A, long long> || is_same<B, long long>;
+constexpr bool any_is_long = is_long<A> || is_long<B>;
 template <class T>
 constexpr bool is_linear = is_index<T> || is_same<T, int>;
 
@@ -214,6 +275,9 @@ __device__ __forceinline__ Real number(int x) {
 __device__ __forceinline__ Real number(long long x) {
   return real(x);
 }
+__device__ __forceinline__ Real number(__int128 x) {
+  return real(x);
+}
 __device__ __forceinline__ Real number(Index x) {
   return real(x.base) + real(x.more);
 }
@@ -230,8 +294,14 @@ __device__ __forceinline__ int integer(int x) {
 __device__ __forceinline__ long long integer(long long x) {
   return x;
 }
-// Whole numbers that do not fit in an int.
+__device__ __forceinline__ __int128 integer(__int128 x) {
+  return x;
+}
+// Whole numbers that do not fit in an int, or in 64 bits.
 __device__ __forceinline__ long long wide(long long x) {
+  return x;
+}
+__device__ __forceinline__ __int128 widest(__int128 x) {
   return x;
 }
 template <int n>
@@ -424,6 +494,10 @@ __device__ __forceinline__ Dual<n> log1p(const Dual<n>& x) {
   return chain(elementary::log1p(x.value), x, elementary::reciprocal(1 + x.value));
 }
 template <int n>
+__device__ __forceinline__ Dual<n> expm1(const Dual<n>& x) {
+  return chain(elementary::expm1(x.value), x, elementary::exp(x.value));
+}
+template <int n>
 __device__ __forceinline__ Dual<n> sqrt(const Dual<n>& x) {
   return chain(elementary::sqrt(x.value), x, real(0.5) * elementary::rsqrt(x.value));
 }
@@ -434,18 +508,20 @@ __device__ __forceinline__ Dual<n> rsqrt(const Dual<n>& x) {
 }
 template <int n>
 __device__ __forceinline__ Dual<n> tanh(const Dual<n>& x) {
-  const real y = elementary::tanh(x.value);
-  return chain(y, x, 1 - y * y);
+  const real rest = elementary::rest_of_tanh(x.value);
+  return chain(elementary::tanh(x.value), x, rest * (2 - rest));
 }
 template <int n>
 __device__ __forceinline__ Dual<n> capped(const Dual<n>& x, Real cap) {
-  const real y = elementary::capped(x.value, cap.value), share = elementary::divide(y, cap.value);
-  return chain(y, x, 1 - share * share);
+  const real rest = elementary::rest_of_tanh(elementary::divide(x.value, cap.value));
+  return chain(elementary::capped(x.value, cap.value), x, rest * (2 - rest));
 }
+// y * (1 - y), whose second factor is power * y: that has a small relative error near 0, too.
 template <int n>
 __device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
   const real y = elementary::sigmoid(x.value);
-  return chain(y, x, y * (1 - y));
+  const real power = fmin(elementary::exp(-x.value), elementary::largest);
+  return chain(y, x, y * (power * y));
 }
 template <int n>
 __device__ __forceinline__ Dual<n> softplus(const Dual<n>& x) {
@@ -481,17 +557,35 @@ __device__ __forceinline__ Whole abs(Whole x) {
   return {abs(x.value), fabs(x.number)};
 }
 
+// Of a number of 64 bits the upper half of the result is known to be 0.
+__device__ __forceinline__ __int128 abs(__int128 x) {
+  return x < 0 ? -x : x;
+}
+
 template <class T>
 __device__ __forceinline__ auto square(const T& x) {
   return x * x;
 }
 
 // Rounded down, as Python divides; the rest has the sign of the divisor.
+template <class T>
+__device__ __forceinline__ T rounded_down(T quotient, T x, T y) {
+  return quotient - (x != quotient * y && (x ^ y) < 0);
+}
+// Of many bits a division has hundreds of instructions, which are not repeated for every pair. The
+// lowest number divided by -1 would stop a processor.
+template <class T>
+__device__ __noinline__ T divided(T x, T y) {
+  return y == -1 ? -x : rounded_down(x / y, x, y);
+}
 template <class A, class B>
 __device__ __forceinline__ auto floor_divide(const A& a, const B& b) {
   const auto x = integer(a) + integer(b) * 0;  // of their common type
-  const decltype(x) y = integer(b), quotient = x / y;
-  return quotient - (x % y != 0 && (x ^ y) < 0);
+  const decltype(x) y = integer(b);
+  if constexpr (sizeof x > sizeof(int))
+    return divided<decltype(x + y)>(x, y);
+  else
+    return rounded_down(x / y, x, y);
 }
 template <class A, class B>
 __device__ __forceinline__ auto floor_mod(const A& a, const B& b) {
@@ -502,18 +596,18 @@ __device__ constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
 template <int divisor, class A>
-__device__ __forceinline__ auto floor_mod(const A& a) {
-  if constexpr ((divisor & (divisor - 1)) == 0)
-    return integer(a) & (divisor - 1);
-  else
-    return floor_mod(a, divisor);
-}
-template <int divisor, class A>
 __device__ __forceinline__ auto floor_divide(const A& a) {
   if constexpr ((divisor & (divisor - 1)) == 0)
     return integer(a) >> log2_of(divisor);
   else
-    return floor_divide(a, divisor);
+    return rounded_down(integer(a) / divisor, integer(a), decltype(integer(a))(divisor));
+}
+template <int divisor, class A>
+__device__ __forceinline__ auto floor_mod(const A& a) {
+  if constexpr ((divisor & (divisor - 1)) == 0)
+    return integer(a) & (divisor - 1);
+  else
+    return integer(a) - floor_divide<divisor>(a) * divisor;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -544,7 +638,7 @@ __device__ __forceinline__ long long element(unsigned x) {
 __device__ __forceinline__ long long element(long long x) {
   return x;
 }
-__device__ __forceinline__ long long element(unsigned long long x) {
+__device__ __forceinline__ __int128 element(unsigned long long x) {
   return x;
 }
 __device__ __forceinline__ Real element(double x) {

@@ -62,7 +62,7 @@ struct Seat {
   __device__ __forceinline__ T modified(T score, Index, Key, int) const {
     return score;
   }
-  template <class T, class Key>
+  template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index, Key) const {
     return {score, T(1)};
   }

@@ -17,10 +17,23 @@ template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pai
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs);
 
+// Likewise.
+template <class T, class Arrays, int count>
+__device__ __forceinline__ void cap_tile(T (&products)[count], T scale, const Arrays& mods);
+
 template <class T>
 struct Scorer {
+  // Whether kernels on tensor cores apply the softcap to all products of a tile ahead of the texts.
+  static constexpr bool caps_tiles = has_softcap && sizeof(T) == sizeof(float);
+
   T scale;
   Mods mods;
+
+  // The products of a warp become scores after the softcap, if that is done ahead.
+  template <int count>
+  __device__ __forceinline__ void cap([[maybe_unused]] T (&products)[count]) const {
+    if constexpr (caps_tiles) cap_tile(products, scale, mods);
+  }
 
   // Kernels that compute scores one by one take them from here; -infinity where a text hides the
   // pair.
@@ -35,34 +48,34 @@ struct Scorer {
     nowhere.take(0, 0, 0, 0, mods);
     return nowhere.modified(product * scale, 0, 0, 0);
   }
-  template <class Key>
+  template <bool is_capped = false, class Key>
   __device__ __forceinline__ Scored<T> with_slope(T product, const Extent& extent, Index row,
                                                   Key key) const {
     if constexpr (of_products) return {modified(product, extent, row, key), T(1)};
-    return extent.with_slope(product * scale, row, key);
+    return extent.template with_slope<is_capped>(is_capped ? product : product * scale, row, key);
   }
   template <class Key>
   __device__ __forceinline__ T modified(T product, const Extent& extent, Index row, Key key) const {
     return extent.template modified<of_products>(product * scale, row, key, 0);
   }
-  // The same with the score as an exponent of two.
-  template <class Key>
+  // The same with the score as an exponent of two. is_capped: of a product after cap().
+  template <bool is_capped = false, class Key>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
                                                            Index row, Key key) const {
     if constexpr (!has_score_text) return {product * (scale * T(log2e)), T(1)};
     if constexpr (of_products)
       return {extent.modified(product, row, key, 0) * (scale * T(log2e)), T(1)};
-    const auto [score, slope] = with_slope(product, extent, row, key);
+    const auto [score, slope] = with_slope<is_capped>(product, extent, row, key);
     return {score * T(log2e), slope};
   }
 
   // The same of a pair in tiles of rows and keys; key + more may be past the end.
-  template <bool at_end, int rows, int keys>
+  template <bool at_end, bool is_capped = false, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
                                                            int row, int key, int more) const {
-    return exponent_with_slope(product, pair.extent, pair.row(row),
-                               pair.template key<at_end>(key, more));
+    return exponent_with_slope<is_capped>(product, pair.extent, pair.row(row),
+                                          pair.template key<at_end>(key, more));
   }
 
   // Kernels on tensor cores compute P = exp2(x * scale2 - maximum), with x from applied().

@@ -12,6 +12,12 @@
 template <bool is_capped>
 struct Capped {};
 
+// A warp's products become scores after the softcap.
+template <class T, class Arrays, int count>
+__device__ __forceinline__ void cap_tile(T (&products)[count], T scale, const Arrays& mods) {
+  if constexpr (has_softcap) elementary::cap_products(products, scale, mods.softcap_);
+}
+
 // Sinks are [heads] or [batch, heads].
 template <class Element>
 __device__ __forceinline__ real sink_of(const Array<Element, 1>& sinks, int, int head) {
@@ -40,12 +46,17 @@ struct Seat<true, Arrays> {
                       queries, keys)
         .value;
   }
-  template <class T, class Key>
+  template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ Scored<T> with_slope(T score, Index query, Key key) const {
     if constexpr (unit_slope) return {modified(score, query, key, 0), T(1)};
     Dual<1> x(score);
     x.slope[0] = 1;
-    const Dual<1> y = score_text(Capped<false>(), x, mods, batch, head, query, key, queries, keys);
+    if constexpr (is_capped) {
+      const real share = elementary::divide(real(score), mods.softcap_);
+      x.slope[0] = 1 - share * share;
+    }
+    const Dual<1> y =
+        score_text(Capped<is_capped>(), x, mods, batch, head, query, key, queries, keys);
     return {T(y.value), T(y.slope[0])};
   }
   template <class Key>
@@ -114,12 +125,7 @@ template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Ro
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
-  constexpr bool is_capped = has_softcap && sizeof(T) == sizeof(float);
-  if constexpr (is_capped) {
-#pragma unroll
-    for (int i = 0; i < m * n; ++i)
-      elementary::cap_products(products[i / n][i % n], scorer.scale, scorer.mods.softcap_);
-  }
+  constexpr bool is_capped = Scorer::caps_tiles;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.existing(i / 2, i % 2);
@@ -138,6 +144,7 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
 template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs) {
+  scorer.cap(reinterpret_cast<T(&)[m * n * 4]>(products));
   if (reads_places && first_key + n * 8 > rows.extent.N)
     apply_texts<true, hides>(scorer, products, rows, first_key, pairs);
   else

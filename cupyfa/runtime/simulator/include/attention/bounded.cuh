@@ -28,3 +28,7 @@ inline Bounded<long long> bounded(long long index, const char* array,
                                   simulator::Here here = simulator::Here()) {
   return {index, array, here};
 }
+inline Bounded<__int128> bounded(__int128 index, const char* array,
+                                 simulator::Here here = simulator::Here()) {
+  return {index, array, here};
+}
