@@ -16,7 +16,7 @@ import numpy as np
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
 from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import Unsupported, closest, described, nearest
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.forward import for_decoding
@@ -1809,7 +1809,7 @@ def _record_with_own(kernel: str | Kernel, own: Own) -> Kernel:
     for name in own:
         if name not in known:
             raise TypeError(
-                f"{record.name} takes no {name!r} of its own{lookup.nearest(name, known)}; it "
+                f"{record.name} takes no {name!r} of its own{nearest(name, known)}; it "
                 f"takes {', '.join(known) or 'nothing'}"
             )
     return record
@@ -1957,12 +1957,9 @@ def unknown_argument(
 
     ``keywords`` are the names that it takes besides those of its signature.
     """
-    from difflib import get_close_matches
-
     parameters = signature(function).parameters.values()
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)
-    close = get_close_matches(name, names, 1)
     if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
     elif function is softmax and name in (*OPTIONS, *_MORE):
@@ -1973,8 +1970,8 @@ def unknown_argument(
         remedy = _ELSEWHERE[name]
     elif name in OPTIONS and "options" in names:
         remedy = f"give options=AttentionOptions({name}={described(given[name])})"
-    elif close:
-        remedy = f"did you mean {close[0]}?"
+    elif close := closest(name, names):
+        remedy = f"did you mean {close}?"
     else:
         remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
     return TypeError(f"{function.__name__}() has no argument {name!r}; {remedy}")

@@ -5,6 +5,7 @@ import os
 import reprlib
 import sys
 import warnings
+from collections.abc import Iterable
 
 _FEW = 4  # elements of a sequence that a message shows
 _OTHER = "of type"  # how a message begins that shows no value
@@ -78,6 +79,21 @@ def described(value: object) -> str:
         end = "," if len(value) == 1 else ""
         return f"({inner}{end})" if isinstance(value, tuple) else f"[{inner}]"
     return f"{_OTHER} {type(value).__name__}"
+
+
+def closest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is written most like another one, in whatever case; None if none is."""
+    from difflib import get_close_matches
+
+    by_case = {x.lower(): x for x in known}
+    close = get_close_matches(str(name).lower(), by_case, 1)
+    return by_case[close[0]] if close else None
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What an unknown name may mean, for an error message; empty if no known name is near."""
+    close = closest(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
 
 
 def warn(text: str) -> None:

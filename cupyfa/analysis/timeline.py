@@ -22,7 +22,7 @@ import numpy as np
 from cupyfa import blocks as block_masks
 from cupyfa.analysis import timeline_model
 from cupyfa.bench import timing
-from cupyfa.errors import Unsupported
+from cupyfa.errors import Unsupported, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import source
 from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
@@ -308,8 +308,8 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
         known = ", ".join(f"{number}: {x.entry}" for number, x in enumerate(there[:_LISTED]))
         more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
         raise ValueError(
-            f"{plan.kernel.name} has no launch {name!r}; it has {known}{more}; give a number or a "
-            "name"
+            f"{plan.kernel.name} has no launch {name!r}{nearest(name, [x.entry for x in there])}; "
+            f"it has {known}{more}; give a number or a name"
         )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [

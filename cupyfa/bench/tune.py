@@ -26,7 +26,7 @@ from cupyfa.runtime import environment, guard
 from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
 
@@ -104,7 +104,7 @@ def tune(
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
     """
     timing.checked_budget(budget)
-    backend = backend_named(backend)
+    backend = backend_to_measure(backend)
     record = record_named(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
     records = [record] if isinstance(record, Kernel) else []
     operation = records[0].operation if records else "forward"

@@ -23,7 +23,7 @@ from cupyfa.planner import source
 from cupyfa.report import plots, publish
 from cupyfa.report.tables import render
 from cupyfa.runtime import environment
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 _PATIENCE = 5  # budgets
@@ -67,7 +67,7 @@ def ladder(
     if saved:
         unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))
         options.refuse_idle("--from measures nothing", *unused)
-    check_target(save, None if saved else backend_named(backend))
+    check_target(save, None if saved else backend_to_measure(backend))
     if plot:
         plots.check(plot)
         check_target(plot)
@@ -75,7 +75,7 @@ def ladder(
             raise ValueError("--plot goes through lengths with N = M; leave -N out")
     results = Results.load(saved) if saved else None
     if readme:  # raises before time is spent on measuring
-        on = results.environment.get("backend", "") if results else backend_named(backend).name
+        on = results.environment.get("backend", "") if results else backend_to_measure(backend).name
         publish.pages_of(source.ROOT, on)
 
     def show(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
@@ -124,7 +124,7 @@ def _measure(
     show: Callable[[Results, int | None], object],
 ) -> Results:
     """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
-    on, M = backend_named(backend), sizes["M"]
+    on, M = backend_to_measure(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()
     of = sizes["dtype"], sizes["precision"]

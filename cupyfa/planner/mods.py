@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -44,6 +45,7 @@ _UNIT = "unit"  # a member: 1 / scale
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
+@lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     """What is declared above a kernel's file for the texts of a problem.
 

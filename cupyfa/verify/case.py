@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa import forms
-from cupyfa.errors import DeviceError, Unsupported
+from cupyfa.errors import DeviceError, Unsupported, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import (
     ALIBI,
@@ -78,7 +78,10 @@ class Case:
     def __post_init__(self) -> None:
         for what, known in (("operation", OPERATIONS), ("values", VALUES), ("layout", LAYOUTS)):
             if (value := getattr(self, what)) not in known:
-                raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+                raise ValueError(
+                    f"{what} {value!r} is unknown{nearest(value, known)}; use one of "
+                    f"{', '.join(known)}"
+                )
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
         object.__setattr__(self, "problem", self.problem.without_maps())
 

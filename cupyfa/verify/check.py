@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 from cupyfa import store
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import OutOfMemory, Unsupported, warn
+from cupyfa.errors import OutOfMemory, Unsupported, nearest, warn
 from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
 from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import Kernel
@@ -224,7 +224,10 @@ def tasks_of(
             "use the simulator, or reruns"
         )
     if grid not in grids.GRIDS:
-        raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(grids.GRIDS)}")
+        known = ", ".join(grids.GRIDS)
+        raise ValueError(
+            f"grid {grid!r} is unknown{nearest(grid, grids.GRIDS)}; use one of {known}"
+        )
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
         raise TypeError(f"check() takes no tile sizes; {remedy}")
