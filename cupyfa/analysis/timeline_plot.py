@@ -14,6 +14,7 @@ from cupyfa.analysis.timeline_summary import (
     busiest_warps,
     extents,
     lines,
+    rounded,
     rows_of_blocks,
     shares,
     working,
@@ -35,7 +36,9 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     _FREE: ((_YELLOW, "////"), ()),
     "waits for other warps": ((_VERMILION, ""), (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": ((_SKY, ""), (Kind.PRODUCT_WAIT,)),
+    "loads": ((_YELLOW, "...."), (Kind.LOADS,)),
     "mma": ((_BLUE, ""), (Kind.PRODUCTS,)),
+    "products": ((_BLUE, ""), (Kind.ARITHMETIC,)),
     "issue of wgmma": ((_BLUE, ""), (Kind.ISSUE,)),
     "softmax": ((_GREEN, ""), (Kind.SOFTMAX,)),
     "epilogue": ((_PURPLE, ""), (Kind.EPILOGUE,)),
@@ -101,9 +104,30 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
     )
     for one, shown in zip(axes, windows):
         _draw_window(one, timeline, warps, shown)
+    if len(windows) > 1:
+        _mark_break(*axes, timeline.unit)
     axes[-1].set_xlabel(timeline.unit)
     _add_texts(figure, timeline, _legend(timeline, windows))
     return figure
+
+
+def _mark_break(first: Any, second: Any, unit: str) -> None:
+    """Shows that time is left out between two rows of axes: torn edges, and how much it is."""
+    torn: dict[str, Any] = {"marker": [(-0.5, -1), (0.5, 1)], "markersize": 9, "linestyle": "none"}
+    torn |= {"color": INK, "markeredgewidth": 1, "clip_on": False, "zorder": 5}
+    for axes, at in ((first, 1.0), (second, 0.0)):
+        axes.plot([at - 0.003, at + 0.003], [0, 0], transform=axes.transAxes, **torn)
+    left_out = second.get_xlim()[0] - first.get_xlim()[1]
+    first.annotate(
+        f"{rounded(left_out)} {unit} are left out \N{RIGHTWARDS ARROW}",
+        (1, 0),
+        (0, -12),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=7,
+        horizontalalignment="right",
+        verticalalignment="top",
+    )
 
 
 def _shown_warps(timeline: Timeline) -> list[int]:
