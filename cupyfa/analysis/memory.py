@@ -216,7 +216,4 @@ def _with_dram(row: Footprint, name: str) -> tuple[Footprint, bool]:
 
 
 def _mb(size: float | None) -> float | None:
-    """MB to three digits, or to the whole number from 100 on."""
-    if size is None:
-        return None
-    return round(size / _MB) if size >= 100 * _MB else float(f"{size / _MB:.3g}")
+    return None if size is None else size / _MB

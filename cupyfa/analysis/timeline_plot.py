@@ -46,6 +46,14 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
+# Of arrows that are of copies, and others: their names in the legend, and how they look.
+_ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
+    True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
+    False: (
+        "from the last reader of a buffer to the wait for it",
+        {"color": "#8c959f", "linewidth": 0.6, "linestyle": (0, (3, 2))},
+    ),
+}
 _PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
 _NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
@@ -107,8 +115,14 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
     if len(windows) > 1:
         _mark_break(*axes, timeline.unit)
     axes[-1].set_xlabel(timeline.unit)
-    _add_texts(figure, timeline, _legend(timeline, windows))
+    kinds = {x.is_copy for x in timeline.arrows if any(_is_shown(x, y) for y in windows)}
+    arrows = [(name, look) for is_copy, (name, look) in _ARROW_LOOKS.items() if is_copy in kinds]
+    _add_texts(figure, timeline, _legend(timeline, windows), arrows)
     return figure
+
+
+def _is_shown(x: Span | Arrow, window: tuple[float, float]) -> bool:
+    return x.end > window[0] and x.start < window[1]
 
 
 def _mark_break(first: Any, second: Any, unit: str) -> None:
@@ -235,11 +249,9 @@ def _draw_arrows(
                 (x.end, place[x.end_warp] - 0.1),
                 arrowstyle="-|>,head_length=0.25,head_width=0.12",
                 mutation_scale=9,
-                color=INK if x.is_copy else "#8c959f",
-                linewidth=0.6,
-                linestyle="-" if x.is_copy else (0, (3, 2)),
                 shrinkA=0,
                 shrinkB=0,
+                **_ARROW_LOOKS[x.is_copy][1],
             )
         )
     if len(found) < len(there):
@@ -257,7 +269,7 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     """The names and fills that a picture has."""
 
     def shown(x: Span) -> bool:
-        return any(x.end > low and x.start < high for low, high in windows)
+        return any(_is_shown(x, window) for window in windows)
 
     groups = {_group(x) for x in timeline.phases if shown(x)}
     found = [x for x in _fills(timeline).items() if x[0] in groups]
@@ -265,8 +277,14 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     return found + [x for x, own in zip(_IN_FLIGHT.items(), spans) if any(map(shown, own))]
 
 
-def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, Fill]]) -> None:
-    """What was recorded above the picture, and the meaning of the colours below it."""
+def _add_texts(
+    figure: Any,
+    timeline: Timeline,
+    legend: Sequence[tuple[str, Fill]],
+    arrows: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> None:
+    """What was recorded above the picture, and the meaning of colours and arrows below it."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
@@ -278,11 +296,12 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, Fill
         handles=[
             Patch(facecolor=colour, hatch=hatch, edgecolor="white" if hatch else INK, linewidth=0.3)
             for _, (colour, hatch) in legend
-        ],
-        labels=[name for name, _ in legend],
+        ]
+        + [Line2D([], [], marker=">", markersize=3, **look) for _, look in arrows],
+        labels=[name for name, _ in (*legend, *arrows)],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.02),
-        ncols=4,
+        ncols=3 if arrows else 4,
         fontsize=8,
         frameon=False,
         handlelength=1.4,

@@ -67,16 +67,18 @@ def ladder(
     if saved:
         unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))
         options.refuse_idle("--from measures nothing", *unused)
-    check_target(save, None if saved else backend_to_measure(backend))
+    check_target(save)
     if plot:
         plots.check(plot)
         check_target(plot)
         if sizes["N"] is not None:
             raise ValueError("--plot goes through lengths with N = M; leave -N out")
     results = Results.load(saved) if saved else None
+    on = None if results else backend_to_measure(backend)
+    check_target(save, on)
     if readme:  # raises before time is spent on measuring
-        on = results.environment.get("backend", "") if results else backend_to_measure(backend).name
-        publish.pages_of(source.ROOT, on)
+        name = on.name if on else results.environment.get("backend", "") if results else ""
+        publish.pages_of(source.ROOT, name)
 
     def show(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
         try:
@@ -106,7 +108,8 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     for row in results.rows:
         if row.note:
             options.note(f"{row.kernel} on {row.problem}: {row.note}")
-    device, table = results.environment["device"], publish.rungs(rows)
+    device, is_data = results.environment["device"], form in ("json", "csv")
+    table = publish.rungs(rows) if is_data else publish.shown_rungs(rows)
     if form == "table":
         click.echo(f"{device}: {publish.problem_of(rows)}", err=err)
     else:
