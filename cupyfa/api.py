@@ -9,7 +9,7 @@ from itertools import chain
 from math import isfinite, prod
 from numbers import Real
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -85,13 +85,8 @@ if TYPE_CHECKING:
         check: bool
         devices: Devices | None
 
-    class _Keywords(_Common, total=False):
-        """What ``attention`` takes, without return_lse, which decides what it returns."""
-
-        kernel: str | Kernel
-        own: Own | None
-        out: Any
-        progress: Progress | None
+    class _NoMore(TypedDict):
+        """No further keywords: type checkers report one that a function does not have."""
 
     class _OfSequences(_Modified, total=False):
         """What the functions of ragged batches take besides."""
@@ -117,37 +112,6 @@ Array = np.ndarray[Any, Any]
 _QKV = forms.QKV
 
 
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[_Keywords],
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
-) -> tuple[Array, Array]: ...
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **keywords: Unpack[_Keywords]
-) -> Any: ...
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
-) -> tuple[Any, Any]: ...
-@overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    return_lse: bool = False,
-    return_own: Sequence[str] = (),
-    **keywords: Unpack[_Keywords],
-) -> Any: ...
 def attention(
     q: Any,
     k: Any,
@@ -187,7 +151,7 @@ def attention(
     check: bool = False,
     progress: Progress | None = None,
     devices: Devices | None = None,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
 
@@ -665,7 +629,7 @@ def decode(
     return_lse: bool = False,
     out: Any = None,
     check: bool = False,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """``attention`` of new tokens to the keys and values of a ``KVCache``.
 
@@ -1117,7 +1081,7 @@ def softmax(
     return_own: Sequence[str] = (),
     out: Any = None,
     check: bool = False,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """exp(x) over its sum along the last axis, computed without overflow.
 

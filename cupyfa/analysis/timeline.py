@@ -24,6 +24,7 @@ from cupyfa.analysis import timeline_model
 from cupyfa.bench import timing
 from cupyfa.errors import Unsupported, nearest
 from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.numerics.shown import Shown
 from cupyfa.planner import source
 from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
 from cupyfa.planner.select import plan as plan_of
@@ -130,8 +131,8 @@ class Arrow:
     is_copy: bool
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
     """What warps did: of one block with times in cycles, of all blocks in microseconds."""
 
     kernel: str

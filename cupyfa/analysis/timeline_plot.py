@@ -113,7 +113,7 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
     for one, shown in zip(axes, windows):
         _draw_window(one, timeline, warps, shown)
     if len(windows) > 1:
-        _mark_break(*axes, timeline.unit)
+        _mark_break(axes[0], axes[-1], timeline.unit)
     axes[-1].set_xlabel(timeline.unit)
     kinds = {x.is_copy for x in timeline.arrows if any(_is_shown(x, y) for y in windows)}
     arrows = [(name, look) for is_copy, (name, look) in _ARROW_LOOKS.items() if is_copy in kinds]

@@ -9,13 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.numerics.shown import ShownRow
 
 _SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do, or only copy
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Share:
+@dataclass(frozen=True, repr=False)
+class Share(ShownRow):
     """A phase in all warps that take part in the kernel; times are in the timeline's unit."""
 
     phase: str

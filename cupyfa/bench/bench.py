@@ -27,6 +27,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import tolerance
+from cupyfa.numerics.shown import Rows
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of, select
@@ -128,7 +129,7 @@ def bench(
             so_far(_with_all_factors(rows))
     if refusals and all(refusals):
         raise next(error for error in refusals if error)
-    return _with_all_factors(rows)
+    return Rows(_with_all_factors(rows))
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:

@@ -11,14 +11,15 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.bench import timing
+from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 
 BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, repr=False)
+class Measurement(ShownRow):
     """A kernel, or a peer, on one problem.
 
     milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
@@ -109,8 +110,8 @@ class Measurement:
         return made
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, repr=False)
+class Results(Shown):
     """Rows, and the device, versions and options they were measured with."""
 
     environment: Mapping[str, str]

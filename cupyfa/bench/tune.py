@@ -16,6 +16,7 @@ from cupyfa.bench.results import Measurement
 from cupyfa.bench.watch import Watch
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
 from cupyfa.planner import tuned
@@ -45,8 +46,8 @@ _COLUMNS = (
 _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, repr=False)
+class Candidate(ShownRow):
     """Constants of a kernel on a problem, and their measurement.
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
@@ -127,7 +128,7 @@ def tune(
             watch.began = monotonic()
         tuning = _Tuning(backend, plans, fresh and done > begun, watch)
         found += tuning.run(budget if done >= begun else 0.0, progress)
-    return found
+    return Rows(found)
 
 
 @dataclass

@@ -153,6 +153,9 @@ class Expected(NamedTuple):
     value: Array
     bound: Array
 
+    def __repr__(self) -> str:
+        return f"<expected {np.shape(self.value)}, with bounds>"
+
 
 Roundings = Sequence[str | None]
 ExpectedOfEach = dict[str | None, dict[str, Expected]]  # by rounding and array

@@ -151,10 +151,10 @@ def _endings(
         if (end := points[-1][0]) == longest:
             continue
         own = [row for row in rows if row.kernel == name]
-        beyond = min((x.problem.N for x in rows if x.problem.N > end), default=longest)
-        why = next((x.note for x in own if x.problem.N == beyond and x.note), "")
+        beyond = min((x.problem.N for x in rows if end < x.problem.N), default=longest)
+        why = next((x.note for x in own if beyond == x.problem.N and x.note), "")
         if not why:
-            last = next(x for x in own if x.problem.N == end and x.time)
+            last = next(x for x in own if end == x.problem.N and x.time)
             seconds = (last.time or 0.0) / 1e3 * (beyond / end) ** 2
             why = f"a launch at {beyond} would take about {seconds:.2g} s"
         said.append(f"{name} ends at {end}: {why}")

@@ -52,9 +52,8 @@ def chosen_backend() -> str:
     """What "auto" is by CUPYFA_BACKEND; "auto" without it. Raises ValueError for other words."""
     chosen = os.environ.get(CHOICE) or "auto"
     if chosen not in NAMES:
-        raise ValueError(
-            f"{CHOICE} is {chosen!r}{nearest(chosen, NAMES)}; use one of {', '.join(NAMES)}, or unset it"
-        )
+        known = f"use one of {', '.join(NAMES)}, or unset it"
+        raise ValueError(f"{CHOICE} is {chosen!r}{nearest(chosen, NAMES)}; {known}")
     return chosen
 
 

@@ -65,7 +65,7 @@ _GROUPS = 4  # different whole numbers in an array that texts read
 _WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """A problem and its inputs, the same on every machine for the same fields."""
 
@@ -264,6 +264,9 @@ class Case:
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
         options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
+
+    def __repr__(self) -> str:
+        return f"<case {self.operation}: {self}>"
 
     def __str__(self) -> str:
         values = f" values={self.values}" if self.values != "normal" else ""

@@ -23,6 +23,7 @@ from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seed
 from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
+from cupyfa.numerics.shown import Shown, ShownRow, html_table
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.planner import select
 from cupyfa.problem import TEXTS, Problem, whole
@@ -47,8 +48,8 @@ _SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
 AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
 
 
-@dataclass(frozen=True)
-class Tally:
+@dataclass(frozen=True, repr=False)
+class Tally(ShownRow):
     """The results of one kernel, and the cases not run by reason.
 
     worst: the largest error / bound of all results that were compared.
@@ -73,7 +74,7 @@ class Tally:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checked:
     """The results of a check; its string is one line."""
 
@@ -93,6 +94,13 @@ class Checked:
     def right(self) -> int:
         """How many of the runs were right."""
         return sum(tally.right for tally in self.tallies)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        rows = [*(x.row() for x in self.tallies)]
+        return html_table(rows) + html_table([x.row() for x in self.failures])
 
     def __str__(self) -> str:
         ran = [(tally.worst, tally.kernel) for tally in self.tallies if tally.worst is not None]
@@ -267,8 +275,8 @@ def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
     return {}
 
 
-@dataclass(frozen=True)
-class Replayed:
+@dataclass(frozen=True, repr=False)
+class Replayed(Shown):
     """A stored failure, and the outcome of the same inputs now."""
 
     stored: Stored

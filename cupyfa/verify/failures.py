@@ -15,6 +15,7 @@ import numpy as np
 
 from cupyfa import store
 from cupyfa.dtypes import INPUTS
+from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
@@ -42,8 +43,8 @@ _RESULTS = ("actual_", "expected_", "bound_")  # what names of arrays begin with
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, repr=False)
+class Outcome(Shown):
     """The outcome of one kernel on one case; arrays are those of a failure's file, if asked for."""
 
     kernel: str
@@ -64,8 +65,8 @@ class Outcome:
         return max(self.verdicts, key=lambda verdict: verdict.ratio, default=None)
 
 
-@dataclass(frozen=True)
-class Failure:
+@dataclass(frozen=True, repr=False)
+class Failure(ShownRow):
     """A kernel that failed on a case, and the command that repeats it.
 
     found_on: the original case if ``case`` was made smaller.
@@ -98,8 +99,8 @@ class Failure:
         }
 
 
-@dataclass(frozen=True)
-class Stored:
+@dataclass(frozen=True, repr=False)
+class Stored(Shown):
     """A failure in a file.
 
     schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.

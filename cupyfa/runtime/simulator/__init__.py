@@ -58,6 +58,9 @@ class Simulator(Backend):
         self.workers = None if workers is None else whole("workers", workers, 1)
         self.known, self.spaces = {}, {}
 
+    def __repr__(self) -> str:
+        return f"<simulator: schedule {self.schedule}, workers {self.workers}>"
+
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 
