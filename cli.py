@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import signal
 import sys
 import warnings
@@ -13,7 +12,7 @@ from typing import Any
 import click
 
 from cupyfa import __version__
-from cupyfa.commands import BAD_ARGUMENTS, INTERRUPTED, UNSUPPORTED, WRONG
+from cupyfa.commands import BAD_ARGUMENTS, INTERRUPTED, UNSUPPORTED, WRONG, mistakes
 from cupyfa.commands.bench import bench
 from cupyfa.commands.cache import cache
 from cupyfa.commands.check import check
@@ -25,11 +24,8 @@ from cupyfa.commands.listing import list_kernels
 from cupyfa.commands.memory import memory
 from cupyfa.commands.new import new
 from cupyfa.commands.options import (
-    former,
-    misplaced_value,
     note,
     on_command_line,
-    other_case,
     with_flag_values,
 )
 from cupyfa.commands.profile import profile
@@ -40,6 +36,7 @@ from cupyfa.commands.show import show
 from cupyfa.commands.signals import ended_by_signals
 from cupyfa.commands.timeline import timeline
 from cupyfa.commands.tune import tune
+from cupyfa.commands.variables import check_variables
 from cupyfa.commands.watching import own_process
 from cupyfa.errors import printable
 
@@ -58,8 +55,6 @@ EXIT_CODES = {
     "OSError": BAD_ARGUMENTS,
 }
 
-ARGUMENTS = "cupyfa.arguments"  # of the command line, in the context of a command
-
 # Errors of a full disk, not of arguments.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -68,8 +63,15 @@ class Program(click.Group):
     """Ends with one line on stderr and the exit code of an error."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[ARGUMENTS] = args
+        ctx.meta[mistakes.ARGUMENTS] = args
         return super().parse_args(ctx, with_flag_values(args))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        mistakes.refuse_one_dash(command, rest, ctx)
+        return name, command, rest
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.get("args") is None:
@@ -84,17 +86,7 @@ class Program(click.Group):
             if type(error).__name__ == "NoArgsIsHelpError":  # of click from 8.2 on
                 click.echo(error.format_message())
                 sys.exit(0)
-            context = getattr(error, "ctx", None)
-            message = error.format_message().removesuffix(".")
-            if context and (remedy := former(error, context)):
-                message = f"{remedy}. See {context.command_path} --help."
-            elif context:
-                message = re.sub(r"\((Did you mean one of): (.*\?)\)$", r"\1 \2", message)
-                message += misplaced_value(message, context.meta.get(ARGUMENTS, ()))
-                message += other_case(error, context)
-                mark = "" if message.endswith("?") else "."
-                message += f"{mark} See {context.command_path} --help."
-            fail(message, BAD_ARGUMENTS)
+            fail(mistakes.message_of(error), BAD_ARGUMENTS)
         except Exception as error:
             names = [kind.__name__ for kind in type(error).__mro__]
             known = next((name for name in names if name in EXIT_CODES), None)
@@ -177,6 +169,7 @@ def main(context: click.Context) -> None:
     Exit codes: 0 done and right, 1 wrong result, 2 bad arguments, 3 unsupported here.
     """
     notes_to_stderr()
+    check_variables()
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 

@@ -151,8 +151,11 @@ _LATER = {
 }
 
 
+_SUBPACKAGES = {"dask", "distributed"}  # which users import by themselves
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__", "__doc__", *(_SUBPACKAGES & {*globals()})})
 
 
 def __getattr__(name: str) -> Any:

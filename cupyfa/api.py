@@ -10,14 +10,14 @@ from itertools import chain
 from math import isfinite, prod
 from numbers import Real
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
 from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named, name_of
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import Unsupported, closest, described, nearest
 from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.forward import for_decoding
@@ -96,14 +96,8 @@ if TYPE_CHECKING:
         check: bool
         devices: Devices | None
 
-    class _Keywords(_Common, total=False):
-        """What ``attention`` takes, without return_lse, which decides what it returns."""
-
-        kernel: str | Kernel
-        tiles: Tiles | None
-        own: Own | None
-        out: Any
-        progress: Progress | None
+    class _NoMore(TypedDict):
+        """No further keywords: type checkers report one that a function does not have."""
 
     class _OfSequences(_Modified, total=False):
         """What the functions of ragged batches take besides."""
@@ -133,37 +127,6 @@ Array = np.ndarray[Any, Any]
 _QKV = forms.QKV
 
 
-@overload
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    return_lse: Literal[False] = False,
-    **keywords: Unpack[_Keywords],
-) -> Array: ...
-@overload
-def attention(
-    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
-) -> tuple[Array, Array]: ...
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = False, **keywords: Unpack[_Keywords]
-) -> Any: ...
-@overload
-def attention(
-    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **keywords: Unpack[_Keywords]
-) -> tuple[Any, Any]: ...
-@overload
-def attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    return_lse: bool = False,
-    return_own: Sequence[str] = (),
-    **keywords: Unpack[_Keywords],
-) -> Any: ...
 def attention(
     q: Any,
     k: Any,
@@ -203,7 +166,7 @@ def attention(
     check: bool = False,
     progress: Progress | None = None,
     devices: Devices | None = None,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """softmax(q kᵀ · scale) v, computed without storing the matrix of scores.
 
@@ -708,7 +671,7 @@ def decode(
     return_lse: bool = False,
     out: Any = None,
     check: bool = False,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """``attention`` of new tokens to the keys and values of a ``KVCache``.
 
@@ -1208,7 +1171,7 @@ def softmax(
     return_own: Sequence[str] = (),
     out: Any = None,
     check: bool = False,
-    **unknown: Any,
+    **unknown: Unpack[_NoMore],
 ) -> Any:
     """exp(x) over its sum along the last axis, computed without overflow.
 
@@ -1944,7 +1907,7 @@ def _record_with_own(kernel: str | Kernel, own: Own) -> Kernel:
     for name in own:
         if name not in known:
             raise TypeError(
-                f"{record.name} takes no {name!r} of its own{lookup.nearest(name, known)}; it "
+                f"{record.name} takes no {name!r} of its own{nearest(name, known)}; it "
                 f"takes {', '.join(known) or 'nothing'}"
             )
     return record
@@ -2092,12 +2055,9 @@ def unknown_argument(
 
     ``keywords`` are the names that it takes besides those of its signature.
     """
-    from difflib import get_close_matches
-
     parameters = signature(function).parameters.values()
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]
     name = next(name for name in given if name not in names)
-    close = get_close_matches(name, names, 1)
     if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
     elif function is softmax and name in (*OPTIONS, *_MORE):
@@ -2108,8 +2068,8 @@ def unknown_argument(
         remedy = _ELSEWHERE[name]
     elif name in OPTIONS and "options" in names:
         remedy = f"give options=AttentionOptions({name}={described(given[name])})"
-    elif close:
-        remedy = f"did you mean {close[0]}?"
+    elif close := closest(name, names):
+        remedy = f"did you mean {close}?"
     else:
         remedy = f'it has {", ".join(dict.fromkeys(names))}; tile sizes go into tiles={{"Br": 64}}'
     return TypeError(f"{function.__name__}() has no argument {name!r}; {remedy}")

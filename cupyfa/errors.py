@@ -6,6 +6,7 @@ import re
 import reprlib
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 _FEW = 4  # elements of a sequence that a message shows
@@ -115,6 +116,21 @@ def printable(text: str) -> str:
     Strings of files may be a stranger's. Ends of lines and tabs stay.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def closest(name: object, known: Iterable[str]) -> str | None:
+    """The known name that is written most like another one, in whatever case; None if none is."""
+    from difflib import get_close_matches
+
+    by_case = {x.lower(): x for x in known}
+    close = get_close_matches(str(name).lower(), by_case, 1)
+    return by_case[close[0]] if close else None
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What an unknown name may mean, for an error message; empty if no known name is near."""
+    close = closest(name, known)
+    return f" (did you mean {close!r}?)" if close else ""
 
 
 def warn(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, name_of
-from cupyfa.errors import described
+from cupyfa.errors import described, nearest
 from cupyfa.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
@@ -122,7 +122,9 @@ def _read_causal(value: Any) -> str | None:
 def _parse_causal(text: str) -> str | None:
     words = {"false": None, "none": None, "true": MASKS[0], **dict(zip(MASKS, MASKS))}
     if text.lower() not in words:
-        raise ValueError(f"causal={text!r} is unknown; use one of {', '.join(words)}")
+        raise ValueError(
+            f"causal={text!r} is unknown{nearest(text, words)}; use one of {', '.join(words)}"
+        )
     return words[text.lower()]
 
 

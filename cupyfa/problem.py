@@ -67,7 +67,7 @@ _RECORD = records.record(
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
 
@@ -730,6 +730,9 @@ class Problem:
     def _extent(self, axis: str) -> int:
         name = axis.rstrip("0123456789")
         return round_up(getattr(self, name), int(axis[len(name) :] or 1))
+
+    def __repr__(self) -> str:
+        return f"<problem {self}>"
 
     def __str__(self) -> str:
         if self.is_softmax:

@@ -22,7 +22,6 @@ import click
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
-from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.typing import stringify_annotation
 
 DOCS = Path(__file__).resolve().parent
@@ -181,13 +180,6 @@ def linked_code(app: Sphinx, document: nodes.document) -> None:
             code.replace_self(nodes.reference("", "", code.deepcopy(), refuri=uri, internal=True))
 
 
-def forget_overloads(app: Sphinx) -> None:
-    """One signature of ``attention`` instead of five: they differ in the type of the result."""
-    analyzer = ModuleAnalyzer.for_module("cupyfa.api")
-    analyzer.analyze()
-    analyzer.overloads.clear()
-
-
 def plain_signature(
     app: Sphinx, what: str, name: str, thing: Any, options: Any, signature: str, returns: str
 ) -> tuple[str, str] | None:
@@ -262,7 +254,6 @@ def setup(app: Sphinx) -> None:
     app.connect("include-read", translated_include)
     app.connect("html-collect-pages", source_pages)
     app.connect("doctree-read", linked_code)
-    app.connect("builder-inited", forget_overloads)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-process-docstring", with_definitions)
     app.connect("sphinx-click-process-description", plain_help)

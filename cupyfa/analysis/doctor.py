@@ -22,6 +22,7 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.analysis import caches
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import gist
 from cupyfa.runtime.environment import Progress, no_progress, version_of
@@ -40,14 +41,18 @@ sys.stdout.write("\\n" + json.dumps(answer))
 """
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(ShownRow):
     """A thing, its state ("ok", "missing" or "fault"), and the backends that this state hinders."""
 
     thing: str
     state: str
     found: str
     hinders: tuple[str, ...] = ()
+
+    def row(self) -> dict[str, Any]:
+        """One row of a table."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def doctor(progress: Progress = no_progress) -> list[Finding]:
     finally:
         for process in asked.values():
             _end(process)
-    return findings
+    return Rows(findings)
 
 
 def runs_on(findings: list[Finding]) -> list[str]:

@@ -27,6 +27,7 @@ from cupyfa.errors import DeviceError, DeviceLost, Unsupported, warn
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import can, plan, select
 from cupyfa.problem import Problem
@@ -41,8 +42,8 @@ from cupyfa.verify.case import Case
 _MB = 1e6
 
 
-@dataclass(frozen=True)
-class Footprint:
+@dataclass(frozen=True, repr=False)
+class Footprint(ShownRow):
     """The bytes that one computation holds and moves; None where they are not known.
 
     computation: "naive", "tiled" (see formulas.py) or a kernel's name.
@@ -135,7 +136,7 @@ def memory(
             if counting and not any(isinstance(x, Matmul) for x in kernel.launches):
                 row, counting = _with_dram(row, name)
         rows.append(row)
-    return rows
+    return Rows(rows)
 
 
 def _by_formula(operation: str, p: Problem, limits: Limits) -> list[Footprint]:
@@ -216,7 +217,4 @@ def _with_dram(row: Footprint, name: str) -> tuple[Footprint, bool]:
 
 
 def _mb(size: float | None) -> float | None:
-    """MB to three digits, or to the whole number from 100 on."""
-    if size is None:
-        return None
-    return round(size / _MB) if size >= 100 * _MB else float(f"{size / _MB:.3g}")
+    return None if size is None else size / _MB

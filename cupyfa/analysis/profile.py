@@ -22,6 +22,7 @@ from cupyfa.bench import sweeps, timing
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.planner.select import plan as plan_of
 from cupyfa.planner.source import ROOT
 from cupyfa.runtime.environment import Progress, no_progress
@@ -38,8 +39,8 @@ TOOLS = {
 }
 
 
-@dataclass(frozen=True)
-class Counter:
+@dataclass(frozen=True, repr=False)
+class Counter(ShownRow):
     """One figure of one launch; its value is None where ncu gives none."""
 
     launch: str
@@ -52,8 +53,8 @@ class Counter:
         return asdict(self) | ({"unit": "n/a"} if self.value is None else {})
 
 
-@dataclass(frozen=True)
-class KernelTime:
+@dataclass(frozen=True, repr=False)
+class KernelTime(ShownRow):
     """How often a kernel ran, its median time and its total time."""
 
     kernel: str
@@ -95,7 +96,7 @@ def profile(
             break
         metrics = known  # ncu stops at the first name that it does not know
     progress(1, 1, f"ncu {record.name}")
-    return counters(_unless_refused(read_ncu(output), output, record))
+    return Rows(counters(_unless_refused(read_ncu(output), output, record)))
 
 
 def timeline(
@@ -117,7 +118,7 @@ def timeline(
     with tempfile.TemporaryDirectory() as folder:
         output = _run(nsys_command(kernel, case, tiles, Path(folder) / "report"))
     progress(1, 1, f"nsys {record.name}")
-    return _unless_refused(read_nsys(output), output, record)
+    return Rows(_unless_refused(read_nsys(output), output, record))
 
 
 def standard(record: Kernel) -> Case:

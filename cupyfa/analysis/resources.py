@@ -13,6 +13,7 @@ from cupyfa import forms
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
 from cupyfa.ladder.lookup import operation_of
+from cupyfa.numerics.shown import Shown
 from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.planner import source
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
@@ -50,8 +51,8 @@ MULTIPROCESSORS = {
 _SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Compiled:
+@dataclass(frozen=True, repr=False)
+class Compiled(Shown):
     """A launch compiled for an architecture: its cubin and the compiler's log."""
 
     launch: PlannedLaunch

@@ -32,6 +32,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.operations import OPERATIONS, visible_scores
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.select import plan, select
@@ -49,8 +50,8 @@ _OF_PARTS = 3  # products of parts for one of their sums
 _TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
-@dataclass(frozen=True)
-class Roof:
+@dataclass(frozen=True, repr=False)
+class Roof(ShownRow):
     """The costs of a computation on a device, and its attainable performance.
 
     computation: "naive", "tiled" (see formulas.py) or a kernel's name.
@@ -204,7 +205,7 @@ def roofline(
         rows += found
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
-    return rows
+    return Rows(rows)
 
 
 def measured_roofs(

@@ -43,10 +43,15 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     if not rows:
         raise ValueError("there is nothing to draw: no computation has any work")
     listed = [
-        f"{', '.join(names)} {', '.join(f'{y:g} at {x:g} FLOP per byte' for x, y, _ in points)}"
+        f"{', '.join(names)} {', '.join(_in_words(*point) for point in points)}"
         for (_, points), names in _series(rows).items()
     ]
     write(lambda: _figure(rows), path, f"TFLOP/s on {_title(rows)}", "; ".join(listed))
+
+
+def _in_words(x: float, y: float, measured: bool) -> str:
+    intensity, rate = (f"{float(f'{value:.2g}'):g}" for value in (x, y))
+    return f"{rate} at {intensity} FLOP per byte"
 
 
 def _figure(rows: Sequence[Roof]) -> Any:
@@ -68,8 +73,10 @@ def _figure(rows: Sequence[Roof]) -> Any:
     column = max(text_size(label)[0] for label in labels) + 2 * _GAP
     right = left * (right / left) ** (width / (width - column))  # leaves room for a column
     axes.set_xlim(left, right)
-    _place(axes, labels, [x for _, points in series for x, _, _ in points])
-    _draw_roofs(axes, rows, left, right)
+    levels, dashed = _levels(rows)
+    _place(axes, labels, [x for _, points in series for x, _, _ in points], [*levels, *dashed])
+    _draw_roofs(axes, rows[0].device.bandwidth / 1e3, levels, dashed)
+    _add_bandwidth(axes, rows)
     _add_texts(axes, rows)
     return figure
 
@@ -100,10 +107,10 @@ def _look(key: str) -> tuple[str, str]:
     return (INK, *COLOURS)[index], MARKERS[index]
 
 
-def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float]) -> None:
+def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequence[float]) -> None:
     """Labels in columns, each to the right of points that have room for it before the next ones.
 
-    xs: of all points, with labels or without.
+    xs: of all points, with labels or without. levels: of the roofs, which no label covers.
     """
 
     def across(x: float) -> float:
@@ -114,34 +121,51 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float]) -> None:
         column += [label for label in labels if label.xy[0] == x]
         needed = max((text_size(label)[0] for label in column), default=0) + 2 * _GAP
         if column and (following == math.inf or across(following) - across(x) > needed):
-            place_labels(axes, column, across(x) + _GAP)
+            place_labels(axes, column, across(x) + _GAP, levels)
             column = []
 
 
-def _draw_roofs(axes: Any, rows: Sequence[Roof], left: float, right: float) -> None:
-    """The roofs of the device, each with its TFLOP/s and the unit that it belongs to."""
-    device = rows[0].device
-    slope = device.bandwidth / 1e3
+def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
+    """The roofs of the device by their TFLOP/s, with the units they belong to.
+
+    Second those of exponentials, where they are lower and not close to another.
+    """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):
         units = "tensor cores" if row.on_tensor_cores else "without tensor cores"
         rounded = row.on_tensor_cores and row.precision not in ("", row.problem.dtype.name)
         levels[row.peak] = f"{units} in {row.precision}" if rounded else units
-    axes.plot([left, max(levels) / slope], [left * slope, max(levels)], color=INK, linewidth=1.2)
-    for level in levels:
-        axes.plot([level / slope, right], [level] * 2, color=INK, linewidth=1.2)
+    dashed: dict[float, str] = {}
     for row in rows:
         if row.on_tensor_cores and EXPONENTIALS in row.times:
             level = row.flops / row.times[EXPONENTIALS] / 1e9
-            apart = not any(_CLOSE < level / other < 1 / _CLOSE for other in levels)
+            apart = not any(_CLOSE < level / x < 1 / _CLOSE for x in (*levels, *dashed))
             if level < _CLOSE * row.peak and apart:
-                levels[level] = f"exponentials at d={row.problem.d}"
-                axes.plot([level / slope, right], [level] * 2, "--", color=INK, linewidth=1)
+                dashed[level] = f"exponentials at d={row.problem.d}"
+    return levels, dashed
+
+
+def _draw_roofs(
+    axes: Any, slope: float, levels: dict[float, str], dashed: dict[float, str]
+) -> None:
+    """The roofs, each with its TFLOP/s and the unit that it belongs to."""
+    left, right = axes.get_xlim()
+    axes.plot([left, max(levels) / slope], [left * slope, max(levels)], color=INK, linewidth=1.2)
+    for level in levels:
+        axes.plot([level / slope, right], [level] * 2, color=INK, linewidth=1.2)
+    for level in dashed:
+        axes.plot([level / slope, right], [level] * 2, "--", color=INK, linewidth=1)
     names = []
-    for level, unit in levels.items():
+    for level, unit in (levels | dashed).items():
         rate = f"{level:.{0 if level >= 100 else 1}f} TFLOP/s\n{unit}"
         names.append(add_label(axes, rate, (right, level), INK))
     place_labels(axes, names, axes.bbox.width * 72 / axes.figure.dpi + _GAP)
+
+
+def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
+    """Names the sloped roof, left of the first point."""
+    device = rows[0].device
+    slope = device.bandwidth / 1e3
     start = min(x for row in rows for x in (row.intensity, row.balance) if x) / 1.2
     axes.annotate(
         f"{device.bandwidth:.4g} GB/s",
@@ -184,15 +208,25 @@ def _title(rows: Sequence[Roof]) -> str:
 
 
 def _series(rows: Sequence[Roof]) -> dict[tuple[str, tuple[Point, ...]], list[str]]:
-    """The points of a family's computations from left to right, in two digits; their names."""
+    """The points of a family's computations from left to right; their names.
+
+    Computations whose points agree in two digits share a label, and keep their own points.
+    """
     d_differs = len({row.problem.d for row in rows}) > 1
     points: dict[tuple[str, str], list[Point]] = {}
     for row in rows:
         reached = row.measured.tflops if row.measured else None
         name = f"{row.computation} d={row.problem.d}" if d_differs else row.computation
-        x, y = (float(f"{value:.2g}") for value in (row.intensity, reached or row.tflops))
-        points.setdefault((_key(row.computation), name), []).append((x, y, bool(reached)))
-    names: dict[tuple[str, tuple[Point, ...]], list[str]] = {}
+        assert row.intensity and row.tflops  # rows without work are left out
+        point = row.intensity, reached or row.tflops, bool(reached)
+        points.setdefault((_key(row.computation), name), []).append(point)
+    alike: dict[Any, list[tuple[str, str]]] = {}
     for (key, name), its in points.items():
-        names.setdefault((key, tuple(sorted(its))), []).append(name)
-    return names
+        near = [(f"{x:.2g}", f"{y:.2g}", measured) for x, y, measured in sorted(its)]
+        alike.setdefault((key, *near), []).append((key, name))
+    return {
+        (group[0][0], tuple(sorted({x for one in group for x in points[one]}))): [
+            name for _, name in group
+        ]
+        for group in alike.values()
+    }

@@ -22,8 +22,9 @@ import numpy as np
 from cupyfa import blocks as block_masks
 from cupyfa.analysis import timeline_model
 from cupyfa.bench import timing
-from cupyfa.errors import Unsupported
-from cupyfa.ladder.kernel import Kernel
+from cupyfa.errors import Unsupported, nearest
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.numerics.shown import Shown
 from cupyfa.planner import source
 from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
 from cupyfa.planner.select import plan as plan_of
@@ -56,15 +57,17 @@ class Kind(IntEnum):
     ISSUE = 8
     SOFTMAX = 9
     EPILOGUE = 10
-    MARKED = 11
-    BARRIER_ARRIVE = 12
-    NAMED_ARRIVE = 13
-    COPIES_BEGUN = 14
-    SHARED_BEGINS = 15
-    PLACED = 16
-    WORKED_WGMMA = 17
-    WORKED_MMA = 18
-    WORKED_COPIES = 19
+    LOADS = 11
+    ARITHMETIC = 12
+    MARKED = 13
+    BARRIER_ARRIVE = 14
+    NAMED_ARRIVE = 15
+    COPIES_BEGUN = 16
+    SHARED_BEGINS = 17
+    PLACED = 18
+    WORKED_WGMMA = 19
+    WORKED_MMA = 20
+    WORKED_COPIES = 21
 
 
 # What phases are called; one that waits for a barrier also has the barrier's name.
@@ -80,6 +83,8 @@ NAMES = {
     Kind.ISSUE: "issue: wgmma",
     Kind.SOFTMAX: "softmax",
     Kind.EPILOGUE: "epilogue",
+    Kind.LOADS: "loads",
+    Kind.ARITHMETIC: "products",
     Kind.MARKED: "mark",
 }
 
@@ -126,8 +131,8 @@ class Arrow:
     is_copy: bool
 
 
-@dataclass(frozen=True)
-class Timeline:
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
     """What warps did: of one block with times in cycles, of all blocks in microseconds."""
 
     kernel: str
@@ -155,6 +160,7 @@ class Timeline:
     operation: str = ""
     tiles: str = ""  # as "Br=64 Bc=128"
     other_launches: tuple[str, ...] = ()  # of the call, by their entry points
+    library_products: int = 0  # of the call, by cuBLAS, which cannot be recorded
 
     @property
     def overhead(self) -> float | None:
@@ -237,6 +243,7 @@ def record(
         operation=kernel.operation,
         tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
         other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
+        library_products=sum(isinstance(x, Matmul) for x in plan.steps),
     )
     marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
     if block is None:
@@ -308,8 +315,8 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
         known = ", ".join(f"{number}: {x.entry}" for number, x in enumerate(there[:_LISTED]))
         more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
         raise ValueError(
-            f"{plan.kernel.name} has no launch {name!r}; it has {known}{more}; give a number or a "
-            "name"
+            f"{plan.kernel.name} has no launch {name!r}{nearest(name, [x.entry for x in there])}; "
+            f"it has {known}{more}; give a number or a name"
         )
     usual = plan.kernel.name
     alike = [x for x in there if x.entry == usual] or [

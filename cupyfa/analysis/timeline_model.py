@@ -25,10 +25,14 @@ WGMMA_COLUMNS = 2  # that a product computes in a cycle: 64 rows, sums of 16
 MMA = 6.5  # of one 16x8x16 in a quarter of the multiprocessor
 ELEMENT = 5  # of softmax, for each element of a lane
 EPILOGUE = 250
+LOAD_LATENCY = 400  # of loads that a thread waits for itself
+MULTIPLY_ADD = 3  # of a warp, with the loads of its operands from shared memory
 STEP = 20  # any entry
-UNKNOWN = 300  # the same where work is not counted, as in scalar kernels; but not the end of a wait
+UNKNOWN = 300  # the same where no work is counted, but not the end of a wait
 
 _QUARTERS = 4
+_OF_TENSOR_CORES = ("WORKED_WGMMA", "WORKED_MMA")
+_WORK = (*_OF_TENSOR_CORES, "ARITHMETIC", "LOADS", "SOFTMAX")
 
 
 class _Unit:
@@ -161,6 +165,16 @@ class _Block:
         if x.ended:
             self.now[warp] += EPILOGUE
 
+    def _loads(self, x: Entry, warp: int, quarter: int) -> None:
+        if x.ended:
+            length = self.begun[warp, x.kind] / COPY_BYTES
+            self.now[warp] = self.copies.use(self.now[warp], length) + LOAD_LATENCY
+
+    def _arithmetic(self, x: Entry, warp: int, quarter: int) -> None:
+        if x.ended:
+            length = MULTIPLY_ADD * self.begun[warp, x.kind]
+            self.now[warp] = self.arithmetic[quarter].use(self.now[warp], length)
+
     def _finish(self, groups: list[float], pending: int, warp: int) -> None:
         """Waits for all groups but the last ones."""
         while len(groups) > pending:
@@ -171,13 +185,13 @@ class _Block:
 
 
 def counts_work(entries: Sequence[Entry]) -> bool:
-    """Whether the entries record the work of products, which scalar kernels do not record."""
-    return any(x.kind.name in ("WORKED_WGMMA", "WORKED_MMA") for x in entries)
+    """Whether the entries record the work of products of tensor cores."""
+    return any(x.kind.name in _OF_TENSOR_CORES for x in entries)
 
 
 def timed(entries: Sequence[Entry]) -> list[Entry]:
     """The entries of blocks with times in cycles in place of their order, warp by warp."""
-    has_work = counts_work(entries)
+    has_work = any(x.kind.name in _WORK for x in entries)
     blocks: dict[int, _Block] = {}
     made = []
     for x in sorted(entries):

@@ -14,6 +14,7 @@ from cupyfa.analysis.timeline_summary import (
     busiest_warps,
     extents,
     lines,
+    rounded,
     rows_of_blocks,
     shares,
     working,
@@ -35,7 +36,9 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     _FREE: ((_YELLOW, "////"), ()),
     "waits for other warps": ((_VERMILION, ""), (Kind.NAMED_WAIT, Kind.BLOCK_WAIT)),
     "waits for wgmma": ((_SKY, ""), (Kind.PRODUCT_WAIT,)),
+    "loads": ((_YELLOW, "...."), (Kind.LOADS,)),
     "mma": ((_BLUE, ""), (Kind.PRODUCTS,)),
+    "products": ((_BLUE, ""), (Kind.ARITHMETIC,)),
     "issue of wgmma": ((_BLUE, ""), (Kind.ISSUE,)),
     "softmax": ((_GREEN, ""), (Kind.SOFTMAX,)),
     "epilogue": ((_PURPLE, ""), (Kind.EPILOGUE,)),
@@ -43,6 +46,14 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
+# Of arrows that are of copies, and others: their names in the legend, and how they look.
+_ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
+    True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
+    False: (
+        "from the last reader of a buffer to the wait for it",
+        {"color": "#8c959f", "linewidth": 0.6, "linestyle": (0, (3, 2))},
+    ),
+}
 _PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
 _NARROW = 1 / 400  # of the width: bars that their edges would cover
 _ARROWS = 80  # at most
@@ -101,9 +112,36 @@ def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any
     )
     for one, shown in zip(axes, windows):
         _draw_window(one, timeline, warps, shown)
+    if len(windows) > 1:
+        _mark_break(axes[0], axes[-1], timeline.unit)
     axes[-1].set_xlabel(timeline.unit)
-    _add_texts(figure, timeline, _legend(timeline, windows))
+    kinds = {x.is_copy for x in timeline.arrows if any(_is_shown(x, y) for y in windows)}
+    arrows = [(name, look) for is_copy, (name, look) in _ARROW_LOOKS.items() if is_copy in kinds]
+    _add_texts(figure, timeline, _legend(timeline, windows), arrows)
     return figure
+
+
+def _is_shown(x: Span | Arrow, window: tuple[float, float]) -> bool:
+    return x.end > window[0] and x.start < window[1]
+
+
+def _mark_break(first: Any, second: Any, unit: str) -> None:
+    """Shows that time is left out between two rows of axes: torn edges, and how much it is."""
+    torn: dict[str, Any] = {"marker": [(-0.5, -1), (0.5, 1)], "markersize": 9, "linestyle": "none"}
+    torn |= {"color": INK, "markeredgewidth": 1, "clip_on": False, "zorder": 5}
+    for axes, at in ((first, 1.0), (second, 0.0)):
+        axes.plot([at - 0.003, at + 0.003], [0, 0], transform=axes.transAxes, **torn)
+    left_out = second.get_xlim()[0] - first.get_xlim()[1]
+    first.annotate(
+        f"{rounded(left_out)} {unit} are left out \N{RIGHTWARDS ARROW}",
+        (1, 0),
+        (0, -12),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=7,
+        horizontalalignment="right",
+        verticalalignment="top",
+    )
 
 
 def _shown_warps(timeline: Timeline) -> list[int]:
@@ -211,11 +249,9 @@ def _draw_arrows(
                 (x.end, place[x.end_warp] - 0.1),
                 arrowstyle="-|>,head_length=0.25,head_width=0.12",
                 mutation_scale=9,
-                color=INK if x.is_copy else "#8c959f",
-                linewidth=0.6,
-                linestyle="-" if x.is_copy else (0, (3, 2)),
                 shrinkA=0,
                 shrinkB=0,
+                **_ARROW_LOOKS[x.is_copy][1],
             )
         )
     if len(found) < len(there):
@@ -233,7 +269,7 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     """The names and fills that a picture has."""
 
     def shown(x: Span) -> bool:
-        return any(x.end > low and x.start < high for low, high in windows)
+        return any(_is_shown(x, window) for window in windows)
 
     groups = {_group(x) for x in timeline.phases if shown(x)}
     found = [x for x in _fills(timeline).items() if x[0] in groups]
@@ -241,8 +277,14 @@ def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[
     return found + [x for x, own in zip(_IN_FLIGHT.items(), spans) if any(map(shown, own))]
 
 
-def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, Fill]]) -> None:
-    """What was recorded above the picture, and the meaning of the colours below it."""
+def _add_texts(
+    figure: Any,
+    timeline: Timeline,
+    legend: Sequence[tuple[str, Fill]],
+    arrows: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> None:
+    """What was recorded above the picture, and the meaning of colours and arrows below it."""
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
@@ -254,11 +296,12 @@ def _add_texts(figure: Any, timeline: Timeline, legend: Sequence[tuple[str, Fill
         handles=[
             Patch(facecolor=colour, hatch=hatch, edgecolor="white" if hatch else INK, linewidth=0.3)
             for _, (colour, hatch) in legend
-        ],
-        labels=[name for name, _ in legend],
+        ]
+        + [Line2D([], [], marker=">", markersize=3, **look) for _, look in arrows],
+        labels=[name for name, _ in (*legend, *arrows)],
         loc="upper center",
         bbox_to_anchor=(0.5, -0.02),
-        ncols=4,
+        ncols=3 if arrows else 4,
         fontsize=8,
         frameon=False,
         handlelength=1.4,

@@ -9,13 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from cupyfa.analysis.timeline import Kind, Span, Timeline
+from cupyfa.numerics.shown import ShownRow
 
 _SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do, or only copy
 Interval = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Share:
+@dataclass(frozen=True, repr=False)
+class Share(ShownRow):
     """A phase in all warps that take part in the kernel; times are in the timeline's unit."""
 
     phase: str
@@ -214,7 +215,7 @@ def rounded(value: float | str) -> str:
 def _computing(timeline: Timeline) -> list[Span]:
     """The phases of warps that compute products or a softmax, or of all warps if none does."""
     found = list(working(timeline).values())
-    kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX}
+    kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX, Kind.ARITHMETIC}
     computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]
     return [x for own in computing or found for x in own]
 
@@ -241,6 +242,9 @@ def lines(timeline: Timeline) -> list[str]:
             f"the log was full; {ends} at the first of {timeline.lost:,} lost entries; record "
             "less, with a smaller N or fewer marks",
         )
+    if count := timeline.library_products:
+        were = "a product" if count == 1 else f"{count} products"
+        made.append(f"not recorded: {were} of the call by cuBLAS, or by NumPy in the simulator")
     if waits := [x for x in _computing(timeline) if x.name.startswith("wait")]:
         one = max(waits, key=lambda x: x.length)
         made.append(

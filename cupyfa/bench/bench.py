@@ -20,12 +20,14 @@ from cupyfa.errors import (
     Unsupported,
     WrongResult,
     described,
+    nearest,
     warn,
 )
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
 from cupyfa.numerics import tolerance
+from cupyfa.numerics.shown import Rows
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
 from cupyfa.planner.select import plan as plan_of, select
@@ -33,7 +35,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 from cupyfa.verify import sampling
 from cupyfa.verify.case import FINITE, Case
 from cupyfa.verify.sampling import Judge
@@ -82,7 +84,7 @@ def bench(
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
     kernel's error if no named kernel can run at all.
     """
-    backend = backend_named(backend)
+    backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
     named = cache(record_named)  # a script makes another record each time
@@ -127,7 +129,7 @@ def bench(
             so_far(_with_all_factors(rows))
     if refusals and all(refusals):
         raise next(error for error in refusals if error)
-    return _with_all_factors(rows)
+    return Rows(_with_all_factors(rows))
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
@@ -153,7 +155,8 @@ def _check(
     for name in tiles:
         if "auto" not in kernels and name not in known:
             raise ValueError(
-                f"{name!r} is neither a size nor a tile size of these kernels; sizes are "
+                f"{name!r} is neither a size nor a tile size of these kernels"
+                f"{nearest(name, [*sweeps.AXES, *known])}; sizes are "
                 f"{', '.join(sweeps.AXES)}, tile sizes {', '.join(sorted(known)) or 'none'}"
             )
 

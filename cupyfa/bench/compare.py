@@ -18,6 +18,7 @@ from typing import Any
 
 from cupyfa.bench import timing
 from cupyfa.bench.results import Measurement, Results
+from cupyfa.numerics.shown import Rows, ShownRow
 
 FLOOR = 0.01  # the least difference between two runs of the same code
 TELLING = 0.1  # two times are only the SAME if a larger difference would have been seen
@@ -34,8 +35,8 @@ NOT_ON_A_GPU = "not measured on a GPU"
 UNCHANGED = "unchanged code"
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(ShownRow):
     """One kernel on one problem, measured before and after.
 
     ``factor`` is the speedup, ``uncertainty`` its standard error. ``verdict`` is SAME, FASTER,
@@ -113,7 +114,8 @@ def compare(
     else:
         both = [_compared(a, b, drift, same) for (a, b), same in zip(pairs, unchanged)]
     gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
-    return both + gone + [Comparison(None, news[x], "only after") for x in news if x not in olds]
+    added = [Comparison(None, news[x], "only after") for x in news if x not in olds]
+    return Rows([*both, *gone, *added])
 
 
 def differences(before: Results, after: Results) -> list[str]:

@@ -14,7 +14,8 @@ import numpy as np
 from cupyfa import store
 from cupyfa.bench import timing
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import DeviceError
+from cupyfa.errors import DeviceError, nearest
+from cupyfa.numerics.shown import Shown
 from cupyfa.runtime.backend import Backend
 
 # Results of ex2.approx per clock and multiprocessor, compute capability 7.5 to 12.0: CUDA C++
@@ -28,8 +29,8 @@ _LONGEST = 100.0  # milliseconds; longer sizes are not tried
 _BUDGET = 0.2  # seconds for each size
 
 
-@dataclass(frozen=True)
-class Device:
+@dataclass(frozen=True, repr=False)
+class Device(Shown):
     """The published peaks of a device.
 
     Those of tensor cores are for dense matrices with float32 sums, those of the other units for
@@ -93,7 +94,10 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _table:
 def named(name: str) -> Device:
     """The device of a key in DEVICES. Raises ValueError for another."""
     if name not in DEVICES:
-        raise ValueError(f"device {name!r} is unknown; there are {', '.join(DEVICES)}, and this")
+        known = ", ".join(DEVICES)
+        raise ValueError(
+            f"device {name!r} is unknown{nearest(name, DEVICES)}; there are {known}, and this"
+        )
     return DEVICES[name]
 
 

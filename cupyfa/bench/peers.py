@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.bench import torch_masks
-from cupyfa.errors import Unsupported
+from cupyfa.errors import Unsupported, nearest
 from cupyfa.modifiers import DLSE, MASK, PADDED, PAGE_TABLE, STARTS, Operand
 from cupyfa.operations import without_pages
 from cupyfa.options import DROPOUT, OPTIONS
@@ -125,7 +125,9 @@ def check_names(names: Sequence[str]) -> None:
     """Raises ValueError for a name that is not in NAMES."""
     for name in names:
         if name not in NAMES:
-            raise ValueError(f"peer {name!r} is unknown; there are {', '.join(NAMES)}")
+            raise ValueError(
+                f"peer {name!r} is unknown{nearest(name, NAMES)}; there are {', '.join(NAMES)}"
+            )
 
 
 def label(name: str) -> str:

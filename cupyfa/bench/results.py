@@ -11,6 +11,7 @@ from typing import Any
 
 from cupyfa import store
 from cupyfa.bench import timing
+from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.operations import OPERATIONS
 from cupyfa.problem import Problem
 from cupyfa.store import records
@@ -19,8 +20,8 @@ _MOST_BYTES = 256 << 20  # of a file of results
 BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
 
 
-@dataclass(frozen=True)
-class Measurement:
+@dataclass(frozen=True, repr=False)
+class Measurement(ShownRow):
     """A kernel, or a peer, on one problem.
 
     milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
@@ -140,8 +141,8 @@ _RESULTS = records.record(
 )
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, repr=False)
+class Results(Shown):
     """Rows, and the device, versions and options they were measured with."""
 
     environment: Mapping[str, str]

@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyfa import forms
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import described
+from cupyfa.errors import described, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
 from cupyfa.modifiers import BIAS, MASK, OWN_ARRAYS
@@ -230,6 +230,8 @@ def _truth(name: str, text: str) -> bool:
 def _value(name: str, text: str) -> Any:
     if name in ("dtype", "cache") or text.isdecimal():
         return text if name in ("dtype", "cache") else int(text)
+    if name not in AXES and (near := nearest(name, AXES)) and not text.lstrip("+-").isdecimal():
+        raise ValueError(f"{name!r} is no size or option{near}")
     least = 0 if name in AXES else 1
     example = f"give for example {name}=64"
     raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")

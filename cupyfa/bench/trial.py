@@ -14,6 +14,7 @@ from cupyfa.bench.watch import Watch
 from cupyfa.errors import WrongResult
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, Shown, ShownRow
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import Excerpt, exact_attention
 from cupyfa.planner.plan import Plan
@@ -33,8 +34,8 @@ _LONGEST = 0.5  # seconds of timing
 _MOST = 20
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Shown):
     """The result of running a plan.
 
     resources: registers and other resources of each launch, by entry. checked: the fraction of
@@ -92,8 +93,8 @@ def trial(
     return Trial(plan, verdicts, row, used, judge.share)
 
 
-@dataclass(frozen=True)
-class Accuracy:
+@dataclass(frozen=True, repr=False)
+class Accuracy(ShownRow):
     """The root mean square of the error of a kernel's O in one case, and of O itself."""
 
     kernel: str
@@ -145,4 +146,4 @@ def accuracy(
             out = run_guarded(backend, plan, mine, {})["O"]
             rmse = float(np.sqrt(np.mean((out.astype(np.float64) - exact) ** 2)))
             found.append(Accuracy(record.name, case, rmse, float(np.sqrt(np.mean(exact**2)))))
-    return found
+    return Rows(found)

@@ -17,6 +17,7 @@ from cupyfa.bench.results import Measurement
 from cupyfa.bench.watch import Watch
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.operations import OPERATIONS
 from cupyfa.options import OPTIONS
 from cupyfa.planner import tuned
@@ -27,7 +28,7 @@ from cupyfa.runtime import environment, guard
 from cupyfa.runtime.backend import Backend, gist
 from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 from cupyfa.store import records
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
@@ -47,8 +48,8 @@ _COLUMNS = (
 _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
 
 
-@dataclass(frozen=True)
-class Candidate:
+@dataclass(frozen=True, repr=False)
+class Candidate(ShownRow):
     """Constants of a kernel on a problem, and their measurement.
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
@@ -106,7 +107,7 @@ def tune(
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
     """
     timing.checked_budget(budget)
-    backend = backend_named(backend)
+    backend = backend_to_measure(backend)
     record = record_named(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
     records = [record] if isinstance(record, Kernel) else []
     operation = records[0].operation if records else "forward"
@@ -129,7 +130,7 @@ def tune(
             watch.began = monotonic()
         tuning = _Tuning(backend, plans, fresh and done > begun, watch)
         found += tuning.run(budget if done >= begun else 0.0, progress)
-    return found
+    return Rows(found)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.report.tables import measurements, render
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 
 # Defaults, which are not printed:
 DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
@@ -96,7 +96,7 @@ def bench(
     single one is compared with its baseline and the rung before it. Kernels alternate in rounds; a
     column "x ..." is the speedup over another kernel, the median over the rounds.
     """
-    on = backend_named(backend)
+    on = backend_to_measure(backend)
     check_target(save, on)
     if how["graph"] and on.name == "simulator":
         raise Unsupported("the simulator has no CUDA graphs; leave --graph out")

@@ -24,7 +24,7 @@ from cupyfa.planner import source
 from cupyfa.report import plots, publish
 from cupyfa.report.tables import render
 from cupyfa.runtime import environment
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 _PATIENCE = 5  # budgets
@@ -68,16 +68,18 @@ def ladder(
     if saved:
         unused = ("backward", "budget", "timeout", "backend", *(sizes.keys() - {"M"}))
         options.refuse_idle("--from measures nothing", *unused)
-    check_target(save, None if saved else backend_named(backend))
+    check_target(save)
     if plot:
         plots.check(plot)
         check_target(plot)
         if sizes["N"] is not None:
             raise ValueError("--plot goes through lengths with N = M; leave -N out")
     results = Results.load(saved) if saved else None
+    on = None if results else backend_to_measure(backend)
+    check_target(save, on)
     if readme:  # raises before time is spent on measuring
-        on = results.environment.get("backend", "") if results else backend_named(backend).name
-        publish.pages_of(source.ROOT, on)
+        name = on.name if on else results.environment.get("backend", "") if results else ""
+        publish.pages_of(source.ROOT, name)
 
     def show(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
         try:
@@ -106,7 +108,8 @@ def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -
     for row in results.rows:
         if row.note:
             options.note(f"{row.kernel} on {row.problem}: {row.note}")
-    device, table = results.device, publish.rungs(rows)
+    device, is_data = results.environment["device"], form in ("json", "csv")
+    table = publish.rungs(rows) if is_data else publish.shown_rungs(rows)
     if form == "table":
         click.echo(printable(f"{device}: {publish.problem_of(rows)}"), err=err)
     else:
@@ -125,7 +128,7 @@ def _measure(
     save: Path | None,
 ) -> Results:
     """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
-    on, M = backend_named(backend), sizes["M"]
+    on, M = backend_to_measure(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()
     of = sizes["dtype"], sizes["precision"]

@@ -36,9 +36,18 @@ def memory(
             kernels, backward=backward, backend=backend, ncu=not no_ncu, progress=progress, **sizes
         )
     table = [row.row() for row in rows]
+    if form in ("table", "md"):
+        table = [{name: _shown(name, x) for name, x in row.items()} for row in table]
     if form == "table":
         click.echo(f"{rows[0].device}: {rows[0].problem}")
         left_out = {x for x in table[0] if not any(row[x] or row[x] == 0 for row in table)}
         left_out |= {"device", "tile", *rows[0].problem.row()}
         table = [{x: row[x] for x in row if x not in left_out} for row in table]
     click.echo(render(table, form))
+
+
+def _shown(name: str, value: Any) -> Any:
+    """MB in three digits, or as a whole number from 100 on; other values as they are."""
+    if value is None or not name.endswith("_MB"):
+        return value
+    return round(value) if value >= 100 else float(f"{value:.3g}")

@@ -25,7 +25,7 @@ from cupyfa.bench import sweeps
 from cupyfa.dtypes import INPUTS
 from cupyfa.errors import printable
 from cupyfa.ladder import LADDER
-from cupyfa.ladder.lookup import kernels as ladder_kernels
+from cupyfa.ladder.lookup import kernels as ladder_kernels, unknown_kernel
 from cupyfa.modifiers import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
 from cupyfa.options import OPTIONS, Option
 from cupyfa.report.tables import FORMATS
@@ -114,7 +114,14 @@ class KernelName(click.ParamType):
     name = "KERNEL"
 
     def __init__(self, others: Sequence[str] = ("auto",)) -> None:
+        self._others = others
         self._names = [*(x.name for x in ladder_kernels()), *others]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name; raises ValueError for one that cannot be a kernel's, before anything runs."""
+        if value not in self._names and ".py" not in value:
+            raise unknown_kernel(value, self._others)
+        return value
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -311,21 +318,9 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-# Options of before by command: what there is in their place.
-_FORMER = {
-    ("doctor", "--json"): "--json is now called --format; write --format json",
-    ("memory", "--steps"): "--steps is gone, since bytes are no longer counted through kernels' "
-    "loops; without it `memory` prints the bytes held, and moved by formula",
-}
-
-
-def former(error: click.ClickException, context: click.Context) -> str:
-    """What to write in place of an option that a command no longer has; else empty."""
-    return _FORMER.get((context.info_name or "", getattr(error, "option_name", "")), "")
-
-
 _ARGUMENTS = "|".join((*OPTIONS, *forms.NAMES, "backward", "page"))
 _REMEDY = re.compile(rf"\b({_ARGUMENTS})=(?:True\b)?(?=[ ,;]|$)", re.MULTILINE)
+_REMEDY_BACKEND = re.compile(r'\bbackend="(\w+)"')
 _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 
 
@@ -334,15 +329,8 @@ def on_command_line(message: str) -> str:
     message = _REMEDY_CAPTURED.sub(
         r"by --captured \1=VALUE, a number or a form as f32[heads]", message
     )
+    message = _REMEDY_BACKEND.sub(r"--backend \1", message)
     return _REMEDY.sub(lambda found: _long(found[1]), message)
-
-
-def other_case(error: click.ClickException, context: click.Context) -> str:
-    """For a message that refuses -m where there is -M; else empty."""
-    other = getattr(error, "option_name", "").swapcase()
-    is_short = len(other) == len("-m")
-    known = is_short and any(other in x.opts for x in context.command.params)
-    return f". Did you mean '{other}'?" if known else ""
 
 
 def size_option(

@@ -14,7 +14,7 @@ from cupyfa.commands import WRONG, options
 from cupyfa.commands.watching import timeout_option, watched
 from cupyfa.problem import Problem
 from cupyfa.report.tables import drop, drop_followers, render, short_row, table_or_fields, text
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.select import backend_to_measure
 
 _SPARE = ("spread_%", "regs", "spilled")  # columns, in narrow terminals
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
@@ -49,7 +49,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
     spilled   bytes that a thread spills
     shared    bytes of shared memory of a block
     """
-    on, given = backend_named(backend), options.given_sizes(how)
+    on, given = backend_to_measure(backend), options.given_sizes(how)
     with watched(on, timeout) as watch, options.progress_bar("tuning") as progress:
         found = tuning.tune(kernel, backend=on, progress=progress, watch=watch, **given)
     by_problem: dict[Problem, list[Candidate]] = defaultdict(list)

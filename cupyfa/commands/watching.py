@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from cupyfa.bench.watch import Watch
-from cupyfa.commands import WRONG, options
+from cupyfa.commands import UNSUPPORTED, options
 from cupyfa.runtime.backend import Backend
 
 _CLEAR_LINE = "\r\x1b[2K"
@@ -84,7 +84,7 @@ def _end(watch: Watch, call: str) -> None:
     _clear_line()
     why = f"no answer within {watch.timeout:g} s; raise --timeout to wait longer"
     click.echo(f"cupyfa: {call}: {why}", err=True)
-    os._exit(WRONG)
+    os._exit(UNSUPPORTED)
 
 
 def _restart(watch: Watch, call: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
-from cupyfa.errors import described
+from cupyfa.errors import described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Launch
 
@@ -36,29 +36,31 @@ def kernel(name: str) -> Kernel:
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
     if ".py" in name:
         return _from_script(name)
-    if name.endswith(".cu"):
-        raise ValueError(
-            f"{name} is a kernel's text; name its record, script.py:name (cupyfa new writes one)"
-        )
     for records in LADDER.values():
         if name in records:
             return records[name]
-    known = [record.name for record in kernels()]
+    raise unknown_kernel(name)
+
+
+def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
+    """The error for a name that no kernel has; ``others`` are further words that were allowed."""
+    script, is_text, variable = name.partition(".cu")
+    if is_text and (not variable or variable.startswith(":")):
+        like = f"{script}.py{variable}" if variable else "script.py:name"
+        return ValueError(
+            f"{script}.cu is a kernel's text; name its record, {like} (cupyfa new writes one)"
+        )
+    known = [*(record.name for record in kernels()), *others]
     there_are = f"; there are {', '.join(known)}, and script.py:name"
-    raise ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
+    return ValueError(f"kernel {name!r} is unknown{meant(name, known) or there_are}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """What an unknown name of a kernel may mean, for an error message; it may be empty."""
+    return f" (it is now called {RENAMED[name]!r})" if name in RENAMED else nearest(name, known)
 
 
 record_named = kernel  # where `kernel` is the name of a variable
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """What an unknown name may mean, for an error message; empty if no known name is near."""
-    from difflib import get_close_matches
-
-    if name in RENAMED:
-        return f" (it is now called {RENAMED[name]!r})"
-    close = get_close_matches(name, list(known), 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cupyfa.numerics.shown import Shown
 from cupyfa.options import PLAIN
 from cupyfa.problem import Problem, round_up
 
@@ -48,8 +49,8 @@ def named(names: str, *sizes: Sequence[int]) -> tuple[dict[str, int], ...]:
     return tuple(dict(zip(names.split(), each, strict=True)) for each in sizes)
 
 
-@dataclass(frozen=True)
-class TileChoice:
+@dataclass(frozen=True, repr=False)
+class TileChoice(Shown):
     """The tile sizes of a kernel by head dimension, architecture and number of rows.
 
     A tile gives every constant of the kernel that may be chosen, as ``{"Br": 64, "Bc": 32}``.

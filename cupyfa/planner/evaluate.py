@@ -91,6 +91,7 @@ class _Planner:
         self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
     ) -> None:
         self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
+        self.modifiers = problem.modifiers  # looked up once: each launch asks for it many times
         self.c = SimpleNamespace(**constants)
         self.floats = kernel.floats_of(problem, constants)
         self.operation = kernel.computes()
@@ -171,7 +172,7 @@ class _Planner:
                 "d": p.d,
                 "dv": p.dv,
                 **p.options.constants,
-                **p.modifiers.constants,
+                **self.modifiers.constants,
                 "of_products": mods.of_products(p),
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
@@ -206,7 +207,7 @@ class _Planner:
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""
-        given = self.problem.modifiers.constants
+        given = self.modifiers.constants
         return {
             f"has_{name}": given[f"has_{name}"]
             and name in launch.walks
@@ -230,6 +231,7 @@ class _Planner:
             }
         )
         absent = inputs.keys() - self.operation.inputs_of(self.problem)
+        is_packed = self.is_packed(launch)
         made = []
         for name, form in launch.arrays:
             if name not in arrays and (form or name not in values):
@@ -246,7 +248,7 @@ class _Planner:
                 if name in absent
                 else Argument(
                     *(name, form, value, self.strides(name, form)),
-                    self.starts(name) if self.is_packed(launch) and not form else self.inside(name),
+                    self.starts(name) if is_packed and not form else self.inside(name),
                 )
             )
         return tuple(made)
@@ -258,7 +260,7 @@ class _Planner:
 
     def is_packed(self, launch: Launch) -> bool:
         """Whether a launch goes by sequences; others see the packed rows of all as one."""
-        return self.problem.modifiers.is_packed and self.is_ragged(launch)
+        return self.modifiers.is_packed and self.is_ragged(launch)
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
         """Of a Tensor: where sequences begin in its rows, in place of its first stride."""

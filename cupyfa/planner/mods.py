@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -45,6 +46,7 @@ _MOST = "most"  # what a slope / scale is cut off at
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
+@lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     """What is declared above a kernel's file for the texts of a problem.
 

@@ -12,6 +12,7 @@ import numpy as np
 from cupyfa.dtypes import DType
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
 from cupyfa.modifiers import LENGTHS
+from cupyfa.numerics.shown import Shown, html_table
 from cupyfa.operations import Operation
 from cupyfa.problem import Problem, round_up
 
@@ -49,8 +50,8 @@ class Limits:
     tuned: tuple[Tuned, ...] = field(default=(), hash=False, repr=False)
 
 
-@dataclass(frozen=True)
-class Argument:
+@dataclass(frozen=True, repr=False)
+class Argument(Shown):
     """One argument of a kernel: an array of the call, or a value that the plan decides."""
 
     name: str
@@ -71,8 +72,8 @@ class Recording:
     detailed: bool = True  # every phase; else where blocks begin and end, and their results
 
 
-@dataclass(frozen=True)
-class PlannedLaunch:
+@dataclass(frozen=True, repr=False)
+class PlannedLaunch(Shown):
     """One launch with every number decided; its file, constants and dtypes make the source text."""
 
     launch: Launch
@@ -112,7 +113,7 @@ def nearest_d(measured: Iterable[int], d: int) -> int:
     return min(measured, key=lambda x: abs(log(max(x, 1) / max(d, 1))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Everything one call does, decided before it is done."""
 
@@ -123,6 +124,19 @@ class Plan:
     scratch: Allocations
     outputs: Allocations
     floats: Mapping[str, float] = field(default_factory=dict)  # arguments that the kernel declares
+
+    def __repr__(self) -> str:
+        tiles = "".join(f" {name}={value}" for name, value in self.constants.items())
+        names = ", ".join(dict.fromkeys(x.entry for x in self.programs)) or "nothing"
+        return f"<plan of {self.kernel.name}{tiles}: {self.problem}; launches {names}>"
+
+    def _repr_html_(self) -> str:
+        launches = [
+            {"launch": x.entry, "grid": x.grid, "threads": x.threads, "shared": x.shared_bytes}
+            for x in self.launches
+        ]
+        about = {"kernel": self.kernel.name, "tile": self.constants, "problem": str(self.problem)}
+        return html_table([about]) + html_table(launches)
 
     @cached_property
     def operation(self) -> Operation:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cupyfa.errors import Unsupported, described
+from cupyfa.errors import Unsupported, described, nearest
 from cupyfa.expressions import Expression
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
-from cupyfa.ladder.lookup import nearest
+from cupyfa.ladder.lookup import meant
 from cupyfa.modifiers import DLSE
 from cupyfa.operations import OPERATIONS
 from cupyfa.planner import mods
@@ -78,7 +78,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
         if other == "backward":
             names += f"; for gradients, attention_vjp has backward_kernel={kernel!r}"
-        unknown = f"is unknown{nearest(kernel, known) or names}"
+        unknown = f"is unknown{meant(kernel, known) or names}"
         raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
     return known[kernel]
 
@@ -317,9 +317,9 @@ def _nearest(speeds: Mapping[int, float], d: int) -> float:
     Below the least one measured, it is the geometric mean of that speed (the softmax costs as much)
     and one proportional to d (products cost less).
     """
-    nearest = nearest_d(speeds, d)
-    share = max(d, 1) / max(nearest, 1) if nearest == min(speeds) else 1.0
-    return speeds[nearest] * sqrt(min(share, 1.0))
+    near = nearest_d(speeds, d)
+    share = max(d, 1) / max(near, 1) if near == min(speeds) else 1.0
+    return speeds[near] * sqrt(min(share, 1.0))
 
 
 def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
@@ -500,7 +500,8 @@ def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
     for name, value in given.items():
         if name not in known:
             raise ValueError(
-                f"{kernel.name} has no tile size {name!r}; it has {', '.join(known) or 'none'}"
+                f"{kernel.name} has no tile size {name!r}{nearest(name, known)}; it has "
+                f"{', '.join(known) or 'none'}"
             )
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")

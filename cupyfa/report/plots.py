@@ -1,11 +1,13 @@
 """Pictures of measurements on a white ground of their own, for light and for dark pages."""
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, cycle
 from pathlib import Path
 from statistics import mean
+from textwrap import wrap
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -38,7 +40,9 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cupyfa",  # the same rows make the same file
 }
 _UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_LINE = 110  # characters of a text below a picture
 _GAP = 8  # points between a curve and its label
+_CLEAR = 1.5  # points between a label and a line that it must not cover
 
 
 def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
@@ -54,7 +58,8 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
     if not curves:
         raise ValueError("there is nothing to draw: no row was timed")
     points = (f"{name} {', '.join(f'{N}: {y:.3g}' for N, y in x)}" for name, x in curves.items())
-    write(lambda: _figure(curves, title), path, f"TFLOP/s over N on {title}", "; ".join(points))
+    said, endings = f"TFLOP/s over N on {title}", _endings(rows, curves)
+    write(lambda: _figure(curves, title, endings), path, said, "; ".join([*points, *endings]))
 
 
 def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
@@ -136,6 +141,26 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
     return {name: sorted(points) for name, points in curves.items()}
 
 
+def _endings(
+    rows: Sequence[Measurement], curves: Mapping[str, Sequence[tuple[int, float]]]
+) -> list[str]:
+    """Why curves end before others do: what the next row says, or how long it would take."""
+    longest = max(points[-1][0] for points in curves.values())
+    said = []
+    for name, points in curves.items():
+        if (end := points[-1][0]) == longest:
+            continue
+        own = [row for row in rows if row.kernel == name]
+        beyond = min((x.problem.N for x in rows if end < x.problem.N), default=longest)
+        why = next((x.note for x in own if beyond == x.problem.N and x.note), "")
+        if not why:
+            last = next(x for x in own if end == x.problem.N and x.time)
+            seconds = (last.time or 0.0) / 1e3 * (beyond / end) ** 2
+            why = f"a launch at {beyond} would take about {seconds:.2g} s"
+        said.append(f"{name} ends at {end}: {why}")
+    return said
+
+
 def family(name: str) -> str:
     """The key in FAMILIES."""
     first = name.split("_")[0]
@@ -185,19 +210,26 @@ def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> 
     )
 
 
-def place_labels(axes: Any, labels: Iterable[Any], left: float) -> None:
+def place_labels(
+    axes: Any, labels: Iterable[Any], left: float, lines: Sequence[float] = ()
+) -> None:
     """Places labels in a column that begins ``left`` points from the left edge of the axes.
 
     Each is as near the height of its point as is possible without overlap: labels that would
     overlap move as one group, by the mean of their shifts, so that the sum of the squared shifts is
-    minimal.
+    minimal. Those that would cover one of ``lines``, at these heights of the data, are moved off it
+    where there is room.
     """
     points_of = 72 / axes.figure.dpi
     column = sorted(labels, key=lambda label: label.xy[1])
     heights = [1.15 * height for _, height in map(text_size, column)]
     below = list(accumulate(heights, initial=0.0))
-    pixels = axes.transData.transform([label.xy for label in column])[:, 1]
-    centres = (pixels - axes.bbox.y0) * points_of
+
+    def height_of(ys: Sequence[float]) -> list[float]:
+        pixels = axes.transData.transform([(column[0].xy[0], y) for y in ys])[:, 1]
+        return [float(x) for x in (pixels - axes.bbox.y0) * points_of]
+
+    centres = height_of([label.xy[1] for label in column])
     groups: list[list[float]] = []
     for centre, height, under in zip(centres, heights, below):
         groups.append([centre - height / 2 - under])
@@ -205,10 +237,34 @@ def place_labels(axes: Any, labels: Iterable[Any], left: float) -> None:
             groups[-2:] = [groups[-2] + groups[-1]]
     highest = axes.bbox.height * points_of - below[-1]
     shifts = (mean(group) for group in groups for _ in group)
-    for label, under, shift in zip(column, below, shifts):
-        bottom = min(max(shift, 0.0), highest) + under
-        size = axes.bbox.size * points_of
+    bottoms = [min(max(shift, 0.0), highest) + under for under, shift in zip(below, shifts)]
+    if lines and column:
+        bottoms = _off_lines(bottoms, heights, height_of(lines))
+    size = axes.bbox.size * points_of
+    for label, bottom in zip(column, bottoms):
         label.set_position((left / size[0], bottom / size[1]))
+
+
+def _off_lines(
+    bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
+) -> list[float]:
+    """The same column of boxes, upwards, with those that cover a line moved off it.
+
+    Unchanged if there is no room below.
+    """
+    moved: list[float] = []
+    ceiling = math.inf
+    for bottom, height in zip(reversed(bottoms), reversed(heights)):
+        bottom = min(bottom, ceiling - height)
+        for line in sorted(lines, reverse=True):
+            if bottom < line + _CLEAR and line - _CLEAR < bottom + height:
+                above = line + _CLEAR
+                is_nearer = above - bottom <= bottom + height - (line - _CLEAR)
+                has_room = above + height <= ceiling
+                bottom = above if is_nearer and has_room else line - _CLEAR - height
+        moved.append(bottom)
+        ceiling = bottom
+    return moved[::-1] if ceiling >= 0 else list(bottoms)
 
 
 def text_size(text: Any) -> tuple[float, float]:
@@ -219,8 +275,10 @@ def text_size(text: Any) -> tuple[float, float]:
     return box.width * 72 / text.figure.dpi, box.height * 72 / text.figure.dpi
 
 
-def _figure(curves: Mapping[str, list[tuple[int, float]]], title: str) -> Any:
-    """A panel for each family that has another kernel than the first."""
+def _figure(
+    curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
+) -> Any:
+    """A panel for each family that has another kernel than the first; why curves end below."""
     first = next(iter(curves))
     families: dict[str, list[str]] = {}
     for name in curves:
@@ -240,7 +298,10 @@ def _figure(curves: Mapping[str, list[tuple[int, float]]], title: str) -> Any:
     sizes = sorted({N for points in curves.values() for N, _ in points})
     axes.set_xticks(sizes, [f"{size}" for size in sizes])
     axes.set_xlabel("N")
-    figure.text(0.06, 1 + 0.35 / figure.get_figheight(), f"TFLOP/s on {title}", fontsize=10)
+    height = figure.get_figheight()
+    figure.text(0.06, 1 + 0.35 / height, f"TFLOP/s on {title}", fontsize=10)
+    for number, line in enumerate(x for ending in endings for x in wrap(ending, _LINE)):
+        figure.text(0.06, (-0.65 - 0.17 * number) / height, line, fontsize=8)
     return figure
 
 

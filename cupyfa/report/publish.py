@@ -59,7 +59,7 @@ def _unrounded(problem: Problem) -> Problem:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The table of a ladder, of rows from ``at_length``; rates have three digits."""
+    """The table of a ladder, of rows from ``at_length``."""
     first = next(iter(LADDER[rows[0].operation]))
     table = []
     for row in rows:
@@ -70,10 +70,20 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
             "%_of_peak": row.percent_of_peak,
             "x_rung_before": row.factors.get(BEFORE),
         }
-        rounded = {name: None if x is None else float(f"{x:.3g}") for name, x in rates.items()}
         adds = LADDER[row.operation][row.kernel].adds
-        table.append({"rung": row.kernel, "adds": adds, "ms": row.time, **rounded})
+        table.append({"rung": row.kernel, "adds": adds, "ms": row.time, **rates})
     return table
+
+
+def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """The same for readers: rates have three digits."""
+    return [
+        {
+            name: float(f"{x:.3g}") if isinstance(x, float) and name != "ms" else x
+            for name, x in row.items()
+        }
+        for row in rungs(rows)
+    ]
 
 
 def described(results: Results, problem: Problem) -> str:
@@ -110,7 +120,7 @@ def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list
 
     The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
     """
-    table = f"{markdown(rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
+    table = f"{markdown(shown_rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
     first, last = (f"<!-- {sign}measured {rows[0].operation} -->" for sign in ("", "/"))
     between = re.compile(f"(?<={first}\n).*?(?={last})", re.DOTALL)
     changed = {}

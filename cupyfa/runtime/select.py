@@ -1,5 +1,6 @@
 """Chooses the backend of a call by its name and by the memory of its arrays."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -8,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.errors import DeviceError, described, warn
+from cupyfa.errors import DeviceError, described, nearest, warn
 from cupyfa.modifiers import of_list
 from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
 NAMES = ("auto", "cuda", "simulator")
+CHOICE = "CUPYFA_BACKEND"  # the variable that says what "auto" is
 _choosing = threading.RLock()
 _owners: dict[type, Backend] = {}  # by the type of the backend's arrays
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
@@ -22,15 +24,38 @@ _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 def backend_named(backend: str | Backend) -> Backend:
     """A backend by its name, or as it is. "auto" is CUDA if there is a device.
 
-    Raises DeviceError if "cuda" is asked for and there is none.
+    CUPYFA_BACKEND names another one for "auto". Raises DeviceError if "cuda" is asked for and there
+    is none.
     """
     if isinstance(backend, Backend):
         return backend
-    if backend in NAMES:
+    if isinstance(backend, str) and backend in NAMES:
         with _choosing:  # concurrent threads get the same backend
             return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
     known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
-    raise ValueError(f"backend {backend!r} is unknown; {known}")
+    raise ValueError(f"backend {backend!r} is unknown{nearest(backend, NAMES)}; {known}")
+
+
+def backend_to_measure(backend: str | Backend) -> Backend:
+    """A backend whose times are wanted: the simulator only where it is asked for.
+
+    Raises DeviceError if "auto" is left with the simulator.
+    """
+    if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
+        raise DeviceError(
+            f"{reason}: times of the simulator say nothing about a GPU; to take them all the same, "
+            'give backend="simulator"'
+        )
+    return backend_named(backend)
+
+
+def chosen_backend() -> str:
+    """What "auto" is by CUPYFA_BACKEND; "auto" without it. Raises ValueError for other words."""
+    chosen = os.environ.get(CHOICE) or "auto"
+    if chosen not in NAMES:
+        known = f"use one of {', '.join(NAMES)}, or unset it"
+        raise ValueError(f"{CHOICE} is {chosen!r}{nearest(chosen, NAMES)}; {known}")
+    return chosen
 
 
 def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
@@ -190,10 +215,15 @@ def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
 
 @cache
 def _automatic() -> Backend:
+    if (chosen := chosen_backend()) != "auto":
+        return backend_named(chosen)
     reason = _no_cuda()
     if reason is None:
         return _cuda()
-    warn(f"{reason}: running in the simulator on the CPU, which is slow")
+    warn(
+        f"{reason}: running in the simulator on the CPU, which is slow; {CHOICE}=simulator runs "
+        "there without this note"
+    )
     return _simulator()
 
 

@@ -194,13 +194,17 @@ def write_whole(path: Path, content: bytes) -> None:
 def limit() -> int:
     """The bytes that compiled kernels may take: CUPYFA_CACHE_MB, by default 1000, in MB of 10^6."""
     given = os.environ.get("CUPYFA_CACHE_MB") or "1000"
-    if not given.isdecimal():
+    if not (given.isdecimal() and given.isascii()):
         raise ValueError(f"CUPYFA_CACHE_MB is {given!r}; give a whole number of MB, or unset it")
     return int(given) * 10**6
 
 
 def compiled(path: Path) -> bytes | None:
-    """A compiled kernel, without its seal; None if there is none. Its time becomes that of use."""
+    """A compiled kernel, without its seal; None if there is none. Its time becomes that of use.
+
+    Raises ValueError for a wrong limit, which else only the first compilation would notice.
+    """
+    limit()
     place = place_of(path)
     content = unsealed(place)
     if content is not None:

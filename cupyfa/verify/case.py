@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa import forms
-from cupyfa.errors import DeviceError, Unsupported
+from cupyfa.errors import DeviceError, Unsupported, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import (
     ALIBI,
@@ -65,7 +65,7 @@ _GROUPS = 4  # different whole numbers in an array that texts read
 _WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Case:
     """A problem and its inputs, the same on every machine for the same fields."""
 
@@ -78,7 +78,10 @@ class Case:
     def __post_init__(self) -> None:
         for what, known in (("operation", OPERATIONS), ("values", VALUES), ("layout", LAYOUTS)):
             if (value := getattr(self, what)) not in known:
-                raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
+                raise ValueError(
+                    f"{what} {value!r} is unknown{nearest(value, known)}; use one of "
+                    f"{', '.join(known)}"
+                )
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
         object.__setattr__(self, "problem", self.problem.without_maps())
 
@@ -261,6 +264,9 @@ class Case:
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
         options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
+
+    def __repr__(self) -> str:
+        return f"<case {self.operation}: {self}>"
 
     def __str__(self) -> str:
         values = f" values={self.values}" if self.values != "normal" else ""

@@ -18,12 +18,13 @@ from typing import Any, Unpack
 
 from cupyfa import store
 from cupyfa.dtypes import DTYPES
-from cupyfa.errors import OutOfMemory, Unsupported, warn
+from cupyfa.errors import OutOfMemory, Unsupported, nearest, warn
 from cupyfa.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
+from cupyfa.numerics.shown import Shown, ShownRow, html_table
 from cupyfa.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
@@ -50,8 +51,8 @@ _SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
 AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
 
 
-@dataclass(frozen=True)
-class Tally:
+@dataclass(frozen=True, repr=False)
+class Tally(ShownRow):
     """The results of one kernel, and the cases not run by reason.
 
     worst: the largest error / bound of all results that were compared.
@@ -76,7 +77,7 @@ class Tally:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checked:
     """The results of a check; its string is one line."""
 
@@ -96,6 +97,13 @@ class Checked:
     def right(self) -> int:
         """How many of the runs were right."""
         return sum(tally.right for tally in self.tallies)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        rows = [*(x.row() for x in self.tallies)]
+        return html_table(rows) + html_table([x.row() for x in self.failures])
 
     def __str__(self) -> str:
         ran = [(tally.worst, tally.kernel) for tally in self.tallies if tally.worst is not None]
@@ -227,7 +235,10 @@ def tasks_of(
             "use the simulator, or reruns"
         )
     if grid not in grids.GRIDS:
-        raise ValueError(f"grid {grid!r} is unknown; use one of {', '.join(grids.GRIDS)}")
+        known = ", ".join(grids.GRIDS)
+        raise ValueError(
+            f"grid {grid!r} is unknown{nearest(grid, grids.GRIDS)}; use one of {known}"
+        )
     given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
     if remedy := tile_remedy(given, None):
         raise TypeError(f"check() takes no tile sizes; {remedy}")
@@ -267,8 +278,8 @@ def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
     return {}
 
 
-@dataclass(frozen=True)
-class Replayed:
+@dataclass(frozen=True, repr=False)
+class Replayed(Shown):
     """A stored failure, and the outcome of the same inputs now."""
 
     stored: Stored

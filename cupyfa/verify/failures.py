@@ -17,6 +17,7 @@ import numpy as np
 from cupyfa import store
 from cupyfa.dtypes import INPUTS
 from cupyfa.modifiers import LENGTHS, PADDED, PAGE_TABLE, STARTS, USED
+from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS, Input
 from cupyfa.problem import Problem
@@ -52,8 +53,8 @@ _MOST_ARRAYS = 1000
 Arrays = Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, repr=False)
+class Outcome(Shown):
     """The outcome of one kernel on one case; arrays are those of a failure's file, if asked for."""
 
     kernel: str
@@ -74,8 +75,8 @@ class Outcome:
         return max(self.verdicts, key=lambda verdict: verdict.ratio, default=None)
 
 
-@dataclass(frozen=True)
-class Failure:
+@dataclass(frozen=True, repr=False)
+class Failure(ShownRow):
     """A kernel that failed on a case, and the command that repeats it.
 
     found_on: the original case if ``case`` was made smaller.
@@ -108,8 +109,8 @@ class Failure:
         }
 
 
-@dataclass(frozen=True)
-class Stored:
+@dataclass(frozen=True, repr=False)
+class Stored(Shown):
     """A failure in a file.
 
     schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.

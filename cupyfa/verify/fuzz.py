@@ -145,6 +145,21 @@ class Fuzz:
         return self.backend.limits
 
     @cached_property
+    def _planned(self) -> dict[Any, Plan]:
+        """The plans of the last group, of which each is asked for several times."""
+        return {}
+
+    def _plan(self, record: Kernel, p: Problem, constants: Mapping[str, int]) -> Plan:
+        key = record.name, p, tuple(sorted(constants.items()))
+        if key not in self._planned:
+            made = select.plan(record, p, self._limits, **constants)
+            if len(self._planned) > TOGETHER:
+                self._planned.clear()
+            self._planned[key] = made
+            self._planned[record.name, p, tuple(sorted(made.constants.items()))] = made
+        return self._planned[key]
+
+    @cached_property
     def _operation(self) -> str:
         return self.kernel.operation if self.kernel else "forward"
 
@@ -188,7 +203,7 @@ class Fuzz:
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
-        plan = select.plan(record, compiled, self._limits, **constants)
+        plan = self._plan(record, compiled, constants)
         each = _Turns(self.seed, i, turns.attempt)
         values = "normal" if is_plain else each.choose("values", _VALUES)
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
@@ -214,7 +229,7 @@ class Fuzz:
         problem = self._problem(turns, is_plain)
         for _ in range(6):
             try:
-                select.plan(self._record(problem), problem, self._limits)
+                self._plan(self._record(problem), problem, {})
                 break
             except Unsupported:
                 problem = replace(problem, d=-(-problem.d // 2), dv=-(-problem.dv // 2))
@@ -338,7 +353,7 @@ class Fuzz:
 
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
         """The plan's own constants; with little room, where the kernel works in rounds."""
-        constants = dict(select.plan(record, p, self._limits).constants)
+        constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
         return constants

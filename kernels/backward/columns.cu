@@ -71,6 +71,7 @@ extern "C" __global__ __launch_bounds__(threads) void columns(
   }
 
   __syncthreads();  // the sums are there
+  const timeline::Phase phase(timeline::epilogue);
   share_out<threads, Bc * d, 4>([&](int i, int) {
     const int key = i / d, col = i % d;
     if (first_key + key >= N) return;

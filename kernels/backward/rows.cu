@@ -66,6 +66,7 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
   }
 
   __syncthreads();  // the sums are there
+  const timeline::Phase phase(timeline::epilogue);
   share_out<threads, Br * d, 4>([&](int i, int) {
     const int row = i / d, col = i % d;
     if (first_row + row >= M) return;

@@ -14,6 +14,7 @@
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 struct Shared {
   real O[Br][dv];
@@ -41,6 +42,7 @@ __device__ void load_row(scalar (&tile)[width], Rows from, int batch, int head, 
 
 // Computes this thread's row of S in whole groups; returns the maximum from seen.first to seen.end.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
   for (int first = seen.first / keys_together * keys_together; first < seen.end;
        first += keys_together) {
@@ -63,6 +65,7 @@ __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& sco
 
 // Turns this thread's row of S into P = exp(S - maximum); returns its sum, before dropout.
 __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftmax& softmax) {
+  const timeline::Phase phase(timeline::softmax, Bc);
   real sum = 0;
   for (int key = seen.first; key < seen.end; ++key) {
     const real p = softmax.p(shared.S[key][threadIdx.x]);
@@ -90,6 +93,7 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
 }
 
 __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * dv);
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
     accumulate<cols_together>(shared, first, seen, factor);
   }
@@ -111,18 +115,22 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
     const int M = extent.M, N = extent.N, row = tile * Br + threadIdx.x;
     const auto keys_of_tile = row_tile<Br, Bc>(extent, tile * Br, head, batch);
 
+    timeline::event(timeline::loads, 32 * d * sizeof(scalar));
     load_row(shared.Q[threadIdx.x], Q, batch, head, row, M);  // only this thread reads it
     for (int col = 0; col < dv; ++col) shared.O[threadIdx.x][col] = 0;
+    timeline::end(timeline::loads);
     OnlineSoftmax softmax;
     softmax.begin_with(extent.sink());
 
     for (int first_key = keys_of_tile.kv_begin; first_key < keys_of_tile.kv_end;
          first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before this tile overwrites keys that a slower thread still reads
+      timeline::event(timeline::loads, Bc * (d + dv) * sizeof(scalar) * 32 / threads);
       for (int key = threadIdx.x; key < Bc; key += threads) {
         load_row(shared.K[key], rows_of(K, mods), batch, head / group, first_key + key, N);
         load_row(shared.V[key], rows_of(V, mods), batch, head / group, first_key + key, N);
       }
+      timeline::end(timeline::loads);
       __syncthreads();  // K and V are there
 
       const Seen seen = seen_in_tile(extent, row, first_key, Bc);
@@ -131,6 +139,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
       accumulate_row(shared, seen, factor);
     }
 
+    const timeline::Phase phase(timeline::epilogue);
     if (row < M) {
       for (int col = 0; col < dv; ++col) {
         O.row(batch, head, row)[col] = result(shared.O[threadIdx.x][col] * softmax.inverse_sum());

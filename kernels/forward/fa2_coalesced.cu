@@ -16,6 +16,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
+#include <timeline.cuh>
 
 constexpr int KV_width = padded<scalar>(d > dv ? d : dv);
 
@@ -37,6 +38,7 @@ static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole group
 
 // Computes this thread's row of S in whole groups; returns the maximum from seen.first to seen.end.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
   for (int first = seen.first / keys_together * keys_together; first < seen.end;
        first += keys_together) {
@@ -59,6 +61,7 @@ __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& sco
 
 // Turns this thread's row of S into P = exp(S - maximum); returns its sum, before dropout.
 __device__ real exponentiate(Shared& shared, const Seen& seen, const OnlineSoftmax& softmax) {
+  const timeline::Phase phase(timeline::softmax, Bc);
   real sum = 0;
   for (int key = seen.first; key < seen.end; ++key) {
     const real p = softmax.p(shared.S[key][threadIdx.x]);
@@ -86,6 +89,7 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
 }
 
 __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * dv);
   for (int first = 0; first + cols_together <= dv; first += cols_together) {
     accumulate<cols_together>(shared, first, seen, factor);
   }
@@ -128,6 +132,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
       accumulate_row(shared, seen, factor);
     }
 
+    const timeline::Phase phase(timeline::epilogue);
     shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();
     if (row < M) *lse.row(batch, head, row) = softmax.lse();
     __syncthreads();  // every row's output and sum are there

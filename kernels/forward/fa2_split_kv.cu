@@ -18,6 +18,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp_max.cuh>
+#include <timeline.cuh>
 
 constexpr int KV_width = (d > dv ? d : dv) | 1;  // odd: a column of a tile lies in all banks
 constexpr int own_cols = cdiv(dv, threads);      // of each thread: neighbours have neighbours
@@ -64,6 +65,7 @@ struct Split {
 };
 
 __device__ void load_queries(Shared& shared, Tensor<const scalar> Q, const Rows& rows, int batch) {
+  const timeline::Phase phase(timeline::loads, Br * d * sizeof(scalar) * 32 / threads);
   share_out<threads, Br * d, 4>([&](int i, int) {
     const int row = i / d, col = i % d;
     shared.Q[row][col] =
@@ -74,6 +76,7 @@ __device__ void load_queries(Shared& shared, Tensor<const scalar> Q, const Rows&
 // S of the tile, a pair for each thread; -infinity where a key is not seen.
 __device__ void scores(Shared& shared, const Rows& rows, int first_key,
                        const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Br * Bc * d / threads);
   share_out<threads, Br * Bc, 1>([&](int i, int) {
     const int row = i / Bc, key = i % Bc;
     real dot = 0;
@@ -87,6 +90,7 @@ __device__ void scores(Shared& shared, const Rows& rows, int first_key,
 
 // Turns S into P, a row for each warp, with the sums so far.
 __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
+  const timeline::Phase phase(timeline::softmax, Br * Bc / threads);
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
   for (int row = warp; row < Br; row += warps) {
     real largest = -infinity, sum = 0;
@@ -111,6 +115,7 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
 
 // Adds this thread's columns of P V to those of O, which come last, as in `fa2`.
 __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
+  const timeline::Phase phase(timeline::arithmetic, Br * Bc * own_cols);
   real sums[Br][own_cols] = {};
 #pragma unroll 4
   for (int key = 0; key < Bc; ++key) {
@@ -166,6 +171,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
     accumulate(shared, sums);
   }
   __syncthreads();  // the sums of a block without keys are there, too
+  const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll
   for (int row = 0; row < Br; ++row) {

@@ -13,6 +13,7 @@
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 struct Shared {
   real S[Br][Bc];
@@ -26,11 +27,13 @@ static_assert(Br <= threads, "one thread owns one row of the Q tile");
 
 template <int width>
 __device__ void load_row(scalar (&tile)[width], const scalar* row) {
+  const timeline::Phase phase(timeline::loads, 32 * width * sizeof(scalar));
   for (int col = 0; col < width; ++col) tile[col] = row[col];
 }
 
 // Computes this thread's row of S, the scores of Q K^T; returns its maximum.
 __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
   for (int col = 0; col < keys; ++col) {
     real dot = 0;
@@ -44,6 +47,7 @@ __device__ real scores(Shared& shared, int keys, const Scorer<real>& scorer) {
 
 // Turns this thread's row of S into P = exp(S - maximum); returns its sum.
 __device__ real exponentiate(Shared& shared, int keys, const OnlineSoftmax& softmax) {
+  const timeline::Phase phase(timeline::softmax, Bc);
   real sum = 0;
   for (int col = 0; col < keys; ++col) {
     const real p = softmax.p(shared.S[threadIdx.x][col]);
@@ -85,6 +89,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
       const real factor = softmax.raise(scores(shared, keys, scorer));
       softmax.sum += exponentiate(shared, keys, softmax);
 
+      timeline::event(timeline::arithmetic, Bc * dv);
       real* sums = O_sum.row(batch, head, row);
       for (int col = 0; col < dv; ++col) {
         real sum = 0;  // of this tile, then of all: small numbers lose bits in a large sum
@@ -96,6 +101,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
         else
           O.row(batch, head, row)[col] = result(sum);
       }
+      timeline::end(timeline::arithmetic);
       *row_max.row(batch, head, row) = softmax.maximum;
       *row_sum.row(batch, head, row) = softmax.sum;
       if (tile == last) *lse.row(batch, head, row) = softmax.lse();

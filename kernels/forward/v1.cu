@@ -14,6 +14,7 @@
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 constexpr int warps = threads / warp_size;
 
@@ -29,6 +30,7 @@ static_assert(threads % warp_size == 0, "shuffles need whole warps");
 // The scores of the row in shared.Q against the tile's keys, the same in every thread. Each warp
 // sums its columns of all dot products, then the warps' sums are added.
 __device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * cdiv(d, threads));
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int k = threadIdx.x; k < d; k += threads)
@@ -65,7 +67,9 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
+      timeline::event(timeline::loads, cdiv(d, threads) * 32 * sizeof(scalar));
       for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
+      timeline::end(timeline::loads);
       __syncthreads();  // Q, K and V are there, and the last row's partial sums are no longer read
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
@@ -73,6 +77,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       real S[Bc];
       scores(shared, S, scorer);
 
+      timeline::event(timeline::softmax, Bc);
       real largest = -infinity;
       for (int key = 0; key < Bc; ++key) {
         if (first_key + key < kv_end) largest = fmax(largest, S[key]);
@@ -83,6 +88,8 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
         softmax.sum += S[key];
       }
 
+      timeline::end(timeline::softmax);
+      timeline::event(timeline::arithmetic, Bc * cdiv(dv, threads));
       real* sums = O_sum.row(batch, head, row);
       for (int col = threadIdx.x; col < dv; col += threads) {
         real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
@@ -95,6 +102,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
         else
           O.row(batch, head, row)[col] = result(sum);
       }
+      timeline::end(timeline::arithmetic);
       if (threadIdx.x == 0) {
         *row_max.row(batch, head, row) = softmax.maximum;
         *row_sum.row(batch, head, row) = softmax.sum;

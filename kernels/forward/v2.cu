@@ -15,6 +15,7 @@
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/warp.cuh>
+#include <timeline.cuh>
 
 struct Shared {
   scalar Q[Br][d];
@@ -27,6 +28,7 @@ static_assert(threads == warp_size * Br, "one warp per row of the Q tile");
 // The scores of this warp's row against the tile's keys, the same in every lane.
 __device__ void scores(Shared& shared, real (&S)[Bc], int warp, int lane,
                        const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, Bc * cdiv(d, warp_size));
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int k = lane; k < d; k += warp_size) {
@@ -59,13 +61,16 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
       const int last = last_tile(kv_end, Bc);
       if (tile > last) continue;
 
+      timeline::event(timeline::loads, d * sizeof(scalar));
       for (int k = lane; k < d; k += warp_size) shared.Q[warp][k] = Q.row(batch, head, row)[k];
+      timeline::end(timeline::loads);
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       const real old_sum = softmax.sum;
       real S[Bc];
       scores(shared, S, warp, lane, scorer);
 
+      timeline::event(timeline::softmax, Bc);
       real largest = -infinity;
       for (int key = 0; key < Bc; ++key) {
         if (first_key + key < kv_end) largest = fmax(largest, S[key]);
@@ -76,6 +81,8 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
         softmax.sum += S[key];
       }
 
+      timeline::end(timeline::softmax);
+      timeline::event(timeline::arithmetic, Bc * cdiv(dv, warp_size));
       real* sums = O_sum.row(batch, head, row);
       for (int col = lane; col < dv; col += warp_size) {
         real sum = tile > 0 ? sums[col] * old_sum * factor : real(0);
@@ -88,6 +95,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
         else
           O.row(batch, head, row)[col] = result(sum);
       }
+      timeline::end(timeline::arithmetic);
       __syncwarp();  // every lane has read the row's old maximum and sum
       if (lane == 0) {
         *row_max.row(batch, head, row) = softmax.maximum;

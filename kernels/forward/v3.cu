@@ -60,6 +60,7 @@ struct WarpTile {
 template <int height>
 __device__ void load_slice(__half (&slice)[height][Bd], Tensor<const scalar> tensor, int batch,
                            int head, int first_row, int rows, int first_col, int cols) {
+  const timeline::Phase phase(timeline::loads, height * Bd * sizeof(scalar) * 32 / threads);
   share_out<threads, height * Bd, 16>([&](int i, int) {
     const int row = i / Bd, col = i % Bd;
     const bool inside = first_row + row < rows && first_col + col < cols;
@@ -179,6 +180,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
       S.store_to(shared.S);
       __syncthreads();  // all of S is there
 
+      timeline::event(timeline::softmax, Br * Bc / threads);
       for (int row = warp; row < Br; row += warps) {
         const int query = first_row + row;
         const int keys = query < M ? extent.kv_end(query) - first_key : 0;
@@ -194,6 +196,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         if (tile == last) *lse.row(batch, head, query) = softmax.lse();
       }
 
+      timeline::end(timeline::softmax);
       for (int slice = 0; slice < dv; slice += Bd) {
         float old[rounds] = {};
         if (tile > 0) fetch_sums(old, O_sum, batch, head, first_row, M, slice);
@@ -204,6 +207,7 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         product.store_to(shared.O);
         __syncthreads();  // the slice of O is there
 
+        const timeline::Phase phase(timeline::epilogue);
         share_out<threads, Br * Bd, rounds>([&](int i, int round) {
           const int row = i / Bd, col = i % Bd, query = first_row + row;
           if (query >= M || slice + col >= dv) return;

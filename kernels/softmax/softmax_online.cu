@@ -12,6 +12,7 @@
 #include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 constexpr int warps = threads / warp_size;
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
@@ -33,15 +34,18 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<cons
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);
 
+  timeline::event(timeline::softmax, cdiv(kv_end - kv_begin, threads));
   OnlineSoftmax softmax;
   for (int col = kv_begin + threadIdx.x; col < kv_end; col += threads) {
     const real score = scorer(real(scores[col]));
     softmax.raise(score);
     softmax.sum += softmax.p(score);
   }
+  timeline::end(timeline::softmax);
   softmax.raise(block_max(softmax.maximum, shared.partial));
   softmax.sum = block_sum(softmax.sum, shared.partial);
 
+  const timeline::Phase phase(timeline::epilogue);
   for (int col = threadIdx.x; col < extent.N; col += threads) {
     out[col] = extent.sees(row, col)
                    ? scalar(softmax.p(scorer(real(scores[col]))) * softmax.inverse_sum())

@@ -12,6 +12,7 @@
 #include <tile/shared.cuh>
 #include <attention/online_softmax.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 constexpr int warps = threads / warp_size;
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
@@ -33,19 +34,24 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_safe(Tensor<const 
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);
 
+  timeline::event(timeline::softmax, cdiv(kv_end - kv_begin, threads));
   OnlineSoftmax softmax;
   real largest = -infinity;
   for (int col = kv_begin + threadIdx.x; col < kv_end; col += threads) {
     largest = fmax(largest, scorer(real(scores[col])));
   }
+  timeline::end(timeline::softmax);
   softmax.maximum = block_max(largest, shared.partial);
 
+  timeline::event(timeline::softmax, cdiv(kv_end - kv_begin, threads));
   real sum = 0;
   for (int col = kv_begin + threadIdx.x; col < kv_end; col += threads) {
     sum += softmax.p(scorer(real(scores[col])));
   }
+  timeline::end(timeline::softmax);
   softmax.sum = block_sum(sum, shared.partial);
 
+  const timeline::Phase phase(timeline::epilogue);
   for (int col = threadIdx.x; col < extent.N; col += threads) {
     out[col] = extent.sees(row, col)
                    ? scalar(softmax.p(scorer(real(scores[col]))) * softmax.inverse_sum())

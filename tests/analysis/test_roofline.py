@@ -264,6 +264,36 @@ def test_no_text_of_a_picture_hides_another_or_a_point(name):
     assert "FLOP per byte" in texts
 
 
+@pytest.mark.parametrize("device", [x for x in DEVICES if "float32" in DEVICES[x].plain])
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_mark_lies_above_its_roof(device, backward):
+    """Marks have the figures of their rows: in two digits they lay above the roof."""
+    for dtype in ("float16", "float32"):
+        found = [x for x in rows(device=device, dtype=dtype, backward=backward) if x.tflops]
+        axes = plotting._figure(found).axes[0]
+        drawn = {tuple(xy) for x in axes.lines if x.get_marker() != "None" for xy in x.get_xydata()}
+        assert {(x.intensity, x.tflops) for x in found} <= drawn
+        highest = max(x.peak for x in found)
+        assert all(
+            y <= min(highest, x * found[0].device.bandwidth / 1e3) * (1 + 1e-9) for x, y in drawn
+        )
+
+
+@pytest.mark.parametrize("name", ["rungs of four precisions", "every rung", "gradients"])
+def test_labels_do_not_lie_on_roofs(name):
+    figure = plotting._figure(PICTURES[name]())
+    axes = figure.axes[0]
+    levels = {
+        x.get_ydata()[0] for x in axes.lines if len({*x.get_ydata()}) == 1 < len(x.get_xdata())
+    }
+    heights = [axes.transData.transform((1, y))[1] for y in levels if y >= 1]
+    inside = [x for x in axes.texts if x.get_position()[0] < 1 and "GB/s" not in x.get_text()]
+    assert inside and heights
+    for label in inside:
+        box = type(label).__mro__[1].get_window_extent(label, figure.canvas.get_renderer())
+        assert not any(box.y0 < y < box.y1 for y in heights), label.get_text()
+
+
 def names_of(found):
     return [name for names in plotting._series(found).values() for name in names]
 
@@ -284,12 +314,12 @@ def test_a_picture_names_every_computation_once(tmp_path):
 def test_a_measured_kernel_is_a_full_mark_at_its_speed_and_others_are_empty():
     found = row("fa2", device="h100")
     measured = replace(found, measured=timed(found, 33.4))
-    for drawn, height, full in ((measured, 33, True), (found, 67, False)):
+    for drawn, height, full in ((measured, 33.4, True), (found, found.tflops, False)):
         ((_, points),) = plotting._series([drawn])
-        assert points == ((1000, height, full),)
+        assert points == ((found.intensity, pytest.approx(height), full),)
         axes = plotting._figure([drawn]).axes[0]
         (mark,) = [x for x in axes.lines if x.get_marker() == "s" and len(x.get_xdata())]
-        assert mark.get_xydata().tolist() == [[1000, height]]
+        assert mark.get_xydata().tolist() == [[found.intensity, pytest.approx(height)]]
         assert (mark.get_markerfacecolor() != "white") == full
 
 

@@ -50,7 +50,7 @@ ROWS = [
 
 
 def test_figures_of_a_rung():
-    baseline, fa2, _, v1 = pages.rungs(ROWS)
+    baseline, fa2, _, v1 = pages.shown_rungs(ROWS)
     assert list(fa2) == [
         "rung",
         "adds",
@@ -235,6 +235,30 @@ def test_curves_of_a_panel_differ_without_colour():
         assert len({*looks}) == len(looks)
 
 
+def test_a_curve_that_ends_early_says_why(tmp_path):
+    rows = sweep(fa2=6, v1=0.5)
+    short = [x for x in rows if (x.kernel, x.problem.N) != ("v1", 1024)]
+    short = [x for x in short if x.kernel != "v1" or x.problem.N < 1024]
+    plotting.draw(short, tmp_path / "a.svg", "a title")
+    text = (tmp_path / "a.svg").read_text()
+    end = max(x.problem.N for x in short if x.kernel == "v1")
+    last = min(x.problem.N for x in rows if end < x.problem.N)
+    assert text.count(f"v1 ends at {end}: a launch at {last} would take about ") == 2  # and <desc>
+    refused_row = [replace(x, milliseconds=[], note="no room") for x in rows if x not in short]
+    plotting.draw([*short, *refused_row], tmp_path / "a.svg", "a title")
+    assert f"v1 ends at {end}: no room" in (tmp_path / "a.svg").read_text()
+    plotting.draw(rows, tmp_path / "a.svg", "a title")
+    assert " ends at " not in (tmp_path / "a.svg").read_text()
+
+
+def test_data_of_a_ladder_is_not_rounded(tmp_path):
+    ladder = ("ladder", "--from", sources.ROOT / "docs" / "ladder.json", "-M", 2048, "--format")
+    kept = {x.kernel: x for x in Results.load(ladder[2]).rows if x.problem.M == 2048}
+    for row in strict(cli(*ladder, "json").stdout):
+        assert row["TFLOP/s"] == kept[row["rung"]].tflops
+    assert "| 69.9 |" in cli(*ladder, "md").stdout
+
+
 @pytest.mark.parametrize("name", ["ladder", "ladder_backward"])
 def test_the_pictures_of_the_readme_show_the_kept_measurements(name, tmp_path):
     kept = Results.load(sources.ROOT / "docs" / f"{name}.json")
@@ -244,7 +268,7 @@ def test_the_pictures_of_the_readme_show_the_kept_measurements(name, tmp_path):
     drawn, shown = (re.search("<title>.*</desc>", x.read_text(), re.S)[0] for x in files)
     assert drawn == shown
     table = (sources.ROOT / "README.md").read_text(encoding="utf-8")
-    for row in pages.rungs(pages.at_length(kept.rows, None)):
+    for row in pages.shown_rungs(pages.at_length(kept.rows, None)):
         assert re.search(rf"^\| {row['rung']} \| .* \| {row['TFLOP/s']:g} \|", table, re.M), row
 
 

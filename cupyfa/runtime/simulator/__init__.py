@@ -61,6 +61,9 @@ class Simulator(Backend):
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Simulator, schedule=self.schedule, workers=self.workers), ()
 
+    def __repr__(self) -> str:
+        return f"<simulator: schedule {self.schedule}, workers {self.workers}>"
+
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
 

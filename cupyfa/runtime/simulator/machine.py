@@ -425,9 +425,14 @@ def _kernel_flags() -> list[str]:
     if major and int(major[1]) >= 16:
         # Older ones take an array at the end of a struct for one of any length.
         flags.append("-fstrict-flex-arrays=3")
+    return flags + given_flags()
+
+
+def given_flags() -> list[str]:
+    """The compiler flags in CUPYFA_COMPILER_FLAGS. Raises ValueError for what cannot be parsed."""
     given = os.environ.get("CUPYFA_COMPILER_FLAGS", "")
     try:
-        return flags + shlex.split(given)
+        return shlex.split(given)
     except ValueError as error:
         raise ValueError(
             f"CUPYFA_COMPILER_FLAGS is {given!r}, which cannot be parsed as a list of flags: "

@@ -10,6 +10,7 @@
 #include <attention/weight.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/tensor.cuh>
+#include <timeline.cuh>
 
 // The least row length >= width that is an odd number of 4 bytes: 32 threads that read one column
 // of 32 rows then touch every bank.
@@ -32,6 +33,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
                                               real (&tile_delta)[tile_rows], Tensor<const real> lse,
                                               Tensor<const real> delta, int batch, int head,
                                               int first_row, int M) {
+  const timeline::Phase phase(timeline::loads, 2 * tile_rows * sizeof(real) * 32 / threads);
   share_out<threads, tile_rows, 1>([&](int i, int) {
     const int row = first_row + i;
     tile_lse[i] = row < M ? *lse.row(batch, head, row) : real(-infinity);
@@ -44,6 +46,7 @@ template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,
                                           int first_row) {
+  const timeline::Phase phase(timeline::loads, rows * width * sizeof(scalar) * 32 / threads);
   share_out<threads, rows * width, 8>([&](int i, int) {
     const int row = i / width, col = i % width;
     const bool counts = lse[row] != -infinity;
@@ -55,6 +58,7 @@ __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<c
 template <int threads, int d, int dv, int rows, int keys, class Shared>
 __device__ __forceinline__ void compute_P_and_dS(Shared& shared, const TilePair<rows, keys>& pair,
                                                  const Scorer<real>& scorer) {
+  const timeline::Phase phase(timeline::arithmetic, rows * keys * (d + dv) / threads);
   constexpr int count = per_thread(keys);
   const bool is_full = pair.is_full();
   share_out<threads, rows*(keys / count), 1>([&](int i, int) {
@@ -138,6 +142,7 @@ template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_rows(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[rows][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
+  const timeline::Phase phase(timeline::arithmetic, rows * keys * width / threads);
   if (pair.sees_all())
     sum_rows<false, threads, width, rows, keys>(tile, values, pair, body);
   else
@@ -148,6 +153,7 @@ template <int threads, int width, int rows, int keys, int stride, class Body>
 __device__ __forceinline__ void sum_over_keys(const real (&tile)[rows][odd_width<real>(keys)],
                                               const scalar (&values)[keys][stride],
                                               const TilePair<rows, keys>& pair, Body body) {
+  const timeline::Phase phase(timeline::arithmetic, rows * keys * width / threads);
   if (pair.sees_all())
     sum_keys<false, threads, width, rows, keys>(tile, values, pair, body);
   else

@@ -2,6 +2,7 @@
 // Work shared out among the threads of a block, and copies of tiles into shared memory.
 
 #include <tile/math.cuh>
+#include <timeline.cuh>
 
 // Calls body(i, round) for i = 0 … count - 1, each in one thread; neighbouring threads get
 // neighbouring i. Up to `together` rounds are unrolled, so that their loads are all in flight
@@ -21,6 +22,7 @@ template <int threads, int width, int height, int stride, class Rows>
 __device__ __forceinline__ void load_tile(scalar (&tile)[height][stride], Rows tensor, int batch,
                                           int head, int first_row, int rows) {
   static_assert(width <= stride, "a row of the tile must hold a row of the tensor");
+  const timeline::Phase phase(timeline::loads, height * width * sizeof(scalar) * 32 / threads);
   share_out<threads, height * width, 16>([&](int i, int) {
     const int row = i / width, col = i % width;
     tile[row][col] =

@@ -16,6 +16,8 @@ enum Kind : unsigned {
   issue,           // of a group of wgmma, to its commit
   softmax,         // scores become P, or P and dP become dS
   epilogue,        // results are divided, rounded and stored
+  loads,           // that threads wait for themselves; the argument is how many bytes of a warp
+  arithmetic,      // products without tensor cores; the argument is a thread's multiply-adds
   marked,          // a phase of the kernel's own, by the hash of its name
   barrier_arrive,  // at a barrier in shared memory; the amount is how many bytes it expects
   named_arrive,    // at a named barrier, without waiting

@@ -3,6 +3,7 @@
 //
 // A lane holds half a row of a tile: row lane / 2, columns 8 * (lane % 2) and up.
 #include <cuda_fp16.h>
+#include <timeline.cuh>
 
 namespace simulator {
 
@@ -87,6 +88,7 @@ inline MatrixBColumns load_b_columns(const __half* tile, int stride, simulator::
 namespace simulator {
 
 inline void multiply_tiles(Accumulator& d, const TilePart& a, const TilePart& b, Here here) {
+  timeline::event(timeline::worked_mma, 0, 2);
   float a_row[tile_side];
   const TilePart* all = warp_gather(a, "multiply_add", here);
   for (int k = 0; k < tile_side; ++k) {
