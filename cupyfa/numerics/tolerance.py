@@ -101,7 +101,8 @@ All this with m rows in a sum over rows (of all heads that share the key), and 2
 A kernel on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their
 eps and half of their smallest number, and rounds its results, unless they are in float32. Where a
 result is infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key
-that no query sees and a query that sees no key have gradients of exactly 0."""
+that no query sees and a query that sees no key have gradients of exactly 0.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
