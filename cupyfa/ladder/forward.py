@@ -968,14 +968,14 @@ def fp8_sums(p: Problem, c: SimpleNamespace) -> int:
     return int(c.Br) * round_up(p.dv, 16)
 
 
-def tiles_in_14_bits(p: Problem) -> int:
-    """After how many tiles of keys the sums of tensor cores, of 14 bits, join those in float32."""
-    return 4 if sums_are_shared(p) else 16
+def keys_in_14_bits(p: Problem) -> int:
+    """Of how many keys the sums of tensor cores, of 14 bits, join those in float32."""
+    return 512 if sums_are_shared(p) else 2048
 
 
 def sums_in_memory(p: Problem, c: SimpleNamespace) -> int:
     """How many sums lie in global memory: none if tensor cores make those of all keys."""
-    is_short = tiles_in_14_bits(p) * c.Bc >= p.N
+    is_short = keys_in_14_bits(p) // c.Bc * c.Bc >= p.N
     return 0 if sums_are_shared(p) or is_short else row_tiles(p, c) * fp8_sums(p, c)
 
 
@@ -1013,7 +1013,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
         shared=fp8_shared,
         constants={
             **STAGES_PAIRS,
-            "summed": lambda p, c: tiles_in_14_bits(p),
+            "summed": lambda p, c: keys_in_14_bits(p) // c.Bc,
             "sums_are_shared": lambda p, c: sums_are_shared(p),
         },
         when=when,
