@@ -267,7 +267,6 @@ class Modifiers:
             "has_dropout": self.dropout,
             "has_key_tiles": self._has(KEY_TILES),
             "has_row_tiles": self._has(ROW_TILES),
-            "has_softcap": self.has_softcap,
             "unit_slope": all(x.is_additive for x in self.score),
         }
 

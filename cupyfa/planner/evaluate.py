@@ -174,6 +174,7 @@ class _Planner:
                 **p.options.constants,
                 **self.modifiers.constants,
                 "of_products": mods.of_products(p),
+                "caps_tiles": self.modifiers.has_softcap and p.dtype.sums == np.float32,
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
                 "packed": self.is_packed(launch),

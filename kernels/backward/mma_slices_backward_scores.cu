@@ -99,8 +99,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, Exact exact) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
-  constexpr bool is_capped = Scorer<float>::caps_tiles;
-  scorer.cap(reinterpret_cast<float (&)[Wr * Wc / 32]>(S));
+  pair.extent.cap(reinterpret_cast<float (&)[Wr * Wc / 32]>(S), scorer.scale);
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
@@ -110,8 +109,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [exponent, slope] =
-          scorer.exponent_with_slope<masked, is_capped>(x, pair, row, key, more);
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = masked && isnan(lse2) ? exact(x, row, key + more) : exp2f(exponent - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
@@ -193,8 +191,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     const Own own(Wc);
     const int lane = own_lane();
     const auto exact = [&](float product, int row, int key) {
-      const auto scored = scorer.with_slope<Scorer<float>::caps_tiles>(
-          product, extent, pair.row(row), pair.key<true>(key, 0));
+      const auto scored =
+          scorer.with_slope<caps_tiles>(product, extent, pair.row(row), pair.key<true>(key, 0));
       return weight_of(scored.score, *lse.row(batch, head, pair.row(row)));
     };
     if (whole)
@@ -206,9 +204,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   multiply_slices(ring, cdiv(dv, Bd), dP);
   const Own own(Wc);
   const int lane = own_lane();
-  if (whole)
-    compute_dS<false>(dP, shared, own, pair, lane);
-  else
-    compute_dS<true>(dP, shared, own, pair, lane);
+  whole ? compute_dS<false>(dP, shared, own, pair, lane)
+        : compute_dS<true>(dP, shared, own, pair, lane);
   write_tile(dS + place, stride, dP, own, M - first_row, stride - col, lane);
 }

@@ -5,7 +5,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)
 //   the host sets: scalar, real, Br, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <backward/parts/half_gradients.cuh>
-#include <backward/parts/sum_tile.cuh>
+#include <backward/parts/place_of_sums.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == Br, "a thread has a row");

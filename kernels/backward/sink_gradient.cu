@@ -6,7 +6,6 @@
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink, as the sinks
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
 //   the host sets: scalar, result, real, dv, threads, shared_bytes, has_dlse
-#include <attention/texts.cuh>
 #include <attention/weight.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <tile/math.cuh>

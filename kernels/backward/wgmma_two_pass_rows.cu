@@ -88,13 +88,12 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
   const timeline::Phase phase(timeline::softmax, Bk / 2);
   const bool is_full = task.is_full<Bk>(first_key);
   const int own_key = first_key + 2 * (threadIdx.x % 4);
-  scorer.cap(S);
+  extent.cap(S, scorer.scale);
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const Index row = index_of<true>(rows.first, i / 2 % 2 * 8, extent.M);
     const Index key = index_of<true>(own_key, i / 4 * 8 + i % 2, extent.N);
-    const auto [exponent, slope] =
-        scorer.exponent_with_slope<Scorer<float>::caps_tiles>(S[i], extent, row, key);
+    const auto [exponent, slope] = scorer.exponent_with_slope<caps_tiles>(S[i], extent, row, key);
     const float p = exp2f(exponent - rows.lse2[i / 2 % 2]);
     S[i] = !is_full && extent.hides(row, key) ? 0 : score_gradient(p, 1.0f, slope);
   }

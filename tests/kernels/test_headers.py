@@ -19,7 +19,7 @@ MAY_READ = {
         "reads_places",
         "unit_slope",
         "has_sink",
-        "has_softcap",
+        "caps_tiles",
         "has_dropout",
     },
     "dropout.cuh": {"unit_slope"},

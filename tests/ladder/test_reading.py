@@ -132,7 +132,6 @@ LONGER = {
     "backward/wgmma_fp16x2_two_pass_rows_wide": (1335, f"{HOPPER}; {PARTS}"),
     "backward/wgmma_two_pass_columns": (1298, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_two_pass_columns_wide": (1295, f"{HOPPER}; {GRADIENTS}"),
-    "backward/sink_gradient": (1026, TEXTS),
     "backward/text_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (931, COPIES + "; fragments and an exponential of doubles"),

@@ -80,7 +80,6 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
                                              const OwnScores<of_keys>& own,
                                              const TilePair<rows, keys>& pair,
                                              const Scorer<float>& scorer) {
-  constexpr bool is_capped = Scorer<float>::caps_tiles;
   own.for_each(S, [&](int i, int j, int e, int down, int across) {
     float& x = S[i][j][e];
     const float lse2 = stats[own.row + down].lse2, unit = stats[own.row + down].unit;
@@ -88,8 +87,8 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
     const Index key = pair.template key<masked>(own.key, across);
     Scored<float> scored = {x * unit, 1.0f};
     if constexpr (has_score_text)
-      scored =
-          scorer.exponent_with_slope<is_capped>(is_capped ? x : x * unit, pair.extent, query, key);
+      scored = scorer.exponent_with_slope<caps_tiles>(caps_tiles ? x : x * unit, pair.extent, query,
+                                                      key);
     x = exp2f(scored.score - lse2);
     if (masked && !pair.in_reach(own.row + down, own.key + across)) x = 0;
     if (hides && pair.extent.hides(query, key)) x = 0;
@@ -109,10 +108,10 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
                                           const TilePair<rows, keys>& pair,
                                           const Scorer<float>& scorer) {
   const timeline::Phase phase(timeline::softmax, m * n * 4);
-  if constexpr (Scorer<float>::caps_tiles) {
+  if constexpr (caps_tiles) {
     own.for_each(
         S, [&](int i, int j, int e, int down, int) { S[i][j][e] *= stats[own.row + down].unit; });
-    scorer.cap(reinterpret_cast<float (&)[m * n * 4]>(S));
+    pair.extent.cap(reinterpret_cast<float (&)[m * n * 4]>(S), scorer.scale);
   }
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer);

@@ -14,7 +14,6 @@ __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n
                                              TilePair<rows, keys> pair, const Scorer<real>& scorer,
                                              int lane) {
   pair.first_key = opaque(pair.first_key);  // the mask takes no registers before
-  constexpr bool is_capped = Scorer<real>::caps_tiles;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = own.row + i * 8 + lane / 4;
@@ -23,8 +22,7 @@ __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n
     for (int j = 0; j < 2 * n; ++j) {
       real& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [exponent, slope] =
-          scorer.exponent_with_slope<masked, is_capped>(x, pair, row, key, more);
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
       x = exp2f(exponent - lse2);
       if (masked && !pair.in_reach(row, key + more)) x = 0;
       if (hides && pair.template hides<masked>(row, key, more)) x = 0;
@@ -42,7 +40,7 @@ __device__ __forceinline__ void compute_P(real (&S)[m][n][4], real (&PS)[m][n][4
                                           const TilePair<rows, keys>& pair,
                                           const Scorer<real>& scorer, int lane) {
   const timeline::Phase phase(timeline::softmax, m * n * 4);
-  scorer.cap(reinterpret_cast<real(&)[m * n * 4]>(S));
+  pair.extent.cap(reinterpret_cast<real(&)[m * n * 4]>(S), scorer.scale);
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer, lane);
   else

@@ -134,7 +134,7 @@ struct Own {
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
                                         Pairs&& pairs) const {
     const timeline::Phase phase(timeline::softmax, Br / 2);
-    scorer.cap(S);
+    pair.extent.cap(S, scorer.scale);
     if (reads_places && !pair.is_whole())
       exponentiate<true, true>(S, factors, sums, scorer, pair, pairs);
     else if (pair.is_full())
@@ -160,8 +160,8 @@ struct Own {
         const Index query = pair.template row<at_end>(own_row, n * 8 + e % 2);
         const Index own = pair.template key<at_end>(own_key, e / 2 * 8);
         const auto key = pairs.index(own, part, e / 2, n, e % 2 != 0);
-        const auto [exponent, slope] = scorer.exponent_with_slope<Scorer<float>::caps_tiles>(
-            S[n * 4 + e], pair.extent, query, key);
+        const auto [exponent, slope] =
+            scorer.exponent_with_slope<caps_tiles>(S[n * 4 + e], pair.extent, query, key);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
         if (hides && pair.extent.hides(query, key)) S[n * 4 + e] = 0;
         factors[n * 4 + e] *= slope;

@@ -4,8 +4,8 @@
 // which weights dropout keeps.
 // The host writes above every kernel has_score_text, has_mask_text, has_sink, has_dropout,
 // reads_places (whether texts ask where a pair is), unit_slope (whether the derivative of the
-// modified score is 1 wherever it is finite), has_softcap (whether the first text is one),
-// of_products (whether texts take q·k and give a score
+// modified score is 1 wherever it is finite), caps_tiles (whether tensor cores' tiles of float go
+// through a softcap ahead of the other texts), of_products (whether texts take q·k and give a score
 // / scale, which saves a multiplication) and struct Mods, which has the sinks, the arrays and
 // numbers of texts, and the numbers of dropout. If there are any it includes texts.cuh, and for
 // dropout dropout.cuh.
@@ -58,6 +58,8 @@ template <bool used, class Arrays = Mods>
 struct Seat {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
   __device__ __forceinline__ void move_to(int) {}
+  template <class Products, class T>
+  __device__ __forceinline__ void cap(Products&, T) const {}
   template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index, Key, int) const {
     return score;

@@ -17,23 +17,10 @@ template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pai
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs);
 
-// Likewise.
-template <class T, class Arrays, int count>
-__device__ __forceinline__ void cap_tile(T (&products)[count], T scale, const Arrays& mods);
-
 template <class T>
 struct Scorer {
-  // Whether kernels on tensor cores apply the softcap to all products of a tile ahead of the texts.
-  static constexpr bool caps_tiles = has_softcap && sizeof(T) == sizeof(float);
-
   T scale;
   Mods mods;
-
-  // The products of a warp become scores after the softcap, if that is done ahead.
-  template <int count>
-  __device__ __forceinline__ void cap([[maybe_unused]] T (&products)[count]) const {
-    if constexpr (caps_tiles) cap_tile(products, scale, mods);
-  }
 
   // Kernels that compute scores one by one take them from here; -infinity where a text hides the
   // pair.
@@ -70,12 +57,12 @@ struct Scorer {
   }
 
   // The same of a pair in tiles of rows and keys; key + more may be past the end.
-  template <bool at_end, bool is_capped = false, int rows, int keys>
+  template <bool at_end, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
                                                            int row, int key, int more) const {
-    return exponent_with_slope<is_capped>(product, pair.extent, pair.row(row),
-                                          pair.template key<at_end>(key, more));
+    return exponent_with_slope<caps_tiles>(product, pair.extent, pair.row(row),
+                                           pair.template key<at_end>(key, more));
   }
 
   // Kernels on tensor cores compute P = exp2(x * scale2 - maximum), with x from applied().
@@ -84,8 +71,6 @@ struct Scorer {
   //  - With one x is the modified score, and scale2 = log2e; or, of products, the modified product
   //    with the scale in scale2.
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
-  // That a scale is positive, as usual, is a constant: with a branch in the loop wgmma_persistent
-  // is up to 2 % slower.
   __device__ __forceinline__ T scale2() const {
     return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
                        : positive_scale ? scale

@@ -12,12 +12,6 @@
 template <bool is_capped>
 struct Capped {};
 
-// A warp's products become scores after the softcap.
-template <class T, class Arrays, int count>
-__device__ __forceinline__ void cap_tile(T (&products)[count], T scale, const Arrays& mods) {
-  if constexpr (has_softcap) elementary::cap_products(products, scale, mods.softcap_);
-}
-
 // Sinks are [heads] or [batch, heads].
 template <class Element>
 __device__ __forceinline__ real sink_of(const Array<Element, 1>& sinks, int, int head) {
@@ -39,6 +33,11 @@ struct Seat<true, Arrays> {
   }
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
+  // A warp's products become scores after the softcap, if tiles of them do.
+  template <class T, int count>
+  __device__ __forceinline__ void cap(T (&products)[count], [[maybe_unused]] T scale) const {
+    if constexpr (caps_tiles) elementary::cap_products(products, scale, mods.softcap_);
+  }
   // In a tile of several heads `more` is the head's number from the first one.
   template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index query, Key key, int more) const {
@@ -125,7 +124,6 @@ template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Ro
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
-  constexpr bool is_capped = Scorer::caps_tiles;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.existing(i / 2, i % 2);
@@ -136,7 +134,7 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
       T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
       const auto key = key_of<at_end>(own_key, j, pairs, part, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
-      x = scorer.template applied<is_capped>(x, rows.extent, query, key, more);
+      x = scorer.template applied<caps_tiles>(x, rows.extent, query, key, more);
       if (hides && rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
@@ -144,7 +142,7 @@ __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[
 template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
 __device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
                                             const Rows& rows, int first_key, const Pairs& pairs) {
-  scorer.cap(reinterpret_cast<T(&)[m * n * 4]>(products));
+  rows.extent.cap(reinterpret_cast<T(&)[m * n * 4]>(products), scorer.scale);
   if (reads_places && first_key + n * 8 > rows.extent.N)
     apply_texts<true, hides>(scorer, products, rows, first_key, pairs);
   else

@@ -3,7 +3,6 @@
 // which begin and end; then events of a moment.
 
 namespace timeline {
-
 enum Kind : unsigned {
   in_block,        // from the kernel's first line to its end
   barrier_wait,    // for a barrier in shared memory, by its address
@@ -29,5 +28,4 @@ enum Kind : unsigned {
   worked_copies,   // bytes of cp.async
   ended = 0x80,    // added to the number of a phase that ends
 };
-
 }  // namespace timeline
