@@ -958,32 +958,10 @@ WGMMA_SLICES = rung(
 )
 
 
-def sums_are_shared(p: Problem) -> bool:
-    """Whether sums of O in float32 lie in shared memory, which wider ones do not fit into."""
-    return p.dv <= 128
-
-
-def fp8_sums(p: Problem, c: SimpleNamespace) -> int:
-    """How many sums of O in float32 a block has."""
-    return int(c.Br) * round_up(p.dv, 16)
-
-
-def keys_in_14_bits(p: Problem) -> int:
-    """Of how many keys the sums of tensor cores, of 14 bits, join those in float32."""
-    return 512 if sums_are_shared(p) else 2048
-
-
-def sums_in_memory(p: Problem, c: SimpleNamespace) -> int:
-    """How many sums lie in global memory: none if tensor cores make those of all keys."""
-    is_short = keys_in_14_bits(p) // c.Bc * c.Bc >= p.N
-    return 0 if sums_are_shared(p) or is_short else row_tiles(p, c) * fp8_sums(p, c)
-
-
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 128 bytes a row, V transposed, and barriers of pipelines."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
-    tiles += 4 * fp8_sums(p, c) * sums_are_shared(p)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
 
 
@@ -1003,19 +981,15 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
     return replace(
         WGMMA_LAUNCH,
         entry="wgmma_fp8",
-        args=f"{q}.map {k}.map V8.map Q_scale.data K_scale.data V_scale.data sums.data Q K V O lse "
-        "sizes heads group scale mods",
+        args=f"{q}.map {k}.map V8.map Q_scale.data K_scale.data V_scale.data Q K V O lse sizes "
+        "heads group scale mods",
         boxes={
             q: lambda p, c: 64,
             k: lambda p, c: c.Bc,
             "V8": lambda p, c: round_up(p.dv, 16),
         },
         shared=fp8_shared,
-        constants={
-            **STAGES_PAIRS,
-            "summed": lambda p, c: keys_in_14_bits(p) // c.Bc,
-            "sums_are_shared": lambda p, c: sums_are_shared(p),
-        },
+        constants=STAGES_PAIRS,
         when=when,
         begins_early=True,
     )
@@ -1072,7 +1046,6 @@ WGMMA_FP8 = Kernel(
         "Q_scale": (of_quantised(row_tiles), "real"),
         "K_scale": (of_quantised(tiles_of_keys), "real"),
         "V_scale": (of_quantised(tiles_of_keys), "real"),
-        "sums": (sums_in_memory, "real"),
     },
     arch="90a",
     largest_d=256,

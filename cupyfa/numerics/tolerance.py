@@ -66,8 +66,8 @@ unit is eps of the largest product or sum, and s the sum of the signs of product
     score = |scale| * (sum of (|s| / 2 + 1) * top + 10 * sqrt(sum of top**2)) over the steps,
     top = max(max|q| * max|k|, |sum before|, |sum after|)
 
-The kernel adds sums of at most 512 keys in float32, or 2,048 above dv = 128. Of values of one sign
-these lose 2**-15 for each of their keys, no more than the rounding of P, for which O has a bound.
+Sums of O are cut off in the same way: n values of one sign lose n * 2**-15 of themselves, for
+which O has n / 4 more in `total`.
 
 Infinity and NaN must be where the reference has them; fully masked rows are exactly 0 and -inf, or
 0 and about the sink. If a partial sum of q * k may exceed the range of the kernel's sums, with the
@@ -608,6 +608,8 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     total = np.sqrt(n) + 4
     is_constant = (tile.v == tile.v[:, :1]).all(-2, keepdims=True)
     total_of_values = np.where(is_constant, n + 4, total) if is_constant.any() else total
+    if kernel.operands == _FLOAT8:
+        total_of_values = total_of_values + n / 4
 
     relative = eps * (0.6 * score + 1.2 * total_of_values)
     relative = relative + np.expm1(np.minimum(by_design, 600.0)) + kernel.operand_unit

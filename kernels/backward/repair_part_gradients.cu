@@ -16,11 +16,11 @@
 #include <tile/shared.cuh>
 
 constexpr int warps_of_block = threads / warp_size;
-constexpr int widest = d > dv ? d : dv;
-constexpr int together = widest > 64 ? 4 : 8;  // pairs of a warp that are under way
+constexpr int most_columns = d > dv ? d : dv;
+constexpr int together = most_columns > 64 ? 4 : 8;  // pairs of a warp that are under way
 
 struct Shared {
-  real sums[warps_of_block][widest];
+  real sums[warps_of_block][most_columns];
   bool flagged[2][rows_of_block];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");

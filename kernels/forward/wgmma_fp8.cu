@@ -5,14 +5,12 @@
 // V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one is
 // lowered. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and `transpose_e4m3`
 // has transposed V. Their descales take the place of the tiles' scales; that of V multiplies O at
-// the end. O joins sums in float32 after every `summed` tiles. P is 2^offset times as large as
-// usual, which makes use of the range of e4m3. Four elements of P fill a register of the second
-// product, in the order in which V8 has its keys. Rows that come out wrong, because of infinities,
-// NaN or huge scores, are computed again from Q, K, V.
+// the end. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
+// elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
+// that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
-//   sums_in_memory: sums of O in float32 of each warpgroup, unless sums_are_shared
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
@@ -22,7 +20,6 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
-#include <forward/parts/float_sums.cuh>
 #include <forward/parts/own_maxima.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/dependent_launch.cuh>
@@ -58,7 +55,6 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  FloatSums<sums_are_shared ? width : 0> sums[consumers];
   Pairs pairs;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
@@ -87,13 +83,13 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// O = P V, or O += P V if it is to be `added`, of e4m3: V lies transposed.
+// O += P V, of e4m3: V lies transposed.
 __device__ __forceinline__ void begin_output(const Values& V, const PackedP& P,
-                                             Fragments<step, width>& O, bool added) {
+                                             Fragments<step, width>& O) {
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < Bc / depth; ++k)
-    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * wgmma_bytes, added || k > 0);
+    multiply<E4m3>(flat(O), P[k], by_rows(V.box[k / 4]) + k % 4 * wgmma_bytes, true);
   wgmma_commit_group();
 }
 
@@ -143,12 +139,9 @@ struct Consumer {
   int warpgroup;
   Scales scales;
   Descales descales;
-  FloatSums<width>& sums;  // of all tiles but the last ones
   Units units = {};
   Rows<step> rows = {0, {}, 0, false};  // run() sets them
   Fragments<step, width> O = {};
-  float since[1][2] = {{1, 1}};  // the factors by which O was multiplied since it joined the sums
-  int tiles = 0;
   Fragments<step, Bc> S;
   PackedP P;
   PipelineState<1> queries;
@@ -168,11 +161,7 @@ struct Consumer {
   }
   __device__ __forceinline__ void begin_output() {
     shared.V_pipeline.wait(values);
-    ::begin_output(shared.V[values.stage], P, O, tiles % summed > 0);
-    ++tiles;
-  }
-  __device__ __forceinline__ void add_sums() {
-    if (tiles > summed) sums.add_to(O, since);
+    ::begin_output(shared.V[values.stage], P, O);
   }
   __device__ __forceinline__ void release_keys() {
     shared.K_pipeline.release(keys);
@@ -285,14 +274,7 @@ struct Consumer {
     wgmma_wait_group<0>(flat(O));  // until here the product reads P and writes O
     release_values();
     pack_operands(S, P);
-    if (risen) {
-      scale_rows(O, factor);
-      for (int half = 0; half < 2; ++half) since[0][half] *= factor[0][half];
-    }
-    if (tiles % summed > 0) return;
-    add_sums();
-    sums.take(O);
-    for (float& x : since[0]) x = 1;
+    if (risen) scale_rows(O, factor);
   }
 
   __device__ __forceinline__ void run(const RowTile& task) {
@@ -306,16 +288,15 @@ struct Consumer {
       advance(task, first_key);
     begin_output();
     wgmma_wait_group<0>(flat(O));
-    add_sums();
   }
 };
 
 extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
     const __grid_constant__ TensorMap Q_map, const __grid_constant__ TensorMap K_map,
     const __grid_constant__ TensorMap V_map, const float* Q_scale, const float* K_scale,
-    const float* V_scale, FloatSums<width>* sums_in_memory, Tensor<const scalar> Q,
-    Tensor<const scalar> K, Tensor<const scalar> V, Tensor<result> O, Tensor<real> lse, Sizes sizes,
-    int heads, int group, real scale, const __grid_constant__ Mods mods) {
+    const float* V_scale, Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V,
+    Tensor<result> O, Tensor<real> lse, Sizes sizes, int heads, int group, real scale,
+    const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
@@ -338,15 +319,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp8(
   const float own =
       e4m3_inputs ? 1 : Q_scale[(batch * heads + head) * cdiv(sizes.M, Br) + row / Br];
   const Scales scales = {K_scale + first_tile, V_scale + first_tile, scorer.scale2() * own};
-  void* const of_block =
-      sums_are_shared ? static_cast<void*>(shared.sums) : sums_in_memory + blockIdx.x * consumers;
-  Consumer consumer = {shared,
-                       sizes,
-                       scorer,
-                       warpgroup,
-                       scales,
-                       descales,
-                       static_cast<FloatSums<width>*>(of_block)[warpgroup]};
+  Consumer consumer = {shared, sizes, scorer, warpgroup, scales, descales};
   consumer.run(task);
   Fragments<step, width>& sums = consumer.O;
   Rows<step>& rows = consumer.rows;
