@@ -400,7 +400,8 @@ def attention_backward(
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
     the shape of out and the dtype of q. With ``out_dtype="float32"`` out is in float32, and dq, dk
     and dv, too. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
-    of lse, of its shape and dtype; by default it is 0. ``wrt`` names the arrays whose gradients are
+    of lse, of its shape and dtype; by default it is 0. lse is None for a kernel of your own that
+    computes no softmax and does not read it. ``wrt`` names the arrays whose gradients are
     returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
     floats. ``grads`` has an array for each of them, or None for a new one.
     ``own``, ``return_own`` and ``devices`` are as for ``attention``.
@@ -416,6 +417,8 @@ def attention_backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     how: How = ("backward", kernel, backend, options, layout, tiles, deterministic, _own_of(wrt))
+    if lse is None:
+        lse = _unread_lse(kernel, q, backend, layout)
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
     if keywords or dlse is not None:
         given, asked = _without_arrays(keywords)
@@ -472,9 +475,11 @@ def attention_vjp(
         forms.refuse_without_gradients(wrt, _dtypes_of(options))
     return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
     forward, backward = _shared_own(own, kernel, backward_kernel)
-    out, lse = attention(
-        q, k, v, kernel=kernel, tiles=tiles, return_lse=True, own=forward, **options
-    )
+    lse, of_forward = None, {"kernel": kernel, "tiles": tiles, "own": forward, **options}
+    if not return_lse and _has_no_lse(kernel, backward_kernel):
+        out = attention(q, k, v, **of_forward)
+    else:
+        out, lse = attention(q, k, v, return_lse=True, **of_forward)
 
     how |= {"own": backward, "wrt": wrt}
     pull = partial(_pullback, (q, k, v, out, lse), {**how, **options})
@@ -1776,6 +1781,31 @@ def _shapes_of_sequences(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     }
     is_empty = shapes.get(modifiers.STARTS[0]) == (1,)
     return {name: max(x, least[name]) if is_empty else x for name, x in shapes.items()}
+
+
+def _does_without_lse(kernel: str | Kernel) -> bool:
+    """Whether a kernel for gradients does not read lse."""
+    record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
+    return isinstance(record, Kernel) and record.operation == "backward" and not record.reads_lse
+
+
+def _has_no_lse(kernel: str | Kernel, backward: str | Kernel) -> bool:
+    """Whether a forward kernel does not compute lse, and the one for gradients does without."""
+    if not _does_without_lse(backward):
+        return False
+    record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
+    return isinstance(record, Kernel) and "lse" not in record.features
+
+
+def _unread_lse(kernel: str | Kernel, q: Any, backend: BackendName | Backend, layout: str) -> Any:
+    """An array in the place of an lse that a kernel does not read; None, if it reads lse."""
+    if not _does_without_lse(kernel):
+        return None
+    where, (q,) = adopt(backend, q=q)
+    if str(q.dtype) not in DTYPES:  # which is refused later
+        return None
+    shape, dtype = rows_of(q, layout), DTYPES[str(q.dtype)].sums
+    return np.zeros(shape, dtype) if isinstance(q, np.ndarray) else where.empty(shape, dtype)
 
 
 def _like_lse(dlse: Any, lse: Any) -> Any:

@@ -241,7 +241,7 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
         ({"k_descale": np.ones(2, "f4")}, ValueError, r"k_descale has shape \(2,\)"),
         ({"v_descale": np.ones((2, 2))}, TypeError, "v_descale is float64; it must be float32"),
         ({"v_descale": 2.0}, TypeError, "v_descale is 2.0; give an array with axes"),
-        ({"v_descale": [[1, 1]]}, TypeError, "give a NumPy or CuPy array"),
+        ({"v_descale": [[1, 1]]}, ValueError, "its shape must be"),
         ({"out_dtype": "float64"}, ValueError, "give 'float16', 'bfloat16' or 'float32'"),
         ({"out_dtype": E4M3.name}, ValueError, "use 'bfloat16', 'float16' or 'float32'"),
         ({"precision": "float8_e4m3"}, ValueError, "such inputs are not rounded, so leave it out"),

@@ -220,7 +220,8 @@ def harassed(port, how, count):
     def harass():
         while not ended.is_set():
             # From another address: while nobody listens, TCP may connect a socket to itself.
-            to, of = ("127.0.0.1", port), ("127.0.0.2", 0)
+            here = socket.gethostbyname("localhost")
+            to, of = (here, port), (f"{here[:-1]}2", 0)
             with suppress(OSError), socket.create_connection(to, 1, of) as client:
                 client.settimeout(1)
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS
+from cupyfa.errors import described
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.modifiers import MAPS
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
@@ -50,6 +51,7 @@ ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other archi
 MOST_BOX_ROWS = 256
 _FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
+_OF_NUMBERS = "fiubV"  # kinds of dtypes; those of ml_dtypes are V
 ROUNDINGS = ("float64", *PRECISIONS)
 # Fields that records had, and what to write instead.
 _FORMER = {
@@ -261,7 +263,9 @@ class Kernel(_Record):
         rounded to by design, or None. The bounds of its errors are found by evaluating it several
         times (docs/checking.md); for bounds of its own it gives ``Expected(value, bound)``.
     forward: for gradients, ``forward(arrays, p, c)`` gives ``{"O": …, "lse": …}`` of random inputs
-        in checks; without it they are those of plain attention.
+        in checks; without it they are those of plain attention. Attention without a softmax has no
+        lse: where no launch names it, ``forward`` leaves it out, callers give None, and
+        ``reference`` does not find it.
     """
 
     name: str
@@ -360,6 +364,28 @@ class Kernel(_Record):
         """Whether it computes its operation from that operation's inputs alone."""
         return not (self.inputs or self.outputs or self.reference)
 
+    @property
+    def reads_lse(self) -> bool:
+        """Whether gradients need lse: attention without a softmax has none.
+
+        A record without a reference of its own computes the gradients of a softmax.
+        """
+        named = {name for x in self.launches if isinstance(x, Launch) for name, _ in x.arrays}
+        return self.reference is None or "lse" in named
+
+    def forward_of(self, arrays: Arrays, p: Problem, c: SimpleNamespace) -> dict[str, np.ndarray]:
+        """The O and lse of ``forward``; lse is 0 if no launch reads it and it is not given.
+
+        Raises ValueError for anything else than arrays of these shapes.
+        """
+        known = OPERATIONS[self.operation].inputs_of(p)
+        shapes = {name: known[name].shape(p) for name in ("O", "lse")}
+        found = self.evaluated("forward", self.forward, arrays, p, c)  # type: ignore[arg-type]
+        if not self.reads_lse and isinstance(found, Mapping) and found.get("lse") is None:
+            found = {**found, "lse": np.zeros(shapes["lse"])}
+        made = self._checked("forward", found, shapes)
+        return {x: np.asarray(made[x]).astype(known[x].dtype(p)) for x in shapes}
+
     def computes(self, constants: Mapping[str, float] | None = None) -> Operation:
         """Its operation with the inputs, outputs and reference of its own.
 
@@ -420,7 +446,7 @@ class Kernel(_Record):
         }
         known = operation.inputs_of(p)
         operands = [name for name, x in known.items() if x.kind in ("scalar", "result")]
-        arrays = {name: inputs[name] for name in known}
+        arrays = {x: inputs[x] for x in known if x != "lse" or self.reads_lse}
         floats = {name: constants[name] for name in self.floats}
         shapes = {name: x.shape(p) for name, x in wanted.items()}
         dtypes = {name: x.dtype(p) for name, x in wanted.items()}
@@ -432,7 +458,7 @@ class Kernel(_Record):
             c = SimpleNamespace(**{**constants, **others, "rounding": precision})
             assert self.reference is not None
             found = self.evaluated("reference", self.reference, operands, p, c)
-            return self._checked(found, shapes)
+            return self._checked("reference", found, shapes)
 
         return {
             precision: deviation.expected(
@@ -443,21 +469,28 @@ class Kernel(_Record):
             for precision in roundings
         }
 
-    def _checked(self, found: Any, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
-        """The arrays of a reference. Raises ValueError unless they are those of ``shapes``."""
+    def _checked(
+        self, what: str, found: Any, shapes: Mapping[str, tuple[int, ...]]
+    ) -> Mapping[str, Any]:
+        """The arrays of a function of the record. Raises ValueError unless they have these shapes
+        and are of numbers.
+        """
+        gives = f"{self.name}: the record's {what} gives"
         if not isinstance(found, Mapping) or not found.keys() >= shapes.keys():
-            names = ", ".join(found) if isinstance(found, Mapping) else type(found).__name__
+            is_mapping = isinstance(found, Mapping)
+            names = ", ".join(map(str, found)) if is_mapping else type(found).__name__
             raise ValueError(
-                f"{self.name}: the record's reference gives {names or 'nothing'}; it must give "
-                f"{{name: array}} with {', '.join(shapes)}"
+                f"{gives} {names or 'nothing'}; it must give {{name: array}} with "
+                f"{', '.join(shapes)}"
             )
         for name, shape in shapes.items():
             value = found[name].value if isinstance(found[name], Expected) else found[name]
-            if np.shape(value) != shape:
-                raise ValueError(
-                    f"{self.name}: the record's reference gives {name} of shape "
-                    f"{np.shape(value)}; it must have {shape}"
-                )
+            array = value if hasattr(value, "dtype") else self.evaluated(what, np.asarray, value)
+            if array.dtype.kind not in _OF_NUMBERS:
+                given = f"of dtype {array.dtype}" if array is value else f"= {described(value)}"
+                raise ValueError(f"{gives} {name} {given}; it must be an array of numbers")
+            if array.shape != shape:
+                raise ValueError(f"{gives} {name} of shape {array.shape}; it must have {shape}")
         return found
 
     def steps(self, p: Problem) -> tuple[Launch | Matmul, ...]:

@@ -1,0 +1,171 @@
+"""Gradients of a user's kernels: what `forward` may give, and attention that has no lse."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import sloped as sloped_scripts, squared_relu as scripts
+from helpers.cli import SIMULATOR, cli
+
+import cupyfa
+from cupyfa.verify import failures
+from cupyfa.verify.case import Case
+from cupyfa.verify.tasks import Task, perform
+
+FORWARD, BACKWARD = scripts.squared_relu, scripts.squared_relu_backward
+SCRIPT = Path(scripts.__file__)
+SLOPED = sloped_scripts.sloped_backward
+SIZES = {"M": 9, "N": 7, "d": 4, "heads": 2, "kv_heads": 1}
+
+
+def drawn(dtype="float32", M=9, N=7):
+    rng = np.random.default_rng(0)
+    of = cupyfa.Problem.of_sizes(M=1, d=1, dtype=dtype).dtype.numpy
+    return [
+        rng.standard_normal((2, heads, n, 4)).astype(of) for heads, n in ((4, M), (2, N), (2, N))
+    ]
+
+
+CASE = Case("backward", cupyfa.Problem.of_sizes(**SIZES, causal=True))
+
+
+def outcomes(kernel, **how):
+    """What a check says of a kernel on one small case."""
+    steps = perform(cupyfa.Simulator(), Task(CASE, (kernel,), **how))
+    return [x for x in steps if x.kind not in failures.STEPS]
+
+
+def right(q, k, v, dout, **options):
+    p = cupyfa.Problem.of(q, k, v, **options)
+    names = dict(zip(("Q", "K", "V", "dO"), (x.astype(np.float64) for x in (q, k, v, dout))))
+    found = scripts.gradients(names, p, None)
+    return [found[x] for x in ("dQ", "dK", "dV")]
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_gradients_of_attention_without_a_softmax(backend, dtype, causal):
+    q, k, v = drawn(dtype)
+    how = {"backend": backend, "causal": causal, "check": True}
+    kernels = {"kernel": FORWARD, "backward_kernel": BACKWARD}
+    out, pullback = cupyfa.attention_vjp(q, k, v, **kernels, **how)
+    dout = np.cos(out.astype(np.float32)).astype(q.dtype)
+    error = {2: 0.05, 4: 1e-4, 8: 1e-10}[q.itemsize]
+    of_both = pullback(dout)
+    alone = cupyfa.attention_backward(dout, q, k, v, out, None, kernel=BACKWARD, **how)
+    for made, again, expected in zip(of_both, alone, right(q, k, v, dout, causal=causal)):
+        assert np.array_equal(made, again)
+        np.testing.assert_allclose(made.astype(np.float64), expected, rtol=error, atol=error)
+
+
+def test_an_lse_that_is_given_is_not_read():
+    q, k, v = drawn()
+    out = cupyfa.attention(q, k, v, kernel=FORWARD, backend="simulator")
+    how = {"kernel": BACKWARD, "backend": "simulator"}
+    lse = np.full(q.shape[:-1], np.nan, np.float32)
+    for x, y in zip(
+        cupyfa.attention_backward(out, q, k, v, out, lse, **how),
+        cupyfa.attention_backward(out, q, k, v, out, None, **how),
+    ):
+        assert np.array_equal(x, y)
+
+
+def test_a_kernel_that_reads_lse_needs_one():
+    q, k, v = drawn()
+    how = {"backend": "simulator"}
+    for kernel in ("columns", "auto", SLOPED):
+        own = {"own": {"slopes": np.ones(4, "f4")}} if kernel is SLOPED else {}
+        with pytest.raises(TypeError, match="lse is None"):
+            cupyfa.attention_backward(q, q, k, v, q, None, kernel=kernel, **own, **how)
+    with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):
+        cupyfa.attention_vjp(q, k, v, kernel=FORWARD, backward_kernel="columns", **how)
+    with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):
+        kernels = {"kernel": FORWARD, "backward_kernel": BACKWARD}
+        cupyfa.attention_vjp(q, k, v, return_lse=True, **kernels, **how)
+
+
+@pytest.mark.slow
+def test_commands_take_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"{SCRIPT}:squared_relu_backward"
+    sizes = ("-M", 20, "-N", 9, "-d", 4, "-H", 2, "-B", 1)
+    assert "PASS" in cli("run", name, *sizes, *SIMULATOR).output
+    done = cli("check", name, "--grid", "smoke", "--samples", 2, *SIMULATOR, "--jobs", 0)
+    assert "2 of 2 runs right" in done.output
+    cli("bench", name, "--alone", "--budget", 0, *sizes, *SIMULATOR, "--save", "x.json")
+
+
+def test_a_failure_of_it_is_replayed(tmp_path):
+    def off(*of):
+        return {name: x + 1 for name, x in scripts.gradients(*of).items()}
+
+    (outcome,) = outcomes(replace(BACKWARD, reference=off), keep=True)
+    assert outcome.kind == failures.WRONG_RESULT
+    file = failures.write(tmp_path, failures.Stored(CASE, outcome, has_name=False), "x")
+    assert cupyfa.replay(file, BACKWARD, "simulator").now.kind == failures.RIGHT
+
+
+def without(name):
+    return lambda *of: {x: y for x, y in sloped_scripts.forward(*of).items() if x != name}
+
+
+def changed(name, change):
+    def forward(*of):
+        made = sloped_scripts.forward(*of)
+        return {**made, name: change(made[name])}
+
+    return forward
+
+
+WRONG = {
+    "no lse": (without("lse"), "gives O; it must give {name: array} with O, lse"),
+    "no O": (without("O"), "gives lse; it must give"),
+    "None": (lambda *of: None, "gives NoneType; it must give"),
+    "empty": (lambda *of: {}, "gives nothing; it must give"),
+    "a tuple": (lambda *of: (1, 2), "gives tuple; it must give"),
+    "lse None": (changed("lse", lambda x: None), "gives lse = None; it must be an array of numb"),
+    "lse text": (changed("lse", lambda x: "x"), "gives lse = 'x'; it must be an array of numbers"),
+    "lse objects": (changed("lse", lambda x: x.astype(object)), "gives lse of dtype object; it"),
+    "lse complex": (changed("lse", lambda x: x * 1j), "gives lse of dtype complex128; it must"),
+    "lse a number": (changed("lse", lambda x: 0.0), r"gives lse of shape \(\); it must have"),
+    "lse an axis": (changed("lse", lambda x: x[..., None]), "gives lse of shape .*1.; it must h"),
+    "lse fewer": (changed("lse", lambda x: x[..., :-1]), "gives lse of shape .*; it must have"),
+    "O fewer": (changed("O", lambda x: x[..., :-1]), "gives O of shape .*; it must have"),
+    "fails": (lambda arrays, p, c: arrays["x"], "fails with KeyError: 'x'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_forward_is_named(what):
+    forward, message = WRONG[what]
+    kernel = replace(SLOPED, forward=forward)
+    how = {"backend": "simulator"}
+    sizes = {**SIZES, "batch": 1}
+    for call in (
+        lambda: cupyfa.bench(kernel, alone=True, budget=0, **sizes, **how),
+        lambda: cupyfa.tune(kernel, budget=0, **sizes, **how),
+    ):
+        with pytest.raises(ValueError, match=f"sloped_backward: the record's forward {message}"):
+            call()
+    (outcome,) = outcomes(kernel)
+    assert outcome.kind == failures.ERROR and "the record's forward" in outcome.message
+
+
+@pytest.mark.parametrize("lse", ["left out", None, "given"])
+def test_an_lse_that_no_launch_reads_may_be_left_out(lse):
+    def forward(arrays, p, c):
+        made = scripts.attention(arrays, p, c)
+        rows = np.zeros((p.batch, p.heads, p.M))
+        return made if lse == "left out" else {**made, "lse": None if lse is None else rows}
+
+    kernel = replace(BACKWARD, forward=forward)
+    (outcome,) = outcomes(kernel)
+    assert outcome.kind == failures.RIGHT
+
+
+def test_a_forward_of_no_softmax_must_give_the_right_shape_of_o():
+    kernel = replace(BACKWARD, forward=lambda arrays, p, c: {"O": arrays["Q"][..., :1]})
+    with pytest.raises(ValueError, match="forward gives O of shape"):
+        cupyfa.bench(kernel, alone=True, budget=0, batch=1, backend="simulator", **SIZES)
