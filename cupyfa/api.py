@@ -475,7 +475,7 @@ def attention_vjp(
         forms.refuse_without_gradients(wrt, _dtypes_of(options))
     return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
     forward, backward = _shared_own(own, kernel, backward_kernel)
-    lse, of_forward = None, {"kernel": kernel, "tiles": tiles, "own": forward, **options}
+    lse, of_forward = None, dict[str, Any](kernel=kernel, tiles=tiles, own=forward, **options)
     if not return_lse and _has_no_lse(kernel, backward_kernel):
         out = attention(q, k, v, **of_forward)
     else:

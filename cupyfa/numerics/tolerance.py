@@ -45,14 +45,14 @@ errors of a row that all its weights share, are those of P.
 
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each; O in
 float32 (out_dtype) is not rounded, nor in the plain computation. As in FlashAttention's own tests,
-it may also have an error of 2 * e + a, both of the element's head. e is the largest error of the
+it may also have an error of 2 * e + a in all of a head. e is the largest error in the head of the
 same attention computed plainly in that format (`reference.attention`, with K scaled and with S
-scaled). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, with s = 0.3 *
-max(P @ |V|), is two roundings of numbers of the size of the values; it keeps the sum from being 0
-by chance. lse is kept in float32 and may have 2 * e. A kernel that rounds its operands by design,
-to float16 for tensor cores for example, has the bound of that format, and O that of the coarser
-one; it may also have the error r of rounding q and k in a score, r = half an eps * size * min(2, 4
-/ sqrt(d)): r in lse and exp(r) - 1 of each weight.
+scaled). a = 2 * max|((reference + s) - s) - reference|, evaluated in the format, is two roundings
+of numbers of the head's size, s = 0.3 * max(P @ |V|); it keeps the sum from being 0 by chance. lse
+is kept in float32 and may have 2 * e. A kernel that rounds its operands by design, to float16 for
+tensor cores for example, has the bound of that format, and O that of the coarser one; it may also
+have the error r of rounding q and k in a score, r = half an eps * size * min(2, 4 / sqrt(d)): r in
+lse and exp(r) - 1 of each weight.
 
 Half an eps of float8_e4m3 is 2**-4. Its plain computation rounds Q, K, V and P, each matrix scaled
 so that its largest number is in the last binade; scores and O stay float32, and O is rounded only
@@ -90,18 +90,20 @@ its walk, and its derivative x' has an error e' of that walk:
     F  = |x'| * F + eps * (|x'| + e') * (P + P * p) * (|dP - delta| + g)
 
 |dsink - reference| <= sum(exp(sink - lse) * (w * (|D| + h) + h + 1.2 * eps * (sqrt(m) + 4) * |D|)),
-where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1. The gradient of an element a
-of an array is a sum of dx * x'_a over the pairs that read it, with x'_a the derivative by a and e_a
-its error: of those pairs alone, whatever others are,
+where h is g of D, and w = exp(eps * (1.5 * |sink| + |lse| + 3)) - 1.
 
-    |da - reference|  <=  sum(|x'_a| * F + ((2 * eps + t) * |x'_a| + eps * e_a) * |dx|)
-    t = 1.2 * 2**-52 * (sqrt(n) + 4), as the sums are kept in float64
+The gradient of an element a of an array is a sum over the pairs that read it, whatever others are,
+with x'_a the derivative by a, e_a its error, and F that of a score without a modification:
 
-All this with m rows in a sum over rows (of all heads that share the key), and 2 eps of the result.
-A kernel on float16 or bfloat16 may round P and dS before it multiplies with them, by half of their
-eps and half of their smallest number, and rounds its results, unless they are in float32. Where a
-result is infinite or beyond its dtype's largest number, anything may stand; NaN must be NaN. A key
-that no query sees and a query that sees no key have gradients of exactly 0.
+    |da - reference|  <=  sum(|x'_a| * F + ((2 * eps + t) * |x'_a| + eps * e_a) * size)
+    size = (P + P * p) * (|dP - delta| + g),    t = 1.2 * 2**-52 * (sqrt(n) + 4)
+
+where t is the error of the sum along a row, in float64. All this with m rows in a sum over rows (of
+all heads that share the key), and 2 eps of the result. A kernel on float16 or bfloat16 may round P
+and dS before it multiplies with them, by half of their eps and half of their smallest number, and
+rounds its results, unless they are in float32. Where a result is infinite or beyond its dtype's
+largest number, anything may stand; NaN must be NaN. A key that no query sees and a query that sees
+no key have gradients of exactly 0.
 """
 
 import math

@@ -36,6 +36,7 @@ from cupyfa.runtime.prepared import fill
 
 # Kinds of numbers: each finds other faults.
 VALUES = {
+    "scales": "normal, times powers of two: of each head of V, and of each row of dO",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow, they do not cancel",
     "integers": "-2 … 2: products are exact",
@@ -294,6 +295,10 @@ def _drawn(
         x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
+    elif values == "scales" and name in ("V", "dO"):
+        most = ml_dtypes.finfo(dtype).maxexp // 3  # of a product of both there is room for sums
+        heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
+        x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
     elif values == "outliers":

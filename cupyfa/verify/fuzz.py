@@ -98,7 +98,7 @@ _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _EMPTY = 0.03  # the share of lengths that are 0
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
-_VALUES = ("normal", "normal", "uniform", *VALUES)
+_VALUES = ("normal", "normal", *VALUES)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 from helpers import e4m3_sums
 from hypothesis import given, settings, strategies as st
 
+from cupyfa.dtypes import dtype_named
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.tolerance import require
@@ -527,3 +528,39 @@ def test_scores_of_e4m3_have_the_error_of_their_sums(kind, d):
     largest = (off / want.bound[0, 0]).max()
     assert largest < 1
     assert largest > 0.1 or kind == "positive", f"{largest}"
+
+
+ROUNDINGS = {"float16": None, "bfloat16": None, "float32": "tf32", "float64": None}
+
+
+@pytest.mark.parametrize("part", [(0,), (slice(None), 0)], ids=["batch element", "head"])
+@pytest.mark.parametrize("dtype, rounding", [*ROUNDINGS.items(), ("float32", "float8_e4m3")])
+def test_bounds_of_a_head_do_not_depend_on_others(dtype, rounding, part):
+    of = dtype_named(dtype).numpy.type
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 2, 9, 16)).astype(of)
+    sizes = {"scale": 0.25, "dtype": dtype, "roundings": (rounding,)}
+
+    def expected():
+        forward = tolerance.expected_attention(q, k, v, **sizes)[rounding]
+        out, lse = (forward[x].value for x in ("O", "lse"))
+        return forward | tolerance.expected_gradients(q, k, v, out, lse, dout, **sizes)[rounding]
+
+    before = expected()
+    for x in (v, dout):
+        x[part] *= of(2.0**6)
+    others = np.ones((2, 2), bool)
+    others[part] = False
+    for name, (_, bound) in expected().items():
+        np.testing.assert_array_equal(bound[others], before[name].bound[others], err_msg=name)
+    assert (bound[~others] > before[name].bound[~others]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_bounds_of_small_values_are_small(dtype):
+    of = dtype_named(dtype).numpy.type
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 1, 9, 16)).astype(of)
+    usual, small = (
+        tolerance.expected_attention(q, k, x, scale=0.25, dtype=dtype)[None]["O"]
+        for x in (v, v * of(2.0**-8))
+    )
+    np.testing.assert_allclose(small.bound, usual.bound * 2.0**-8, rtol=0.05)

@@ -1,0 +1,126 @@
+"""Results of a row, head or batch element do not depend on how large those of others are."""
+
+import numpy as np
+import pytest
+from helpers import broken_kernels
+from helpers.problems import usual_first
+
+import cupyfa
+from cupyfa import Problem, Simulator
+from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.dtypes import dtype_named
+from cupyfa.errors import WrongResult
+from cupyfa.ladder import LADDER
+from cupyfa.planner import select
+from cupyfa.runtime import guard
+from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.verify.case import Case
+
+GIVES_ARRAYS = [k for k in LADDER["backward"].values() if "places" in k.features]
+ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
+BATCH, HEADS, M, N, D = 4, 4, 20, 30, 16
+# Powers of two by which a part of dO is larger.
+LARGER = {"float16": 10, "bfloat16": 60, "float32": 60, "float64": 500}
+TEXT = "score + table[batch, head, min(abs(query - key), 3)] + pair[batch, head, query, key]"
+ARRAYS = ("bias", "alibi_slopes", "sink", "table", "pair")
+
+
+def drawn(dtype):
+    """dout, q, k and v, and the arrays that texts read: none of an element is another's."""
+    rng, of = np.random.default_rng(0), dtype_named(dtype)
+    shapes = [(BATCH, HEADS, n, D) for n in (M, M, N, N)]
+    read = {
+        "bias": rng.standard_normal((BATCH, HEADS, M, N)).astype(of.numpy),
+        "alibi_slopes": rng.random((BATCH, HEADS)).astype(of.sums),
+        "sink": rng.standard_normal((BATCH, HEADS)).astype(of.sums),
+        "table": rng.standard_normal((BATCH, HEADS, 4)).astype(of.sums),
+        "pair": rng.standard_normal((BATCH, HEADS, M, N)).astype(of.sums),
+    }
+    return [rng.standard_normal(x).astype(of.numpy) for x in shapes], read
+
+
+def gradients(kernel, backend, arrays, read, wrt, **more):
+    """Those of the named arrays; out and lse are of a forward pass, whatever dout is."""
+    dout, q, k, v = arrays
+    captured = {x: read[x] for x in ("table", "pair") if x in read}
+    given = {x: y for x, y in read.items() if x not in captured}
+    on = {"backend": backend, **given, **({"captured": captured} if captured else {}), **more}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
+    return cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=wrt, kernel=kernel, **on)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kernel", usual_first(GIVES_ARRAYS))
+@pytest.mark.parametrize(
+    "part", [(0, slice(None)), (slice(None), 0)], ids=["batch element", "head"]
+)
+@pytest.mark.parametrize("wrt", [ARRAYS, ("bias",)], ids=["all", "bias"])
+def test_gradients_of_arrays(backend, kernel, part, wrt):
+    """A bias alone has a launch of its own on Hopper."""
+    dtype = usual_dtype(kernel)
+    arrays, read = drawn(dtype)
+    read, more = (read, {"score_mod": TEXT}) if wrt is ARRAYS else ({"bias": read["bias"]}, {})
+    expected = gradients(kernel, backend, arrays, read, wrt, **more)
+    arrays[0][part] *= arrays[0].dtype.type(2.0 ** LARGER[dtype])
+    found = gradients(kernel, backend, arrays, read, wrt, **more)
+    others = np.ones((BATCH, HEADS), bool)
+    others[part] = False
+    for name, x, y in zip(wrt, found, expected, strict=True):
+        assert (x[~others] != y[~others]).any(), name
+        np.testing.assert_array_equal(x[others], y[others], err_msg=name)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
+    """Sums over axes of a bias, whose terms are the gradients of a bias without such axes."""
+    (dout, q, k, v), read = drawn(dtype)
+    heads = np.ldexp(1.0, np.random.default_rng(1).integers(-20, 21, (BATCH, HEADS, 1, 1)))
+    arrays, bias = [(dout * heads).astype(dout.dtype), q, k, v], read["bias"]
+    bias = bias[tuple(slice(1) if i in axes else slice(None) for i in range(4))]
+    full = np.ascontiguousarray(np.broadcast_to(bias, read["bias"].shape))
+    (found,), (terms,) = (
+        gradients("two_pass", backend, arrays, {"bias": x}, ("bias",)) for x in (bias, full)
+    )
+    exact = terms.astype(np.longdouble).sum(axes, keepdims=True)
+    size = np.abs(terms).astype(np.longdouble).sum(axes, keepdims=True)
+    # Half a unit of rounding the terms and the sum, and the sums along a row, in float64.
+    allowed = float(np.finfo(dtype).eps) + float(np.finfo(np.float64).eps) * (N if 3 in axes else 0)
+    assert found.shape == bias.shape
+    assert (np.abs(found - exact) <= allowed * size).all()
+
+
+def case_of(kernel, dtype, M=70, N=45):
+    """Values of many sizes, and all gradients of arrays that the kernel gives."""
+    given = {"batch": 2, "heads": 2, "M": M, "N": N, "d": 32, "dtype": dtype}
+    if "wrt" in kernel.features:
+        given |= {"sink": "bh", "wrt": "sink"}
+    if {"wrt", "places"} <= {*kernel.features}:
+        given |= {"bias": "bhmn", "alibi_slopes": "bh", "wrt": "bias,sink,alibi_slopes"}
+    return Case(kernel.operation, Problem.of_sizes(**given), 1, "scales")
+
+
+@pytest.mark.parametrize("kernel", usual_first(ALL))
+def test_every_kernel(backend, kernel):
+    case = case_of(kernel, usual_dtype(kernel))
+    plan = select.plan(kernel, case.problem, backend.limits)
+    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+
+
+SHARED_SCALE = broken_kernels.Fault(
+    *("two_pass", "backward/parts/exact_sums.cuh", "all elements share a scale"),
+    "      atomicMax(&exponents[element],",
+    "      for (long long i = 0; i < elements; ++i) atomicMax(&exponents[i],",
+    *("", None),
+)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_bounds_find_a_scale_that_elements_share(tmp_path, dtype):
+    simulator, kernel = Simulator(), broken_kernels.broken(tmp_path, SHARED_SCALE)
+    case = case_of(kernel, dtype, M=5, N=7)
+    plan = select.plan(kernel, case.problem, simulator.limits)
+    with pytest.raises(WrongResult, match="d_bias"):
+        guard.checked(simulator, plan, readable_inputs(plan, case.inputs()), {})
