@@ -1496,9 +1496,9 @@ def _known(backend: Backend, key: Any) -> Prepared | None:
         return None
 
 
-def _key_of(tiles: Tiles | None) -> str | None:
+def _key_of(tiles: Tiles | None) -> str:
     """What a key has of tile sizes, whatever kind of mapping they are in."""
-    return repr(dict(tiles)) if isinstance(tiles, Mapping) else None
+    return repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
 
 
 def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:
@@ -1571,7 +1571,7 @@ def _compiled(
     how, _ = _read(how, False, None)
     inputs = dict(zip(_ARRAYS[operation], given))
     if modifiers.STARTS[0] in modified:
-        modified = {**modified, **_offsets_of_compiled(inputs, modified, backend, dtype)}
+        _check_packed(inputs)
     if modified and dtype is None:
         how, given = _with_operands(how, given, modified)
     if own is not None or return_own:
@@ -1588,20 +1588,6 @@ def _compiled(
             how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
             arrays += [backend.empty(*x) for x in more]
     return _prepared(how, backend, arrays, keep=True, of_shapes=True)
-
-
-def _offsets_of_compiled(
-    inputs: Mapping[str, Any],
-    given: Mapping[str, Any],
-    backend: BackendName | Backend,
-    dtype: DTypeLike | None,
-) -> dict[str, Any]:
-    """The offsets and lengths of packed sequences as arrays; nothing if shapes are given."""
-    if dtype is not None:
-        _check_packed(inputs)
-        return {}
-    lengths = [given.get(name) for name in (*modifiers.STARTS, *modifiers.USED)]
-    return _sequences(inputs, lengths, {"backend": backend})[2]
 
 
 def _out_dtype(how: How, dtype: DType) -> np.dtype:
@@ -1694,7 +1680,7 @@ def _with_operands(
         most = 1 if table is None else table.shape[1]  # pages
         found |= _padded_lengths(how, arrays, lengths, most, look)
     if modifiers.STARTS[0] in found:
-        found = ragged.with_a_sequence(found)
+        found = ragged.with_a_sequence(ragged.as_lengths(found))
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
