@@ -1389,8 +1389,12 @@ def _call(
     operation, kernel, named, options, layout, tiles, flag, own, *asked = how
     backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
-    key = operation, forms, str(which), repr(asked), options, layout, flag, own, _key_of(tiles)
-    prepared = _known(backend, key)
+    sizes = None if tiles is None else _key_of(tiles)
+    key = operation, forms, str(which), repr(asked), options, layout, flag, own, sizes
+    try:
+        prepared = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        prepared = None
     if prepared is None:
         prepared = _planned(how, backend, arrays, forms)
         _remember(backend, key, prepared)
@@ -1480,20 +1484,15 @@ def _planned(
         *(operation, forms, kernel, chosen.form, layout, flag, before, results, named),
         *(*others, _key_of(tiles)),
     )
-    like = _known(backend, key)
+    try:
+        like = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        like = None
     if like is not None:
         return like.with_numbers(chosen, numbers)
     prepared = _prepared(how, backend, arrays, keep=False)
     _remember(backend, key, prepared)
     return prepared
-
-
-def _known(backend: Backend, key: Any) -> Prepared | None:
-    """The prepared call of a key, if there is one."""
-    try:
-        return backend.known.get(key)
-    except TypeError:  # an argument that cannot be hashed, and will be refused
-        return None
 
 
 def _key_of(tiles: Tiles | None) -> str:
