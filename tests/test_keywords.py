@@ -6,6 +6,7 @@ import pytest
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem
+from cupyfa.bench import sweeps
 from cupyfa.options import OPTIONS
 
 F = np.float32
@@ -69,6 +70,7 @@ FUNCTIONS = {
     "compile_backward": lambda **how: cupyfa.compile_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
     "plan": lambda **how: cupyfa.plan(M=5, d=16, **SIM, **how),
     "problem": lambda **how: Problem.of_sizes(M=5, d=16, **how),
+    "sweep": lambda **how: sweeps.problems("forward", {"M": 5, "d": 16, **how}),
     "dask": of_dask("attention"),
     "dask vjp": of_dask("attention_vjp"),
     "ranks": of_ranks("attention"),
