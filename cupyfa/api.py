@@ -1322,6 +1322,8 @@ def empty_pinned(
 
 
 def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
+    if not isinstance(shape, Iterable):
+        raise TypeError(f"{what} is {described(shape)}; give whole numbers from 0")
     sizes = tuple(shape)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
         raise ValueError(f"{what} is {shape}; give whole numbers from 0")
