@@ -1294,6 +1294,8 @@ def empty_pinned(
 
 
 def _shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
+    if not isinstance(shape, Iterable):
+        raise TypeError(f"{what} is {described(shape)}; give whole numbers from 0")
     sizes = tuple(shape)
     if not all(isinstance(size, int | np.integer) and size >= 0 for size in sizes):
         raise ValueError(f"{what} is {shape}; give whole numbers from 0")
@@ -1361,8 +1363,12 @@ def _call(
     operation, kernel, named, options, layout, tiles, flag, own, *asked = how
     backend, arrays, forms = _adopted(named, (*_ARRAYS[operation], *own[0]), arrays)
     which = kernel if isinstance(kernel, str) else id(kernel)  # a record is kept, too
-    key = operation, forms, str(which), repr(asked), options, layout, flag, own, _key_of(tiles)
-    prepared = _known(backend, key)
+    sizes = None if tiles is None else _key_of(tiles)
+    key = operation, forms, str(which), repr(asked), options, layout, flag, own, sizes
+    try:
+        prepared = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        prepared = None
     if prepared is None:
         prepared = _planned(how, backend, arrays, forms)
         _remember(backend, key, prepared)
@@ -1452,7 +1458,10 @@ def _planned(
         *(operation, forms, kernel, chosen.form, layout, flag, before, results, named),
         *(*others, _key_of(tiles)),
     )
-    like = _known(backend, key)
+    try:
+        like = backend.known.get(key)
+    except TypeError:  # an argument that cannot be hashed, and will be refused
+        like = None
     if like is not None:
         return like.with_numbers(chosen, numbers)
     prepared = _prepared(how, backend, arrays, keep=False)
@@ -1460,17 +1469,9 @@ def _planned(
     return prepared
 
 
-def _known(backend: Backend, key: Any) -> Prepared | None:
-    """The prepared call of a key, if there is one."""
-    try:
-        return backend.known.get(key)
-    except TypeError:  # an argument that cannot be hashed, and will be refused
-        return None
-
-
-def _key_of(tiles: Tiles | None) -> str | None:
+def _key_of(tiles: Tiles | None) -> str:
     """What a key has of tile sizes, whatever kind of mapping they are in."""
-    return repr(dict(tiles)) if isinstance(tiles, Mapping) else None
+    return repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
 
 
 def _remember(backend: Backend, key: Any, prepared: Prepared) -> None:
@@ -1543,7 +1544,7 @@ def _compiled(
     how, _ = _read(how, False, None)
     inputs = dict(zip(_ARRAYS[operation], given))
     if modifiers.STARTS[0] in modified:
-        modified = {**modified, **_offsets_of_compiled(inputs, modified, backend, dtype)}
+        _check_packed(inputs)
     if modified and dtype is None:
         how, given = _with_operands(how, given, modified)
     if own is not None or return_own:
@@ -1560,20 +1561,6 @@ def _compiled(
             how, more = _with_forms(how, dict(zip(sizes, arrays)), modified, of.name)
             arrays += [backend.empty(*x) for x in more]
     return _prepared(how, backend, arrays, keep=True, of_shapes=True)
-
-
-def _offsets_of_compiled(
-    inputs: Mapping[str, Any],
-    given: Mapping[str, Any],
-    backend: BackendName | Backend,
-    dtype: DTypeLike | None,
-) -> dict[str, Any]:
-    """The offsets and lengths of packed sequences as arrays; nothing if shapes are given."""
-    if dtype is not None:
-        _check_packed(inputs)
-        return {}
-    lengths = [given.get(name) for name in (*modifiers.STARTS, *modifiers.USED)]
-    return _sequences(inputs, lengths, {"backend": backend})[2]
 
 
 def _out_dtype(how: How, dtype: DType) -> np.dtype:
@@ -1666,7 +1653,7 @@ def _with_operands(
         most = 1 if table is None else table.shape[1]  # pages
         found |= _padded_lengths(how, arrays, lengths, most, look)
     if modifiers.STARTS[0] in found:
-        found = ragged.with_a_sequence(found)
+        found = ragged.with_a_sequence(ragged.as_lengths(found))
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(how[2], str(name), x) for name, x in by_name}
     operands = [modifiers.of_value(name, x) for name, x in found.items()]

@@ -6,7 +6,6 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from enum import Enum
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -29,16 +28,16 @@ NO_WINDOW: Window = (None, None)
 Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
 
 
-class NotGiven(Enum):
+class NotGiven:
     """The default of an option's keyword: ``options=`` may say otherwise, and no value may."""
 
-    NOT_GIVEN = "not given"
+    __repr__ = "<not given>".__str__  # type: ignore[assignment]  # fast: keys of calls have it
 
-    def __repr__(self) -> str:
-        return "<not given>"
+    def __reduce__(self) -> str:
+        return "NOT_GIVEN"  # the same object when it is copied
 
 
-NOT_GIVEN: Any = NotGiven.NOT_GIVEN
+NOT_GIVEN: Any = NotGiven()
 
 
 def _same(value: Any) -> Any:
@@ -143,14 +142,15 @@ def _read_window(value: Any) -> Window:
 def _read_side(side: Any) -> int | None:
     if (side := without_axes(side)) is None:
         return None
-    none = "None for no limit (- on the command line)"
-    if isinstance(side, bool) or not isinstance(side, int | np.integer):
-        raise TypeError(f"a side of window is {described(side)}; give a number of keys, or {none}")
-    if side < 0:
-        raise ValueError(f"window has a negative side, {side}; give 0 or more keys, or {none}")
-    if side >= 2**31:
-        raise ValueError(f"window has a side of {side}; give at most {2**31 - 1:,} keys, or {none}")
-    return int(side)
+    if isinstance(side, int | np.integer) and side < 0:
+        raise ValueError(
+            f"window has a negative side, {side}; give 0 or more keys, or None for no limit (- on "
+            "the command line)"
+        )
+    try:
+        return read_size("a window's side", side, 2**31 - 1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, and None is no limit (- on the command line)") from None
 
 
 def _read_offset(value: Any) -> int | None:

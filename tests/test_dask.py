@@ -133,10 +133,10 @@ def test_results_are_those_of_one_call(name):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_call(name):
     given, chunked, options = case(name)
-    how = {"return_lse": True, **FORWARD, **BACKWARD, **options}
+    how = {"return_lse": True, "backward_tiles": TILES, **FORWARD, **BACKWARD, **options}
     (out, lse), back = cupyfa.attention_vjp(*given, **how)
     dout = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
-    results, pullback = parts.attention_vjp(*chunked, backward_tiles=TILES, **how)
+    results, pullback = parts.attention_vjp(*chunked, **how)
     found = pullback(da.from_array(dout))
     assert [x.shape for x in found] == [x.shape for x in given]
     found, right = computed(*results, *found), (out, lse, *back(dout))

@@ -608,7 +608,7 @@ def test_nvrtc_compiles_what_decoding_launches(size):
         ({"layout": "bshd"}, ValueError, "layout is 'bshd'; use one of nhd, hnd"),
         ({"lengths": LENGTHS.astype("i8")}, TypeError, "lengths is int64; it must be int32"),
         ({"lengths": LENGTHS[:2]}, ValueError, "k has 6 sequences"),
-        ({"lengths": [1, 2]}, TypeError, "give a NumPy or CuPy array"),
+        ({"lengths": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
         ({"v": np.zeros((BATCH, N, 1, DV), "f4")}, ValueError, "kv_heads, columns"),
         (
             {"v": np.zeros((BATCH, N, KV_HEADS, DV), "f2")},

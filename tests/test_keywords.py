@@ -6,6 +6,7 @@ import pytest
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem
+from cupyfa.bench import sweeps
 from cupyfa.options import OPTIONS
 
 F = np.float32
@@ -13,6 +14,7 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(F)
 LSE = np.ones((1, 2, 5), F)
 ROWS, OFFSETS = Q[0].swapaxes(0, 1), np.array([0, 2, 5], np.int32)
 SIM = {"backend": "simulator", "kernel": "fa2"}
+SIM_ALONE = {"backend": "simulator"}
 BACK = {"backend": "simulator", "kernel": "columns"}
 
 
@@ -69,6 +71,7 @@ FUNCTIONS = {
     "compile_backward": lambda **how: cupyfa.compile_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
     "plan": lambda **how: cupyfa.plan(M=5, d=16, **SIM, **how),
     "problem": lambda **how: Problem.of_sizes(M=5, d=16, **how),
+    "sweep": lambda **how: sweeps.problems("forward", {"M": 5, "d": 16, **how}),
     "dask": of_dask("attention"),
     "dask vjp": of_dask("attention_vjp"),
     "ranks": of_ranks("attention"),
@@ -392,3 +395,25 @@ def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
     for kernel in ("fa2", "minimal"):
         with pytest.raises(cupyfa.Unsupported, match=r"can either: too many blocks \(.*v2, .*\)$"):
             cupyfa.plan(kernel=kernel, **sizes)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: cupyfa.empty_pinned(2.5, **SIM_ALONE), TypeError, "shape is 2.5; give whole"),
+        (lambda: decoded(splits=2.0), ValueError, "splits is 2.0; give a whole number"),
+        (lambda: decoded(splits=True), ValueError, "splits is True; give a whole number"),
+        (lambda: cupyfa.attention(Q, Q, Q, devices=3, **SIM), TypeError, "devices is 3; give"),
+        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": 64.0}, **SIM), ValueError, "Br=64.0 must"),
+        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": True}, **SIM), ValueError, "Br=True must"),
+        (lambda: cupyfa.attention(Q, Q, Q, return_own=3, **SIM), TypeError, "return_own is 3;"),
+        (lambda: cupyfa.attention(Q, Q, Q, layout=["bhsd"], **SIM), ValueError, "layout is"),
+        (lambda: cupyfa.attention(Q, Q, Q, options={"causal": True}, **SIM), TypeError, "options"),
+        (lambda: cupyfa.attention_vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
+    ],
+)
+def test_other_arguments_of_wrong_types_are_refused(call, error, message):
+    """Twice: the call before is not known."""
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            call()

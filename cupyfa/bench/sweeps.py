@@ -87,8 +87,9 @@ def problems(
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
+    has_options = sizes.get("options") is not None  # beside which no option may be given
     for name, value in sizes.items():
-        if value is not None:
+        if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
                 raise ValueError(f"{name} is {value}; give at least one")

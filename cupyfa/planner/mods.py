@@ -123,7 +123,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
         return _EMPTY, ()
     record = np.zeros((), np.dtype(fields, align=True))
     for (name, *_), number in zip(fields, values):
-        if number:
+        if number or isinstance(number, float):  # -0.0 too
             record[name] = number
     arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
     return record, tuple(arrays)

@@ -84,7 +84,8 @@ class Prepared(OfThisProcess):
     ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
     grads=None)`` is ``attention_backward``, with the options that it was made with; ``plan`` is
     what was decided. Arrays of the kernel's own follow in the order of its record, or are given by
-    name, or as ``own={name: array}``; its floats are those that it was made with.
+    name, or as ``own={name: array}``; its floats are those that it was made with. What is read
+    besides q, k and v may lie in NumPy's or CuPy's memory, whatever q is, or be lists of numbers.
 
     A call launches in CuPy's current stream. That may be captured: the graph may be launched as
     long as the Prepared lives, and not at the same time as another graph that was captured in that

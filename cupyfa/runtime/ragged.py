@@ -61,15 +61,25 @@ def padded_lengths(
     return {name: _as_int32(x) for name, x in made.items()}
 
 
+def as_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that a call reads, with lists and NumPy's whole numbers as int32 lengths."""
+    return {
+        name: _as_int32(_whole(name, x)) if name in (*STARTS, *USED) else x
+        for name, x in given.items()
+    }
+
+
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that a ragged batch reads; of no sequence, those of an empty one.
 
     Kernels have at least one sequence. What only sequences have is of no effect then.
     """
     made = dict(given)
+    if any(tuple(given[x].shape) != (1,) for x in STARTS):
+        return made
     for name, x in given.items():
         shape = tuple(x.shape)
-        if name in STARTS and shape == (1,):
+        if name in STARTS:
             made[name] = np.zeros(2, np.int32)
         elif name in USED and shape == (0,):
             made[name] = np.zeros(1, np.int32)

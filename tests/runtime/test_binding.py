@@ -343,9 +343,17 @@ def test_compile_backward_takes_shapes_and_a_dtype(near):
     [
         (lambda f, g, x: f(*x, out=x[1]), TypeError, "attention_backward has no out=; use grads="),
         (lambda f, g, x: g(*x[1:4], grads=x[1:4]), TypeError, "attention has no grads=; use out="),
-        (lambda f, g, x: f(*x[:5]), TypeError, "arrays are dout, q, .* given are 5 without a name"),
-        (lambda f, g, x: g(*x[1:4], bias=x[0]), TypeError, "given are 3 without a name and bias"),
-        (lambda f, g, x: g(*x[1:4], captured={"a": 2}), TypeError, "compiled in: leave out a"),
+        (lambda f, g, x: f(*x[:5]), TypeError, "takes the arrays dout, q, .*; lse is missing"),
+        (
+            lambda f, g, x: g(*x[1:4], bias=x[0]),
+            TypeError,
+            "q, k, v; bias is unknown",
+        ),
+        (
+            lambda f, g, x: g(*x[1:4], captured={"a": 2}),
+            TypeError,
+            "a is compiled in, so to be",
+        ),
         (lambda f, g, x: f(*x, grads=x[:2]), TypeError, "grads has 2 elements"),
         (lambda f, g, x: f(*x, grads=[x[1]] * 3), ValueError, "dq of grads overlaps the input Q"),
         (lambda f, g, x: f(x[0], *x[:5]), ValueError, "lse is float32 .* and this was compiled"),

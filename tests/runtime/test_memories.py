@@ -1,12 +1,14 @@
 """Every sort of input on every path of calls, from the memory of the host and of a device."""
 
-from itertools import product
+from itertools import islice, product
 
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers.gpu_like import GpuArray, GpuLike
 from helpers.inputs import PATHS, Calls, require_equal, sorts_of
 
+import cupyfa
 from cupyfa.runtime import select
 
 
@@ -53,3 +55,128 @@ def test_every_input_comes_from_any_memory_of_a_gpu(cuda, path, sort):
     for q, read in MEMORIES:
         got = Calls(path, sort, cuda, ways[q], ways[read], cupy.asnumpy).results()
         require_equal(got, wanted)
+
+
+# Arrays of the host in every dtype
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def of_dtype(*shape, dtype, seed=0):
+    made = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return made.astype(getattr(ml_dtypes, dtype, dtype))
+
+
+def host_calls(dtype, backend, several):
+    """What every function gives for arrays of the host, by name."""
+    q, k, v = (of_dtype(2, 2, 20, 16, dtype=dtype, seed=i) for i in range(3))
+    how = {"backend": backend, "causal": True}
+    back = {"backward_kernel": "two_pass"}
+    on = {"devices": [0]} if several else {}
+    (out, lse), pull = cupyfa.attention_vjp(q, k, v, return_lse=True, kernel="fa2", **back, **how)
+    yield "attention", [out, cupyfa.attention(q, k, v, kernel="fa2", **how, **on)]
+    yield "pullback", pull(out)
+    prepared = cupyfa.compile(q, k, v, kernel="fa2", return_lse=True, **how)
+    into = np.empty_like(out)
+    yield "prepared", [*prepared(q, k, v), *prepared(q, k, v, out=into), into]
+    gradients = cupyfa.compile_backward(out, q, k, v, out, lse, kernel="two_pass", **how)
+    arrays = [np.empty_like(x) for x in (q, k, v)]
+    yield "prepared backward", gradients(out, q, k, v, out, lse, grads=arrays)
+    rows, offsets = q[0].swapaxes(0, 1), np.array([0, 3, 20], np.int32)
+    made, pull = cupyfa.attention_ragged_vjp(
+        *(rows,) * 3, offsets, offsets, kernel="fa2", **back, **how
+    )
+    yield "packed", [made, *pull(made)]
+    starts = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    prepared = cupyfa.compile(rows, rows, rows, **starts, kernel="fa2", **how)
+    yield "prepared packed", [prepared(rows, rows, rows, **starts)]
+    lists, pull = cupyfa.attention_vjp([*q], [*k], [*v], kernel="fa2", **back, **how)
+    yield "lists", [*lists, *(y for x in pull(lists) for y in x)]
+    bias = of_dtype(20, 20, dtype=dtype, seed=4)
+    made, pull = cupyfa.attention_vjp(q, k, v, bias=bias, wrt="q,bias", kernel="fa2", **back, **how)
+    prepared = cupyfa.compile(q, k, v, bias=bias, kernel="fa2", **how)
+    yield "bias", [made, *pull(made), prepared(q, k, v, bias=bias)]
+    cache = cupyfa.KVCache(k.copy(), v.copy(), np.array([5, 9], np.int32), layout="hnd")
+    new = {"k": k[:, :, :1], "v": v[:, :, :1]}
+    made = cupyfa.decode(q[:, :, :1], cache, backend=backend, **new)
+    yield "decode", [made, cache.k, cache.v]
+    (made, total), pull = cupyfa.merge_vjp([(out, lse), (out, lse)], backend=backend)
+    yield "merge", [made, total, *(y for x in pull(made) for y in x)]
+    yield "softmax", [cupyfa.softmax(q, backend=backend)]
+
+
+def require_same_calls(dtype, backend, wanted, several=False):
+    for name, made in islice(host_calls(dtype, backend, several), len(wanted)):
+        for x, y in zip(made, wanted[name], strict=True):
+            assert isinstance(x, np.ndarray) and x.dtype == y.dtype, name
+            np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 4), *((x, 99) for x in DTYPES)])
+def test_host_arrays_of_every_dtype(like_a_gpu, dtype, most):
+    """Most of them; the first ones are calls, prepared ones and gradients."""
+    wanted = dict(islice(host_calls(dtype, "simulator", False), most))
+    require_same_calls(dtype, like_a_gpu, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_host_arrays_of_every_dtype_on_a_gpu(cuda, dtype):
+    """In the bits of the same arrays on the device, which kernels see there."""
+    import cupy
+
+    def there(array):
+        return cupy.asarray(array)
+
+    q, k, v = (of_dtype(2, 2, 20, 16, dtype=dtype, seed=i) for i in range(3))
+    found = dict(host_calls(dtype, cuda, False))
+    require_same_calls(dtype, cuda, found, several=True)
+    wanted = cupyfa.attention(*map(there, (q, k, v)), kernel="fa2", causal=True)
+    for x in (found["attention"][0], found["prepared"][0]):
+        np.testing.assert_array_equal(x, cupy.asnumpy(wanted))
+
+
+def of_e4m3(backend, put):
+    """Calls on e4m3 arrays, whose results are bfloat16."""
+    q, k, v = (of_dtype(2, 2, 64, 64, dtype="float8_e4m3fn", seed=i) for i in range(3))
+    how, descale = {"backend": backend, "kernel": "wgmma_fp8"}, np.full((2, 2), 0.5, np.float32)
+    given = [put(x) for x in (q, k, v)]
+    out = cupyfa.attention(*given, q_descale=descale, **how)
+    prepared = cupyfa.compile(*given, q_descale=descale, **how)
+    rows = of_dtype(2, 32, 2, 64, dtype="float8_e4m3fn", seed=5)
+    cache = cupyfa.KVCache(put(rows), put(rows.copy()), put(np.array([9, 30], np.int32)))
+    token = put(of_dtype(2, 4, 1, 64, dtype="bfloat16"))
+    new = {x: put(of_dtype(2, 2, 1, 64, dtype="bfloat16")) for x in "kv"}
+    decoded = [cupyfa.decode(token, cache, backend=backend, **x) for x in ({}, new)]
+    return [out, prepared(*given, q_descale=descale), *decoded]
+
+
+@pytest.mark.slow
+def test_host_arrays_of_e4m3(like_a_gpu):
+    wanted = of_e4m3("simulator", on_host)
+    for x, y in zip(of_e4m3(like_a_gpu, on_host), wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+def test_host_arrays_of_e4m3_on_a_gpu(hopper):
+    import cupy
+
+    wanted = [cupy.asnumpy(x) for x in of_e4m3(hopper, hopper.upload)]
+    for x, y in zip(of_e4m3(hopper, on_host), wanted, strict=True):
+        assert isinstance(x, np.ndarray)
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prepared_calls_of_device_arrays_refuse_those_of_the_host(like_a_gpu, dtype):
+    host = [of_dtype(2, 20, 16, dtype=dtype, seed=i) for i in range(3)]
+    prepared = cupyfa.compile(*map(like_a_gpu.upload, host), backend=like_a_gpu, kernel="fa2")
+    with pytest.raises(ValueError, match="q is .* in host memory .*this was compiled for"):
+        prepared(*host)
+    q, k, v = map(like_a_gpu.upload, host)
+    with pytest.raises(TypeError, match="mixed|is of type GpuArray"):
+        prepared(host[0], k, v)
+    with pytest.raises(TypeError, match="out is .*the inputs are CuPy arrays; give a CuPy array"):
+        prepared(q, k, v, out=np.empty_like(host[0]))

@@ -1,0 +1,215 @@
+"""Sizes of 0 on every path: no sequence, no element, no row, no key, no head, no column."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyfa
+
+F = np.float32
+SIM = {"backend": "simulator"}
+SIZES = {"batch": 2, "heads": 2, "M": 3, "N": 4, "d": 8, "dv": 8}
+DTYPES = ("float32", "float64", "float16", ml_dtypes.bfloat16)
+
+
+# Of no sequence
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kernel, back", [("fa2", "columns"), ("auto", "auto")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [7, 0])
+def test_packed_rows_of_no_sequence(backend, dtype, rows, kernel, back):
+    x, offsets = np.ones((rows, 2, 16)).astype(dtype), np.zeros(1, np.int32)
+    more = {"alibi_slopes": np.ones((0, 2), F), "sink": np.ones((0, 2), F), "seqused_k": []}
+    more |= {"captured": {"x": np.ones(0, F)}, "score_mod": "score + x[batch]"}
+    for given in ({}, more):
+        (out, lse), pull = cupyfa.attention_ragged_vjp(
+            *(x, x, x, offsets, offsets),
+            return_lse=True,
+            causal=True,
+            kernel=kernel,
+            backward_kernel=back,
+            backend=backend,
+            **given,
+        )
+        gradients = pull(out)
+        assert [y.shape for y in (out, *gradients)] == [x.shape] * 4
+        assert not any(np.any(y) for y in (out, *gradients)) and (lse == -np.inf).all()
+        assert lse.shape == (2, rows)
+
+
+def test_prepared_calls_of_no_sequence(backend):
+    x, offsets = np.ones((7, 2, 16), F), np.zeros(1, np.int32)
+    of = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    how = {"kernel": "fa2", "backend": backend}
+    prepared = cupyfa.compile(x, x, x, **of, **how)
+    assert not np.any(prepared(x, x, x, **of)) and not np.any(prepared(x, x, x, offsets, offsets))
+    shapes = {name: y.shape for name, y in of.items()}
+    prepared = cupyfa.compile(x.shape, x.shape, x.shape, dtype=F, **shapes, **how)
+    given = map(backend.upload, (x, x, x, offsets, offsets))
+    assert not np.any(backend.download(prepared(*given)))
+    checked = cupyfa.attention_ragged(x, x, x, [0], [0], check=True, **how)
+    assert not np.any(checked)
+
+
+def test_lists_of_no_array():
+    assert cupyfa.attention([], [], [], **SIM) == []
+    assert cupyfa.attention((), (), (), return_lse=True, causal=True, **SIM) == ([], [])
+    out = []
+    assert cupyfa.attention([], [], [], out=out, **SIM) == []
+    for return_lse, wanted in ((False, []), (True, ([], []))):
+        made, pull = cupyfa.attention_vjp([], [], [], return_lse=return_lse, **SIM)
+        assert made == wanted and pull([]) == ([], [], [])
+    assert pull([], []) == ([], [], [])
+    with pytest.raises(TypeError, match="dout is .*; give an empty list"):
+        pull(np.ones(3))
+    x = np.ones((2, 3, 16), F)
+    for lists in (([], [x], [x]), ([x], [], [x]), ([x], [x], [])):
+        with pytest.raises(ValueError, match="has 0 arrays.*; give as many of each"):
+            cupyfa.attention(*lists, **SIM)
+
+
+@pytest.mark.parametrize(
+    "how, error, message",
+    [
+        ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
+        ({"causl": True}, TypeError, "no argument 'causl'; did you mean causal"),
+        ({"scale": "1"}, TypeError, "scale is '1'; give a number"),
+        ({"check": "no"}, TypeError, "check is 'no'; give True or False"),
+        ({"tiles": 3}, TypeError, "tiles is 3"),
+        ({"backend": "gpu"}, ValueError, "backend 'gpu' is unknown"),
+        ({"out": [np.ones(3)]}, TypeError, "give a list of 0 arrays"),
+        ({"lengths_q": [3]}, cupyfa.Unsupported, "lengths_q cannot be used with lists"),
+    ],
+    ids=str,
+)
+def test_arguments_beside_empty_lists_are_looked_at(how, error, message):
+    with pytest.raises(error, match=message):
+        cupyfa.attention([], [], [], **{**SIM, **how})
+
+
+# Of no element
+
+
+def inputs(**sizes):
+    """q, k and v, and every sort of input with the sizes that it has then."""
+    s = {**SIZES, **sizes}
+    B, H, M, N = (s[x] for x in ("batch", "heads", "M", "N"))
+    q, k, v = (
+        np.ones((B, H, rows, s[columns]), F) for rows, columns in ((M, "d"), (N, "d"), (N, "dv"))
+    )
+    blocks = {"batch": B, "heads": H, "M": M, "N": N, **SIM}
+    sorts = {
+        "causal": {"causal": True},
+        "window": {"window": (3, 3)},
+        "dropout": {"dropout": 0.5, "dropout_seed": np.array([3])},
+        "softcap": {"softcap": 3.0},
+        "slopes": {"alibi_slopes": np.ones((B, H), F), "wrt": "q,alibi_slopes"},
+        "bias": {"bias": np.ones((B, H, M, N), F), "wrt": "v,bias"},
+        "mask": {"mask": np.ones((B, H, M, N), bool)},
+        "sink": {"sink": np.ones(H, F), "wrt": "sink"},
+        "lengths": {"lengths_q": np.zeros(B, np.int32), "lengths_k": [0] * B},
+        "array": {"score_mod": "score + x[query] * c", "captured": {"x": np.ones(M, F), "c": 0.5}},
+        "blocks": {"mask": cupyfa.block_mask(mask_mod="key <= query", **blocks)},
+        "offset of slopes": {"offset": 2, "alibi_slopes": np.ones((B, H), F)},
+        "offset of a score": {"offset": 2, "score_mod": "score + position"},
+        "offset of a mask": {"offset": 2, "mask_mod": "key <= position"},
+        "offset of blocks": {
+            "offset": 2,
+            "mask": cupyfa.block_mask(mask_mod="key <= position", **blocks),
+        },
+    }
+    return (q, k, v), sorts
+
+
+ZEROS = {name: {name: 0} for name in SIZES} | {"all": dict.fromkeys(SIZES, 0)}
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("sort", inputs()[1])
+@pytest.mark.parametrize("sizes", ZEROS)
+def test_no_elements_with_every_input(sizes, sort):
+    (q, k, v), sorts = inputs(**ZEROS[sizes])
+    given = dict(sorts[sort])
+    wrt = given.pop("wrt", "q,k,v")
+    (out, lse), pull = cupyfa.attention_vjp(q, k, v, return_lse=True, wrt=wrt, **given, **SIM)
+    assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
+    named = {"q": q, "k": k, "v": v, **given, **given.get("captured", {})}
+    for name, x in zip(wrt.split(","), pull(out), strict=True):
+        assert x.shape == named[name].shape and not np.isnan(x).any()
+    assert not np.isnan(out).any()
+    prepared = cupyfa.compile(q, k, v, **given, **SIM)
+    arrays = {x: y for x, y in named.items() if hasattr(y, "dtype") or x == "lengths_k"}
+    assert prepared(**arrays).shape == out.shape
+
+
+@pytest.mark.parametrize("shape", [{"M": 0}, {"N": 0}, {"M": 0, "N": 0}], ids=str)
+def test_an_offset_that_nothing_reads_is_refused_all_the_same(shape):
+    (q, k, v), _ = inputs(**shape)
+    for text in ({}, {"score_mod": "score * 2"}, {"mask_mod": "key != 1"}):
+        with pytest.raises(ValueError, match="nothing depends on the positions of queries"):
+            cupyfa.attention(q, k, v, offset=2, **text, **SIM)
+
+
+CACHES = {
+    "no batch": {"batch": 0},
+    "no tokens": {"tokens": 0},
+    "no capacity": {"capacity": 0},
+    "no heads": {"heads": 0},
+    "no values": {"dv": 0},
+    "no columns": {"d": 0},
+    "nothing": dict.fromkeys(("batch", "tokens", "capacity", "heads", "d", "dv"), 0),
+    "pages of no sequence": {"batch": 0, "pages": 2},
+    "pages without tokens": {"tokens": 0, "pages": 2},
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("sizes", CACHES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decoding_of_no_elements(sizes, dtype):
+    usual = {"batch": 2, "tokens": 1, "capacity": 8, "heads": 2, "d": 16, "dv": 16, "pages": None}
+    s = {**usual, **CACHES[sizes]}
+    rows = (s["batch"], s["capacity"]) if s["pages"] is None else (s["pages"], 16)
+    table = None if s["pages"] is None else np.zeros((s["batch"], 1), np.int32)
+
+    def of(*shape):
+        return np.ones(shape).astype(dtype)
+
+    q = of(s["batch"], 2 * s["heads"], s["tokens"], s["d"])
+    new = {x: of(s["batch"], s["heads"], s["tokens"], s[y]) for x, y in (("k", "d"), ("v", "dv"))}
+    slopes = {"alibi_slopes": np.ones(q.shape[:2], F), "sink": np.ones(q.shape[1], F)}
+    prefix = {"prefix": (of(1, s["heads"], 3, s["d"]), of(1, s["heads"], 3, s["dv"]))}
+    calls = [{}, {"check": True}, {"splits": 2}, slopes]
+    calls += [new] if s["capacity"] else []
+    calls += [prefix] if s["batch"] else []
+    for given in calls:
+        k, v = (of(*rows, s["heads"], s[x]) for x in ("d", "dv"))
+        cache = cupyfa.KVCache(k, v, np.zeros(s["batch"], np.int32), table)
+        out, lse = cupyfa.decode(q, cache, return_lse=True, **given, **SIM)
+        assert out.shape == (*q.shape[:3], s["dv"]) and lse.shape == q.shape[:3]
+        assert not np.isnan(out.astype(F)).any()
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8), (2, 2, 3, 0)], ids=str)
+def test_merging_of_no_elements(shape):
+    out, lse = np.ones(shape, F), np.ones(shape[:3], F)
+    made, pull = cupyfa.merge_vjp([(out, lse)] * 3, check=True, **SIM)
+    assert [x.shape for x in made] == [out.shape, lse.shape]
+    assert all(x.shape == shape for x, _ in pull(out, lse))
+    with pytest.raises(ValueError, match="parts is empty; give at least one pair"):
+        cupyfa.merge([], **SIM)
+
+
+def test_other_functions_of_no_elements(tmp_path):
+    for shape in ((0,), (3, 0), (0, 3), (2, 0, 4)):
+        found, lse = cupyfa.softmax(np.ones(shape, F), return_lse=True, check=True, **SIM)
+        assert found.shape == shape and lse.shape == shape[:-1]
+    for given in ({"mask": np.ones((0, 5), bool)}, {"mask_mod": "key <= query", "M": 0, "N": 0}):
+        mask = cupyfa.block_mask(**given, **SIM)
+        assert mask.density == 0.0 and 0 in mask.states(16, 16).shape[2:]
+        assert (~(mask & mask)).sizes == mask.sizes
+    sizes = {"batch": 0, "heads": 1, "M": 2, "N": 2}
+    assert cupyfa.dropout_mask(**sizes, dropout=0.5, dropout_seed=1).shape == (0, 1, 2, 2)
+    assert cupyfa.empty_pinned((0, 3), **SIM).shape == (0, 3)
