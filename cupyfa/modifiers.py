@@ -297,27 +297,26 @@ def modifiers(
         raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
-    has_lengths = not by_name.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
-    for text in (*score, *mask):
-        _refuse_short(text, by_name, dict(zip(_AXES, sizes[:2] if has_lengths else sizes)))
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
 
 
-def _refuse_short(
-    text: Expression, operands: Mapping[str, Operand], ends: Mapping[str, int]
-) -> None:
+def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
     """Raises ValueError for an axis that a place alone indexes and that has too few elements.
 
-    ends: how many numbers each place has, if that is known.
+    sizes: batch, heads, M and N, of which the last two are not known where there are lengths.
     """
-    for name, axis, index in text.indices:
-        place, shape = getattr(index, "id", ""), operands[name].shape
-        if (end := ends.get(place, 0)) > shape[axis]:
-            raise ValueError(
-                f"captured {name} has shape {shape}, and {text.option} indexes axis {axis} with "
-                f"{place}, from 0 to {end - 1}; give {end} elements in this axis, or an index "
-                f"such as min({place}, {max(shape[axis] - 1, 0)})"
-            )
+    shapes = {x.name: x.shape for x in found.operands}
+    has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
+    ends = dict(zip(_AXES, sizes[:2] if has_lengths else sizes))
+    for text in (*found.score, *found.mask):
+        for name, axis, index in text.indices:
+            place, shape = getattr(index, "id", ""), shapes[name]
+            if (end := ends.get(place, 0)) > shape[axis]:
+                raise ValueError(
+                    f"captured {name} has shape {shape}, and {text.option} indexes axis {axis} "
+                    f"with {place}, from 0 to {end - 1}; give {end} elements in this axis, or an "
+                    f"index such as min({place}, {max(shape[axis] - 1, 0)})"
+                )
 
 
 def _score_texts(
