@@ -264,7 +264,9 @@ class BlockMask:
             heads if self._depends("heads") else 1,
         )
         of, chosen = DTYPES["float32"], AttentionOptions(mask_mod=self.text)
-        return Problem(batch, heads, heads, M, N, 1, 1, of, chosen, operands=self._operands)
+        p = Problem(batch, heads, heads, M, N, 1, 1, of, chosen, operands=self._operands)
+        modifiers.refuse_short(p.modifiers, p.of_scores)
+        return p
 
     def _depends(self, size: str) -> bool:
         return _PLACE_OF[size] in self.text.positions

@@ -101,7 +101,9 @@ _OTHER_NAMES = {
 # Errors
 
 _LONGEST = 4000  # characters of a text
-_DEEPEST = 100  # nodes inside each other; compilers and Python's own recursion take more
+# Operations inside each other, of which a + b + c + ... is one; and all of these. Compilers and
+# Python's own recursion take more.
+_DEEPEST, _LONGEST_CHAIN = 100, 200
 _LARGEST = 3.4028234e38  # of float
 _SHOWN = 90  # characters of a text in an error
 
@@ -171,13 +173,33 @@ def _too_deep() -> str:
     )
 
 
+def _too_long(count: int) -> str:
+    return (
+        f"{count} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
+        "parentheses, as (a + b) + (c + d)"
+    )
+
+
 def _check_depth(tree: ast.expr) -> None:
-    level: list[ast.AST] = [tree]
-    for _ in range(_DEEPEST):
-        level = [x for node in level for x in ast.iter_child_nodes(node)]
-        if not level:
-            return
-    raise _Wrong(0, _too_deep())
+    """Raises _Wrong where operations are too deep inside each other, or too many in a chain."""
+    level: list[tuple[ast.AST, int]] = [(tree, 1)]  # and how many are around each
+    operations = -2  # below the last one are a name and nothing
+    while level:
+        if max(depth for _, depth in level) > _DEEPEST:
+            raise _Wrong(0, _too_deep())
+        operations += 1
+        level = [
+            (x, depth + (not _continues(node, x)))
+            for node, depth in level
+            for x in ast.iter_child_nodes(node)
+        ]
+    if operations > _LONGEST_CHAIN:
+        raise _Wrong(0, _too_long(operations))
+
+
+def _continues(node: ast.AST, operand: ast.AST) -> bool:
+    """Whether an operand is the part before the last operator of a chain, as a + b of a + b + c."""
+    return isinstance(node, ast.BinOp) and isinstance(operand, ast.BinOp) and operand is node.left
 
 
 @dataclass(frozen=True)
@@ -324,7 +346,7 @@ class _Rules:
             remedy = "; write != of conditions" if isinstance(op, ast.BitXor) else ""
             raise _Wrong(node, f"this operator is not available{remedy}")
         sign = _SIGNS[type(op)]
-        kinds = [self._numeric(side, f"{sign} takes") for side in (left, right)]
+        kinds = [self._numeric(left, f"{sign} takes"), self._numeric(right, f"{sign} takes")]
         if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and _is_zero(right):
             raise _Wrong(right, "this divides by 0")
         if isinstance(op, ast.FloorDiv | ast.Mod):
@@ -544,6 +566,21 @@ class Expression:
         """Whether it only adds to the score: its derivative is 1 wherever it is finite."""
         return _is_additive(self.tree)
 
+    @cached_property
+    def indices(self) -> tuple[tuple[str, int, ast.expr], ...]:
+        """Every index of a captured array: the array, the axis and the index."""
+        found = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
+        return tuple(
+            (x.value.id, axis, index)  # type: ignore[attr-defined]  # the rules leave names alone
+            for x in found
+            for axis, index in enumerate(_indices(x))
+        )
+
+    @cached_property
+    def work(self) -> int:
+        """About how many instructions it has for a pair."""
+        return sum(map(_work, ast.walk(self.tree)))
+
     def check(self, kinds: Mapping[str, Captured]) -> None:
         """Compares names, numbers of axes and kinds with what is captured; raises ValueError."""
         try:
@@ -570,6 +607,27 @@ class Expression:
         ``farthest``.
         """
         return _Printer(_Rules(self.option, kinds), bounded, slot, farthest).result(self.tree)
+
+
+_WORK = {  # of functions, about
+    **{"erf": 30, "log1p": 30, "softplus": 40, "expm1": 25, "tanh": 16, "log": 15},
+    **{"sin": 15, "cos": 10, "sigmoid": 6, "exp": 4, "exp2": 3, "sqrt": 4, "rsqrt": 3},
+}
+
+
+def _work(node: ast.AST) -> int:
+    match node:
+        case ast.Call(ast.Name(name)):
+            return _WORK.get(name, 1)
+        case ast.Subscript():
+            return 2 + 3 * len(_indices(node))
+        case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), divisor):
+            return 4 if isinstance(divisor, ast.Constant) else 20
+        case ast.BinOp(_, ast.Div()):
+            return 3
+        case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare() | ast.IfExp():
+            return 1
+    return 0
 
 
 def cpp_name(captured: str) -> str:
@@ -849,7 +907,7 @@ class Tracer:
         self.depth: int = 1 + max((x.depth for x in parts), default=0)
         if self.size > _LONGEST:
             raise ValueError(f"the function makes more than {_LONGEST:,} operations; write fewer")
-        if self.depth > _DEEPEST:
+        if self.depth > _LONGEST_CHAIN:
             raise ValueError(_too_deep().replace("expression", "function"))
 
     @staticmethod

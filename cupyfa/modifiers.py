@@ -305,6 +305,25 @@ def modifiers(
     return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
 
 
+def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
+    """Raises ValueError for an axis that a place alone indexes and that has too few elements.
+
+    sizes: batch, heads, M and N, of which the last two are not known where there are lengths.
+    """
+    shapes = {x.name: x.shape for x in found.operands}
+    has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
+    ends = dict(zip(_AXES, sizes[:2] if has_lengths else sizes))
+    for text in (*found.score, *found.mask):
+        for name, axis, index in text.indices:
+            place, shape = getattr(index, "id", ""), shapes[name]
+            if (end := ends.get(place, 0)) > shape[axis]:
+                raise ValueError(
+                    f"captured {name} has shape {shape}, and {text.option} indexes axis {axis} "
+                    f"with {place}, from 0 to {end - 1}; give {end} elements in this axis, or an "
+                    f"index such as min({place}, {max(shape[axis] - 1, 0)})"
+                )
+
+
 def _score_texts(
     options: AttentionOptions, operands: Mapping[str, Operand]
 ) -> Iterator[Expression]:

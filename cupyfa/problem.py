@@ -254,7 +254,9 @@ class Problem:
         pages = len(k) if table else 0
         N *= table.shape[1] if table else 1
         sizes = batch, heads, kv_heads, M, N, d, dv
-        return cls(*sizes, dtype, chosen, operands=operands, pages=pages)
+        p = cls(*sizes, dtype, chosen, operands=operands, pages=pages)
+        modifiers.refuse_short(p.modifiers, p.of_scores)
+        return p
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Problem:

@@ -211,7 +211,10 @@ def test_empty_sizes():
         (lambda: made() & made(N=7), "differ in M or N"),
         (lambda: made(heads=2) | made(heads=3), "differ in heads"),
         (lambda: made(heads=2) | made("key > head"), "make it with heads=2"),
-        (lambda: made("doc[key] > 0", {"doc": DOC[:9]}).density, "index 9"),
+        (
+            lambda: made("doc[key] > 0", {"doc": DOC[:9]}).density,
+            "indexes axis 0 with key, from 0 to 169",
+        ),
     ],
 )
 def test_wrong_block_masks(wrong, message):

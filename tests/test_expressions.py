@@ -55,6 +55,13 @@ def test_no_text_is_too_long_or_too_deep_to_be_refused(text):
     assert max(map(len, str(caught.value).split("\n"))) < 250
 
 
+@pytest.mark.parametrize("term", [" + score", " * 2", " - 0.5 * score"])
+def test_a_flat_chain_is_not_deep(term):
+    assert Expression.of("score_mod", "score" + term * 190).cpp(lambda *place: False)
+    with pytest.raises(ValueError, match=r"300 operations follow each other; at most 200 may; set"):
+        Expression.of("score_mod", "score" + "+1" * 300)
+
+
 def test_deep_texts_are_printed_in_no_time():
     for text in ("tanh(1 / " * 24 + "score" + ")" * 24, "(" * 40 + "key" + " ** 2)" * 40):
         made = Expression.of("score_mod", text)

@@ -42,6 +42,8 @@ _FIRST = "first_position"  # a member: the position of query 0
 _PAGES = "page_count"  # a member: how many pages there are
 _UNIT = "unit"  # a member: 1 / scale
 _MOST = "most"  # what a slope / scale is cut off at
+_MOST_INLINE = 100  # work of texts that are repeated for every pair
+_MOST_SLOPES = 20_000  # derivatives that the texts of a problem may have by elements of arrays
 # What a text finds besides its own names.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
@@ -247,6 +249,7 @@ def _tape(p: Problem) -> str:
         return len(accesses) - 1
 
     function = _function(p, "score_text", p.modifiers.score, slot)
+    _refuse_slopes(p, len(accesses))
     members = (f" {_member(x)} {gradient_of(x.name)};" for x in found)
     sizes = [prod(x.shape) for x in found]
     starts = [sum(sizes[:i]) for i in range(len(found))]
@@ -267,6 +270,17 @@ def _tape(p: Problem) -> str:
     )
 
 
+def _refuse_slopes(p: Problem, accesses: int) -> None:
+    work = sum(x.work for x in p.modifiers.score)
+    if work * accesses > _MOST_SLOPES:
+        names = ", ".join(x.name for x in p.modifiers.differentiated)
+        raise ValueError(
+            f"wrt: the texts read elements of {names} in {accesses} places and have about {work} "
+            f"operations, each with a derivative for every place: {work * accesses:,}, at most "
+            f"{_MOST_SLOPES:,} are compiled; name fewer arrays in wrt, or read fewer elements"
+        )
+
+
 def _function(
     p: Problem,
     name: str,
@@ -284,7 +298,7 @@ def _function(
     by_name = {x.name: x for x in found.operands if x.name in read}
     lines = [
         f"template <{'bool is_capped, class Score, ' * (is_score and slot is None)}class Key>",
-        f"__device__ __forceinline__ {result} {name}(",
+        f"__device__ {_inlining(texts, p)} {result} {name}(",
         f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
     ]
@@ -311,6 +325,15 @@ def _function(
         shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in texts)
         lines.append(f"  return {shown or 'true'};\n}}")
     return "\n".join(lines)
+
+
+def _inlining(texts: tuple[Expression, ...], p: Problem) -> str:
+    """Whether texts are repeated for every pair of a tile, or are a function that is called.
+
+    Compilers take minutes for hundreds of operations at each pair.
+    """
+    work = sum(x.work for x in texts) * (1 if p.dtype.sums.itemsize == 4 else 2)
+    return "__forceinline__" if work <= _MOST_INLINE else "__noinline__"
 
 
 def _farthest(p: Problem) -> int:

@@ -1,10 +1,17 @@
 """Texts of the user as C++: values and slopes in the simulator, and compilation by NVRTC."""
 
+import time
+
 import numpy as np
 import pytest
 from helpers.device_code import INCLUDE, fault, launch, launch_on_device, source
 
+from cupyfa import Problem
+from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.expressions import FUNCTIONS, Captured, Expression, cpp_name
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner import select
 
 TEXTS = [
     "score * abs(position - key) / -3 - slope[head] * (2 - query) * (key - query)",
@@ -225,3 +232,37 @@ def test_nvrtc_compiles_every_text(arch, real):
     binary, log = compiler.compile_text(text, "test.cu", arch, INCLUDE)
     assert binary.startswith(b"\x7fELF")
     assert "warning" not in log
+
+
+def balanced(term, count):
+    """The sum of so many terms, in parentheses."""
+    if count == 1:
+        return term
+    return f"({balanced(term, count // 2)} + {balanced(term, count - count // 2)})"
+
+
+SIX_AXES = "t[min(head, 5), batch, min(query, 5), min(key + 7, 5), abs(position) % 9, min(key, 8)]"
+# Of the largest size that is read, and of as many derivatives as are compiled.
+LARGEST = {
+    "functions": ({}, f"score + {balanced('log1p(score)', 230)}"),
+    "128 bits": ({"u": "u64[N]"}, f"score + {balanced('u[key] // (u[query] + 1) % 7', 110)}"),
+    "readings": ({"t": "f32[9,9,9,9,9,9]"}, f"score + {balanced(SIX_AXES, 40)}"),
+    "derivatives": ({"t": "f32[9,9,9,9,9,9]"}, f"score + {balanced(SIX_AXES, 25)}"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["wgmma_persistent", "wgmma_columns", "mma_f64"])
+@pytest.mark.parametrize("captured, text", LARGEST.values(), ids=LARGEST)
+def test_the_largest_texts_compile(kernel, captured, text):
+    """In a minute at most, where half of them took longer than ten when they were repeated."""
+    pytest.importorskip("cupyfa.runtime.cuda.compiler", reason="there is no NVRTC")
+    kernel = record_named(kernel)
+    is_gradient = kernel.operation == "backward" and text == LARGEST["derivatives"][1]
+    how = {"captured": captured} | ({"wrt": "t"} if is_gradient else {})
+    sizes = {"M": 4096, "N": 4096, "d": 64, "dtype": usual_dtype(kernel)}
+    p = Problem.of_sizes(**sizes, score_mod=text, **how)
+    begin = time.process_time()
+    for program in select.plan(kernel, p, limits_of("90a")).programs:
+        assert compile_launch(program, "90a").cubin
+    assert time.process_time() - begin < 60

@@ -201,6 +201,25 @@ def test_float64_keeps_its_precision(backend, kernel):
     check(backend, kernel, Case(kernel.operation, p))
 
 
+@pytest.mark.parametrize(
+    "index, needed", [("batch", 2), ("head", 4), ("query", 20), ("key", 30), ("0, key", 30)]
+)
+@pytest.mark.parametrize("option", ["score_mod", "mask_mod"])
+def test_an_array_that_is_too_short_is_refused_at_the_call(backend, option, index, needed):
+    """Where a place alone is the index, the sizes say so."""
+    text = {"score_mod": "score + where(s[{}] > 9, 1, 0)", "mask_mod": "s[{}] < 9"}[option]
+    shape = (1,) * (", " in index)
+    how = {option: text.format(index), "check": False}
+    attend(backend, **how, captured={"s": np.zeros((*shape, needed))})
+    axis, place = len(shape), index.split(", ")[-1]
+    message = rf"captured s has shape .*{option} indexes axis {axis} with {place}, from 0 to"
+    short = {"s": np.zeros((*shape, needed - 1))}
+    with pytest.raises(ValueError, match=message):
+        attend(backend, **how, captured=short)
+    with pytest.raises(ValueError, match=message):
+        cupyfa.compile(Q, K, K, backend=backend, captured=short, **{option: how[option]})
+
+
 @pytest.mark.parametrize("outside", [4, -1, 99])
 def test_an_index_outside_of_its_array_is_an_error(outside):
     doc = np.arange(30) // 10
@@ -216,7 +235,7 @@ def test_a_divisor_of_0_is_an_error_that_names_the_text(option):
     other = "mask_mod" if option == "score_mod" else "score_mod"
     texts = {"score_mod": "score + key // {}", "mask_mod": "key % {} >= 0"}
     texts = {option: texts[option].format("n[head]"), other: texts[other].format("3")}
-    captured = {"n": np.array([3, 0], np.int32)}
+    captured = {"n": np.array([3, 0, 3, 3], np.int32)}
     message = rf"divides an integer by zero in {option}, at .*expression.cuh:\d+"
     with pytest.raises(SimulatorFault, match=message):
         attend("simulator", **texts, captured=captured, check=False)

@@ -7,7 +7,7 @@ import pytest
 
 from cupyfa import Limits, Problem
 from cupyfa.ladder import LADDER
-from cupyfa.planner import includes, select as planning, source as sources
+from cupyfa.planner import includes, mods, select as planning, source as sources
 
 LIMITS = Limits("a device", shared_bytes=65536)
 HOPPER = Limits("another", shared_bytes=227 * 1024, arch="90")
@@ -174,3 +174,21 @@ def test_a_digest_uses_the_include_order_of_the_compiler(tmp_path):
     before = digest("#include <sub/a.cuh>", folders)
     (folders[1] / "sub" / "x.cuh").write_text("nearer")
     assert digest("#include <sub/a.cuh>", folders) != before
+
+
+LONG = " + ".join(f"tanh(score * {i})" for i in range(9))
+
+
+def test_a_long_text_is_a_function_that_kernels_call():
+    """Compilers take minutes for hundreds of operations at each pair of a tile."""
+    for text, how in ((LONG, "__noinline__ Score"), ("tanh(score)", "__forceinline__ Score")):
+        p = Problem.of_sizes(M=64, N=64, d=16, score_mod=f"score + {text}")
+        assert f"__device__ {how} score_text(" in mods.header(p)
+
+
+def test_too_many_derivatives_by_elements_are_refused():
+    sums = " + ".join(f"t[{i}] * score" for i in range(70))
+    sizes = {"M": 64, "N": 99, "d": 16, "captured": {"t": "f32[99]"}}
+    p = Problem.of_sizes(**sizes, score_mod=f"score + {sums}", wrt="t")
+    with pytest.raises(ValueError, match="^wrt: the texts read elements of t in 70 places"):
+        mods.header(p, taped=True)

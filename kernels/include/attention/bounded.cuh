@@ -9,6 +9,16 @@ struct Bounded {
 
   __device__ __forceinline__ T within(int size) const { return max(T(0), min(index, T(size - 1))); }
 };
+// For which min and max are not declared.
+template <>
+struct Bounded<__int128> {
+  __int128 index;
+
+  __device__ __forceinline__ long long within(int size) const {
+    const __int128 most = size - 1, not_above = index < most ? index : most;
+    return not_above < 0 ? 0 : (long long)(not_above);
+  }
+};
 
 __device__ __forceinline__ Bounded<int> bounded(int index, const char*) {
   return {index};
