@@ -7,7 +7,7 @@ reference and its bounds know expressions only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from keyword import iskeyword
 from math import prod
@@ -70,7 +70,8 @@ class Operand:
 
     name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
     same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
-    gradient: whether the backward operation gives its gradient.
+    gradient: whether the backward operation gives its gradient. given: the shape that the caller
+    gave, for messages, where it had other axes.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Operand:
     shape: tuple[int, ...] = ()
     value: float | int | bool | None = None
     gradient: bool = False
+    given: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
 
     @property
     def captured(self) -> Captured:
@@ -350,7 +352,7 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bo
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
     if not fits:
-        raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+        raise ValueError(f"{name} has shape {operand.given or shape}; its shape must be {wanted}")
     if name in SEEDS:
         if kind != "int":
             raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")
