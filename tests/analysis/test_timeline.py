@@ -107,7 +107,7 @@ def test_without_a_recording_the_code_is_that_without_marks(name, tmp_path):
         assert codes[0] == codes[1]
         reached = sources.texts(launch)
         removed += sum(len(re.findall(r"timeline::(?:Phase|event)\b", x)) for x in reached)
-    assert removed > 4, "there were marks to leave out"
+    assert removed > 1, "there were marks to leave out"
 
 
 def test_a_recorded_launch_compiles_for_a_gpu_too():
