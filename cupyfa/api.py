@@ -1857,7 +1857,7 @@ def _operands(
 ) -> tuple[Operand, ...]:
     lead, given = tuple(inputs["q"].shape[:-3]), []
     for name, array in inputs.items():
-        own = name.removeprefix("mods.")
+        own, asked_shape = name.removeprefix("mods."), tuple(map(int, array.shape))
         if own in ("bias", "mask") and own != name:
             array = modifiers.with_four_axes(own, array, lead)
         if name == f"mods.{modifiers.DLSE}":
@@ -1865,7 +1865,7 @@ def _operands(
         if own != name:
             made = modifiers.of_value(own, array)
             asked = own in wrt and own not in _QKV  # these name the inputs
-            given.append(replace(made, gradient=asked))
+            given.append(replace(made, gradient=asked, given=asked_shape))
     return (*given, *numbers)
 
 

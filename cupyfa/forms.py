@@ -234,9 +234,9 @@ def _of_shape(name: str, given: Any, dtype: str) -> Operand:
     if isinstance(given, tuple | list):
         if not all(isinstance(n, int) and n >= 0 for n in given):
             raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
-        return Operand(name, dtype, _with_four(name, given))
+        return Operand(name, dtype, _with_four(name, given), given=tuple(given))
     found = of_value(name, given)
-    return replace(found, shape=_with_four(name, found.shape))
+    return replace(found, shape=_with_four(name, found.shape), given=found.shape)
 
 
 def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:

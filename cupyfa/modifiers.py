@@ -71,7 +71,8 @@ class Operand:
 
     name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
     same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
-    gradient: whether the backward operation gives its gradient.
+    gradient: whether the backward operation gives its gradient. given: the shape that the caller
+    gave, for messages, where it had other axes.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Operand:
     shape: tuple[int, ...] = ()
     value: float | int | bool | None = field(default=None, compare=False)
     gradient: bool = False
+    given: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
     # What compares values: 0.0 equals -0.0, and NaN equals nothing.
     _written: str = field(init=False, repr=False)
 
@@ -382,7 +384,7 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bo
         fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
         wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
     if not fits:
-        raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+        raise ValueError(f"{name} has shape {operand.given or shape}; its shape must be {wanted}")
     if name in SEEDS:
         if kind != "int":
             raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")

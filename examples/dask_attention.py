@@ -2,7 +2,7 @@
 
 Every chunk of q is a task, which takes the chunks of k and v that its rows see. Chunks are made
 where they are needed, so the arrays may be larger than the memory of the process that calls.
-Processes and clusters need another package: pip install distributed
+The extra ".[dask]" has the packages that this needs.
 
     python examples/dask_attention.py                              # threads of this process
     python examples/dask_attention.py --workers 2                  # processes, each with its GPU
@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from contextlib import ExitStack
 from typing import Any
 
-import dask.array as da
 import numpy as np
-
-import cupyfa.dask
 
 
 def random_arrays(given: argparse.Namespace) -> list[Any]:
     """q, k and v in chunks of --rows tokens, each of the query heads of one key head."""
+    import dask.array as da
+
     group = given.heads // given.kv_heads
     random = da.random.default_rng(given.seed)
     arrays = []
@@ -96,6 +96,15 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = options().parse_args()
+    try:
+        import dask.array as da
+
+        import cupyfa.dask
+
+        if given.scheduler or given.workers:
+            import distributed  # noqa: F401
+    except ImportError as error:
+        sys.exit(f"this needs Dask ({error}); in the checkout: pip install -e '.[dask]'")
     with ExitStack() as stack:
         if given.scheduler or given.workers:
             from dask.distributed import Client

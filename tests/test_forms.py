@@ -386,3 +386,40 @@ def test_shapes_and_forms_are_compiled_too():
     arrays = cupyfa.compile_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
     np.testing.assert_array_equal(made[0], grads[0])
+
+
+WRONG_SHAPES = [
+    ("mask", (7, 9)),
+    ("mask", (3, 5, 6)),
+    ("mask", (1, 1, 7, 9)),
+    ("bias", (7, 9)),
+    ("bias", (2, 4, 5, 7)),
+    ("alibi_slopes", (3,)),
+    ("alibi_slopes", (4, 4)),
+    ("sink", (3,)),
+    ("sink", (1, 2, 4)),
+]
+
+
+@pytest.mark.parametrize("name, shape", WRONG_SHAPES)
+@pytest.mark.parametrize("call", ["attention", "attention_vjp", "compile", "plan"])
+def test_wrong_shapes_are_reported_as_given(call, name, shape):
+    q, k = np.ones((2, 4, 5, 8), np.float32), np.ones((2, 2, 6, 8), np.float32)
+    array = np.ones(shape, bool if name == "mask" else np.float32)
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 5, "N": 6, "d": 8}
+    with pytest.raises(ValueError, match=re.escape(f"{name} has shape {shape}; its shape must be")):
+        if call == "plan":
+            cupyfa.plan(backend="simulator", **sizes, **{name: shape})
+        else:
+            getattr(cupyfa, call)(q, k, k, backend="simulator", **{name: array})
+
+
+@pytest.mark.parametrize("layout, rows", [("nhd", 3), ("hnd", 16)])
+def test_a_cache_says_how_its_shape_is_read(layout, rows):
+    room = np.zeros((2, 3, 16, 8), np.float32)
+    cache = cupyfa.KVCache(room, room.copy(), np.full(2, 20, np.int32), layout=layout)
+    axes = {"nhd": "capacity, kv_heads", "hnd": "kv_heads, capacity"}[layout]
+    shape = f"(its k has shape (2, 3, 16, 8), with layout='{layout}' [batch, {axes}, d])"
+    heads = {"nhd": 16, "hnd": 3}[layout]
+    with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys of a sequence {shape}")):
+        cupyfa.decode(np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator")

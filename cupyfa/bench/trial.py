@@ -39,7 +39,8 @@ class Trial(Shown):
     """The result of running a plan.
 
     resources: registers and other resources of each launch, by entry. checked: the fraction of
-    rows that were compared with the reference.
+    rows that were compared with the reference. is_empty: whether no row sees a key, so that there
+    was nothing to compute.
     """
 
     plan: Plan
@@ -47,6 +48,7 @@ class Trial(Shown):
     measurement: Measurement
     resources: dict[str, dict[str, int]]
     checked: float = 1.0
+    is_empty: bool = False
 
     @property
     def passed(self) -> bool:
@@ -90,7 +92,13 @@ def trial(
         (times,) = timing.measure(backend, [call], **how, begins=lambda _: begins())
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
-    return Trial(plan, verdicts, row, used, judge.share)
+    return Trial(plan, verdicts, row, used, judge.share, _sees_nothing(results, inputs))
+
+
+def _sees_nothing(results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether all rows are empty, as lse says, which gradients have as an input."""
+    lse = results.get("lse", inputs.get("lse"))
+    return lse is not None and bool(np.isneginf(lse).all())
 
 
 @dataclass(frozen=True, repr=False)

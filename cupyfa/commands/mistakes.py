@@ -60,7 +60,7 @@ def message_of(error: click.ClickException) -> str:
 def refuse_one_dash(
     command: click.Command | None, arguments: Sequence[str], parent: click.Context
 ) -> None:
-    """Raises NoSuchOption for -causal, which click reads as -c ausal, where --causal is meant."""
+    """Raises UsageError for -causal, which click reads as -c ausal, and for -M=5, as -M "=5"."""
     if command is None:
         return
     context = click.Context(command, info_name=command.name, parent=parent)
@@ -69,7 +69,10 @@ def refuse_one_dash(
         return refuse_one_dash(sub, arguments[1:], context)
     options = _options(command)
     for word in arguments:
-        name = word.partition("=")[0]
+        name, equals, value = word.partition("=")
+        if equals and len(name) == len("-M") and name in options:
+            remedy = f"{word} has a = after a short option; write {name} {value}"
+            raise click.UsageError(remedy, ctx=context)
         if re.fullmatch("-[A-Za-z][A-Za-z-]+", name) and f"-{name}" in options:
             raise click.NoSuchOption(name, ctx=context)
 

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -17,6 +18,21 @@ from cupyfa.report.tables import render
 from cupyfa.verify.case import Case
 
 _WITHOUT_A_GPU = "90"  # the architecture that "auto" chooses a kernel for
+
+
+def _in_lines(command: Sequence[str]) -> str:
+    """A command for a shell in lines of one option each, lists of many names in lines of few."""
+    lines = [shlex.quote(command[0])]
+    for word in command[1:]:
+        quoted = shlex.quote(word)
+        if word.startswith("-"):
+            lines.append(f"  {quoted}")
+        elif word.count(",") > 1:
+            # Within a word a line may end anywhere, but must not begin with a space.
+            lines[-1] += " " + quoted.replace(",", ",\\\n")
+        else:
+            lines[-1] += f" {quoted}"
+    return " \\\n".join(lines)
 
 
 @click.command()
@@ -72,9 +88,10 @@ def profile(
             "ncu": profiling.ncu_command(kernel, case, tiles),
             "nsys": profiling.nsys_command(kernel, case, tiles),
         }
-        lines = {x: shlex.join(commands[x]) for x in commands if tool in (None, x)}
-        table = render([{"tool": x, "command": line} for x, line in lines.items()], form)
-        click.echo("\n".join(lines.values()) if form == "table" else table)
+        chosen = {x: command for x, command in commands.items() if tool in (None, x)}
+        rows = [{"tool": x, "command": shlex.join(command)} for x, command in chosen.items()]
+        in_lines = "\n\n".join(map(_in_lines, chosen.values()))
+        click.echo(in_lines if form == "table" else render(rows, form))
     if only_print:
         return
     with options.progress_bar("profiling") as progress:

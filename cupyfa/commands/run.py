@@ -78,6 +78,8 @@ def run(
     except Exception:
         options.note(f"the problem was {case}")
         raise
+    if result.is_empty:
+        options.note("no query sees a key, so nothing but empty rows was checked")
     as_run = problem.with_options(precision=planned.problem.precision)
     case = replace(case, problem=as_run)
     if form == "table":

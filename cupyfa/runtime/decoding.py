@@ -53,8 +53,9 @@ _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPE
 class KVCache:
     """Keys and values of the tokens of several sequences, in arrays of the caller's.
 
-    k, v: with ``layout="nhd"`` [batch, capacity, kv_heads, d] and [batch, capacity, kv_heads, dv],
-        with ``layout="hnd"`` [batch, kv_heads, capacity, d | dv]. With ``pages`` they are pages:
+    k, v: with ``layout="nhd"``, the default, [batch, capacity, kv_heads, d] and [batch, capacity,
+        kv_heads, dv]; with ``layout="hnd"`` [batch, kv_heads, capacity, d | dv], the order of the
+        arrays of ``attention`` and of q, k and v of ``decode``. With ``pages`` they are pages:
         [pages, page_size, kv_heads, d | dv], or [pages, kv_heads, page_size, d | dv]; page_size is
         16, 32, 64, 128 or 256.
     lengths: [batch] of int32, how many keys each sequence has.
@@ -235,6 +236,17 @@ class KVCache:
                 f"k has {count} pages and the page table {columns} columns; give at least one"
             )
 
+    @property
+    def _room(self) -> str:
+        """For messages: how many keys a sequence can have, and how the shape is read."""
+        rows = "page_size" if self.pages is not None else "capacity"
+        first = "pages" if self.pages is not None else "batch"
+        axes = f"{rows}, kv_heads" if self.layout == "nhd" else f"kv_heads, {rows}"
+        return (
+            f"the cache has room for {self.capacity} keys of a sequence (its k has shape "
+            f"{tuple(self.k.shape)}, with layout={self.layout!r} [{first}, {axes}, d])"
+        )
+
     def check_numbers(self, lengths: np.ndarray, pages: np.ndarray | None, new: int) -> None:
         """Raises ValueError for lengths, with ``new`` keys more, or pages that are not there."""
         wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
@@ -242,8 +254,8 @@ class KVCache:
             i = int(wrong[0])
             more = f", and there are {new} new ones" if new else ""
             raise ValueError(
-                f"lengths[{i}] is {lengths[i]}, the cache has room for {self.capacity} keys{more}; "
-                f"give a number from 0 to {self.capacity - new}"
+                f"lengths[{i}] is {lengths[i]}, {self._room}{more}; give a number from 0 to "
+                f"{self.capacity - new}"
             )
         if pages is None:
             return
@@ -503,11 +515,11 @@ def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
             x = given[name]
             raise ValueError(
                 f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}: [batch, "
-                "kv_heads, new tokens, columns], as q and the cache have them"
+                f"kv_heads, new tokens, columns], as q and the cache have them; {cache._room}"
             )
     if "k" in given and shape[2] > cache.capacity:
         raise ValueError(
-            f"there are {shape[2]} new tokens, and the cache has room for {cache.capacity} keys"
+            f"there are {shape[2]} new tokens, [batch, kv_heads, new tokens, d], and {cache._room}"
         )
     if "cos" in given:
         _check_angles(given["cos"], given["sin"], q)

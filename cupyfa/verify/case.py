@@ -18,6 +18,7 @@ from cupyfa.modifiers import (
     BIAS,
     DLSE,
     LENGTHS,
+    MASK,
     PADDED,
     PAGE_TABLE,
     SEEDS,
@@ -209,7 +210,10 @@ class Case:
             numbers = np.iinfo(dtype)
             return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
         if x.captured.kind == "bool":
-            return rng.random(x.shape) < _SEEN
+            drawn = rng.random(x.shape) < _SEEN
+            if x.name == MASK and drawn.size and not drawn.any():  # nothing would be checked
+                drawn.flat[0] = True
+            return drawn
         if x.captured.kind == "int":
             texts = (*p.modifiers.score, *p.modifiers.mask)
             end = forms.largest_index(x, p.operands, texts)

@@ -191,8 +191,9 @@ def test_an_interrupt_says_the_same_in_all_commands(monkeypatch, name):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    for command in ("bench", "tune", "options"):
-        monkeypatch.setattr(f"cupyfa.commands.{command}.backend_named", interrupted)
+    for command in ("bench", "tune"):
+        monkeypatch.setattr(f"cupyfa.commands.{command}.backend_to_measure", interrupted)
+    monkeypatch.setattr("cupyfa.commands.options.backend_named", interrupted)
     assert cli(name, "fa2", *SIMULATOR, code=130).stderr.strip() == "note: interrupted"
 
 

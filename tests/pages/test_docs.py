@@ -148,6 +148,10 @@ SHORT = {
 }
 
 
+# Commands in sentences that measure, which needs a GPU.
+MEASURES = re.compile(r"cupyfa (bench|tune|ladder)\b(?!.*--backend)")
+
+
 def shortened(line):
     """A command of a page with less to compute and less time to measure."""
     program, _, rest = line.partition(" ")
@@ -186,6 +190,7 @@ def follow(text, folder, environment, *, gpu):
                 shell(shortened(line) if gpu else line, block.exit_code, folder, environment)
                 for line in block.commands
                 if line.split()[0] not in OPTIONAL or shutil.which(line.split()[0])
+                if gpu or block.kind != "paragraph" or not MEASURES.match(line)
             ]
             printed = None if gpu else "".join(done)
 
