@@ -103,6 +103,7 @@ class Stored:
     """A failure in a file.
 
     schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
+    multiprocessors: of the simulator, if not as many as usual.
     """
 
     case: Case
@@ -111,6 +112,7 @@ class Stored:
     schedule: int | None = None
     has_name: bool = True
     made_with: Mapping[str, str] = field(default_factory=dict)
+    multiprocessors: int | None = None
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
@@ -178,6 +180,7 @@ def read(path: str | Path) -> Stored:
         )
         case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
         more = {name: about[name] for name in ("schedule", "has_name", "made_with")}
+        more |= {"multiprocessors": about.get("multiprocessors")}
         stored = Stored(case, outcome, int(about["reruns"]), **more)
         for name, wanted in OPERATIONS[case.operation].inputs_of(case.problem).items():
             x = stored.inputs[name]
