@@ -1,6 +1,7 @@
 """A case: a problem, and the seed, values and memory layout of its inputs."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -11,13 +12,16 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa import forms
+from cupyfa.dtypes import E4M3
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import (
     ALIBI,
     BIAS,
+    DESCALES,
     DLSE,
     LENGTHS,
+    MASK,
     PADDED,
     PAGE_TABLE,
     SEEDS,
@@ -58,7 +62,17 @@ LAYOUTS = {
     "unaligned": "the address of element 0 is not a multiple of 16",
     "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
+# How the keys and values of new tokens come into a cache in pages.
+TOKENS = {
+    "cached": "they are there already",
+    "appended": "they are written into it first",
+    "rotated": "and rotated by their positions with the queries, in pairs (x, x + angles)",
+    "interleaved": "and rotated in pairs (2 x, 2 x + 1)",
+    "turned": "they are there, and the queries alone are rotated",
+}
+WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
+E4M3_MOST = 448.0  # the largest number of e4m3
 _FAR = 2**31 + 64  # elements
 _SEEN = 0.8  # the share of a mask that is True
 _GROUPS = 4  # different whole numbers in an array that texts read
@@ -74,9 +88,16 @@ class Case:
     seed: int = 0
     values: str = "normal"
     layout: str = "bhsd"
+    tokens: str = "cached"
 
     def __post_init__(self) -> None:
-        for what, known in (("operation", OPERATIONS), ("values", VALUES), ("layout", LAYOUTS)):
+        kinds: Mapping[str, Mapping[str, Any]] = {
+            "operation": OPERATIONS,
+            "values": VALUES,
+            "layout": LAYOUTS,
+            "tokens": TOKENS,
+        }
+        for what, known in kinds.items():
             if (value := getattr(self, what)) not in known:
                 raise ValueError(f"{what} {value!r} is unknown; use one of {', '.join(known)}")
         object.__setattr__(self, "seed", whole("seed", self.seed, 0))
@@ -104,6 +125,8 @@ class Case:
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if p.pages and p.cached is None:  # else its numbers of keys and pages are known
             self._put_in_pages(arrays)
+        elif p.is_ragged and p.sequences is None and p.cached is None:
+            self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
         read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
@@ -140,10 +163,12 @@ class Case:
         """
         p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
         size, most = p.page_size, p.N // p.page_size
-        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N) if x <= p.N]
-        lengths = np.resize(rng.permutation(edges), p.batch)
+        least = p.M if self.tokens in WRITTEN else 0
+        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
+        lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
-        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if p.batch > 1 else ():
+        may_share = p.batch > 1 and self.tokens not in WRITTEN
+        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
         users = np.zeros((p.batch, p.pages, size), bool)  # which elements have which rows
         for b, length in enumerate(lengths):
@@ -160,6 +185,14 @@ class Case:
         needed = np.arange(most) < -(-lengths[:, None] // size)
         arrays[f"mods.{PADDED[1]}"] = lengths.astype(np.int32)
         arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
+
+    def _pad(self, arrays: dict[str, np.ndarray]) -> None:
+        """Writes NaN to the rows of batch elements that do not count: nobody may read them."""
+        for name, array in arrays.items():
+            of = f"mods.{PADDED[name in ('K', 'V')]}"
+            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+                for element, length in zip(array, arrays[of]):
+                    element[:, length:] = math.nan
 
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
@@ -200,11 +233,19 @@ class Case:
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name == PADDED[1] and p.cached:
             return np.array(p.cached.rows, dtype)
+        if x.name in PADDED:  # none, one, some and all rows
+            most = p.N if x.name == PADDED[1] else p.M
+            some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
+            return np.resize(rng.permutation(some), p.batch).astype(dtype)
+        if x.name in DESCALES:
+            return np.exp2(rng.uniform(-2, 2, x.shape)).astype(dtype)
         if x.name == PAGE_TABLE and p.cached:
             return self._table(rng, x.shape[1])
         if x.name in SEEDS:
             numbers = np.iinfo(dtype)
             return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
+        if x.name == MASK and p.block_mask:
+            return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             return rng.random(x.shape) < _SEEN
         if x.captured.kind == "int":
@@ -259,12 +300,14 @@ class Case:
         about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
         about |= {"--values": self.values} if self.values != "normal" else {}
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
+        about |= {"--tokens": self.tokens} if self.tokens != "cached" else {}
         options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
 
     def __str__(self) -> str:
         values = f" values={self.values}" if self.values != "normal" else ""
-        return f"{self.problem}{values} layout={self.layout} seed={self.seed}"
+        tokens = f" tokens={self.tokens}" if self.tokens != "cached" else ""
+        return f"{self.problem}{values}{tokens} layout={self.layout} seed={self.seed}"
 
 
 def _drawn(
@@ -295,7 +338,19 @@ def _drawn(
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+    if dtype == E4M3:  # which has NaN for what is beyond
+        x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
+
+
+def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """A mask some of whose parts show all pairs, some no pair and some a few; they end at the ends
+    of tiles, or a row or key before or after.
+    """
+    rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
+    kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
+    whole = kinds.repeat(rows, 2).repeat(keys, 3)[:, :, : shape[2], : shape[3]]
+    return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
 
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:

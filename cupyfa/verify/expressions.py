@@ -21,8 +21,10 @@ CAPTURED: Mapping[str, Form] = {
     **{"ulong": "u64[N]", "seen": "bool[batch,N]", "open": "bool[M]"},
     **{"gain": 0.75, "shift": -0.3, "count": 5, "distant": 2**40, "flag": True},
 }
-_PLACES = {"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)}
-_PLACES["M|N"] = ("query", "key")
+_PLACES: dict[str, tuple[str, ...]] = {
+    **{"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)},
+    "M|N": ("query", "key"),
+}
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # functions and operators inside each other
