@@ -49,6 +49,8 @@ VALUES = {
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
     "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
+    "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
+    "pairs; without texts, products of q and k near the ends of float32",
     "outliers": "normal; to one number of 1000 ten times another one is added",
 }
 # Memory layouts: kernels see [batch, heads, rows, columns] and strides.
@@ -73,6 +75,7 @@ TOKENS = {
 WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
 E4M3_MOST = 448.0  # the largest number of e4m3
+_NEAR_THE_END = 1e38  # of float32; products of two normal numbers and this one are near it
 _FAR = 2**31 + 64  # elements
 _SEEN = 0.8  # the share of a mask that is True
 _GROUPS = 4  # different whole numbers in an array that texts read
@@ -116,8 +119,10 @@ class Case:
             self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
+        # Not twice: the sum of two such scores is beyond the range.
+        values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
         arrays = {
-            name: _drawn(name, x.shape(p), self.values, x.dtype(p), rng)
+            name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
             for name, x in inputs.items()
             if name not in ("O", "lse") and not name.startswith("mods.")
         }
@@ -256,6 +261,8 @@ class Case:
         if x.name == ALIBI:
             return (1 - rng.random(x.shape)).astype(dtype)
         array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
+        if x.name == BIAS and array.size and self.values == "lowest":
+            _spread_ends(array, rng)
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
@@ -332,6 +339,8 @@ def _drawn(
         x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
+    elif values == "lowest" and name in ("Q", "K") and x.size:
+        x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
     elif values == "outliers":
@@ -351,6 +360,17 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
     whole = kinds.repeat(rows, 2).repeat(keys, 3)[:, :, : shape[2], : shape[3]]
     return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
+
+
+def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
+    """Writes the lowest number into a third of the rows and of the keys, half of the largest one
+    into a few pairs of other rows.
+    """
+    ends = ml_dtypes.finfo(bias.dtype)
+    rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
+    bias[:, :, :, keys] = ends.min
+    bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2
+    bias[:, :, rows] = ends.min
 
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:

@@ -56,6 +56,7 @@ _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
 SAMPLES = {"simulator": 56, "cuda": 224}  # by default
+_ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
 _ATTEMPTS = 8  # at a sample that kernel and backend can run
@@ -218,6 +219,8 @@ class Fuzz:
         if self._kind(turns) == "new tokens":
             tokens = each.choose("tokens", tuple(TOKENS)[1:])
             values, layout = each.choose("values", FINITE), each.choose("layout", _OF_CACHES)
+        if self._is_lowest(turns, each) and not is_plain:
+            values = "lowest"
         if crowd := self._crowd(compiled, plan, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
         problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
@@ -230,6 +233,12 @@ class Fuzz:
             record = self._record(problem)
             constants = {}
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
+
+    def _is_lowest(self, turns: "_Turns", each: "_Turns") -> bool:
+        """Whether scores are near the ends of the range of float."""
+        if self._operation == "softmax" or self._kind(turns) == "new tokens":
+            return False
+        return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
 
     def _crowd(
         self, p: Problem, plan: Plan, each: "_Turns", lengths: tuple[str, str]
@@ -528,6 +537,8 @@ class Fuzz:
         if "scale" in (self.options or {}):
             return p
         size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
+        if values == "lowest":
+            return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
             size = 0.02 if values == "huge" else pick.choice((0.0, size))
             return p.with_options(scale=-size)

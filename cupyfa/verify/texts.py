@@ -46,6 +46,7 @@ _NAN_WINS = (
     f"max({{}}, {_LOST})",
     f"max({_LOST}, {{}})",
 )
+_LOWEST = "-3.3e38"  # nearly the lowest number of float32
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
 _FEW_ARGUMENTS = 0.2  # a factor of each function
 _BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")
@@ -61,6 +62,8 @@ def some_expressions(pick: random.Random, half: int) -> dict[str, Any]:
     """
     score, read = draw_expression(pick, "score")
     score = f"{score} + {_of_functions(pick, half)}"
+    if pick.random() < 0.3:
+        score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
     if pick.random() < 0.5:
         return {"score_mod": score, "captured": read}
     mask, more = draw_expression(pick, "mask")
