@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Unpack
@@ -63,6 +63,7 @@ _RECORD = records.record(
     },
     only=True,
 )
+_BY_NAMES = (*PADDED, *DESCALES)  # operands whose names say all about them
 # Of a batch element of a ragged batch: it is none.
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
@@ -370,6 +371,8 @@ class Problem:
         """
         if size := self.page_size:
             return self.in_pages(None).resized(**sizes).in_pages(size)
+        if names := self._descales:
+            return self.descaled(()).resized(**sizes).descaled(names)
         if self.lengths is not None:
             batch = sizes.pop("batch", None)
             q, k = (x.first(batch) for x in self.lengths)
@@ -425,6 +428,27 @@ class Problem:
         made = forms.resized(others, self._texts, self.of_scores, (1, self.heads, self.M, self.N))
         return replace(self, operands=made, lengths=None)
 
+    def padded(self, sides: Collection[str]) -> Problem:
+        """The problem whose batch elements have lengths of their own, of queries ("q"), of keys
+        ("k") or of both; without a side all rows count.
+        """
+        if self.pages:
+            raise ValueError("batch elements with keys in pages have lengths; leave out padded")
+        _refuse_others("padded", sides, "qk")
+        own = [x for x, side in zip(PADDED, "qk") if side in sides]
+        return self._with_own(PADDED, [Operand(x, "int32", (self.batch,)) for x in own])
+
+    def descaled(self, names: Collection[str]) -> Problem:
+        """The problem with descales of these, of "q", "k" and "v"."""
+        _refuse_others("descales", names, "qkv")
+        own, shape = [x for x in DESCALES if x[0] in names], (self.batch, self.kv_heads)
+        return self._with_own(DESCALES, [Operand(x, "float32", shape) for x in own])
+
+    def _with_own(self, names: Collection[str], own: Iterable[Operand]) -> Problem:
+        """The problem with these in place of the operands with such names."""
+        kept = (x for x in self.operands if x.name not in names)
+        return replace(self, operands=(*kept, *own))
+
     def in_pages(self, size: int | None) -> Problem:
         """The problem whose batch elements have as many keys as their lengths say, in pages of
         ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
@@ -458,6 +482,17 @@ class Problem:
     def known_lengths(self) -> forms.Packed | None:
         """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
         return self.lengths if self.cached is None else (self.cached, self.cached)
+
+    @property
+    def _descales(self) -> list[str]:
+        """Which of "q", "k" and "v" have descales."""
+        return [x.name[0] for x in self.operands if x.name in DESCALES]
+
+    @property
+    def _padded(self) -> list[str]:
+        """Which of "q" and "k" have lengths for each batch element, that are not known."""
+        names = () if self.pages or self.cached is not None else PADDED
+        return [x.name[-1] for x in self.operands if x.name in names]
 
     @property
     def _texts(self) -> list[Expression]:
@@ -597,10 +632,13 @@ class Problem:
         """The options of the command line for its options and arrays."""
         q, k = self.lengths or (None, None)
         lengths = {"lengths": q} if q == k else {"lengths-q": q, "lengths-k": k}
+        named = {"padded": self._padded, "descales": self._descales}
+        others = (x for x in self.without_maps().shown_operands if x.name not in _BY_NAMES)
         return [
             *(f"--{name}={x}" for name, x in lengths.items() if x),
             *self.options.command_line(self._in_memory),
-            *forms.command_line(self.without_maps().shown_operands, self.of_scores),
+            *forms.command_line(others, self.of_scores),
+            *(f"--{name}={','.join(x)}" for name, x in named.items() if x),
             *["--block-mask"] * self.block_mask,
             *[f"--page-size={self.page_size}"] * bool(self.pages),
         ]
@@ -781,6 +819,12 @@ def _forms_of(packed: forms.Packed | None) -> dict[str, tuple[int]]:
     count = len(packed[0].rows)
     used = {name: (count,) for name, x in zip(USED, packed) if x.used is not None}
     return dict.fromkeys(STARTS, (count + 1,)) | used
+
+
+def _refuse_others(what: str, names: Collection[str], known: str) -> None:
+    """Raises ValueError for names that are not letters of ``known``."""
+    if unknown := ", ".join(x for x in names if x not in known):
+        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
 
 
 def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:

@@ -31,8 +31,8 @@ from cupyfa.options import OPTIONS, Option
 from cupyfa.report.tables import FORMATS
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.select import NAMES, backend_named
-from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.case import LAYOUTS, VALUES
+from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS, MULTIPROCESSORS, Simulator
+from cupyfa.verify.case import LAYOUTS, TOKENS, VALUES
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -150,14 +150,20 @@ def kernels_argument(command: Command) -> Command:
 
 
 def backend_options(command: Command) -> Command:
-    """--backend and --schedule, as one argument ``backend``."""
+    """--backend, --schedule and --multiprocessors, as one argument ``backend``."""
     return _with(
-        _combined(command, ("backend", "schedule"), "backend", backend_with),
+        _combined(command, ("backend", "schedule", "multiprocessors"), "backend", backend_with),
         backend_option,
         click.option(
             "--schedule",
             type=Integer(0),
             help="Simulator: the seed of another order of threads.",
+        ),
+        click.option(
+            "--multiprocessors",
+            type=Integer(1, MOST_MULTIPROCESSORS),
+            help="Simulator: the number of multiprocessors, by which plans choose persistent "
+            f"blocks and splits.  [default: {MULTIPROCESSORS}]",
         ),
     )
 
@@ -395,6 +401,25 @@ def input_options(command: Command) -> Command:
     )
 
 
+def case_options(command: Command) -> Command:
+    """--padded, --descales and --tokens, which no other command needs."""
+    names = {
+        "padded": "Batch elements have lengths of their own: of queries (q), keys (k) or q,k.",
+        "descales": "Factors of inputs in float8_e4m3fn: q,k,v or some of these.",
+    }
+    return _with(
+        command,
+        *(click.option(_long(x), metavar="NAMES", default="", help=y) for x, y in names.items()),
+        click.option(
+            "--tokens",
+            type=click.Choice(list(TOKENS)),
+            default="cached",
+            help="With --page-size: how the queries' own keys come into the cache. "
+            + " ".join(f"{name}: {what}." for name, what in TOKENS.items()),
+        ),
+    )
+
+
 def tile_options(command: Command) -> Command:
     """--Br, --Bc and -t, as a dictionary ``tiles``."""
     return _with(
@@ -468,14 +493,16 @@ def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
-def backend_with(name: str, schedule: int | None) -> Backend:
-    """The backend; a schedule is the order of threads in the simulator."""
+def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -> Backend:
+    """The backend; of the simulator with this order of threads and so many multiprocessors."""
     backend = backend_named(name)
-    if schedule is None:
+    if schedule is None and multiprocessors is None:
         return backend
     if not isinstance(backend, Simulator):
-        raise ValueError("--schedule orders the simulator's threads; add --backend simulator")
-    return Simulator(schedule=schedule)
+        what = "--multiprocessors sets how many the simulator has"
+        what = what if schedule is None else "--schedule orders the simulator's threads"
+        raise ValueError(f"{what}; add --backend simulator")
+    return Simulator(schedule=schedule, multiprocessors=multiprocessors)
 
 
 def note(text: object) -> None:

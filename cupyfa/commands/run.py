@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from cupyfa import forms
 from cupyfa.bench import sweeps
 from cupyfa.bench.trial import STEPS as TRIAL_STEPS, trial
 from cupyfa.commands import WRONG, options
@@ -17,6 +18,7 @@ from cupyfa.report.tables import render, trial_lines, trial_row
 from cupyfa.runtime.backend import Backend
 from cupyfa.verify import sampling
 from cupyfa.verify.case import Case
+from cupyfa.verify.tokens import written
 
 _STEPS = TRIAL_STEPS + 1  # the inputs are drawn here
 
@@ -25,6 +27,7 @@ _STEPS = TRIAL_STEPS + 1  # the inputs are drawn here
 @options.kernel_argument
 @options.problem_options()
 @options.input_options
+@options.case_options
 @options.tile_options
 @options.reruns_option
 @timeout_option
@@ -38,6 +41,9 @@ def run(
     timeout: float | None,
     values: str,
     layout: str,
+    padded: str,
+    descales: str,
+    tokens: str,
     tiles: dict[str, int],
     form: str,
     **sizes: Any,
@@ -53,7 +59,11 @@ def run(
     options.refuse_foreign([operation], *sizes)
     small = backend.name == "simulator"
     (problem,) = sweeps.problems(operation, sizes, *records, small=small)
-    case = Case(operation, problem, seed, values, layout)
+    if padded:
+        problem = problem.padded(forms.names_of(padded))
+    if descales:
+        problem = problem.descaled(forms.names_of(descales))
+    case = Case(operation, problem, seed, values, layout, tokens)
     chosen = select(records[0] if records else "auto", operation, problem, backend.limits)
     planned = plan(chosen, problem, backend.limits, **tiles)
     try:
@@ -63,7 +73,7 @@ def run(
             watched(backend, timeout, ends=True) as watch,
         ):
             progress(0, _STEPS, "drawing inputs")
-            inputs = case.inputs(backend, chosen)
+            inputs = written(backend, case, case.inputs(backend, chosen))
             result = trial(
                 backend,
                 planned,

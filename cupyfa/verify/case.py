@@ -1,6 +1,7 @@
 """A case: a problem, and the seed, values and memory layout of its inputs."""
 
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -11,11 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa import forms
+from cupyfa.dtypes import E4M3
 from cupyfa.errors import DeviceError, Unsupported, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.modifiers import (
     ALIBI,
     BIAS,
+    DESCALES,
     DLSE,
     LENGTHS,
     MASK,
@@ -47,6 +50,8 @@ VALUES = {
     "tiny": "below the smallest normal number of the dtype",
     "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
     "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
+    "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
+    "pairs; without texts, products of q and k near the ends of float32",
     "outliers": "normal; to one number of 1000 ten times another one is added",
 }
 # Memory layouts: kernels see [batch, heads, rows, columns] and strides.
@@ -60,7 +65,18 @@ LAYOUTS = {
     "unaligned": "the address of element 0 is not a multiple of 16",
     "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
+# How the keys and values of new tokens come into a cache in pages.
+TOKENS = {
+    "cached": "they are there already",
+    "appended": "they are written into it first",
+    "rotated": "and rotated by their positions with the queries, in pairs (x, x + angles)",
+    "interleaved": "and rotated in pairs (2 x, 2 x + 1)",
+    "turned": "they are there, and the queries alone are rotated",
+}
+WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
+E4M3_MOST = 448.0  # the largest number of e4m3
+_NEAR_THE_END = 1e38  # of float32; products of two normal numbers and this one are near it
 _FAR = 2**31 + 64  # elements
 _SEEN = 0.8  # the share of a mask that is True
 _GROUPS = 4  # different whole numbers in an array that texts read
@@ -76,9 +92,16 @@ class Case:
     seed: int = 0
     values: str = "normal"
     layout: str = "bhsd"
+    tokens: str = "cached"
 
     def __post_init__(self) -> None:
-        for what, known in (("operation", OPERATIONS), ("values", VALUES), ("layout", LAYOUTS)):
+        kinds: Mapping[str, Mapping[str, Any]] = {
+            "operation": OPERATIONS,
+            "values": VALUES,
+            "layout": LAYOUTS,
+            "tokens": TOKENS,
+        }
+        for what, known in kinds.items():
             if (value := getattr(self, what)) not in known:
                 raise ValueError(
                     f"{what} {value!r} is unknown{nearest(value, known)}; use one of "
@@ -100,8 +123,10 @@ class Case:
             self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
+        # Not twice: the sum of two such scores is beyond the range.
+        values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
         arrays = {
-            name: _drawn(name, x.shape(p), self.values, x.dtype(p), rng)
+            name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
             for name, x in inputs.items()
             if name not in ("O", "lse") and not name.startswith("mods.")
         }
@@ -109,6 +134,8 @@ class Case:
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
         if p.pages and p.cached is None:  # else its numbers of keys and pages are known
             self._put_in_pages(arrays)
+        elif p.is_ragged and p.sequences is None and p.cached is None:
+            self._pad(arrays)
         if "lse" in inputs:
             arrays |= _forward(p, arrays, backend)
         read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
@@ -145,10 +172,12 @@ class Case:
         """
         p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
         size, most = p.page_size, p.N // p.page_size
-        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N) if x <= p.N]
-        lengths = np.resize(rng.permutation(edges), p.batch)
+        least = p.M if self.tokens in WRITTEN else 0
+        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
+        lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
         table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
-        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if p.batch > 1 else ():
+        may_share = p.batch > 1 and self.tokens not in WRITTEN
+        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
         users = np.zeros((p.batch, p.pages, size), bool)  # which elements have which rows
         for b, length in enumerate(lengths):
@@ -165,6 +194,14 @@ class Case:
         needed = np.arange(most) < -(-lengths[:, None] // size)
         arrays[f"mods.{PADDED[1]}"] = lengths.astype(np.int32)
         arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
+
+    def _pad(self, arrays: dict[str, np.ndarray]) -> None:
+        """Writes NaN to the rows of batch elements that do not count: nobody may read them."""
+        for name, array in arrays.items():
+            of = f"mods.{PADDED[name in ('K', 'V')]}"
+            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+                for element, length in zip(array, arrays[of]):
+                    element[:, length:] = math.nan
 
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
@@ -204,11 +241,19 @@ class Case:
             return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
         if x.name == PADDED[1] and p.cached:
             return np.array(p.cached.rows, dtype)
+        if x.name in PADDED:  # none, one, some and all rows
+            most = p.N if x.name == PADDED[1] else p.M
+            some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
+            return np.resize(rng.permutation(some), p.batch).astype(dtype)
+        if x.name in DESCALES:
+            return np.exp2(rng.uniform(-2, 2, x.shape)).astype(dtype)
         if x.name == PAGE_TABLE and p.cached:
             return self._table(rng, x.shape[1])
         if x.name in SEEDS:
             numbers = np.iinfo(dtype)
             return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
+        if x.name == MASK and p.block_mask:
+            return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
             if x.name == MASK and drawn.size and not drawn.any():  # nothing would be checked
@@ -222,6 +267,8 @@ class Case:
         if x.name == ALIBI:
             return (1 - rng.random(x.shape)).astype(dtype)
         array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
+        if x.name == BIAS and array.size and self.values == "lowest":
+            _spread_ends(array, rng)
         if x.name == BIAS and array.size and self.values in ("nan", "inf"):
             array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
         return array
@@ -266,6 +313,7 @@ class Case:
         about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
         about |= {"--values": self.values} if self.values != "normal" else {}
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
+        about |= {"--tokens": self.tokens} if self.tokens != "cached" else {}
         options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
 
@@ -274,7 +322,8 @@ class Case:
 
     def __str__(self) -> str:
         values = f" values={self.values}" if self.values != "normal" else ""
-        return f"{self.problem}{values} layout={self.layout} seed={self.seed}"
+        tokens = f" tokens={self.tokens}" if self.tokens != "cached" else ""
+        return f"{self.problem}{values}{tokens} layout={self.layout} seed={self.seed}"
 
 
 def _drawn(
@@ -303,13 +352,38 @@ def _drawn(
         most = ml_dtypes.finfo(dtype).maxexp // 3  # of a product of both there is room for sums
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
+    elif values == "lowest" and name in ("Q", "K") and x.size:
+        x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
     elif values == "outliers":
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+    if dtype == E4M3:  # which has NaN for what is beyond
+        x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
+
+
+def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """A mask some of whose parts show all pairs, some no pair and some a few; they end at the ends
+    of tiles, or a row or key before or after.
+    """
+    rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
+    kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
+    whole = kinds.repeat(rows, 2).repeat(keys, 3)[:, :, : shape[2], : shape[3]]
+    return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
+
+
+def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
+    """Writes the lowest number into a third of the rows and of the keys, half of the largest one
+    into a few pairs of other rows.
+    """
+    ends = ml_dtypes.finfo(bias.dtype)
+    rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
+    bias[:, :, :, keys] = ends.min
+    bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2
+    bias[:, :, rows] = ends.min
 
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:

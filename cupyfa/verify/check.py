@@ -39,7 +39,7 @@ from cupyfa.verify import failures as kinds, fuzz, grids
 from cupyfa.verify.case import Case
 from cupyfa.verify.failures import Failure, Outcome, Stored, command, read, write
 from cupyfa.verify.shrink import shrunk
-from cupyfa.verify.tasks import KernelOrName, Task, has_name, name_of, refuse_long
+from cupyfa.verify.tasks import KernelOrName, Task, backend_of, has_name, name_of, refuse_long
 from cupyfa.verify.workers import Here, Process, Worker, in_parallel
 
 EXAMINED = 5  # failures of a kernel that are shrunk and written to files
@@ -273,8 +273,9 @@ def tasks_of(
 def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
     """What a case covers of a kernel; nothing if the kernel cannot run it."""
     with suppress(Exception):  # the outcome of running it gives the reason
-        plan = select.plan(kernel, task.case.problem, backend.limits, **task.constants)
-        return fuzz.covers(plan, backend.limits)
+        limits = backend_of(task, backend).limits
+        plan = select.plan(kernel, task.case.problem, limits, **task.constants)
+        return fuzz.covers(plan, limits) | {"new tokens": task.case.tokens != "cached"}
     return {}
 
 
@@ -303,7 +304,7 @@ def replay(
     """
     backend, stored = backend_named(backend), read(file)
     if isinstance(backend, Simulator) and backend.schedule is None:
-        backend = Simulator(schedule=stored.schedule, workers=backend.workers)
+        backend = backend.like(schedule=stored.schedule)
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
@@ -322,14 +323,15 @@ def replay(
             f"{record.name} computes {record.operation}; the inputs in {file} are of "
             f"{case.operation}"
         )
+    task = Task(case, (chosen,), multiprocessors=stored.multiprocessors)
     constants = stored.outcome.constants if _is_same(chosen, name) else {}
     try:
-        plan = select.plan(record, case.problem, backend.limits, **constants)
+        plan = select.plan(record, case.problem, backend_of(task, backend).limits, **constants)
     except (Unsupported, ValueError):
         constants = {}
     else:
         _require_own_inputs(file, stored, plan)
-    task = Task(case, (chosen,), constants, stored.reruns, inputs=stored.inputs)
+    task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
         _require_pickling([task], f"timeout is {timeout}", "none")
@@ -466,7 +468,8 @@ def _fuzzed(
         for i in range(samples or fuzz.SAMPLES[backend.name]):
             drawn = drawing.sample(i)
             which = kernel if record else drawn.kernel.name
-            yield Task(drawn.case, (which,), drawn.constants)
+            few = drawn.multiprocessors
+            yield Task(drawn.case, (which,), drawn.constants, multiprocessors=few)
 
 
 def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator[Task]:
@@ -600,7 +603,8 @@ def _examined(
         try:
             for i, x in closer.items():
                 task = failed[i][0]
-                how = task.reruns, _schedule(backend, task), has_name(task.kernels[0]), about
+                named = has_name(task.kernels[0])
+                how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
                 file = write(folder, Stored(x.case, x.outcome, *how), x.command)
                 found[i] = replace(x, file=file)
         except OSError as error:  # the results of the check are worth more than its files
@@ -658,6 +662,7 @@ def _failure(backend: Backend, task: Task, outcome: Outcome) -> Failure:
     schedule = _schedule(backend, task)
     hung = outcome.kind == kinds.NO_ANSWER
     options = {"backend": backend.name, "schedule": schedule, "reruns": reruns}
+    options |= {"multiprocessors": task.multiprocessors}
     options |= {"timeout": f"{task.timeout:g}" if hung else None}
     script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
     again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)

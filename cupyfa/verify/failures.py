@@ -21,8 +21,9 @@ from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.operations import OPERATIONS, Input
 from cupyfa.problem import Problem
+from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS
 from cupyfa.store import records
-from cupyfa.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.verify.case import LAYOUTS, TOKENS, VALUES, Case
 
 RIGHT, UNSUPPORTED, NO_MEMORY = "right", "not supported", "out of memory"
 # All other kinds of outcomes are failures:
@@ -114,6 +115,7 @@ class Stored(Shown):
     """A failure in a file.
 
     schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
+    multiprocessors: of the simulator, if not as many as usual.
     """
 
     case: Case
@@ -122,6 +124,7 @@ class Stored(Shown):
     schedule: int | None = None
     has_name: bool = True
     made_with: Mapping[str, str] = field(default_factory=dict)
+    multiprocessors: int | None = None
 
     @property
     def environment(self) -> str:
@@ -191,7 +194,9 @@ def read(path: str | Path) -> Stored:
             arrays,
         )
         case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
-        more = {name: about[name] for name in ("reruns", "schedule", "has_name", "made_with")}
+        names = ("reruns", "schedule", "has_name", "made_with")
+        more = {name: about[name] for name in names}
+        more |= {"multiprocessors": about.get("multiprocessors")}
         stored = Stored(case, outcome, **more)
         _check_arrays(stored)
         return stored
@@ -226,13 +231,15 @@ _ABOUT = records.record(
                 "seed": records.whole(0, 2**256),
                 "values": records.one_of(VALUES),
                 "layout": records.one_of(LAYOUTS),
-            }
+            },
+            {"tokens": records.one_of(TOKENS)},
         ),
         "reruns": records.whole(0, MOST_RERUNS),
         "schedule": records.optional(records.whole()),
         "has_name": records.flag,
         "made_with": records.mapping_of(records.text()),
-    }
+    },
+    {"multiprocessors": records.optional(records.whole(1, MOST_MULTIPROCESSORS))},
 )
 
 

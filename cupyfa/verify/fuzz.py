@@ -4,74 +4,62 @@ A fault often needs a size: a mask's edge at the end of a tile, more keys than a
 room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
 compiled with. All choices take turns, so that few samples have each of them. The first sample is
 plain: contiguous arrays of normal values, several tiles, no mask or other options, a usual head
-dimension. From the ninth group of samples on, the first two of eight are ragged batches.
+dimension. Groups of samples that share what is compiled are plain, or about texts, ragged batches,
+many arrays at once, expressions of the whole grammar, pages, new tokens of a cache or gradients.
 """
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from cupyfa import forms
-from cupyfa.dtypes import DTYPES, INPUTS
+from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.errors import Unsupported
-from cupyfa.ladder.common import WARP
 from cupyfa.ladder.kernel import FEATURES, Kernel
-from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
-from cupyfa.modifiers import ALIBI, BIAS, DLSE, MAPS, MASK, SEEDS, SINK
-from cupyfa.options import OPTIONS, Window
+from cupyfa.modifiers import ALIBI, BIAS, DESCALES, DLSE, MAPS, MASK, PADDED, SEEDS, SINK
+from cupyfa.options import OPTIONS
 from cupyfa.planner import select
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import TEXTS, Problem, can_give
 from cupyfa.runtime.backend import Backend
-from cupyfa.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.runtime.simulator import Simulator
+from cupyfa.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.verify.sizes import (
+    Crowd,
+    Tile,
+    crowds_of,
+    is_on_few_blocks,
+    lengths_near,
+    longest,
+    some_lengths,
+    splits_of,
+    window_near,
+    with_long_rows,
+    work_of,
+)
 from cupyfa.verify.tasks import refuse_long
+from cupyfa.verify.texts import MODIFIED, OF_SEQUENCES, some_arrays, some_expressions
 
 Value = TypeVar("Value")
 
-# Texts and arrays that change scores are in the last of eight groups, dropout in one of these:
-# plain ones find most faults.
-_PLAIN_OF_8 = 6
-MODIFIED: tuple[Mapping[str, Any], ...] = (
-    {"alibi_slopes": "h"},
-    {"alibi_slopes": "bh", "mask": "b11n"},
-    {"bias": "1hmn", "sink": "f16[h]"},
-    {"bias": "f16[11mn]", "mask": "1h1n"},
-    {"bias": "f32[bhm1]", "alibi_slopes": "bf16[h]"},
-    {"bias": "b1mn", "mask_mod": "key <= position + 3"},
-    {"mask": "bhmn", "sink": "bh"},
-    {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
-    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # T5's buckets
-    | {"captured": {"table": "f32[heads,16]"}},
-    {"score_mod": "cap * tanh(score / cap) + 0.1 * sin(key)", "captured": {"cap": 4.0}},
-    {"score_mod": "max(score, -1.5) * x[head]", "captured": {"x": "f16[heads]"}},
-    {"score_mod": "score if seen[batch, key] else score - 2"}
-    | {"captured": {"seen": "bool[batch,N]"}},
-    {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "i32[M|N]"}},
-    {"mask_mod": "key <= position or key < prefix[batch]", "captured": {"prefix": "i64[batch]"}},
-    {"mask_mod": "(position - key) % 2 == 0 or abs(position - key) < 8"},
-    {"bias": "bf16[1hmn]", "mask": "b1mn", "alibi_slopes": "h"}
-    | {"score_mod": "score + table[doc[key], head]", "mask_mod": "doc[query] <= doc[key]"}
-    | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
+# What the groups of samples are about, in turn: plain ones find most faults.
+_GROUPS = (
+    *(*("plain",) * 5, "arrays", "texts", "expressions", "sequences", "sequences of texts"),
+    *("pages", "new tokens", "arrays", "expressions"),
 )
+# Where a kernel has no pages, and of gradients.
+_INSTEAD = {"pages": "padded", "new tokens": "arrays"}
+_OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
+_MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
-# Ragged batches are in the first two of eight groups, but not in the first eight. Those of the
-# second of the two have these texts and arrays, those of the first have a causal mask.
-_RAGGED_OF_8 = 2
-OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
-    {},
-    *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
-)
-
-SAMPLES = {"simulator": 40, "cuda": 200}  # by default
+SAMPLES = {"simulator": 56, "cuda": 224}  # by default
+_ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
 TOGETHER = 4  # successive samples that share what is compiled
-_MOST_WORK = {"simulator": 2**26, "cuda": 2**29}  # multiply-adds of a case
+_MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
 _ATTEMPTS = 8  # at a sample that kernel and backend can run
-_STAGES = ("stages", "Qs")  # names of constants
-_BOX = 64  # columns of a slice of d that is copied by boxes
 # Queries and keys of successive samples. "many" is more of them than the kernel does at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
@@ -86,19 +74,20 @@ _HEADS = (
 _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
+_NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # of kernels for any head dimension
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads that may share tiles of rows
+_HEADS_OF_LENGTHS = ((3, 1, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
+_PAGE_SIZES = (16, 64, 32, 128)
+_SIDES_PADDED = (("q", "k"), ("k",), ("q",))
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _USED = (False, True)  # whether seqused of q and k is given
-_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always there
-    *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
-    *(("edge", "none"), ("one", "one"), ("below", "below")),
-)
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
-_EMPTY = 0.03  # the share of lengths that are 0
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
-_VALUES = ("normal", "normal", *VALUES)
+_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # rows are contiguous
+_VALUES = ("normal", "normal", "uniform", *VALUES)
 
 
 @dataclass(frozen=True)
@@ -108,6 +97,7 @@ class Drawn:
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
+    multiprocessors: int | None = None  # of the simulator, if not as many as usual
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,8 @@ class Fuzz:
             pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
                 drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
-                select.plan(drawn.kernel, drawn.case.problem, self._limits, **drawn.constants)
+                limits = self._limits_with(drawn.multiprocessors)
+                select.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
                 refuse_long(self.backend, drawn.case.problem)
                 return drawn
             except Unsupported:
@@ -143,6 +134,32 @@ class Fuzz:
     @property
     def _limits(self) -> Limits:
         return self.backend.limits
+
+    def _limits_with(self, multiprocessors: int | None) -> Limits:
+        return replace(
+            self._limits, multiprocessors=multiprocessors or self._limits.multiprocessors
+        )
+
+    def _kind(self, turns: "_Turns") -> str:
+        """What a group of samples is about."""
+        if self._lengths:
+            return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
+        kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
+        if self._operation == "backward":
+            kind = _OF_GRADIENTS.get(kind, kind)
+        elif not has("paged"):
+            kind = _INSTEAD.get(kind, kind)
+        needed = {"padded": "lengths", "pages": "paged", "new tokens": "paged"}
+        needed |= {
+            "gradient of a bias": "wrt",
+            "sequences": "ragged",
+            "sequences of texts": "ragged",
+        }
+        refused = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT, forms.PAGE_SIZE}
+        is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
+        if kind in needed and refused & {*(self.arrays or {})}:
+            return "plain"
+        return kind if is_able else "plain"
 
     @cached_property
     def _planned(self) -> dict[Any, Plan]:
@@ -165,7 +182,8 @@ class Fuzz:
 
     @cached_property
     def _dtypes(self) -> list[str]:
-        taken = [x for x in self.dtypes or DTYPES if not self.kernel or self.kernel.takes(x)]
+        known = INPUTS if self.kernel else DTYPES
+        taken = [x for x in self.dtypes or known if not self.kernel or self.kernel.takes(x)]
         return taken or list(self.dtypes or DTYPES)
 
     @property
@@ -184,18 +202,23 @@ class Fuzz:
         given = (self.arrays or {}).get(forms.LENGTHS_OF)
         return None if given is None else forms.lengths_of(given)
 
+    def _is_in_blocks(self, turns: "_Turns") -> bool:
+        """Whether a group of many arrays has a block mask in any case, as the first one has."""
+        return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
+
+    def _is_narrow(self, turns: "_Turns") -> bool:
+        """Whether a plain group is of gradients of narrow heads without a window."""
+        return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
+
     def _is_ragged(self, turns: "_Turns") -> bool:
         """Whether a group is of ragged batches: by its number, or since lengths are given."""
-        if self._lengths:
-            return True
-        of_turn = turns.i >= 8 and turns.i % 8 < _RAGGED_OF_8
-        refused = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT, forms.PAGE_SIZE}
-        given = refused & {*(self.arrays or {})}
-        return of_turn and not given and self._operation != "softmax" and self._has("ragged")
+        return self._kind(turns).startswith("sequences")
 
     def _has_texts(self, turns: "_Turns") -> bool:
         """Whether texts, arrays and dropout are drawn for a group."""
-        return turns.i % 8 >= _PLAIN_OF_8 or (self._is_ragged(turns) and turns.i % 2 == 1)
+        return self._kind(turns) in _MODIFIED or (
+            self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
+        )
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
         """A sample: what is compiled takes turns from group to group, the rest in each sample."""
@@ -207,15 +230,57 @@ class Fuzz:
         each = _Turns(self.seed, i, turns.attempt)
         values = "normal" if is_plain else each.choose("values", _VALUES)
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
-        problem = self._sized(compiled, plan, each, pick, values, lengths)
+        layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
+        if self._kind(turns) == "new tokens":
+            tokens = each.choose("tokens", tuple(TOKENS)[1:])
+            values, layout = each.choose("values", FINITE), each.choose("layout", _OF_CACHES)
+        if self._is_lowest(turns, each) and not is_plain:
+            values = "lowest"
+        if crowd := self._crowd(compiled, plan, each, lengths):
+            values = each.choose("values", ("normal", "uniform"))
+        problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
+        problem = self._in_kind(problem, turns, pick)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
-        layout = _NEAR[0] if is_plain else each.choose("layout", _NEAR)
-        case = Case(self._operation, problem, pick.randrange(2**31), values, layout)
+        tokens = tokens if problem.d > 1 else "cached"  # a pair of columns turns
+        case = Case(self._operation, problem, pick.randrange(2**31), values, layout, tokens)
         if self.kernel is None:  # other sizes, another choice
             record = self._record(problem)
             constants = {}
-        return Drawn(case, record, constants)
+        return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
+
+    def _is_lowest(self, turns: "_Turns", each: "_Turns") -> bool:
+        """Whether scores are near the ends of the range of float."""
+        if self._operation == "softmax" or self._kind(turns) == "new tokens":
+            return False
+        return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
+
+    def _crowd(
+        self, p: Problem, plan: Plan, each: "_Turns", lengths: tuple[str, str]
+    ) -> Crowd | None:
+        """Sizes for another schedule in some of the samples that have many tasks."""
+        is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
+        can = is_free and not (self.arrays or p.is_softmax)
+        if lengths[0] != "many" or not can or self.kernel is None:
+            return None
+        found = crowds_of(p, Tile(plan), each.random("crowd itself"))
+        return each.choose("crowd", found) if found else None
+
+    def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
+        """The problem with what depends on its sizes: pages, lengths, descales."""
+        kind = self._kind(turns)
+        if kind in ("pages", "new tokens"):
+            size = turns.choose("page size", _PAGE_SIZES)
+            few = p if kind == "pages" else p.resized(M=min(max(p.M, 1), max(p.N, 1), size))
+            return few.in_pages(size)
+        if kind == "padded":
+            p = p.padded(turns.choose("padded", _SIDES_PADDED))
+        if p.dtype == E4M3_INPUTS and not p.is_ragged:
+            descaled = turns.random("descales itself").sample(
+                "qkv", turns.choose("descales", (3, 1, 2))
+            )
+            p = p.descaled(descaled)
+        return p
 
     def _plain(self, i: int) -> Drawn:
         """A sample for a kernel whose tiles are not known; running it gives the reason."""
@@ -250,16 +315,21 @@ class Fuzz:
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
+        if self._is_narrow(turns):
+            d, dv = min(d, _NARROW), min(dv, _NARROW)
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return p.ragged(self._lengths or _some_lengths(turns.choose("used", _USED)))
+            return p.ragged(self._lengths or some_lengths(turns.choose("used", _USED)))
         if self.arrays:
             return p
-        p = p.in_blocks(p.has_mask and turns.choose("block mask", (True, False)))
+        if self._kind(turns) in ("pages", "padded", "new tokens"):
+            return p
+        in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
+        p = p.in_blocks(p.has_mask and in_blocks)
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
@@ -267,14 +337,18 @@ class Fuzz:
         able = [x.name for x in p.operands if x.is_differentiable]
         if self._operation != "backward" or not self._has("wrt") or not able:
             return p
-        some = turns.random("wrt itself").sample(able, len(able) // 2)
-        return p.with_wrt(turns.choose("wrt", (able, able, some)))
+        if self._kind(turns) == "gradient of a bias":
+            return p.with_wrt([BIAS])
+        pick = turns.random("wrt itself")
+        every = pick.random() < 0.4
+        return p.with_wrt(able if every else pick.sample(able, pick.randint(1, len(able))))
 
     def _has_dlse(self, turns: "_Turns") -> bool:
         """Whether the gradient of lse is given, in half of the groups that have texts."""
         if self._operation != "backward" or not self._has(DLSE) or self._arrays:
             return False
-        return self._has_texts(turns) and turns.choose(DLSE, (True, False))
+        asked = turns.choose(DLSE, (True, False))
+        return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
@@ -285,6 +359,13 @@ class Fuzz:
             return {}
         if self._is_ragged(turns):
             return dict(turns.choose("text of sequences", OF_SEQUENCES))
+        kind, pick = self._kind(turns), turns.random("modified itself")
+        if kind == "arrays":
+            return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
+        if kind == "expressions":
+            return some_expressions(pick, turns.i % 4 // 2)
+        if kind == "gradient of a bias":  # for each pair, of the dtype of results
+            return {BIAS: pick.choice(("bhmn", "1hmn", "b1mn", "11mn"))}
         of = self.kernel.name if self.kernel else ""  # other kernels have other texts
         return dict(turns.choose(f"text {of}", MODIFIED))
 
@@ -310,9 +391,12 @@ class Fuzz:
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
         masks = [x for x in _MASKS if x] if is_plain else _MASKS
         causal = turns.choose("causal", self._able("causal", masks))
+        if self._kind(turns) in ("new tokens", "gradient of a bias"):
+            causal = "bottom-right"
         sides = turns.choose("sides", _SIDES)
         window = tuple(1 if sides in (side, "both") else None for side in ("left", "right"))
-        window = window if self._able("window", (window,)) else (None, None)
+        is_able = self._able("window", (window,)) and not self._is_narrow(turns)
+        window = window if is_able else (None, None)
         sign = -1.0 if turns.choose("sign", (1, 1, 1, -1)) < 0 and not is_plain else None
         found = {"causal": causal, "window": window, "scale": sign}
         for name in other_options():
@@ -362,38 +446,58 @@ class Fuzz:
         self,
         p: Problem,
         plan: Plan,
+        turns: "_Turns",
         each: "_Turns",
         pick: random.Random,
         values: str,
         lengths: tuple[str, str],
+        crowd: Crowd | None = None,
     ) -> Problem:
         """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
-        tile, (of_rows, of_keys) = _Tile(plan), lengths
+        tile = Tile(plan)
+        are_few = bool(p.operands) and not p.lengths and each.i % TOGETHER == 0
+        of_rows, of_keys = _FEW if are_few else lengths
         M = tile.length(of_rows, tile.rows, tile.row_stages, pick)
         N = tile.length(of_keys, tile.keys, tile.stages, pick)
         if p.is_softmax:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
-        batch, kv_heads, group = each.choose("heads", _HEADS)
-        if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
-            batch, kv_heads, group = 2, 2, 2
-        group = group if self._has("gqa") else 1
-        if of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
+        batch, kv_heads, group = self._heads(turns, each, values, are_few)
+        if crowd:
+            (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
+            group = group if self._has("gqa") else 1
+        elif of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
-            of = p.lengths if self._lengths else _lengths(tile, p.lengths, pick)
+            of = p.lengths if self._lengths else lengths_near(tile, p.lengths, pick)
             p = p.ragged(of, **heads)
         else:
             p = p.resized(batch=batch, M=M, N=N, **heads)
-        p = self._smaller(p)
-        if of_rows == "many" and _on_few_blocks(plan, self._limits):
+        p = self._smaller(p, values)
+        if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self._limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
         given = (self.options or {}).keys()
         if "window" not in given and p.window != (None, None):
             sides = (side is not None for side in p.window)
-            p = p.with_options(window=_window(sides, _longest(p), tile.keys, pick))
+            p = p.with_options(window=window_near(sides, longest(p), tile.keys, pick))
+        if crowd and tile.has_splits and not given & {"causal", "window", "offset"}:
+            return with_long_rows(p)
         return p if "offset" in given else self._moved(p, each)
+
+    def _heads(
+        self, turns: "_Turns", each: "_Turns", values: str, are_few: bool
+    ) -> tuple[int, int, int]:
+        """Batch, key heads and the query heads of each; few rows of heads may share a tile."""
+        if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
+            batch, kv_heads, group = 2, 2, 2
+        else:
+            of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
+            usual = _HEADS_OF_LENGTHS if of_lengths else _HEADS
+            batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
+            # It may be compiled in, so that it is the same for a group of samples.
+            group = group if group == 1 else turns.choose("group", (2, 5, 3))
+        return batch, kv_heads, group if self._has("gqa") else 1
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
         """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
@@ -403,10 +507,12 @@ class Fuzz:
             return p
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 
-    def _smaller(self, p: Problem) -> Problem:
-        """The problem with fewer heads, then rows, then keys, if it takes long."""
-        most = _MOST_WORK[self.backend.name]
-        while _work(p) > most:
+    def _smaller(self, p: Problem, values: str) -> Problem:
+        """The problem with fewer heads, then rows, then keys, if it takes long; where rows are
+        computed again, it takes longer.
+        """
+        most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
+        while work_of(p, self._operation) > most:
             if p.batch > 1:
                 p = p.resized(batch=1)
             elif p.kv_heads > 1:
@@ -434,7 +540,8 @@ class Fuzz:
         """The problem with so many batch elements that blocks have several tasks, if it may be."""
         while p.M and p.N:
             now = select.plan(plan.kernel, p, self._limits, **plan.constants)
-            if _on_few_blocks(now, self._limits) or 2 * _work(p) > _MOST_WORK[self.backend.name]:
+            most = _MOST_WORK[self.backend.name]
+            if is_on_few_blocks(now, self._limits) or 2 * work_of(p, self._operation) > most:
                 break
             more = p.lengths and tuple(x.twice for x in p.lengths)
             p = p.ragged(more) if more else p.resized(batch=2 * p.batch)
@@ -445,6 +552,8 @@ class Fuzz:
         if "scale" in (self.options or {}):
             return p
         size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
+        if values == "lowest":
+            return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
             size = 0.02 if values == "huge" else pick.choice((0.0, size))
             return p.with_options(scale=-size)
@@ -453,7 +562,7 @@ class Fuzz:
 
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
     """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
-    p, tile = plan.problem, _Tile(plan)
+    p, tile = plan.problem, Tile(plan)
     arrays = {x.name for x in p.operands}
     sizes = list(forms.pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
     lengths = [(M, tile.rows) for M, _ in sizes if tile.rows > 1]
@@ -465,8 +574,8 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         ),
         "several tiles": any(length > size for length, size in lengths),
         "beyond the ring": tile.has_ring and tile.is_left(p),
-        "several tasks a block": _on_few_blocks(plan, limits),
-        "several splits": _splits(plan) > 1,
+        "several tasks a block": is_on_few_blocks(plan, limits),
+        "several splits": splits_of(plan) > 1,
         "several spans": 0 < tile.span < p.N,
         "several rounds": any(plan.rounds_of(x) > 1 for x in plan.programs if x.launch.in_rounds),
         "slices of d": p.d > tile.slice,
@@ -481,6 +590,9 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
         "ALiBi": ALIBI in arrays,
         "bias": BIAS in arrays,
+        "descales": bool(arrays & {*DESCALES}),
+        "pages": p.pages > 0,
+        "lengths": not p.pages and bool(arrays & {*PADDED}),
         "mask array": MASK in arrays,
         "block mask": bool(arrays & {*MAPS}),
         "sink": SINK in arrays,
@@ -513,102 +625,3 @@ class _Turns:
         turn, place = divmod(self.i, len(values))
         order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
         return values[order[(place + self.attempt) % len(values)]]
-
-
-class _Tile:
-    """The sizes of a plan that decide what a length covers."""
-
-    def __init__(self, plan: Plan) -> None:
-        constants = plan.constants
-        # Without tiles of keys, those that a warp or a block takes at a time.
-        threads = max((x.threads for x in plan.launches), default=1)
-        at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
-        self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
-        self.keys = max((constants[x] for x in TILE_KEYS if x in constants), default=at_a_time)
-        self.has_ring = any(x in constants for x in _STAGES)
-        self.stages = max((constants[x] for x in _STAGES if x in constants), default=2)
-        self.row_stages = self.stages if plan.kernel.operation == "backward" else 1
-        self.span = constants.get("span", 0)
-        boxed = any(x.boxes for x in plan.launches)
-        is_sliced = plan.kernel.largest_d is None and (boxed or "Bd" in constants)
-        self.slice = constants.get("Bd", _BOX) if is_sliced else math.inf
-        self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
-
-    def is_left(self, p: Problem) -> bool:
-        """Whether there are more keys, or rows of gradients, than stages hold at once."""
-        rows = self.row_stages * self.rows
-        return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
-
-    def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
-        """A number of rows or keys of a kind, for tiles of a size."""
-        if pick.random() < _EMPTY:
-            return 0
-        if kind == "below":  # a small part of a tile as often as a large one
-            return min(int(math.exp(pick.uniform(0, math.log(max(size, 2))))), max(size - 1, 1))
-        if kind == "edge":
-            return max(
-                size * pick.randrange(1, max(96 // size, 2) + 1) + pick.choice((-1, 0, 1)), 1
-            )
-        least = max(size * stages, self.span if kind == "many" and size == self.keys else 0)
-        return least + pick.randrange(1, 2 * size + 32)
-
-
-def _splits(plan: Plan) -> int:
-    return max((x.numbers.get("num_splits", 1) for x in plan.launches), default=1)
-
-
-def _on_few_blocks(plan: Plan, limits: Limits) -> bool:
-    """Whether a launch would have more blocks on a device with more multiprocessors."""
-    many = replace(limits, multiprocessors=2**20)
-    fixed = SimpleNamespace(**plan.constants, multiprocessors=many.multiprocessors, round=0)
-    for x in plan.launches:
-        if x.launch.in_rounds or "num_splits" in x.numbers:
-            continue
-        blocks = x.launch.grid(plan.problem, fixed)
-        if math.prod(blocks if isinstance(blocks, Sequence) else (blocks,)) > math.prod(x.grid):
-            return True
-    return False
-
-
-def _work(p: Problem) -> int:
-    return p.heads * p.pairs * (p.d + p.dv)
-
-
-def _longest(p: Problem) -> int:
-    """The most keys that a query may see."""
-    return max(p.lengths[1].counts) if p.lengths else p.N
-
-
-def _some_lengths(used: bool) -> forms.Packed:
-    """Lengths in whose place others are drawn, with seqused or without."""
-    one = forms.Lengths((64, 64), (64, 64) if used else None)
-    return one, one
-
-
-def _lengths(tile: "_Tile", like: forms.Packed, pick: random.Random) -> forms.Packed:
-    """Sequences without rows, with one, near a tile and with several; and rows of no sequence."""
-    kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
-    pick.shuffle(kinds)
-
-    def drawn(of: Sequence[str], size: int, is_used: bool) -> forms.Lengths:
-        fixed = {"none": 0, "one": 1}
-        rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        used = tuple(pick.choice((n, n // 2, n)) for n in rows) if is_used else None
-        before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
-        return forms.Lengths(tuple(rows), used, before, after)
-
-    sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
-    q, k = (drawn(*x) for x in zip(zip(*kinds), sizes, used))
-    return q, k
-
-
-def _window(limited: Iterable[bool], N: int, keys: int, pick: random.Random) -> Window:
-    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile."""
-
-    def side() -> int:
-        if keys <= N and pick.random() < 0.3:
-            return keys * pick.randrange(1, N // keys + 1) - pick.choice((0, 1))
-        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1
-
-    left, right = (side() if has else None for has in limited)
-    return left, right

@@ -21,7 +21,8 @@ from cupyfa.modifiers import BIAS, MASK
 from cupyfa.options import OPTIONS, Window
 from cupyfa.problem import Problem, can_give
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.verify.fuzz import MODIFIED, OF_SEQUENCES, other_options
+from cupyfa.verify.fuzz import other_options
+from cupyfa.verify.texts import MODIFIED, OF_SEQUENCES
 
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",

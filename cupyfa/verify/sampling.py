@@ -106,7 +106,8 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
         return scores * width + rows * columns
 
     whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
-    if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or p.cached:
+    is_padded = p.is_ragged and p.sequences is None  # which is computed as a whole
+    if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or is_padded:
         return [None]
     M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
     each = work(_ROWS * N, _ROWS + N)

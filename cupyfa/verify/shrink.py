@@ -28,7 +28,12 @@ def shrunk(
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Cases with one simpler field, beginning with those that need no other compilation."""
-    for name, plain in {"layout": "bhsd", "values": "normal", "seed": 0}.items():
+    for name, plain in {
+        "tokens": "cached",
+        "layout": "bhsd",
+        "values": "normal",
+        "seed": 0,
+    }.items():
         yield replace(case, **{name: plain})  # type: ignore[arg-type]
     for problem in _smaller(case.problem):
         yield replace(case, problem=problem)

@@ -13,12 +13,16 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import select
 from cupyfa.planner.plan import Plan
 from cupyfa.problem import Problem
+from cupyfa.runtime import guard
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures, sampling
 from cupyfa.verify.case import FINITE, Case, arranged
 from cupyfa.verify.failures import Arrays, Outcome
+from cupyfa.verify.memories import may_be_mixed, mixed_results
 from cupyfa.verify.sampling import Judge
+from cupyfa.verify.tokens import written
 
 KernelOrName = str | Kernel
 LARGEST_FILE = 250 * 2**20  # bytes of a failure's arrays besides the results
@@ -32,8 +36,9 @@ class Task:
 
     reruns: how often each kernel runs again and must give the same bits. timeout: seconds that it
     may take in a worker process. keep: whether outcomes hold the arrays of a failure's file.
-    schedule: the order of the simulator's threads, if not the backend's. inputs: contiguous arrays
-    in place of the case's own; they get its layout.
+    schedule, multiprocessors: the order of the simulator's threads, and how many multiprocessors
+    it has, if not the backend's. inputs: contiguous arrays in place of the case's own; they get its
+    layout.
     """
 
     case: Case
@@ -43,6 +48,7 @@ class Task:
     timeout: float = 60.0
     keep: bool = False
     schedule: int | None = None
+    multiprocessors: int | None = None
     inputs: Arrays | None = field(default=None, repr=False, compare=False)
 
 
@@ -55,12 +61,19 @@ def has_name(kernel: KernelOrName) -> bool:
     return isinstance(kernel, str) or LADDER[kernel.operation].get(kernel.name) is kernel
 
 
+def backend_of(task: Task, backend: Backend) -> Backend:
+    """The backend that a task runs on: the simulator as the task asks for it, or the given one."""
+    asked = {x: getattr(task, x) for x in ("schedule", "multiprocessors")}
+    changes = {name: value for name, value in asked.items() if value is not None}
+    return backend.like(**changes) if changes and isinstance(backend, Simulator) else backend
+
+
 def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
     """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
 
     Raises CompilerNotFound without one for the simulator.
     """
-    backend = backend if task.schedule is None else backend.reordered(task.schedule)
+    backend = backend_of(task, backend)
     plans: dict[str, Plan] = {}
     for kernel in task.kernels:
         name = name_of(kernel)
@@ -76,9 +89,9 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
     try:
         case = task.case
         inputs = arranged(task.inputs, case.layout) if task.inputs else case.inputs(backend)
-        if alike := [plan for plan in plans.values() if plan.kernel.is_plain]:
-            shared = task.case.completed(inputs, alike[0].kernel)
-            judge = _judge(alike, shared, task.case)
+        alike = [plan for plan in plans.values() if plan.kernel.is_plain]
+        if alike and case.tokens == "cached":
+            judge = _judge(alike, task.case.completed(inputs, alike[0].kernel), task.case)
     except MemoryError as error:
         yield from (Outcome(name, failures.NO_MEMORY, str(error)) for name in plans)
         return
@@ -96,12 +109,17 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
                 for launch in plan.programs:
                     backend.prepare(launch)
                 mine = task.case.completed(inputs, plan.kernel, keep=is_given)
-                its = judge if plan.kernel.is_plain else _judge([plan], mine, task.case)
-                assert its is not None
+                try:
+                    ready = written(backend, task.case, mine)
+                except errors.WrongResult as wrong:
+                    yield replace(begun, kind=failures.WRONG_RESULT, message=str(wrong))
+                    continue
+                shared = judge if plan.kernel.is_plain else None
+                its = shared or _judge([plan], ready, task.case)
                 if task.keep:
                     begun = replace(begun, arrays=_kept(mine, its, plan))
                 yield replace(begun, kind=failures.RUNNING)
-                yield _outcome(backend, plan, mine, its, begun, task)
+                yield _outcome(backend, plan, ready, its, begun, task)
         except errors.CompilerNotFound:
             raise
         except Exception as error:
@@ -145,12 +163,18 @@ def _outcome(
 ) -> Outcome:
     """The outcome of running a plan once and then ``task.reruns`` times more."""
     readable = blocks.readable(backend, plan, inputs)
-    results = run_guarded(backend, plan, readable, {})
+    left = {"left": guard.FINITE} if task.case.seed % 2 else {}
+    results = run_guarded(backend, plan, readable, {}, **left)
     actual = {f"actual_{name}": x for name, x in results.items() if begun.arrays}
     verdicts = judge.verdicts(results, plan.rounding, finite=task.case.values in FINITE)
     done = replace(begun, verdicts=verdicts, arrays={**begun.arrays, **actual})
     if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
         return replace(done, kind=failures.WRONG_RESULT, message="; ".join(wrong))
+    if backend.name == "cuda" and may_be_mixed(plan):
+        mixed = judge.verdicts(mixed_results(backend, plan, inputs), plan.rounding, finite=False)
+        if wrong := [str(verdict) for verdict in mixed if not verdict.passed]:
+            what = "with arrays in two memories "
+            return replace(done, kind=failures.WRONG_RESULT, message=what + "; ".join(wrong))
     if different := difference(backend, plan, readable, results, task.reruns):
         return replace(done, kind=failures.DIFFERS, message=different)
     return done

@@ -79,12 +79,10 @@ class Process:
 
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
-        simulated = isinstance(backend, Simulator)
         store.warn_unless_kept()  # here: what a worker process prints is not seen
-        if simulated:
+        if isinstance(backend, Simulator):
             machine.compiler()  # likewise
-        schedule = getattr(backend, "schedule", None)
-        self._backend = Simulator(schedule=schedule, workers=1) if simulated else backend.name
+        self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
         self._process: _Started | None = None
         self._is_stopped = False
 

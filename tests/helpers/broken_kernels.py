@@ -1,12 +1,15 @@
 """softmax_safe with faults that appear at some sizes: pairs of a text and its replacement."""
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner import source as sources
+from cupyfa.planner import evaluate, source as sources
 from cupyfa.planner.evaluate import source_path
+from cupyfa.runtime import decoding
 
 SCRIPT = """\
 from dataclasses import replace
@@ -84,6 +87,11 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.kernel}-{self.what}"
 
+    @property
+    def is_of_calls(self) -> bool:
+        """Whether no kernel's record names the file: calls launch it before kernels."""
+        return self.file == "forward/append_keys.cu" or self.file.startswith("blocks/")
+
 
 def faults() -> list[Fault]:
     """The faults of tests/verify/faults.txt."""
@@ -102,20 +110,41 @@ def _fault(lines: list[str]) -> Fault:
     return Fault(*where.split(), what, right, wrong, named["shows"], line, sample)
 
 
-def broken(folder: Path, fault: Fault) -> Kernel:
-    """The kernel of a fault, with a copy of its files in a folder."""
+def _path(fault: Fault) -> Path:
     (path,) = (
         x for x in (sources.KERNELS / fault.file, sources.INCLUDE / fault.file) if x.is_file()
     )
+    return path
+
+
+def _text(fault: Fault) -> str:
+    text = _path(fault).read_text()
+    assert text.count(fault.right) == 1, f"{fault.file} has not once: {fault.right}"
+    return text.replace(fault.right, fault.wrong)
+
+
+def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
+    """The kernel of a fault of calls, which launch files of a copy of the project's kernels."""
+    root, path, text = folder / "kernels", _path(fault), _text(fault)
+    shutil.copytree(sources.KERNELS, root)
+    (root / path.relative_to(sources.KERNELS)).write_text(text)
+    for module in (sources, evaluate):
+        monkeypatch.setattr(module, "KERNELS", root)
+    monkeypatch.setattr(sources, "INCLUDE", root / "include")
+    monkeypatch.setattr(decoding, "_launchers", {})
+    return record_named(fault.kernel)
+
+
+def broken(folder: Path, fault: Fault) -> Kernel:
+    """The kernel of a fault, with a copy of its files in a folder."""
+    path = _path(fault)
     record = record_named(fault.kernel)
     for launch in record.launches:
         if isinstance(launch, Launch):
             source = source_path(record, launch)
             (folder / source.name).write_text((sources.KERNELS / source).read_text())
-    text = path.read_text()
-    assert text.count(fault.right) == 1, f"{fault.file} has not once: {fault.right}"
     to = folder / (path.name if path.suffix == ".cu" else fault.file)
     to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(text.replace(fault.right, fault.wrong))
+    to.write_text(_text(fault))
     launches = [replace(x, file=None) if isinstance(x, Launch) else x for x in record.launches]
     return replace(record, launches=tuple(launches), folder=folder)

@@ -11,8 +11,10 @@ from cupyfa.ladder.lookup import record_named
 from cupyfa.modifiers import OWN_ARRAYS, SEEDS
 from cupyfa.planner import select
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
-from cupyfa.verify.fuzz import MODIFIED, TOGETHER, Fuzz, covers
+from cupyfa.verify.fuzz import SAMPLES, TOGETHER, Fuzz, covers
 from cupyfa.verify.shrink import shrunk
+from cupyfa.verify.sizes import splits_of
+from cupyfa.verify.texts import _FUNCTIONS, MODIFIED
 
 SIMULATOR = Simulator()
 # What the default number of samples covers of kernels of different families.
@@ -37,9 +39,14 @@ def samples(name, count=32, **how):
     return [drawing.sample(i) for i in range(count)]
 
 
+def limits_of(drawn):
+    usual = SIMULATOR.limits
+    return replace(usual, multiprocessors=drawn.multiprocessors or usual.multiprocessors)
+
+
 def planned(drawn):
     problem = drawn.case.problem
-    return select.plan(drawn.kernel, problem, SIMULATOR.limits, **drawn.constants)
+    return select.plan(drawn.kernel, problem, limits_of(drawn), **drawn.constants)
 
 
 @pytest.mark.parametrize("name", COVERED)
@@ -143,18 +150,17 @@ def has_text(p):
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
-def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
+def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
     record = None if kernel == "auto" else record_named(kernel)
-    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(64)]
-    drawn = [p for p in drawn if not p.lengths]
+    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(SAMPLES["simulator"])]
     modified = [p for p in drawn if p.modifiers.arrays or p.options.dropout or has_text(p)]
     assert not drawn[0].operands
     if kernel == "v3":
         assert not modified
     else:
-        assert len({(p.options, tuple(x.name for x in p.operands)) for p in modified}) >= 3
-        assert 8 <= len(modified) <= 16  # of 64
-        assert sum(p.options.dropout > 0 for p in drawn) == 8
+        assert len({(p.options, tuple(x.name for x in p.operands)) for p in modified}) >= 5
+        assert len(drawn) / 3 < len(modified) < len(drawn) * 2 / 3
+        assert sum(p.options.dropout > 0 for p in drawn) >= 8
         assert any(p.wrt for p in drawn) == (kernel == "two_pass")
     given = {"options": {"mask_mod": "x[key] > 0"}, "arrays": {"captured": {"x": "i8[N]"}}}
     if kernel != "v3":
@@ -165,11 +171,11 @@ def test_the_last_of_eight_groups_have_texts_or_arrays(kernel):
 
 def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     def of(name):
-        problems = [x.case.problem for x in samples(name, 64) if not x.case.problem.lengths]
+        problems = [x.case.problem for x in samples(name, 56) if not x.case.problem.lengths]
         return [{x.name for x in p.operands} for p in problems], problems
 
     arrays, problems = of("two_pass")
-    assert sum("dlse" in x for x in arrays) == 8 and not any(arrays[:24])
+    assert sum("dlse" in x for x in arrays) >= 8 and not any(arrays[:20])
     in_memory = [p for p in problems if any(x.name in SEEDS for x in p.operands)]
     assert in_memory and all(p.options.dropout for p in in_memory)
     drawn = {x.dtype for p in in_memory for x in p.operands if x.name in SEEDS}
@@ -194,6 +200,84 @@ def test_the_ninth_and_tenth_groups_are_ragged_batches(kernel):
         assert sum(p.pairs > 0 for p in problems) >= 7
         sides = [x for p in problems for x in p.lengths]
         assert any(0 in x.counts for x in sides) and any(x.before for x in sides)
+
+
+# What the default samples of every seed cover of kernels that have it.
+OF_EVERY_SEED = {
+    "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout"),
+    "fa2": ("pages", "new tokens", "sequences", "sink", "mask array", "score_mod"),
+    "mma_pipelined": ("lengths", "packed heads", "sink", "sequences", "score_mod"),
+    "wgmma_fp8": ("descales", "sink", "score_mod"),
+    "wgmma_columns": ("lengths", "gradients of arrays", "gradient of lse", "score_mod"),
+    "two_pass": ("lengths", "gradients of arrays", "gradient of lse", "sink", "score_mod"),
+}
+
+
+def counted(name, seed):
+    """How many default samples cover what, new tokens included."""
+    found = Counter()
+    for drawn in samples(name, SAMPLES["simulator"], seed=seed):
+        found["new tokens"] += drawn.case.tokens != "cached"
+        found.update(what for what, has in covers(planned(drawn), limits_of(drawn)).items() if has)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", OF_EVERY_SEED)
+def test_the_default_samples_cover_what_a_kernel_has(name, seed):
+    found = counted(name, seed)
+    assert [x for x in OF_EVERY_SEED[name] if not found[x]] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_default_samples_reach_every_schedule(seed):
+    """Merging in rounds, blocks without a tile, counters of heads and of tiles."""
+
+    def plans(name):
+        return [planned(drawn) for drawn in samples(name, SAMPLES["simulator"], seed=seed)]
+
+    assert sum(splits_of(plan) > 32 for plan in plans("mma_split_kv")) > 1
+    turned = [x for x in plans("wgmma_persistent") if has_a_block_without_a_tile(x)]
+    assert turned
+    counts = [y.constants for x in plans("wgmma_columns") for y in x.launches]
+    for name in ("finishes", "stays"):
+        assert any(x.get(name) for x in counts), name
+
+
+def has_a_block_without_a_tile(plan):
+    """By schedule.cuh, above d = 64: heads of a few tiles are dealt out in turn."""
+    p, blocks = plan.problem, plan.launches[0].grid[0]
+    tiles = -(-p.M // plan.constants["Br"])
+    rest = blocks % tiles if 2 <= tiles <= 8 else 0
+    return p.causal and p.dv > 64 and 0 < rest <= blocks / 32 and p.batch * p.heads >= blocks // 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_groups_have_every_function_of_texts(seed):
+    """In gradients, too, whose groups of expressions are the same."""
+    texts = [str(x.case.problem.options.score_mod) for x in samples("two_pass", 56, seed=seed)]
+    for function in _FUNCTIONS:
+        name = function.split("(")[0]
+        assert any(f"0.2 * {name}(" in text for text in texts), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gradient_of_a_bias_alone_is_drawn(seed):
+    plans = [planned(drawn) for drawn in samples("wgmma_columns", 56, seed=seed)]
+    alone = [x.problem for x in plans if any(y.entry == "wgmma_bias_gradient" for y in x.launches)]
+    assert len(alone) >= 3 and all({*p.wrt} - {"sink"} == {"bias"} for p in alone)
+
+
+def test_arrays_whose_gradients_are_asked_for_are_drawn_in_any_combination():
+    found = {
+        (frozenset(p.wrt), len([x for x in p.operands if x.is_differentiable]))
+        for seed in range(6)
+        for p in (x.case.problem for x in samples("columns", 56, seed=seed))
+        if p.wrt
+    }
+    assert len({len(names) for names, _ in found}) >= 3
+    assert any(len(names) < able for names, able in found)
+    assert len({names for names, _ in found}) >= 8
 
 
 def test_lengths_replace_those_of_every_sample():

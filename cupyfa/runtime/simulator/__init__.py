@@ -9,6 +9,7 @@ import ctypes
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -30,20 +31,23 @@ _MAP = np.dtype(
     + [("itemsize", "i4"), ("unused", "V72")]
 )
 
+MOST_MULTIPROCESSORS = 1024
+MULTIPROCESSORS = 4  # so few that each block of a small problem has several tiles
+
 
 @cache
 def _limits(device: int) -> Limits:
     """The limits of an H100, except for its architecture and number of multiprocessors."""
-    name, few = "the simulator", 4  # so that each block of a small problem has several tiles
-    return Limits(name, dynamic_shared.CAPACITY, multiprocessors=few)
+    return Limits("the simulator", dynamic_shared.CAPACITY, multiprocessors=MULTIPROCESSORS)
 
 
 class Simulator(Backend):
     """Runs kernels on the CPU, one fiber per thread, blocks spread over the cores.
 
     ``schedule`` is a seed for another order of the threads (None: by index), ``workers`` the
-    number of blocks that run at a time (None: one per core). A block has as much shared memory
-    as on an H100. Faults in the kernel raise SimulatorFault.
+    number of blocks that run at a time (None: one per core). ``multiprocessors`` is the number
+    that plans go by, for persistent blocks and splits (None: MULTIPROCESSORS). A block has as much
+    shared memory as on an H100. Faults in the kernel raise SimulatorFault.
     """
 
     name = "simulator"
@@ -53,16 +57,30 @@ class Simulator(Backend):
     compile_errors = (CompileError,)
     read_limits = staticmethod(_limits)
 
-    def __init__(self, *, schedule: int | None = None, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        schedule: int | None = None,
+        workers: int | None = None,
+        multiprocessors: int | None = None,
+    ) -> None:
         self.schedule = None if schedule is None else whole("schedule", schedule, 0)
         self.workers = None if workers is None else whole("workers", workers, 1)
+        if multiprocessors is not None:
+            whole("multiprocessors", multiprocessors, 1, MOST_MULTIPROCESSORS)
+        self.multiprocessors = multiprocessors
         self.known, self.spaces = {}, {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Simulator, schedule=self.schedule, workers=self.workers), ()
+        return partial(Simulator, **self._asked()), ()
 
     def __repr__(self) -> str:
         return f"<simulator: schedule {self.schedule}, workers {self.workers}>"
+
+    @property
+    def limits(self) -> Limits:
+        usual, asked = super().limits, self.multiprocessors
+        return usual if asked is None else replace(usual, multiprocessors=asked)
 
     def owns(self, array: Any) -> bool:
         return isinstance(array, np.ndarray)
@@ -131,7 +149,14 @@ class Simulator(Backend):
         return 1e3 * (time.perf_counter() - start)
 
     def reordered(self, seed: int) -> Simulator:
-        return Simulator(schedule=seed, workers=self.workers)
+        return self.like(schedule=seed)
+
+    def like(self, **changes: int | None) -> Simulator:
+        """A simulator that differs from this one in what is given."""
+        return Simulator(**{**self._asked(), **changes})
+
+    def _asked(self) -> dict[str, int | None]:
+        return {x: getattr(self, x) for x in ("schedule", "workers", "multiprocessors")}
 
     def versions(self) -> dict[str, str]:
         return {"compiler": machine.compiler_version().splitlines()[0]}
