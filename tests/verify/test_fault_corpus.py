@@ -88,6 +88,14 @@ def test_a_fault_of_gradients_of_arrays_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_scale_that_all_gradients_share_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
+    kernel = broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
+    first = found(kernel, bias="bhmn", wrt="bias", samples=16)
+    assert first.outcome.worst.name == "d_bias" and first.case.values == "scales"
+
+
+@pytest.mark.slow
 def test_a_fault_of_the_gradient_of_lse_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     right, wrong = "mods.dlse_.read(batch, head, row)", "mods.dlse_.read(batch, head, 0)"

@@ -24,9 +24,10 @@ struct ExactSums {
 
   // The bits that a number has in a word.
   __device__ __forceinline__ int width() const { return 61 - bits; }
+  __device__ __forceinline__ int& exponent(long long element) const { return exponents[element]; }
   // Numbers of an element times 2^shift are below 2^width.
   __device__ __forceinline__ int shift(long long element) const {
-    return width() + 1023 - exponents[element];
+    return width() + 1023 - exponent(element);
   }
   __device__ __forceinline__ void add_whole(long long place, double x) const {
     if (x != 0)
@@ -36,8 +37,7 @@ struct ExactSums {
 
   __device__ __forceinline__ void note(long long element, double x) const {
     if (x != 0 && is_finite(x))
-      atomicMax(&exponents[element],
-                1 + int(__builtin_bit_cast(unsigned long long, fabs(x)) >> 52));
+      atomicMax(&exponent(element), 1 + int(__builtin_bit_cast(unsigned long long, fabs(x)) >> 52));
   }
   // After all numbers have been noted.
   __device__ __forceinline__ void add(long long element, double x) const {
