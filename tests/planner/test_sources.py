@@ -41,6 +41,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool has_dropout = false;",
         "constexpr bool has_key_tiles = false;",
         "constexpr bool has_row_tiles = false;",
+        "constexpr bool has_softcap = false;",
         "constexpr bool unit_slope = true;",
         "constexpr bool of_products = false;",
         "constexpr bool ragged = false;",
