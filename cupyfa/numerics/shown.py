@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any, TypeVar
 
 import numpy as np
@@ -64,6 +63,8 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _line(tag: str, cells: Iterable[str]) -> str:
+    from html import escape
+
     return f"<tr>{''.join(f'<{tag}>{escape(x)}</{tag}>' for x in cells)}</tr>"
 
 

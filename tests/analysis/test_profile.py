@@ -48,6 +48,11 @@ BEFORE = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Conte
 BEFORE += ["Block Size", "Grid Size", "Device", "CC"]
 
 
+def commands_in(printed):
+    """The command lines in an output, each in one line, as a shell joins its lines."""
+    return printed.rstrip("\n").replace("\\\n", "").split("\n\n")
+
+
 def ncu_prints(names=("fa2", "repair_rows(Tensor<float>, int)")):
     """The output of ``ncu --csv --page raw`` with its other messages."""
     out = io.StringIO()
@@ -148,7 +153,7 @@ def test_the_kernel_is_launched_twice_alike(monkeypatch):
 
 def test_print_gives_both_command_lines_without_any_tool(without_tools):
     done = cli("fa2", "--print", "-M", 100, "--causal", "--Br", 16)
-    ncu, nsys = map(shlex.split, done.stdout.splitlines())
+    ncu, nsys = map(shlex.split, commands_in(done.stdout))
     assert (ncu[0], nsys[0], done.stderr) == ("ncu", "nsys", "")
     sizes = "-B 4 -H 16 -M 100 -N 100 -d 64 --causal=bottom-right --dtype float32 --seed 0"
     for command in (ncu, nsys):
@@ -158,7 +163,7 @@ def test_print_gives_both_command_lines_without_any_tool(without_tools):
 
 @pytest.mark.parametrize("form", ["json", "csv", "md"])
 def test_commands_are_printed_for_programs_too(without_tools, form):
-    lines = cli("fa2", "--print").stdout.splitlines()
+    lines = commands_in(cli("fa2", "--print").stdout)
     told = report.render(
         [{"tool": x, "command": line} for x, line in zip(("ncu", "nsys"), lines)], form
     )
@@ -175,7 +180,7 @@ def test_a_softmax_is_profiled_by_its_rows():
 
 def test_a_users_kernel_keeps_its_name(tmp_path):
     script = f"{own_kernel.write(tmp_path)}:mine"
-    ncu, nsys = map(shlex.split, cli(script, "--print").stdout.splitlines())
+    ncu, nsys = map(shlex.split, commands_in(cli(script, "--print").stdout))
     assert "regex:^(mine)$" in ncu and script in ncu
     assert "--output=cupyfa-mine" in nsys
 
@@ -296,7 +301,7 @@ def test_nsys_gives_times(tools):
 
 def test_without_ncu_the_commands_are_printed(without_tools):
     done = cli("fa2", code=3)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ncu", "nsys"]
+    assert [line.split()[0] for line in commands_in(done.stdout)] == ["ncu", "nsys"]
     assert refused("fa2").startswith("ncu is not on the PATH; it is part of Nsight Comp")
     with pytest.raises(Unsupported, match="nsys is not on the PATH; it is part of Nsight Systems"):
         profiling.timeline("fa2")

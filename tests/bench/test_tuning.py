@@ -11,7 +11,7 @@ from time import monotonic
 
 import pytest
 from helpers import own_kernel
-from helpers.cli import cli
+from helpers.cli import SIMULATOR, cli
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, store
@@ -488,7 +488,7 @@ def of_states(*states):
 def test_notes_have_singular_and_plural(monkeypatch):
     def notes(*states):
         monkeypatch.setattr(tuning, "tune", lambda *_, **__: list(of_states(*states)))
-        return cli("tune", "mine", code=1).stderr
+        return cli("tune", "fa2", *SIMULATOR, code=1).stderr
 
     assert "note: 1 was not tried in time; the same" in notes("untried", "wrong")
     assert "note: 2 were not tried in time; the same" in notes("untried", "untried")
@@ -519,7 +519,7 @@ def test_the_table_fits_the_terminal(monkeypatch, columns):
         rows.append(Candidate(right, "right", 0.98761 + i, 116736 - i, 3 + i))
         rows.append(Candidate(measured, "untried", shared_bytes=116736))
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: rows)
-    table = cli("tune", "v3").stdout.splitlines()
+    table = cli("tune", "v3", *SIMULATOR).stdout.splitlines()
     assert max(map(len, table[1:])) <= columns
     assert sum("untried" in line for line in table) == len(rows) / 2
 
@@ -532,7 +532,7 @@ def test_the_others_are_not_compared_with_the_finalists(laps, engine, monkeypatc
     assert (other.factor, other.rounds) == (None, 0) and other.first_ms > best.first_ms
     assert other.row()["ms"] is None and best.row()["ms"] > 0
     monkeypatch.setattr(tuning, "tune", lambda *_, **__: [best, own, other])
-    done = cli("tune", laps)
+    done = cli("tune", laps, *SIMULATOR)
     rows = done.stdout.splitlines()
     line = next(i for i, row in enumerate(rows) if row.startswith("─"))
     assert [row.split()[0] for row in rows[line - 2 : line]] == ["laps=2", "laps=200"]
