@@ -278,7 +278,8 @@ def cache_with(**change):
         ),
         ({"v_scale": np.ones((COUNT, 2), "f4")}, ValueError, r"v_scale has shape \(27, 2\)"),
         ({"k_scale": np.ones(2)}, TypeError, "k_scale is float64; it must be float32"),
-        ({"k_scale": [1, 1]}, TypeError, "give a NumPy or CuPy array"),
+        ({"k_scale": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
+        ({"k_scale": [1, 1, 1]}, ValueError, r"k_scale has shape \(3,\)"),
         (
             {"k_scale": np.ones((4, 4), "f4")[:, ::2]},
             ValueError,

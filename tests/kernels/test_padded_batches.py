@@ -168,7 +168,7 @@ def test_lengths_are_read_when_kernels_run(backend, kernel):
 @pytest.mark.parametrize("kernel", every(ABLE, QUICK[:2]))
 def test_wrong_lengths_of_a_kernel_stay_inside_the_arrays(backend, kernel, monkeypatch):
     # As lengths in GPU memory, which nobody sees before the kernel does.
-    monkeypatch.setattr(cupyfa.Prepared, "_check_lengths", lambda *_: None)
+    monkeypatch.setattr(cupyfa.Prepared, "_with_lengths", lambda _, by_name: by_name)
     given = arrays(usual_dtype(kernel), rows=None, keys=None)
     how = {"kernel": kernel, "backend": backend}
     wrong, kept = np.array([-1, 71, 2**31 - 1, -(2**31)], "i4"), (0, M, M, 0)

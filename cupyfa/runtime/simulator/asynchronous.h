@@ -922,21 +922,22 @@ void read_registers(Factors& factors, const Product& product) {
 typedef float Columns __attribute__((vector_size(64), aligned(4)));
 typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
 constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
+constexpr std::int32_t exponent_bits = 0x7f800000;
 
-inline ColumnBits bits_of(const Columns& x) {
-  return reinterpret_cast<const ColumnBits&>(x);
+// Vectors are changed in place: as results they would need registers that not all processors have.
+inline void keep_bits(Columns& x, std::int32_t bits) {
+  x = reinterpret_cast<Columns>(reinterpret_cast<ColumnBits>(x) & bits);
 }
-inline Columns of_bits(const ColumnBits& x) {
-  return reinterpret_cast<const Columns&>(x);
-}
-inline Columns larger(const Columns& a, const Columns& b) {
-  return a > b ? a : b;
+inline void keep_largest(Columns& x, const Columns& other) {
+  x = x > other ? x : other;
 }
 
 // The powers of two of numbers, of subnormal ones of e4m3 that of normal ones; 0 of 0.
-inline Columns powers_of_e4m3(const Columns& x) {
-  Columns power = larger(of_bits(bits_of(x) & 0x7f800000), Columns{} + 0x1p-6f);
-  return x == 0 ? Columns{} : power;
+inline void keep_powers_of_e4m3(Columns& x) {
+  Columns power = x;
+  keep_bits(power, exponent_bits);
+  keep_largest(power, Columns{} + 0x1p-6f);
+  x = x == 0 ? Columns{} : power;
 }
 
 // Sums of e4m3 as an H100 makes them: the 32 products and the sum so far are cut off at 2^-13 of
@@ -946,20 +947,26 @@ void add_e4m3_product(Sums& sums, const Factors& factors) {
   for (int row = 0; row < product_rows; ++row) {
     for (int first = 0; first < sums.columns; first += width_of_columns) {
       Columns& sum = *reinterpret_cast<Columns*>(sums.values + row * sums.columns + first);
-      auto a = [&](int k) { return Columns{} + factors.a[row][k]; };
-      auto b = [&](int k) { return *reinterpret_cast<const Columns*>(factors.b[k] + first); };
-      Columns top = of_bits(bits_of(sum) & 0x7f800000), plain = sum;
-      for (int k = 0; k < max_depth; ++k)
-        top = larger(top, powers_of_e4m3(a(k)) * powers_of_e4m3(b(k)));
+      Columns top = sum, plain = sum;
+      keep_bits(top, exponent_bits);
+      for (int k = 0; k < max_depth; ++k) {
+        Columns a = Columns{} + factors.a[row][k];
+        Columns b = *reinterpret_cast<const Columns*>(factors.b[k] + first);
+        keep_powers_of_e4m3(a);
+        keep_powers_of_e4m3(b);
+        keep_largest(top, a * b);
+      }
       Columns per_unit = 0x1p13f / (top == 0 ? Columns{} + 1 : top);
       ColumnBits units = __builtin_convertvector(sum * per_unit, ColumnBits);
       for (int k = 0; k < max_depth; ++k) {
-        units += __builtin_convertvector(a(k) * b(k) * per_unit, ColumnBits);
-        plain += a(k) * b(k);
+        Columns product =
+            factors.a[row][k] * *reinterpret_cast<const Columns*>(factors.b[k] + first);
+        units += __builtin_convertvector(product * per_unit, ColumnBits);
+        plain += product;
       }
       Columns made = __builtin_convertvector(units, Columns) / per_unit;
-      made = of_bits(bits_of(made) & ~0x3ff);  // 13 of 23 bits after the point
-      sum = plain == plain ? made : plain;     // NaN
+      keep_bits(made, ~0x3ff);              // 13 of 23 bits after the point
+      sum = plain == plain ? made : plain;  // NaN
     }
   }
 }
