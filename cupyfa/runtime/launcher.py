@@ -71,7 +71,8 @@ def compiled(backend: Backend, plan: Plan) -> Kernels:
     def prepare(program: PlannedLaunch) -> None:
         try:
             backend.use(device)
-            kernels[id(program.launch)] = backend.prepare(program)
+            with backend.working_on(None):  # each thread has its own mode of captures
+                kernels[id(program.launch)] = backend.prepare(program)
         except BaseException as error:
             errors.append(error)
 
