@@ -349,17 +349,10 @@ def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> I
 _text = lru_cache(maxsize=64)(Expression.of)
 
 
-def alibi_text(slopes: Operand, factor: str = "", most: str = "") -> Expression:
-    """The text of ALiBi, whose slopes may be multiplied by a number with a name.
-
-    Finite slopes that this takes beyond another number become that: its product with any distance
-    is finite, and so large that a kernel computes the row again.
-    """
+def alibi_text(slopes: Operand, factor: str = "") -> Expression:
+    """The text of ALiBi, whose slopes may be multiplied by a number with a name."""
     slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
-    if factor:
-        within = f"min(max({slope} * {factor}, -{most}), {most})"
-        slope = f"({within} if {slope} - {slope} == 0 else {slope})"
-    return _text(ALIBI, f"score - {slope} * abs(position - key)")
+    return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
 
 
 def indices(shape: Sequence[int]) -> str:

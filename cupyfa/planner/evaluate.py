@@ -174,7 +174,7 @@ class _Planner:
                 **p.options.constants,
                 **self.modifiers.constants,
                 "of_products": mods.of_products(p),
-                "caps_tiles": self.modifiers.has_softcap and p.dtype.sums == np.float32,
+                **self.softcap(),
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
                 "packed": self.is_packed(launch),
@@ -205,6 +205,13 @@ class _Planner:
         """Whether the device has programmatic dependent launches."""
         arch = self.limits.arch
         return arch is None or int(arch) >= _FIRST_WITH_EARLY_LAUNCHES
+
+    def softcap(self) -> dict[str, bool]:
+        """Whether tiles of scores in float32 go through a softcap, and whether roughly."""
+        caps = self.modifiers.has_softcap and self.problem.dtype.sums == np.float32
+        is_narrow = self.problem.dtype.itemsize < 4
+        roughly = caps and is_narrow and self.problem.options.has_usual_softcap
+        return {"caps_tiles": caps, "caps_roughly": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""

@@ -41,7 +41,6 @@ _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
 _PAGES = "page_count"  # a member: how many pages there are
 _UNIT = "unit"  # a member: 1 / scale
-_MOST = "most"  # what a slope / scale is cut off at
 _MOST_INLINE = 100  # work of texts that are repeated for every pair
 _MOST_SLOPES = 20_000  # derivatives that the texts of a problem may have by elements of arrays
 # What a text finds besides its own names.
@@ -151,9 +150,14 @@ def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
 
 
 def of_products(p: Problem) -> bool:
-    """Whether texts take q·k and give the score / scale: of ALiBi alone, with slopes / scale."""
+    """Whether texts take q·k and give the score / scale: of ALiBi alone, with slopes / scale.
+
+    A score / scale may be -infinity though the score is finite, which kernels notice in rows that
+    no text of a mask hides.
+    """
     texts = p.modifiers.score
-    return [x.option for x in texts] == [ALIBI] and 2.0**-40 < p.scale < 2.0**40
+    is_alibi = [x.option for x in texts] == [ALIBI] and not p.modifiers.mask
+    return is_alibi and 2.0**-40 < p.scale < 2.0**40
 
 
 def array_type(rank: int) -> np.dtype:
@@ -309,12 +313,10 @@ def _function(
         return not _fits(p, index, by_name[array].shape[axis])
 
     if is_score and slot is None and of_products(p):
-        lines += [
-            f"  const auto {cpp_name(_UNIT)} = Real(is_capped ? real(1) : mods.{_UNIT});",
-            f"  const auto {cpp_name(_MOST)} = Real(is_capped ? real(infinity) : real(0x1p96));",
-        ]
-        texts = (alibi_text(by_name[ALIBI], _UNIT, _MOST),)
-        kinds |= {name: Captured(name, "float", 0) for name in (_UNIT, _MOST)}
+        unit = f"is_capped ? real(1) : mods.{_UNIT}"
+        lines.append(f"  const auto {cpp_name(_UNIT)} = Real({unit});")
+        texts = (alibi_text(by_name[ALIBI], _UNIT),)
+        kinds[_UNIT] = Captured(_UNIT, "float", 0)
     if is_score:
         note = slot or (lambda array: None)
         for x in texts:

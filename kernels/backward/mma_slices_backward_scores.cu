@@ -92,12 +92,12 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. Where lse2
-// is NaN, in a masked tile, P is exact(product, row, key).
-template <bool masked, class Exact>
+// S becomes P = 2^(S * log2e - lse2). PS, P times the modification's slope, is parked. Rows whose
+// lse2 is NaN take lse_of(row), in a tile that counts as masked.
+template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
-                                          int lane, Exact exact) {
+                                          int lane, LseOf lse_of) {
   const timeline::Phase phase(timeline::softmax, Wr * Wc / 32);
   pair.extent.cap(reinterpret_cast<float (&)[Wr * Wc / 32]>(S), scorer.scale);
 #pragma unroll
@@ -109,8 +109,9 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
-      x = masked && isnan(lse2) ? exact(x, row, key + more) : exp2f(exponent - lse2);
+      const auto [score, slope] =
+          scorer.with_slope<caps_tiles>(x, pair.extent, pair.row(row), pair.key<masked>(key, more));
+      x = masked && isnan(lse2) ? weight_of(score, lse_of(row)) : exp2f(score * log2e - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
@@ -190,15 +191,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   {
     const Own own(Wc);
     const int lane = own_lane();
-    const auto exact = [&](float product, int row, int key) {
-      const auto scored =
-          scorer.with_slope<caps_tiles>(product, extent, pair.row(row), pair.key<true>(key, 0));
-      return weight_of(scored.score, *lse.row(batch, head, pair.row(row)));
-    };
+    const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
     if (whole)
-      compute_P<false>(S, shared, own, pair, scorer, lane, exact);
+      compute_P<false>(S, shared, own, pair, scorer, lane, lse_of);
     else
-      compute_P<true>(S, shared, own, pair, scorer, lane, exact);
+      compute_P<true>(S, shared, own, pair, scorer, lane, lse_of);
     write_tile(P + place, stride, S, own, M - first_row, stride - col, lane);
   }
   multiply_slices(ring, cdiv(dv, Bd), dP);

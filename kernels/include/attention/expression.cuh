@@ -19,6 +19,7 @@
 
 #include <attention/bounded.cuh>
 #include <attention/place.cuh>
+#include <ptx/min_or_nan.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
@@ -163,6 +164,24 @@ __device__ __forceinline__ void cap_products(float (&products)[count], float sca
       const float x = products[i] * scale, t = products[i] * by;
       products[i] = fmaf(x, tanh_near_0(t * t), x);
     }
+  }
+}
+// The same with an absolute error, of 2^-22 of the cap.
+template <int count>
+__device__ __forceinline__ void cap_roughly(float (&products)[count], float scale, float cap) {
+  const float by = scale * (2 * log2e * reciprocal(cap));
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    float power[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) power[j] = 1 + exp2f(min_or_nan(products[i + j] * by, 31));
+    const float low = power[0] * power[1], high = power[2] * power[3];
+    const float both = -2 * cap * reciprocal(low * high);
+    const float of_low = both * high, of_high = both * low;
+    products[i] = fmaf(of_low, power[1], cap);
+    products[i + 1] = fmaf(of_low, power[0], cap);
+    products[i + 2] = fmaf(of_high, power[3], cap);
+    products[i + 3] = fmaf(of_high, power[2], cap);
   }
 }
 template <class T>

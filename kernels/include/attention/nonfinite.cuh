@@ -17,11 +17,11 @@ __device__ __forceinline__ bool is_huge(real exponent) {
 }
 
 // Whether scores of a row were too large, or N is 0. A row that sees a key may have no score only
-// where texts hide keys.
+// where texts hide keys; of products (place.cuh) they do not.
 __device__ __forceinline__ bool is_overflown(real maximum, real sum, bool sees_key) {
-  const bool has_none = maximum == -largest && sum == 0 && (has_texts || !sees_key);
-  if (!(sum < infinity)) return true;
-  return (has_sink || sees_key) && !(has_seat && has_none) && is_huge(maximum);
+  const bool may_have_none = (has_texts && !of_products) || !sees_key;
+  const bool has_none = has_seat && maximum == -largest && sum == 0 && may_have_none;
+  return !(sum < infinity) || ((has_sink || sees_key) && !has_none && is_huge(maximum));
 }
 
 template <int Wr, int pack_gqa>

@@ -5,10 +5,10 @@
 // The host writes above every kernel has_score_text, has_mask_text, has_sink, has_dropout,
 // reads_places (whether texts ask where a pair is), unit_slope (whether the derivative of the
 // modified score is 1 wherever it is finite), caps_tiles (whether tensor cores' tiles of float go
-// through a softcap ahead of the other texts), of_products (whether texts take q·k and give a score
-// / scale, which saves a multiplication) and struct Mods, which has the sinks, the arrays and
-// numbers of texts, and the numbers of dropout. If there are any it includes texts.cuh, and for
-// dropout dropout.cuh.
+// through a softcap ahead of the other texts), caps_roughly (with an absolute error), of_products
+// (whether texts take q·k and give a score / scale, which saves a multiplication) and struct Mods,
+// which has the sinks, the arrays and numbers of texts, and the numbers of dropout. If there are
+// any it includes texts.cuh, and for dropout dropout.cuh.
 
 #include <attention/tile_map.cuh>
 #include <tile/math.cuh>

@@ -36,7 +36,10 @@ struct Seat<true, Arrays> {
   // A warp's products become scores after the softcap, if tiles of them do.
   template <class T, int count>
   __device__ __forceinline__ void cap(T (&products)[count], [[maybe_unused]] T scale) const {
-    if constexpr (caps_tiles) elementary::cap_products(products, scale, mods.softcap_);
+    if constexpr (caps_roughly)
+      elementary::cap_roughly(products, scale, mods.softcap_);
+    else if constexpr (caps_tiles)
+      elementary::cap_products(products, scale, mods.softcap_);
   }
   // In a tile of several heads `more` is the head's number from the first one.
   template <bool is_capped = false, class T, class Key>
