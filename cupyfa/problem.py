@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -35,7 +36,6 @@ from cupyfa.modifiers import (
     Operand,
 )
 from cupyfa.options import FLOAT8, OPTIONS, PLAIN, AttentionOptions, OptionKeywords, read_size
-from cupyfa.store import records
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
@@ -43,26 +43,6 @@ MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
 PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
-_NUMBER = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
-# The fields of ``record()`` besides the options, which read their values themselves.
-_RECORD = records.record(
-    {**dict.fromkeys(SIZES, records.whole(0, MOST)), "dtype": records.one_of(INPUTS)},
-    {
-        "shift": records.whole(-MOST, MOST),
-        **dict.fromkeys(("is_softmax", "block_mask"), records.flag),
-        "pages": records.whole(0, MOST),
-        **dict.fromkeys(("lengths", "cached"), records.optional(records.text())),
-        "operands": records.list_of(
-            records.row_of(
-                *(records.text(), records.text()),
-                records.list_of(records.whole(0, MOST), modifiers.MOST_AXES),
-                *(records.optional(_NUMBER), records.flag),
-                least=3,
-            )
-        ),
-    },
-    only=True,
-)
 _BY_NAMES = (*PADDED, *DESCALES)  # operands whose names say all about them
 # Of a batch element of a ragged batch: it is none.
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
@@ -266,7 +246,7 @@ class Problem:
         Raises ValueError or TypeError for a record that describes none: it may be from a file.
         """
         options = {name: value for name, value in record.items() if name in OPTIONS}
-        others = _RECORD({name: x for name, x in record.items() if name not in OPTIONS})
+        others = _reader()({name: x for name, x in record.items() if name not in OPTIONS})
         others["dtype"] = dtype_named(others["dtype"])
         others["operands"] = tuple(modifiers.of_record(*x) for x in others.get("operands", ()))
         others["lengths"] = forms.lengths_of(x) if (x := others.get("lengths")) else None
@@ -791,6 +771,28 @@ class Problem:
             f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
             f"{dv} {self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
         )
+
+
+@cache
+def _reader() -> Callable[[Any], dict[str, Any]]:
+    """Reads the fields of ``record()`` besides the options, which read their values themselves."""
+    from cupyfa.store import records  # only here: most calls read no files
+
+    number = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
+    size, text = records.whole(0, MOST), records.text()
+    shape = records.list_of(size, modifiers.MOST_AXES)
+    operand = records.row_of(text, text, shape, records.optional(number), records.flag, least=3)
+    return records.record(
+        {**dict.fromkeys(SIZES, size), "dtype": records.one_of(INPUTS)},
+        {
+            "shift": records.whole(-MOST, MOST),
+            **dict.fromkeys(("is_softmax", "block_mask"), records.flag),
+            "pages": size,
+            **dict.fromkeys(("lengths", "cached"), records.optional(text)),
+            "operands": records.list_of(operand),
+        },
+        only=True,
+    )
 
 
 def _sizes_of_rows(

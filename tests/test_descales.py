@@ -5,14 +5,12 @@ The reference is attention in float64 to the same numbers times their descales.
 
 from itertools import product
 
-import dask.array
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
 
 import cupyfa
-import cupyfa.dask
 from cupyfa import Problem, modifiers
 from cupyfa.analysis.resources import compile_launch, limits_of
 from cupyfa.dtypes import E4M3
@@ -271,11 +269,6 @@ def test_other_dtypes_and_gradients_are_refused():
         cupyfa.softmax(q, backend="simulator")
     with pytest.raises(Unsupported, match="q_descale cannot be used with lists of arrays"):
         attended([q], [k], [v], q_descale=ONE)
-    chunks = [dask.array.from_array(x, chunks=-1) for x in (q, k, v)]
-    with pytest.raises(Unsupported, match="which calls on parts do not take; convert them"):
-        cupyfa.dask.attention(*chunks)
-    with pytest.raises(Unsupported, match="parts read no arrays besides q, k and v; convert"):
-        cupyfa.dask.attention(*chunks, v_descale=ONE)
     out, lse = (
         np.zeros((BATCH, HEADS, M, DV), ml_dtypes.bfloat16),
         np.zeros((BATCH, HEADS, M), "f4"),
@@ -286,6 +279,15 @@ def test_other_dtypes_and_gradients_are_refused():
     ):
         with pytest.raises(Unsupported, match="no kernel computes their gradients; convert"):
             call()
+
+
+def test_calls_on_parts_are_refused():
+    array, parts = map(pytest.importorskip, ("dask.array", "cupyfa.dask"))
+    chunks = [array.from_array(x, chunks=-1) for x in inputs()]
+    with pytest.raises(Unsupported, match="which calls on parts do not take; convert them"):
+        parts.attention(*chunks)
+    with pytest.raises(Unsupported, match="parts read no arrays besides q, k and v; convert"):
+        parts.attention(*chunks, v_descale=ONE)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import click
@@ -147,8 +148,8 @@ def test_grids_try_values_of_every_option(monkeypatch):
             continue
         for kept in ("values", "layout"):
             assert {getattr(x, kept) for x in before} == {getattr(x, kept) for x in now}
-        for kept in ("M", "N", "d", "dv", "causal", "window", "scale"):
-            values = [{getattr(x.problem, kept) for x in some} for some in (before, now)]
+        for kept in ("M", "N", "d", "dv", "causal", "window", "options.scale"):
+            values = [{attrgetter(kept)(x.problem) for x in some} for some in (before, now)]
             assert values[0] <= values[1], kept
 
 

@@ -10,6 +10,7 @@ import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,6 @@ from helpers import own_kernel
 from helpers.cli import SIMULATOR  # noqa: F401  # sets up the command line's module once
 
 import cupyfa
-import cupyfa.dask
 import cupyfa.distributed as ranks
 from cupyfa import errors
 from cupyfa.errors import OfThisProcess
@@ -26,6 +26,14 @@ from cupyfa.errors import OfThisProcess
 SIM = {"backend": "simulator"}
 SIZES = {"M": 6, "N": 6, "d": 8, "heads": 2}
 Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 6, 8)).astype(np.float32)
+NOT_IMPORTED = (
+    "cuda",
+    "__main__",
+    "templates",
+    "nccl",
+    ".mpi",
+    *([] if find_spec("dask") else [".dask"]),
+)
 FAULT = errors.SimulatorFault("v1", (0, 1, 2), (3, 4, 5), "a race", "v1.cu:7")
 
 
@@ -156,7 +164,7 @@ def exceptions():
     """All exceptions of the library that are no private ones of a module."""
     found = set()
     for module in pkgutil.walk_packages(cupyfa.__path__, "cupyfa."):
-        if any(x in module.name for x in ("cuda", "__main__", "templates", "nccl", ".mpi")):
+        if any(x in module.name for x in NOT_IMPORTED):
             continue
         for x in vars(importlib.import_module(module.name)).values():
             is_ours = inspect.isclass(x) and x.__module__ == module.name

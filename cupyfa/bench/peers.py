@@ -136,7 +136,8 @@ def label(name: str) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """The versions of the installed packages of these peers."""
+    """The versions of the installed packages of these peers. Raises as ``check_names`` does."""
+    check_names(names)
     found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
     return {package: version for package, version in found.items() if version}
 

@@ -402,7 +402,7 @@ def input_options(command: Command) -> Command:
 
 
 def case_options(command: Command) -> Command:
-    """--padded, --descales and --tokens, which no other command needs."""
+    """--padded, --descales and --new-keys, which no other command needs."""
     names = {
         "padded": "Batch elements have lengths of their own: of queries (q), keys (k) or q,k.",
         "descales": "Factors of inputs in float8_e4m3fn: q,k,v or some of these.",
@@ -411,7 +411,8 @@ def case_options(command: Command) -> Command:
         command,
         *(click.option(_long(x), metavar="NAMES", default="", help=y) for x, y in names.items()),
         click.option(
-            "--tokens",
+            "--new-keys",
+            "tokens",
             type=click.Choice(list(TOKENS)),
             default="cached",
             help="With --page-size: how the queries' own keys come into the cache. "

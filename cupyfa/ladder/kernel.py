@@ -7,7 +7,7 @@ problem ``p`` and the constants ``c``. Users write records for their own files.
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +68,12 @@ def padded(width: int, itemsize: int) -> int:
     """The row length that padding.cuh gives a tile: an odd multiple of 16 bytes, in elements."""
     step = 16 // itemsize
     return (cdiv(width, step) | 1) * step
+
+
+@cache
+def _arrays_of(args: str) -> tuple[tuple[str, str], ...]:
+    split = (name.partition(".") for name in args.split())
+    return tuple((name, form) for name, _, form in split)
 
 
 class _Record:
@@ -172,8 +178,7 @@ class Launch(_Record):
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
         """The names of its arguments, and how they are passed: "", "data" or "map"."""
-        split = (name.partition(".") for name in self.args.split())
-        return tuple((name, form) for name, _, form in split)
+        return _arrays_of(self.args)
 
 
 @dataclass(frozen=True)

@@ -313,7 +313,7 @@ class Case:
         about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
         about |= {"--values": self.values} if self.values != "normal" else {}
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
-        about |= {"--tokens": self.tokens} if self.tokens != "cached" else {}
+        about |= {"--new-keys": self.tokens} if self.tokens != "cached" else {}
         options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
         return [str(option) for option in options]
 

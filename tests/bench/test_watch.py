@@ -49,7 +49,7 @@ def test_run_ends_a_kernel_that_hangs(backend, waiting):
     seconds = {"simulator": 0.5, "cuda": 8}[backend.name]
     where = ("--backend", backend.name, "--timeout", seconds)
     done = process(["run", waiting, *HOW, "-M", 16, "-t", "laps=1", *where])
-    assert done.returncode == 1 and not done.stdout
+    assert done.returncode == 3 and not done.stdout
     says(line_of(done.stderr), "mine on .*M=16", f"no answer within {seconds} s; raise --timeout")
 
 

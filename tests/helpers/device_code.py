@@ -34,18 +34,15 @@ def launch(body, *arrays, scalars=(), head="", names=NAMES, **options):
 def launch_on_device(
     body, *arrays, scalars=(), head="", names=NAMES, threads=32, shared_bytes=0, arch=None
 ):
-    """The same on the GPU, by one block; compiled as the ladder is if ``arch`` is given."""
+    """The same on the GPU, by one block; compiled as the ladder is, for this GPU by default."""
     import cupy
 
     from cupyfa.runtime.cuda import compiler
 
     text = source(body, *arrays, scalars=scalars, head=head, names=names)
-    if arch is None:
-        options = tuple(f"-I{folder}" for folder in INCLUDE)
-        kernel = cupy.RawModule(code=text, options=options).get_function("test")
-    else:
-        kernel = compiler.Kernel(compiler.compile_text(text, "test.cu", arch, INCLUDE)[0], "test")
-        kernel = kernel.kernel
+    arch = arch or cupy.cuda.Device().compute_capability
+    binary, _ = compiler.compile_text(text, "test.cu", arch, INCLUDE)
+    kernel = compiler.Kernel(binary, "test").kernel
     copies = [cupy.asarray(array) for array in arrays]
     kernel((1,), (threads,), (*copies, *scalars), shared_mem=shared_bytes)
     for array, copy in zip(arrays, copies):

@@ -236,7 +236,7 @@ def test_curves_of_a_panel_differ_without_colour():
 
 
 def test_a_curve_that_ends_early_says_why(tmp_path):
-    rows = sweep(fa2=6, v1=0.5)
+    rows = sweep(fa2=6, v1=2)
     short = [x for x in rows if (x.kernel, x.problem.N) != ("v1", 1024)]
     short = [x for x in short if x.kernel != "v1" or x.problem.N < 1024]
     plotting.draw(short, tmp_path / "a.svg", "a title")

@@ -17,7 +17,7 @@ struct ExactSums {
     return __builtin_bit_cast(double, (long long)(1023 + exponent) << 52);
   }
   // x * 2^exponent, which may be beyond the powers that a double has.
-  __device__ __forceinline__ static double scaled(double x, int exponent) {
+  __device__ __forceinline__ static double times_power(double x, int exponent) {
     return x * power(exponent / 2) * power(exponent - exponent / 2);
   }
   __device__ __forceinline__ static bool is_finite(double x) { return fabs(x) < infinity; }
@@ -44,7 +44,7 @@ struct ExactSums {
     if (!is_finite(x)) {
       atomicOr(&flags[element], x != x ? 4u : x > 0 ? 1u : 2u);
     } else if (x != 0) {
-      const double number = scaled(x, shift(element)),
+      const double number = times_power(x, shift(element)),
                    whole = words == 1 ? rint(number) : trunc(number);
       add_whole(element, whole);
       if (words == 2) add_whole(elements + element, rint((number - whole) * power(width())));
@@ -56,7 +56,7 @@ struct ExactSums {
     if (found) return found < 3 ? infinite : infinite - infinite;
     double number = double(sums[element]);
     if (words == 2) number += double(sums[elements + element]) * power(-width());
-    return scaled(number, -shift(element));
+    return times_power(number, -shift(element));
   }
 };
 
