@@ -1652,10 +1652,13 @@ def _with_operands(
         table = found.get(modifiers.PAGE_TABLE)
         most = 1 if table is None else table.shape[1]  # pages
         found |= _padded_lengths(how, arrays, lengths, most, look)
-    if modifiers.STARTS[0] in found:
-        found = ragged.with_a_sequence(ragged.as_lengths(found))
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(how[2], str(name), x) for name, x in by_name}
+    if modifiers.STARTS[0] in found:
+        found = ragged.as_lengths(found)
+        if ragged.has_no_sequence(found):
+            captured = {name: ragged.with_elements(x) for name, x in captured.items()}
+        found = ragged.with_a_sequence(found)
     operands = [modifiers.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
@@ -1732,13 +1735,17 @@ def _with_forms(
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
     _, kv_heads, N, _ = sizes_of("k", inputs["k"], layout)
     blocks, given = _blocks(forms.of_heads(given, batch, kv_heads))
-    packed = _shapes_of_sequences(given)
+    packed, is_empty = _shapes_of_sequences(given)
     elements = packed[modifiers.STARTS[0]][0] - 1 if packed else batch
     sizes = elements, heads, M, N
     unread = () if _has_dropout(how) else modifiers.SEEDS
     others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
     others |= packed
     found = list(forms.operands(others, sizes, dtype))
+    if is_empty:  # as ``ragged.with_elements`` has it
+        captured = given.get("captured") or ()
+        grown = [tuple(max(size, 1) for size in x.shape) for x in found]
+        found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
     shapes = {}
     if (dlse := given.get(modifiers.DLSE)) is not None:
         lse = inputs["lse"]
@@ -1755,10 +1762,11 @@ def _with_forms(
     return (*how[:_OWN_AT], made, *how[_OWN_AT + 1 :]), arrays
 
 
-def _shapes_of_sequences(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes_of_sequences(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bool]:
     """The shapes of the offsets and lengths of packed sequences, which may be given as arrays.
 
-    There is at least one sequence, as ``ragged.with_a_sequence`` has it.
+    There is at least one sequence, as ``ragged.with_a_sequence`` has it. Also returns whether there
+    was none.
     """
     least = dict.fromkeys(modifiers.STARTS, (2,)) | dict.fromkeys(modifiers.USED, (1,))
     shapes = {
@@ -1767,7 +1775,7 @@ def _shapes_of_sequences(given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
         if name in given
     }
     is_empty = shapes.get(modifiers.STARTS[0]) == (1,)
-    return {name: max(x, least[name]) if is_empty else x for name, x in shapes.items()}
+    return {x: max(y, least[x]) if is_empty else y for x, y in shapes.items()}, is_empty
 
 
 def _does_without_lse(kernel: str | Kernel) -> bool:

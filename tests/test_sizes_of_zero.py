@@ -53,6 +53,30 @@ def test_prepared_calls_of_no_sequence(backend):
     assert not np.any(checked)
 
 
+@pytest.mark.parametrize("rows", [7, 0])
+@pytest.mark.parametrize(
+    "places, shape", [("batch", (0,)), ("batch, head", (0, 2)), ("head, batch", (2, 0))]
+)
+def test_prepared_calls_of_no_sequence_with_captured_arrays(backend, rows, places, shape):
+    x, offsets, read = np.ones((rows, 2, 16), F), np.zeros(1, np.int32), np.ones(shape, F)
+    of = {"score_mod": f"score + x[{places}]", "kernel": "fa2", "backend": backend}
+    of |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    given = [x, x, x, offsets, offsets, read]
+    for prepared in (
+        cupyfa.compile(x, x, x, captured={"x": read}, **of),
+        cupyfa.compile(*[x.shape] * 3, dtype=F, captured={"x": shape}, **of),
+    ):
+        for arrays in (given, list(map(backend.upload, given))):
+            assert not np.any(backend.download(prepared(*arrays)))
+
+
+def test_an_array_too_short_for_one_sequence_is_refused(backend):
+    x, offsets = np.ones((7, 2, 16), F), np.array([0, 7])
+    how = {"score_mod": "score + x[batch]", "captured": {"x": np.ones(0, F)}, "backend": backend}
+    with pytest.raises(ValueError, match=r"x has shape \(0,\), .* give 1 elements"):
+        cupyfa.attention_ragged(x, x, x, offsets, offsets, **how)
+
+
 def test_lists_of_no_array():
     assert cupyfa.attention([], [], [], **SIM) == []
     assert cupyfa.attention((), (), (), return_lse=True, causal=True, **SIM) == ([], [])

@@ -70,12 +70,12 @@ def as_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that a ragged batch reads; of no sequence, those of an empty one.
+    """The arrays that a ragged batch reads, by ``name_of``; of no sequence, those of an empty one.
 
     Kernels have at least one sequence. What only sequences have is of no effect then.
     """
     made = dict(given)
-    if any(tuple(given[x].shape) != (1,) for x in STARTS):
+    if not has_no_sequence(given):
         return made
     for name, x in given.items():
         shape = tuple(x.shape)
@@ -85,7 +85,19 @@ def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
             made[name] = np.zeros(1, np.int32)
         elif name in (ALIBI, SINK) and len(shape) == 2 and not shape[0]:
             made[name] = np.zeros((1, shape[1]), x.dtype)
+        elif name.startswith("captured "):
+            made[name] = with_elements(x)
     return made
+
+
+def has_no_sequence(given: Mapping[str, Any]) -> bool:
+    return all(tuple(given[x].shape) == (1,) for x in STARTS)
+
+
+def with_elements(array: Any) -> Any:
+    """What a text reads of no sequence: an array with at least an element in each axis."""
+    shape = getattr(array, "shape", ())
+    return np.zeros([max(x, 1) for x in shape], array.dtype) if 0 in shape else array
 
 
 def _whole(name: str, given: Any) -> Any:
