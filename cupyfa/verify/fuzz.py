@@ -230,8 +230,8 @@ class Fuzz:
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
         """A sample: what is compiled takes turns from group to group, the rest in each sample."""
-        compiled = self._compiled(turns, turns.i == turns.attempt == 0)
         is_plain = i == turns.attempt == 0
+        compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
