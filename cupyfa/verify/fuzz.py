@@ -47,15 +47,15 @@ Value = TypeVar("Value")
 
 # What the groups of samples are about, in turn: plain ones find most faults.
 _GROUPS = (
-    *(*("plain",) * 5, "arrays", "texts", "expressions", "sequences", "sequences of texts"),
-    *("pages", "new tokens", "arrays", "expressions"),
+    *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
+    *("pages", "new tokens"),
 )
 # Where a kernel has no pages, and of gradients.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
-SAMPLES = {"simulator": 56, "cuda": 224}  # by default
+SAMPLES = {"simulator": 40, "cuda": 160}  # by default
 _ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
@@ -187,6 +187,14 @@ class Fuzz:
         return taken or list(self.dtypes or DTYPES)
 
     @property
+    def _values(self) -> Sequence[str]:
+        """Kinds of numbers; where the reference is its author's, no sum of q·k overflows, as it is
+        unknown what the kernel makes of infinity.
+        """
+        has_own = self.kernel is not None and self.kernel.reference is not None
+        return [x for x in _VALUES if x != "lowest"] if has_own else _VALUES
+
+    @property
     def _most_dims(self) -> int:
         return (self.kernel and self.kernel.largest_d) or _WIDEST
 
@@ -228,7 +236,7 @@ class Fuzz:
         constants = self._constants(record, compiled, turns)
         plan = self._plan(record, compiled, constants)
         each = _Turns(self.seed, i, turns.attempt)
-        values = "normal" if is_plain else each.choose("values", _VALUES)
+        values = "normal" if is_plain else each.choose("values", self._values)
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
         if self._kind(turns) == "new tokens":
@@ -236,9 +244,14 @@ class Fuzz:
             values, layout = each.choose("values", FINITE), each.choose("layout", _OF_CACHES)
         if self._is_lowest(turns, each) and not is_plain:
             values = "lowest"
-        if crowd := self._crowd(compiled, plan, each, lengths):
+        if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
-        problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
+        if any(" elements = " in x.mods for x in plan.launches):  # sizes are compiled in
+            lengths = turns.choose("lengths", _LENGTHS)
+            sizes = turns, turns, turns.random("sizes"), "normal", lengths
+        else:
+            sizes = turns, each, pick, values, lengths
+        problem = self._sized(compiled, plan, *sizes, crowd)
         problem = self._in_kind(problem, turns, pick)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
@@ -253,14 +266,16 @@ class Fuzz:
         """Whether scores are near the ends of the range of float."""
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
+        if "lowest" not in self._values:
+            return False
         return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
 
     def _crowd(
-        self, p: Problem, plan: Plan, each: "_Turns", lengths: tuple[str, str]
+        self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
     ) -> Crowd | None:
-        """Sizes for another schedule in some of the samples that have many tasks."""
+        """Sizes for another schedule in some of the plain samples that have many tasks."""
         is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
-        can = is_free and not (self.arrays or p.is_softmax)
+        can = is_free and not (self.arrays or p.is_softmax) and self._kind(turns) == "plain"
         if lengths[0] != "many" or not can or self.kernel is None:
             return None
         found = crowds_of(p, Tile(plan), each.random("crowd itself"))
@@ -363,7 +378,7 @@ class Fuzz:
         if kind == "arrays":
             return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
         if kind == "expressions":
-            return some_expressions(pick, turns.i % 4 // 2)
+            return some_expressions(pick)
         if kind == "gradient of a bias":  # for each pair, of the dtype of results
             return {BIAS: pick.choice(("bhmn", "1hmn", "b1mn", "11mn"))}
         of = self.kernel.name if self.kernel else ""  # other kernels have other texts
@@ -461,7 +476,12 @@ class Fuzz:
         N = tile.length(of_keys, tile.keys, tile.stages, pick)
         if p.is_softmax:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
-        batch, kv_heads, group = self._heads(turns, each, values, are_few)
+        is_packed = any("pack_gqa" in x.constants for x in plan.launches)
+        batch, kv_heads, group = self._heads(
+            turns, each, values, are_few, shares=bool(p.operands), is_packed=is_packed
+        )
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # texts of none or of one differ
+            M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
             group = group if self._has("gqa") else 1
@@ -486,18 +506,29 @@ class Fuzz:
         return p if "offset" in given else self._moved(p, each)
 
     def _heads(
-        self, turns: "_Turns", each: "_Turns", values: str, are_few: bool
+        self,
+        turns: "_Turns",
+        each: "_Turns",
+        values: str,
+        are_few: bool,
+        *,
+        shares: bool,
+        is_packed: bool,
     ) -> tuple[int, int, int]:
-        """Batch, key heads and the query heads of each; few rows of heads may share a tile."""
+        """Batch, key heads and the query heads of each; few rows of heads may share a tile.
+
+        shares: whether there are arrays, whose texts differ for a single batch element or head.
+        """
         if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
-            batch, kv_heads, group = 2, 2, 2
+            batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
             of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
-            usual = _HEADS_OF_LENGTHS if of_lengths else _HEADS
+            usual = _HEADS_OF_LENGTHS if of_lengths or shares else _HEADS
             batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
             # It may be compiled in, so that it is the same for a group of samples.
             group = group if group == 1 else turns.choose("group", (2, 5, 3))
-        return batch, kv_heads, group if self._has("gqa") else 1
+        group = group if self._has("gqa") else 1
+        return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
         """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
@@ -512,12 +543,15 @@ class Fuzz:
         computed again, it takes longer.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
+        least = 2 if p.operands else 1  # batch elements and heads
         while work_of(p, self._operation) > most:
-            if p.batch > 1:
-                p = p.resized(batch=1)
-            elif p.kv_heads > 1:
+            if p.batch > least:
+                p = p.resized(batch=least)
+            elif p.kv_heads > 1 and p.heads > p.kv_heads:
                 p = p.resized(heads=p.group, kv_heads=1)
-            elif p.group > 2:
+            elif p.kv_heads > least:
+                p = p.resized(heads=least, kv_heads=least)
+            elif p.group > 2 and not p.operands:
                 p = p.resized(heads=2)
             elif self._lengths:
                 break

@@ -37,6 +37,7 @@ OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
 _FUNCTIONS = (
     *("tanh({})", "sigmoid({})", "softplus({})", "sin({})", "cos({})", "erf({})"),
     *("exp(min({}, 1.5))", "exp2(min({}, 2))", "log(0.5 + abs({}))", "log1p(abs({}))"),
+    "expm1(min({}, 1.5))",
     *("sqrt(0.1 + abs({}))", "rsqrt(0.25 + abs({}))"),
 )
 _LOST = "log(-1 - abs(score))"  # NaN
@@ -54,14 +55,13 @@ _MASKS = ("bhmn", "1hmn", "11mn", "b11n", "1h1n")
 _FLOATS = ("", "f16", "bf16", "f32", "f64")
 
 
-def some_expressions(pick: random.Random, half: int) -> dict[str, Any]:
+def some_expressions(pick: random.Random) -> dict[str, Any]:
     """A random score_mod, often with a random mask_mod, and what they capture.
 
-    The score_mod ends with every second of all functions, from number ``half`` on: so those of two
-    groups have all.
+    The score_mod ends with all functions.
     """
     score, read = draw_expression(pick, "score")
-    score = f"{score} + {_of_functions(pick, half)}"
+    score = f"{score} + {_of_functions(pick)}"
     if pick.random() < 0.3:
         score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
     if pick.random() < 0.5:
@@ -70,9 +70,9 @@ def some_expressions(pick: random.Random, half: int) -> dict[str, Any]:
     return {"score_mod": score, "mask_mod": mask, "captured": {**read, **more}}
 
 
-def _of_functions(pick: random.Random, half: int) -> str:
-    every = [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS[half::2]]
-    for x in _NAN_WINS[half::2]:
+def _of_functions(pick: random.Random) -> str:
+    every = [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS]
+    for x in _NAN_WINS:
         either = x.format(pick.choice(_ARGUMENTS))
         every.append(f"where({either} == {either}, 1, 0.1 * score)")
     return " + ".join(every)

@@ -260,9 +260,9 @@ def test_a_failure_is_stored_with_own_arrays_and_replayed(tmp_path):
     assert outcome.kind == "wrong result" and outcome.worst.name in ("O", "lse", "top")
     with np.load(file) as stored:
         assert {"slopes", "is_shown", "expected_top"} <= set(stored)
-    assert cupyfa.replay(file, backend="simulator").now == outcome
+    assert cupyfa.replay(file, name, backend="simulator").now == outcome
     (tmp_path / "sloped.cu").write_text(FULL)
-    for kernel in (None, "fa2"):
+    for kernel in (name, "fa2"):
         assert cupyfa.replay(file, kernel, backend="simulator").now.kind == "right"
 
 

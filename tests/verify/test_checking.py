@@ -189,7 +189,7 @@ def test_a_failure_is_reproduced_with_the_same_schedule(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "perform", seeing)
     for engine in ("simulator", Simulator(schedule=3)):
-        assert cupyfa.replay(failure.file, backend=engine).now.kind == WRONG_RESULT
+        assert cupyfa.replay(failure.file, kernel, backend=engine).now.kind == WRONG_RESULT
     assert seen == [0, 3]
 
 

@@ -93,7 +93,7 @@ def test_a_sample_is_one_that_the_kernel_runs_and_depends_on_seed_and_number_onl
 
 
 def test_successive_samples_share_what_is_compiled():
-    for first in range(0, 32, TOGETHER):
+    for first in range(0, 28, TOGETHER):
         programs = {
             (program.entry, str(sorted(program.constants.items())), program.dtype)
             for drawn in samples("wgmma", first + TOGETHER)[first or 1 :]
@@ -171,11 +171,11 @@ def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
 
 def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
     def of(name):
-        problems = [x.case.problem for x in samples(name, 56) if not x.case.problem.lengths]
+        problems = [x.case.problem for x in samples(name, 80) if not x.case.problem.lengths]
         return [{x.name for x in p.operands} for p in problems], problems
 
     arrays, problems = of("two_pass")
-    assert sum("dlse" in x for x in arrays) >= 8 and not any(arrays[:20])
+    assert sum("dlse" in x for x in arrays) >= 8 and not any(arrays[:16])
     in_memory = [p for p in problems if any(x.name in SEEDS for x in p.operands)]
     assert in_memory and all(p.options.dropout for p in in_memory)
     drawn = {x.dtype for p in in_memory for x in p.operands if x.name in SEEDS}
@@ -186,18 +186,17 @@ def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns", "v3", "auto"])
-def test_the_ninth_and_tenth_groups_are_ragged_batches(kernel):
-    drawn = [x.case for x in samples(kernel, 44)]
+def test_the_eighth_group_is_of_ragged_batches(kernel):
+    drawn = [x.case for x in samples(kernel, 40)]
     packed = [i for i, case in enumerate(drawn) if case.problem.lengths]
-    assert packed == ([] if kernel == "v3" else [*range(32, 40)])
+    assert packed == ([] if kernel == "v3" else [*range(28, 32)])
     problems = [drawn[i].problem for i in packed]
-    assert all(p.causal and not has_text(p) for p in problems[:4])
     for p in problems:
         q, k = p.lengths
         assert p.pairs == sum(m * n for m, n in zip(q.counts, k.counts, strict=True))
         assert p.sequences >= 2
     if problems:
-        assert sum(p.pairs > 0 for p in problems) >= 7
+        assert sum(p.pairs > 0 for p in problems) >= 3
         sides = [x for p in problems for x in p.lengths]
         assert any(0 in x.counts for x in sides) and any(x.before for x in sides)
 
@@ -253,9 +252,12 @@ def has_a_block_without_a_tile(plan):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_two_groups_have_every_function_of_texts(seed):
-    """In gradients, too, whose groups of expressions are the same."""
-    texts = [str(x.case.problem.options.score_mod) for x in samples("two_pass", 56, seed=seed)]
+def test_one_group_has_every_function_of_texts(seed):
+    """In gradients, too."""
+    texts = [
+        str(x.case.problem.options.score_mod)
+        for x in samples("two_pass", SAMPLES["simulator"], seed=seed)
+    ]
     for function in _FUNCTIONS:
         name = function.split("(")[0]
         assert any(f"0.2 * {name}(" in text for text in texts), name
@@ -263,7 +265,7 @@ def test_two_groups_have_every_function_of_texts(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_of_a_bias_alone_is_drawn(seed):
-    plans = [planned(drawn) for drawn in samples("wgmma_columns", 56, seed=seed)]
+    plans = [planned(drawn) for drawn in samples("wgmma_columns", SAMPLES["simulator"], seed=seed)]
     alone = [x.problem for x in plans if any(y.entry == "wgmma_bias_gradient" for y in x.launches)]
     assert len(alone) >= 3 and all({*p.wrt} - {"sink"} == {"bias"} for p in alone)
 
@@ -271,8 +273,8 @@ def test_the_gradient_of_a_bias_alone_is_drawn(seed):
 def test_arrays_whose_gradients_are_asked_for_are_drawn_in_any_combination():
     found = {
         (frozenset(p.wrt), len([x for x in p.operands if x.is_differentiable]))
-        for seed in range(6)
-        for p in (x.case.problem for x in samples("columns", 56, seed=seed))
+        for seed in range(5)
+        for p in (x.case.problem for x in samples("columns", 80, seed=seed))
         if p.wrt
     }
     assert len({len(names) for names, _ in found}) >= 3
