@@ -76,7 +76,8 @@ TOKENS = {
 WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
 E4M3_MOST = 448.0  # the largest number of e4m3
-_NEAR_THE_END = 1e38  # of float32; products of two normal numbers and this one are near it
+_NEAR_THE_END = 1e38  # of float32; products of this and two normal numbers are near it
+_MOST_OF_LOWEST = 1.8  # of those normal numbers: beyond the end the product is infinite
 _FAR = 2**31 + 64  # elements
 _SEEN = 0.8  # the share of a mask that is True
 _GROUPS = 4  # different whole numbers in an array that texts read
@@ -353,6 +354,7 @@ def _drawn(
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
+        x[..., 0].clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x[..., 0])
         x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
     elif values == "tiny":
         x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4

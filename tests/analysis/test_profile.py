@@ -49,7 +49,7 @@ BEFORE += ["Block Size", "Grid Size", "Device", "CC"]
 
 
 def commands_in(printed):
-    """The command lines in an output, each in one line with single blanks, as a shell reads them."""
+    """The command lines in an output, each in one line, as a shell reads them."""
     lines = printed.rstrip("\n").replace("\\\n", "").split("\n\n")
     return [shlex.join(shlex.split(line)) for line in lines]
 

@@ -7,6 +7,7 @@ import pytest
 
 import cupyfa
 from cupyfa.errors import Unsupported
+from cupyfa.planner.source import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 CAUSAL = {"causal": True}
@@ -148,6 +149,16 @@ def test_a_captured_call_in_a_stream_of_cupy_joins_that_of_torch():
     with torch.cuda.graph(graph, stream=stream), cupy.cuda.Stream(non_blocking=True):
         results = call()
     require_replay(graph.replay, torch.cuda.synchronize, results, call, q)
+
+
+def test_the_program_of_the_page_captures_a_call():
+    torch = pytest.importorskip("torch")
+    page = (ROOT / "docs" / "howto" / "frameworks.md").read_text(encoding="utf-8")
+    names = {}
+    exec(page.split("<!-- captured.py -->\n```python\n")[1].split("```")[0], names)
+    q, k, v = names["q"], names["k"], names["v"]
+    call = lambda: torch.from_dlpack(cupyfa.attention(q, k, v, causal=True))  # noqa: E731
+    require_replay(names["graph"].replay, torch.cuda.synchronize, names["out"], call, q)
 
 
 def test_the_legacy_stream_during_a_capture_of_torch_is_refused():
