@@ -47,7 +47,8 @@ _NAN_WINS = (
     f"max({{}}, {_LOST})",
     f"max({_LOST}, {{}})",
 )
-_LOWEST = "-3.3e38"  # nearly the lowest number of float32
+# Nearly the lowest number of float32, and one of it: gradients read lse, which has its format.
+_LOWEST = "-3.299999965482712e+38"
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
 _FEW_ARGUMENTS = 0.2  # a factor of each function
 _BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")

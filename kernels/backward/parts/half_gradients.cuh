@@ -100,6 +100,11 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
   else
     mark(PS, pair.extent, row, key);
   drop_marked(S, PS);
+  if constexpr (has_dropout && !unit_slope) {  // else NaN counts as kept
+    own.for_each(S, [&](int i, int j, int e, int, int) {
+      if (PS[i][j][e] != PS[i][j][e]) S[i][j][e] = PS[i][j][e];
+    });
+  }
 }
 template <bool masked, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
