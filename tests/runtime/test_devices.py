@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from itertools import product
 
 import numpy as np
@@ -11,16 +12,38 @@ from helpers.far_device import FarDevice, Gate
 from hypothesis import given, settings, strategies as st
 
 import cupyfa
+from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
 from cupyfa.planner import select as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.problem import Problem
-from cupyfa.runtime import transfer
+from cupyfa.runtime import launcher, transfer
 from cupyfa.runtime.transfer import call, devices, pieces, shares
 from cupyfa.runtime.transfer.host import hosts
 from cupyfa.runtime.transfer.shares import divided
 
 LIMITS = Limits("a device", shared_bytes=232448)
+
+
+class Captured(FarDevice):
+    """Knows which threads work on it, as the mode of captures is a thread's own."""
+
+    compiles_in_parallel = True
+
+    def __init__(self):
+        super().__init__()
+        self.prepared = []
+
+    @contextmanager
+    def working_on(self, array):
+        self.thread.works = True
+        yield
+        self.thread.works = False
+
+    def prepare(self, launch):
+        works = getattr(self.thread, "works", False)
+        self.prepared.append((threading.get_ident(), works))
+        return super().prepare(launch)
 
 
 @pytest.fixture
@@ -406,3 +429,13 @@ def test_shares_of_any_problem_are_complete(sizes, count, causal):
     plan, plan_of = planned("mma_async", heads=2 * sizes["kv_heads"], causal=causal, **sizes)
     if sizes["M"]:
         assert len(shared(plan, plan_of, count, 1 << 20)) <= count
+
+
+def test_every_thread_that_compiles_works_on_the_device():
+    # Else loading a kernel would make a capture of another thread invalid.
+    device = Captured()
+    problem = Problem(1, 2, 2, 40, 40, 16, 16, DTYPES["float32"])
+    plan = planning.plan(LADDER["backward"]["two_pass"], problem, LIMITS)
+    launcher.compiled(device, plan)
+    threads = {thread for thread, _ in device.prepared}
+    assert len(threads) == len(plan.programs) > 1 and all(works for _, works in device.prepared)
