@@ -23,7 +23,7 @@ MASKS = ("bottom-right", "top-left")
 FARTHEST = 2**30  # of query 0 from key 0
 DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
 Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
-_MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
+MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
 Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
@@ -497,7 +497,7 @@ class AttentionOptions:
     @property
     def has_usual_softcap(self) -> bool:
         """Whether an error of 2**-22 of the softcap is small beside the rounding of 16 bits."""
-        return self.softcap is not None and self.softcap <= _MOST_USUAL_SOFTCAP
+        return self.softcap is not None and self.softcap <= MOST_USUAL_SOFTCAP
 
     @property
     def right(self) -> int | None:

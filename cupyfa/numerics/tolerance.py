@@ -119,7 +119,10 @@ from numpy.typing import NDArray
 
 from cupyfa.dtypes import INPUTS
 from cupyfa.errors import WrongResult
+from cupyfa.modifiers import SOFTCAP
 from cupyfa.numerics import reference
+from cupyfa.numerics.modification import Modifications
+from cupyfa.options import MOST_USUAL_SOFTCAP
 
 Array = NDArray[Any]
 
@@ -521,7 +524,8 @@ class _ModifiedScores:
         evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
         here = evaluate(scores, error=given * (kernel.eps / eps), eps=eps)
         there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
-        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape)
+        rough = _error_of_softcap(tile.mods, kernel)
+        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape) + rough
         if (unknown := np.isinf(size)).any():
             tried = (np.where(unknown, x, scores) for x in (np.nan, np.inf, -np.inf))
             first, *others = (evaluate(x).value for x in tried)
@@ -532,6 +536,8 @@ class _ModifiedScores:
         self.by_design = self._distance(here.value, [x.value for x in there])
         self.slope = np.abs(_finite(np.broadcast_to(_or_0(here.slope), scores.shape)))
         self.slope_error = eps * _or_0(here.slope_error)
+        if rough:
+            self.slope_error = self.slope_error + 2.0**-20
         if differentiated:
             slopes = [_or_0(x.slope) for x in there]
             self.slope_error = self.slope_error + self._distance(_or_0(here.slope), slopes)
@@ -546,6 +552,15 @@ class _ModifiedScores:
         """The largest one from here; 0 for equal infinite numbers."""
         apart = [np.where(here == x, 0.0, np.abs(x - here)) for x in there]
         return np.maximum(*apart) if apart else 0.0
+
+
+def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
+    """The absolute error of a usual softcap, which kernels on 16 bits apply roughly."""
+    for step in mods.score_steps:
+        if step.option == SOFTCAP and kernel.is_narrow:
+            cap = float(mods.names[SOFTCAP])
+            return cap * 2.0**-21 if cap <= MOST_USUAL_SOFTCAP else 0.0
+    return 0.0
 
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:

@@ -211,6 +211,7 @@ class _Planner:
         caps = self.modifiers.has_softcap and self.problem.dtype.sums == np.float32
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
+        roughly = roughly and all(x.is_additive for x in self.modifiers.score[1:])
         return {"caps_tiles": caps, "caps_roughly": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
