@@ -61,6 +61,15 @@ def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
     check(backend, kernel, values, causal=True, heads=4, kv_heads=2, M=50)
 
 
+@pytest.mark.sampled(6)
+@pytest.mark.slow
+@pytest.mark.parametrize("values", ["nan", "inf"])
+@pytest.mark.parametrize("kernel", KERNELS, ids=name)
+def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
+    """Where dO is NaN or infinite, 0 * dO is NaN."""
+    check(backend, kernel, values, score_mod="score * (1 + 0.1 * sin(key))", M=7)
+
+
 @pytest.mark.parametrize("kernel", ["mma_split_kv", "mma_two_pass"])
 def test_rows_that_are_computed_again(backend, kernel):
     kernel = next(k for k in KERNELS if k.name == kernel)
