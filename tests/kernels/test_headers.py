@@ -58,7 +58,7 @@ MAY_READ = {
     "pack_weights.cuh": {"has_dropout"},
     "part_output.cuh": {"has_mask_text"},
     "part_softmax.cuh": {"has_score_text"},
-    "half_gradients.cuh": {"has_score_text", "caps_tiles", "has_dropout"},
+    "half_gradients.cuh": {"has_score_text", "caps_tiles", "has_dropout", "unit_slope"},
     "part_keys.cuh": {"has_score_text"},
     "small_values.cuh": {"ragged", "has_sink", "has_dropout"},
     "walk_down.cuh": {"has_row_tiles"},

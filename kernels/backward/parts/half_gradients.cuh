@@ -13,8 +13,7 @@ constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
 // What is known of a row: lse in powers of two; delta * 2^60; and units, by which products of parts
 // become exponents of two and dP * 2^60. A row that sees no key has lse2 = infinity, which makes
-// its P 0; one with a flag or a huge lse has NaN, which spoils the sums of all keys that it sees:
-// these get flags.
+// its P 0; one with a flag or a huge lse has NaN, which shows in all sums, and these get flags.
 struct alignas(16) PartStats {
   float lse2, unit, delta, dO_unit;
 };
@@ -72,6 +71,16 @@ struct OwnScores {
   }
 };
 
+// Numbers of fragments times a unit of each row.
+template <auto unit, bool of_keys, int m, int n, int rows>
+__device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
+                                               const PartStats (&stats)[rows],
+                                               const OwnScores<of_keys>& own) {
+  own.for_each(numbers, [&](int i, int j, int e, int down, int) {
+    numbers[i][j][e] *= stats[own.row + down].*unit;
+  });
+}
+
 // S, products of parts, becomes P = 2^(S * unit - lse2), or 0 where masked or dropped; PS is P
 // times the modification's slope, before dropout. hides: whether the mask's text may hide a pair.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
@@ -100,11 +109,10 @@ __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m]
   else
     mark(PS, pair.extent, row, key);
   drop_marked(S, PS);
-  if constexpr (has_dropout && !unit_slope) {  // else NaN counts as kept
+  if constexpr (has_dropout && !unit_slope)  // else NaN counts as kept
     own.for_each(S, [&](int i, int j, int e, int, int) {
-      if (PS[i][j][e] != PS[i][j][e]) S[i][j][e] = PS[i][j][e];
+      if (isnan(PS[i][j][e])) S[i][j][e] = PS[i][j][e];
     });
-  }
 }
 template <bool masked, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
@@ -113,11 +121,8 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
                                           const TilePair<rows, keys>& pair,
                                           const Scorer<float>& scorer) {
   const timeline::Phase phase(timeline::softmax, m * n * 4);
-  if constexpr (caps_tiles) {
-    own.for_each(
-        S, [&](int i, int j, int e, int down, int) { S[i][j][e] *= stats[own.row + down].unit; });
-    pair.extent.cap(reinterpret_cast<float (&)[m * n * 4]>(S), scorer.scale);
-  }
+  if constexpr (caps_tiles) multiply_units<&PartStats::unit>(S, stats, own);
+  pair.extent.cap(reinterpret_cast<float (&)[m * n * 4]>(S), scorer.scale);
   if (pair.is_full())
     compute_P_if<masked, false>(S, PS, stats, own, pair, scorer);
   else
@@ -134,16 +139,6 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
   own.for_each(dP, [&](int i, int j, int e, int down, int) {
     const float unit = stats[own.row + down].dO_unit, delta = stats[own.row + down].delta;
     dP[i][j][e] = weighted_gradient(PS[i][j][e], dP[i][j][e] * unit, delta, factor);
-  });
-}
-
-// Weights, of keys, times a unit of each row.
-template <auto unit, int m, int n, int rows>
-__device__ __forceinline__ void multiply_units(float (&weights)[m][n][4],
-                                               const PartStats (&stats)[rows],
-                                               const OwnScores<true>& own) {
-  own.for_each(weights, [&](int i, int j, int e, int down, int) {
-    weights[i][j][e] *= stats[own.row + down].*unit;
   });
 }
 
