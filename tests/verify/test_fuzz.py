@@ -9,7 +9,7 @@ import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.ladder.lookup import record_named
 from cupyfa.modifiers import OWN_ARRAYS, SEEDS
-from cupyfa.planner import select
+from cupyfa.planner import select, source
 from cupyfa.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.verify.fuzz import SAMPLES, TOGETHER, Fuzz, covers
 from cupyfa.verify.shrink import shrunk
@@ -280,6 +280,21 @@ def test_arrays_whose_gradients_are_asked_for_are_drawn_in_any_combination():
     assert len({len(names) for names, _ in found}) >= 3
     assert any(len(names) < able for names, able in found)
     assert len({names for names, _ in found}) >= 8
+
+
+def test_sums_do_not_overflow_where_the_reference_is_its_authors():
+    own = replace(cupyfa.kernel("fa2"), reference=lambda arrays, p, c: {})
+
+    def values_of(record):
+        return {Fuzz(record, SIMULATOR).sample(i).case.values for i in range(SAMPLES["simulator"])}
+
+    assert "lowest" in values_of(cupyfa.kernel("fa2")) and "lowest" not in values_of(own)
+
+
+@pytest.mark.parametrize("name, most", [("fa2", 16), ("wgmma_persistent", 16), ("two_pass", 60)])
+def test_the_default_samples_take_few_compilations(name, most):
+    plans = [planned(drawn) for drawn in samples(name, SAMPLES["simulator"])]
+    assert len({source.text(x) for plan in plans for x in plan.launches}) <= most
 
 
 def test_lengths_replace_those_of_every_sample():
