@@ -71,13 +71,16 @@ def compiled(backend: Backend, plan: Plan) -> Kernels:
     def prepare(program: PlannedLaunch) -> None:
         try:
             backend.use(device)
-            with backend.working_on(None):  # each thread has its own mode of captures
-                kernels[id(program.launch)] = backend.prepare(program)
+            kernels[id(program.launch)] = backend.prepare(program)
         except BaseException as error:
             errors.append(error)
 
+    def prepare_in_thread(program: PlannedLaunch) -> None:
+        with backend.working_on(None):  # each thread has its own mode of captures
+            prepare(program)
+
     others = programs[1:] if backend.compiles_in_parallel else ()
-    threads = [threading.Thread(target=prepare, args=(x,), daemon=True) for x in others]
+    threads = [threading.Thread(target=prepare_in_thread, args=(x,), daemon=True) for x in others]
     for thread in threads:
         thread.start()
     for program in programs[: len(programs) - len(others)]:

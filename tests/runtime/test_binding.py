@@ -830,6 +830,7 @@ def driver(monkeypatch):
     runtime = SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None)
     monkeypatch.setattr(cuda, "runtime", runtime)
     monkeypatch.setattr(cuda, "driver", SimpleNamespace(launchKernel=launch))
+    monkeypatch.setattr(cuda.Cuda, "working_on", lambda *_: nullcontext())
     return launched
 
 

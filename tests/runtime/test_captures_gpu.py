@@ -87,18 +87,6 @@ def require_replay(launch, synchronize, results, call, source):
         np.testing.assert_array_equal(one, other)
 
 
-def forget():
-    """Leaves no call, no loaded kernel and nothing in CuPy's pool."""
-    from cupyfa.runtime.backend import recent
-    from cupyfa.runtime.select import backend_named
-
-    backend = backend_named("cuda")
-    recent.clear()
-    backend.trim()
-    backend.known.clear()
-    backend._kernels.clear()
-
-
 @contextmanager
 def current(torch, stream):
     import cupy
@@ -118,7 +106,9 @@ def test_torch_captures_a_call(name, before):
     )[name]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     if before == "never":
-        forget()
+        from cupyfa.runtime.select import backend_named
+
+        backend_named("cuda").trim()  # and nothing is left in CuPy's pool
     else:
         call(), call()
     if before == "in this stream":
@@ -139,14 +129,11 @@ def test_cupy_captures_a_call_in_the_mode_of_torch(name):
         lambda *shape: cupy.asarray(rng.standard_normal(shape).astype("f2")),
         lambda x: cupy.asarray(x, np.int32),
     )[name]
-    forget()
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        try:
-            results = call()
-        finally:  # or later tests could not allocate memory
-            graph = stream.end_capture()
+        results = call()
+        graph = stream.end_capture()
     require_replay(graph.launch, cupy.cuda.Device().synchronize, results, call, source)
 
 

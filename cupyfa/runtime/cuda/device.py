@@ -73,10 +73,11 @@ class _Working:
 
     def __enter__(self) -> None:
         self._device.__enter__()
-        self._mode = _exchange_capture_mode(_RELAXED)
+        self._mode, self._exchange = ctypes.c_int(_RELAXED), _exchange_of_capture_modes()
+        self._exchange(ctypes.byref(self._mode))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        _exchange_capture_mode(self._mode)
+        self._exchange(ctypes.byref(self._mode))
         found = _device_error(error) if error is not None else None
         self._device.__exit__(kind, error, trace)
         try:
@@ -600,16 +601,13 @@ def _launch_kernel_ex() -> Any:
     return function if version.value >= _CAPTURES_EARLY_LAUNCHES else None
 
 
-def _exchange_capture_mode(mode: int) -> int:
-    """Sets which calls are allowed in this thread during captures; returns what it was before."""
-    exchanged = ctypes.c_int(mode)
+@cache
+def _exchange_of_capture_modes() -> Callable[[Any], object]:
+    """What exchanges an int for the mode that says which calls captures allow in this thread."""
     try:
-        exchange = _driver().cuThreadExchangeStreamCaptureMode
+        return _driver().cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):  # a driver without it captures nothing
-        return mode
-    if status := exchange(ctypes.byref(exchanged)):
-        driver.check_status(status)
-    return exchanged.value
+        return ctypes.byref
 
 
 @cache
