@@ -607,7 +607,7 @@ def _exchange_of_capture_modes() -> Callable[[Any], object]:
     try:
         return _driver().cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):  # a driver without it captures nothing
-        return ctypes.byref
+        return id
 
 
 @cache
