@@ -439,4 +439,6 @@ def test_every_thread_that_compiles_works_on_the_device():
     with device.working_on(None):  # as all that call it
         launcher.compiled(device, plan)
     threads = {thread for thread, _ in device.prepared}
-    assert len(threads) == len(plan.programs) > 1 and all(works for _, works in device.prepared)
+    # A worker that is done early takes a second kernel: the number of threads is not fixed.
+    assert len(device.prepared) == len(plan.programs) > 1
+    assert threads - {threading.get_ident()} and all(works for _, works in device.prepared)
