@@ -400,8 +400,8 @@ def attention_backward(
     [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with ``return_lse``. dout has
     the shape of out and the dtype of q. With ``out_dtype="float32"`` out is in float32, and dq, dk
     and dv, too. With ``deterministic`` every run gives the same bits. ``dlse`` is the gradient
-    of lse, of its shape and dtype; by default it is 0. lse is None for a kernel of your own that
-    computes no softmax and does not read it. ``wrt`` names the arrays whose gradients are
+    of lse, of its shape and dtype; by default it is 0. A kernel of your own that computes
+    no softmax takes None for lse. ``wrt`` names the arrays whose gradients are
     returned, as ("q", "bias") or "q,bias": q, k, v, bias, alibi_slopes, sink and captured arrays of
     floats. ``grads`` has an array for each of them, or None for a new one.
     ``own``, ``return_own`` and ``devices`` are as for ``attention``.

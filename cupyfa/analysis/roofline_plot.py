@@ -128,7 +128,7 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
     """The roofs of the device by their TFLOP/s, with the units they belong to.
 
-    Second those of exponentials, where they are lower and not close to another.
+    The second dict has the roofs of exponentials that are lower and not close to another roof.
     """
     levels: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: row.peak):

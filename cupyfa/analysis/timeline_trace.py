@@ -168,7 +168,7 @@ def load(path: str | Path) -> Saved:
     )
 
 
-# Fields of a file, of which the summary alone is read.
+# A trace file holds every event; loading it needs only the summary.
 _FINITE = records.number()
 _FILE = records.record({_OWN: records.record({"timeline": records.whole()})})
 _SAVED = records.record(

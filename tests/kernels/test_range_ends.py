@@ -126,11 +126,21 @@ def dtype_of(kernel):
     return "bfloat16" if "bfloat16" in kernel.dtypes else usual_dtype(kernel)
 
 
-def coarseness(kernel, dtype):
+def coarseness(kernel):
     """A weight's rounding, with room for the sum."""
     if kernel.name == "wgmma_fp8":
         return 2.0**-3
-    return 2.0**-6 if dtype != "float64" else 1e-12
+    return 2.0**-6 if dtype_of(kernel) != "float64" else 1e-12
+
+
+def drawn(kernel, source):
+    """Arrays, the usual options and those of the source, scores, dtypes of arrays and of sums."""
+    if not takes(kernel, source):
+        pytest.skip("the kernel has no such option")
+    array, real = INPUTS[dtype_of(kernel)].numpy, INPUTS[dtype_of(kernel)].sums.type
+    *arrays, usual = operands(array, real, source)
+    how, scores = source(real)
+    return arrays, usual, how, scores, array, real
 
 
 def named(kernels):
@@ -143,12 +153,7 @@ def named(kernels):
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("kernel", named(LADDER["forward"]))
 def test_results(backend, kernel, source):
-    if not takes(kernel, source):
-        pytest.skip("the kernel has no such option")
-    dtype = dtype_of(kernel)
-    array, real = INPUTS[dtype].numpy, INPUTS[dtype].sums.type
-    q, k, v, usual = operands(array, real, source)
-    how, scores = source(real)
+    (q, k, v), usual, how, scores, _, _ = drawn(kernel, source)
     expected, expected_lse = attended(scores, v.astype(float))
     out, lse = cupyfa.attention(
         q,
@@ -160,9 +165,8 @@ def test_results(backend, kernel, source):
         kernel=kernel.name,
         backend=backend.name,
     )  # fmt: skip
-    np.testing.assert_allclose(
-        out.astype(float), expected, rtol=coarseness(kernel, dtype), atol=0, equal_nan=False
-    )
+    rtol = coarseness(kernel)
+    np.testing.assert_allclose(out.astype(float), expected, rtol=rtol, atol=0, equal_nan=False)
     np.testing.assert_allclose(lse.astype(float), expected_lse, rtol=1e-5, atol=2e-3)
 
 
@@ -182,12 +186,7 @@ def differentiated(scores, v, out, lse, grad):
 @pytest.mark.parametrize("kernel", named(LADDER["backward"]))
 def test_gradients(backend, kernel, source):
     """dq and dk are dS times the scale or the unit, so that they may exceed the range."""
-    if not takes(kernel, source):
-        pytest.skip("the kernel has no such option")
-    dtype = dtype_of(kernel)
-    array, real = INPUTS[dtype].numpy, INPUTS[dtype].sums.type
-    q, k, v, usual = operands(array, real, source)
-    how, scores = source(real)
+    (q, k, v), usual, how, scores, array, real = drawn(kernel, source)
     wide = v.astype(float)
     out, lse = attended(scores, wide)
     out, lse = out.astype(array), lse.astype(real)
@@ -206,4 +205,4 @@ def test_gradients(backend, kernel, source):
             assert "scale" in how or "captured" in how or np.isfinite(x).all(), name
             continue
         error, size = np.abs(x - exact), np.abs(exact).max()
-        assert error.max() <= coarseness(kernel, dtype) * size, name
+        assert error.max() <= coarseness(kernel) * size, name
