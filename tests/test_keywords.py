@@ -78,8 +78,10 @@ FUNCTIONS = {
     "ranks vjp": of_ranks("attention_vjp"),
 }
 # What callers write for the default of an option.
-USUAL = {name: {None, x.default} for name, x in OPTIONS.items()} | {"causal": {None, False}}
-DEFAULTS = [(name, x) for name, every in USUAL.items() for x in every]
+USUAL = {name: x.default for name, x in OPTIONS.items()} | {"causal": False}
+DEFAULTS = [(name, None) for name in USUAL] + [
+    (name, x) for name, x in USUAL.items() if x is not None
+]
 SEEDS = ("dropout_seed", "dropout_offset")  # which take the place of those in options
 OF_DECODE = ("window", "scale", "softcap", "score_mod", "mask_mod", "out_dtype")
 ASKED = AttentionOptions(window=(3, None), scale=0.3)
