@@ -8,17 +8,19 @@ Rounding errors of a sum of n terms grow like a random walk, hence the roots. Th
 standard deviations of a sum in the worst order, term after term, and two units in the last place
 for each exponential:
 
-    |O - reference|   <=  eps * (0.6 * score + 1.2 * total) * (P @ |V|)  +  floor
+    |O - reference|   <=  (w + 1.2 * eps * total) * (P @ |V|)  +  floor
     |lse - reference| <=  eps * (score + 1.2 * total + 2 * |lse|)
     score = sqrt(d + 3) * size,    total = sqrt(n) + 4,    floor = tiny * (n + 2 + sum(|V|))
+    w = 0.6 * eps * score + exp(2 * eps * score) - 1 - 2 * eps * score
 
 Where scores are so large that their rounding may decide any weight, the bound of O is twice the
 largest |V| of its column, and p of gradients, below, at most 1: a result must be finite.
 
-`score` is the error of a score; the 3 stands for the scale and the argument of the exponential. O
-has 0.6 of it, because the common part of the keys' errors cancels. `total` is the error of the sums
-over keys. `floor` allows flushing subnormal numbers to zero: each weight and product, the input and
-the output may lose up to `tiny`, the smallest normal number.
+`score` is the error of a score; the 3 stands for the scale and the argument of the exponential. The
+relative error w of a weight has 0.6 of it, because the common part of the keys' errors cancels, and
+the terms of higher order of the worst case, where two scores err in opposite directions. `total` is
+the error of the sums over keys. `floor` allows flushing subnormal numbers to zero: each weight and
+product, the input and the output may lose up to `tiny`, the smallest normal number.
 
 The errors of equal numbers add up instead of cancelling: where a column of V is the same for all
 keys, n replaces sqrt(n) in O. Scores that are equal for hundreds of keys but not for all are not
@@ -134,6 +136,7 @@ _SPREAD = 10.0  # six standard deviations of what is cut off these and the sum b
 _LARGEST_E4M3 = 448.0
 _FEWEST_BETWEEN = 16  # elements that show a rounding
 _SMALL = 0.01  # a relative error of weights that is one of rounding
+_ANY_WEIGHT = 600.0  # an error of scores that makes a weight which vanishes one that decides
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
 _BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
 
@@ -571,8 +574,9 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     of_out, of_lse = np.zeros_like(magnitude), np.zeros((*P.shape[:-1], 1))
     for shift, common in ((errors.shift + errors.exponent, 0.6), (errors.by_design, 1.0)):
         lost |= np.isinf(shift).any(-1, keepdims=True)
-        shift = np.where(np.isinf(shift), 0.0, np.minimum(shift, 600.0))
+        shift = np.where(np.isinf(shift), 0.0, np.minimum(shift, _ANY_WEIGHT))
         largest = shift.max(-1, keepdims=True, initial=0.0)
+        of_out = np.where(largest < _ANY_WEIGHT, of_out, np.inf)
         weights = np.expm1(shift)
         of_lse += np.minimum(largest, (P * weights).sum(-1, keepdims=True))
         if common < 1:
@@ -628,10 +632,11 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     if kernel.operands == _FLOAT8:
         total_of_values = total_of_values + n / 4
 
-    relative = eps * (0.6 * score + 1.2 * total_of_values)
-    relative = relative + np.expm1(np.minimum(by_design, 600.0)) + kernel.operand_unit
+    relative = _error_of_weights(eps * score) + 1.2 * eps * total_of_values
+    relative = relative + np.expm1(np.minimum(by_design, _ANY_WEIGHT)) + kernel.operand_unit
     floor = tiny * (n + 2 + work.values.sum(-2, keepdims=True)) + of_out
-    out_bound = relative * work.magnitude(kernel.accumulator.dtype)
+    magnitude = work.magnitude(kernel.accumulator.dtype)
+    out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
     out_bound = np.minimum(out_bound + floor, work.largest_difference())
     out_bound = out_bound + kernel.output_unit * np.abs(_finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
@@ -644,6 +649,22 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
         lost |= tile.unsure.any(-1)
     out_bound[lost], lse_bound[lost] = np.inf, np.inf
     return out_bound, lse_bound
+
+
+def _error_of_weights(score: Any) -> Any:
+    """The relative error of a row's weights if each score has an absolute error of `score`."""
+    worst = 2 * np.minimum(score, _ANY_WEIGHT / 2)
+    return np.where(2 * score < _ANY_WEIGHT, 0.6 * score + np.expm1(worst) - worst, np.inf)
+
+
+def _error_of_probabilities(P: Array, logarithm: Array, error: Array) -> Array:
+    """How far P = exp(logarithm) <= 1 moves if its logarithm has an absolute error.
+
+    A P that vanishes in float64 may still be 1 if the error of its logarithm is as large.
+    """
+    moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
+    raised = np.where(error < _SMALL, moved, np.exp(np.minimum(_or_0(logarithm) + error, 0.0)))
+    return np.minimum(np.maximum(moved, raised), np.maximum(P, 1.0))
 
 
 class _BackwardWork:
@@ -724,7 +745,7 @@ def _errors_before_slopes(
         exponent, by_design = _score_errors(size, work.tile, kernel)
         exponent = eps * (exponent + work.exponent_size + 2)
         exponent += by_design
-    p = np.minimum(P * np.expm1(np.minimum(exponent, 600.0)), np.maximum(P, 1.0)) + tiny
+    p = _error_of_probabilities(P, work.step.scores - work.lse[..., None], exponent) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
 
