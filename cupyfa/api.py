@@ -358,8 +358,13 @@ def compile_backward(
     As shapes, lse is of float32, or float64 for float64, and dlse, if there is one, like lse. The
     other arguments are those of ``attention_backward``. The Prepared is called as
     ``prepared(dout, q, k, v, out, lse, grads=None)``, with ``dlse=`` if it was made with one, and
-    with ``cu_seqlens_q=`` and the others likewise.
+    with ``cu_seqlens_q=`` and the others likewise. A kernel of your own that reads no lse takes
+    None for it, here and in each call.
     """
+    if lse is None and dtype is None:
+        lse = _unread_lse(kernel, q, backend, layout)
+    elif lse is None and _does_without_lse(kernel):
+        lse = out[:-1] if layout == "bhsd" else (*out[:-3], out[-2], out[-3])
     of_sequences, others = _without_sequences(compile_backward, keywords)
     layout = "bshd" if of_sequences else layout
     how = ("backward", kernel, backend, options, layout, tiles, deterministic, _own_of(wrt))

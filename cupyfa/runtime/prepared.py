@@ -187,7 +187,8 @@ class Prepared(OfThisProcess):
         if repeated is not None:
             return repeated
         if not self._are_alike(arrays):
-            arrays = tuple(self._adopted(self._where_q_is(arrays)))
+            given = self._where_q_is(self._with_unread_lse(arrays))
+            arrays = tuple(self._adopted(given))
         elif self._lengths_seen:
             self._with_lengths(dict(zip(map(name_of, self._names), arrays)))
         return self.run(arrays, targets)
@@ -364,6 +365,17 @@ class Prepared(OfThisProcess):
         ]
         wrong += [f"there {'is' if count == 1 else 'are'} {count} more"] * (count > 0)
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
+
+    def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arrays, with one for an lse that is None and that the kernel does not read."""
+        given = list(arrays)
+        if "lse" in self._names and not self.plan.kernel.reads_lse:
+            at = self._names.index("lse")
+            if given[at] is None:
+                shape, _, dtype = self._forms[at][:3]
+                empty = self._backend.empty if self._owned else np.empty
+                given[at] = empty(shape, dtype)
+        return given
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
         """Whether these are arrays of the backend, of the forms that this was made for."""

@@ -596,23 +596,25 @@ def _examined(
     def job(worker: Worker, i: int) -> Failure:
         return _closer(worker, backend, *failed[i], seconds)
 
-    closer = dict(in_parallel(workers, job, first))
-    found |= closer
-    if folder and closer:
-        about = environment.describe(backend)
-        try:
-            for i, x in closer.items():
-                task = failed[i][0]
-                named = has_name(task.kernels[0])
-                how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
-                file = write(folder, Stored(x.case, x.outcome, *how), x.command)
-                found[i] = replace(x, file=file)
-        except OSError as error:  # the results of the check are worth more than its files
-            why = f"{folder} cannot be written to ({error.strerror})"
-            warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
+    for i, closer in in_parallel(workers, job, first):
+        found[i] = closer
+        if folder:
+            try:
+                found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
+            except OSError as error:  # the results of the check are worth more than its files
+                why = f"{folder} cannot be written to ({error.strerror})"
+                warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
+                folder = None
     alike = Counter(failure.command for failure in found.values())
     different = {failure.command: failure for failure in found.values()}
     return [replace(x, cases=alike[command]) for command, x in different.items()]
+
+
+def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Path | None:
+    """The file that is written of a failure, for ``replay``."""
+    named, about = has_name(task.kernels[0]), environment.describe(backend)
+    how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
+    return write(folder, Stored(failure.case, failure.outcome, *how), failure.command)
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:

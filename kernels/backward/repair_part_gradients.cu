@@ -17,7 +17,7 @@
 
 constexpr int warps_of_block = threads / warp_size;
 constexpr int most_columns = d > dv ? d : dv;
-constexpr int together = most_columns > 64 ? 4 : 8;  // pairs of a warp that are under way
+constexpr int together = most_columns > 64 ? 4 : 6;  // pairs of a warp that are under way
 
 struct Shared {
   real sums[warps_of_block][most_columns];

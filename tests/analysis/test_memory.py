@@ -138,7 +138,7 @@ def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     assert [row.peak for row in rows] == [None, None, 12_345_678, 12_345_678]
     assert [row.dram for row in rows] == [None, None, 2 * 3e9, None]  # of cuBLAS nothing is seen
     row = rows[2].row()
-    assert (row["peak_MB"], row["DRAM_MB"]) == (12.3, 6000)
+    assert (row["peak_MB"], row["DRAM_MB"]) == (12.345678, 6000)
     assert (row["M"], row["d"], row["dtype"], row["device"]) == (9, 8, "float16", rows[2].device)
 
 

@@ -72,6 +72,25 @@ def test_an_lse_that_is_given_is_not_read():
         assert np.array_equal(x, y)
 
 
+def test_prepared_gradients_without_an_lse(backend):
+    q, k, v = drawn()
+    how = {"kernel": BACKWARD, "backend": backend}
+    out = cupyfa.attention(q, k, v, kernel=FORWARD, backend=backend)
+    expected = cupyfa.attention_backward(out, q, k, v, out, None, **how)
+    of_arrays = cupyfa.compile_backward(out, q, k, v, out, None, **how)
+    shapes = out.shape, q.shape, k.shape, v.shape, out.shape
+    of_shapes = cupyfa.compile_backward(*shapes, None, dtype=q.dtype, **how)
+    for prepared in (of_arrays, of_shapes):
+        for _ in range(2):
+            for made, right in zip(prepared(out, q, k, v, out, None), expected):
+                assert np.array_equal(made, right)
+    turned = [x.swapaxes(1, 2).shape for x in (out, q, k, v, out)]
+    by_rows = cupyfa.compile_backward(*turned, None, dtype=q.dtype, layout="bshd", **how)
+    made = by_rows(*(np.ascontiguousarray(x.swapaxes(1, 2)) for x in (out, q, k, v, out)), None)
+    for x, right in zip(made, expected):
+        assert np.array_equal(x.swapaxes(1, 2), right)
+
+
 def test_a_kernel_that_reads_lse_needs_one():
     q, k, v = drawn()
     how = {"backend": "simulator"}
