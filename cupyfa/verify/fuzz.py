@@ -242,7 +242,7 @@ class Fuzz:
         if self._kind(turns) == "new tokens":
             tokens = each.choose("tokens", tuple(TOKENS)[1:])
             values, layout = each.choose("values", FINITE), each.choose("layout", _OF_CACHES)
-        if self._is_lowest(turns, each) and not is_plain:
+        if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
@@ -262,16 +262,17 @@ class Fuzz:
             constants = {}
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
-    def _is_lowest(self, turns: "_Turns", each: "_Turns") -> bool:
+    def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
         """Whether scores are near the ends of the range of float.
 
         There exp(score - lse) of a rounded lse is 0 or infinite, which only the bounds of the
-        ladder's own gradients know.
+        ladder's own gradients know. Kernels that keep scores in float16 are out of its range.
         """
         has_bounds = self._operation == "forward" or not (self.kernel and self.kernel.reference)
         if self._operation == "softmax" or self._kind(turns) == "new tokens" or not has_bounds:
             return False
-        if "lowest" not in self._values:
+        _, kind = self.kernel.scratch.get("S", (None, "real")) if self.kernel else (None, "real")
+        if "lowest" not in self._values or (kind == "scalar" and p.dtype.name == "float16"):
             return False
         return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
 
