@@ -43,7 +43,7 @@ from cupyfa.numerics.modification import NONE, Modifications, Place
 
 Array = NDArray[Any]
 
-_HUGE = 2.0**25  # of lse, which is rounded by up to 1 there in float32
+HUGE = 2.0**25  # of lse, which is rounded by up to 1 there in float32
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
 
 _TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which fits in a core's cache
@@ -286,7 +286,7 @@ def weight_of_sink(sink: Array, lse: Array) -> Array:
 def _weights(scores: Array, lse: Array) -> Array:
     """exp(scores - lse), or 1 if a score is above an lse that is rounded by more than 1."""
     below = scores - lse
-    return np.exp(np.where((np.abs(lse) >= _HUGE) & (below > 0), 0.0, below))
+    return np.exp(np.where((np.abs(lse) >= HUGE) & (below > 0), 0.0, below))
 
 
 def rounded(x: Array, precision: str) -> Array:

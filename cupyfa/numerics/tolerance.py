@@ -14,7 +14,8 @@ for each exponential:
     w = 0.6 * eps * score + exp(2 * eps * score) - 1 - 2 * eps * score
 
 Where scores are so large that their rounding may decide any weight, the bound of O is twice the
-largest |V| of its column, and p of gradients, below, at most 1: a result must be finite.
+largest |V| of its column, and p of gradients, below, at most 1 from an |lse| of 2**25 on, where
+kernels see to it: a result must be finite.
 
 `score` is the error of a score; the 3 stands for the scale and the argument of the exponential. The
 relative error w of a weight has 0.6 of it, because the common part of the keys' errors cancels, and
@@ -657,14 +658,16 @@ def _error_of_weights(score: Any) -> Any:
     return np.where(2 * score < _ANY_WEIGHT, 0.6 * score + np.expm1(worst) - worst, np.inf)
 
 
-def _error_of_probabilities(P: Array, logarithm: Array, error: Array) -> Array:
-    """How far P = exp(logarithm) <= 1 moves if its logarithm has an absolute error.
+def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
+    """How far P = exp(scores - lse) moves if each score has an absolute error.
 
-    A P that vanishes in float64 may still be 1 if the error of its logarithm is as large.
+    A P that vanishes in float64 may still be 1 if the error is as large. Beside a huge lse, kernels
+    know that P is at most 1; elsewhere it grows with the error, and may overflow.
     """
     moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
-    raised = np.where(error < _SMALL, moved, np.exp(np.minimum(_or_0(logarithm) + error, 0.0)))
-    return np.minimum(np.maximum(moved, raised), np.maximum(P, 1.0))
+    with_error = np.exp(np.minimum(_or_0(scores - lse) + error, _ANY_WEIGHT))
+    moved = np.where(error < _SMALL, moved, np.maximum(moved, with_error))
+    return np.where(np.abs(lse) < reference.HUGE, moved, np.minimum(moved, np.maximum(P, 1.0)))
 
 
 class _BackwardWork:
@@ -745,7 +748,7 @@ def _errors_before_slopes(
         exponent, by_design = _score_errors(size, work.tile, kernel)
         exponent = eps * (exponent + work.exponent_size + 2)
         exponent += by_design
-    p = _error_of_probabilities(P, work.step.scores - work.lse[..., None], exponent) + tiny
+    p = _error_of_probabilities(P, work.step.scores, work.lse[..., None], exponent) + tiny
     g = work.dP_size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
     return p, g, p * (dP + g) + P * (g + eps * dP) + tiny * (dv + 1), modified
 
