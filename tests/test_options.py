@@ -284,7 +284,6 @@ cupyfa.attention(x, x, x, causal="botom")  # refused
 cupyfa.attention(x, x, x, is_causal=True)  # refused
 cupyfa.attention(x, x, x, layout="bhds")  # refused
 cupyfa.attention(x, x, x, Br=64)  # refused
-wrong: np.ndarray = cupyfa.attention(x, x, x, return_lse=True)  # refused
 cupyfa.compile(x, x, x, precision="fp8")  # refused
 cupyfa.attention_backward(x, x, x, x, x, x, window=3)  # refused
 cupyfa.attention_vjp(x, x, x, causal=True, drop=0.1)  # refused
