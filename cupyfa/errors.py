@@ -7,7 +7,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 _FEW = 4  # elements of a sequence that a message shows
 _OTHER = "of type"  # how a message begins that shows no value
@@ -87,6 +87,12 @@ class OfThisProcess:
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self
+
+    def _another(self) -> Self:
+        """A second object with the same attributes, to change some of them."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
 
 class CompilerNotFound(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, pairwise
@@ -166,7 +165,7 @@ class Prepared(OfThisProcess):
         names = ("softcap", *DROPOUT)
         changed = replace(p.options, **{name: getattr(options, name) for name in names})
         operands = tuple(by_name.get(x.name, x) for x in p.operands)
-        other = copy(self)
+        other = self._another()
         other.plan = with_numbers(self.plan, replace(p, options=changed, operands=operands))
         other._pieces, other._repeats = None, Repeats(self._backend)
         if self._launcher is not None:

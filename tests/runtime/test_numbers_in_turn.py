@@ -1,0 +1,64 @@
+"""Calls on the same arrays with other numbers, in turn: each has the result of its own number."""
+
+import numpy as np
+import pytest
+
+import cupyfa
+
+F = np.float32
+RNG = np.random.default_rng(0)
+Q, DOUT = RNG.standard_normal((2, 1, 2, 35, 16)).astype(F)
+K, V = RNG.standard_normal((2, 1, 1, 35, 16)).astype(F)
+PACKED = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (Q, K, V)]
+OFFSETS = np.array([0, 9, 35], np.int32)
+NUMBERS = {
+    "dropout": [{"dropout": x, "dropout_seed": 1} for x in (0.2, 0.6)],
+    "dropout_seed": [{"dropout": 0.3, "dropout_seed": x} for x in (2**63 + 9, 7)],
+    "dropout_offset": [
+        {"dropout": 0.3, "dropout_seed": 7, "dropout_offset": x} for x in (0, 2**32 - 1)
+    ],
+    "softcap": [{"softcap": x} for x in (1.0, 2.5)],
+    "captured": [
+        {"score_mod": "score * rate", "captured": {"rate": x}} for x in (0.5, np.float32(-2))
+    ],
+}
+
+
+def vjp(**how):
+    out, pullback = cupyfa.attention_vjp(Q, K, V, deterministic=True, **how)
+    return out, *pullback(DOUT)
+
+
+def decoded(**how):
+    how = {x: y for x, y in how.items() if not x.startswith("dropout")}
+    cache = cupyfa.KVCache(K, V, np.array([30], np.int32), layout="hnd")
+    return (cupyfa.decode(Q[:, :, :1], cache, **how),)
+
+
+FUNCTIONS = {
+    "attention": lambda **how: (cupyfa.attention(Q, K, V, **how),),
+    "vjp": vjp,
+    "ragged": lambda **how: (cupyfa.attention_ragged(*PACKED, OFFSETS, OFFSETS, **how),),
+    "decode": decoded,
+    "prepared": lambda **how: (cupyfa.compile(Q, K, V, **how)(Q, K, V),),
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_each_call_has_its_own_number(function, numbers, backend):
+    if function == "decode" and numbers.startswith("dropout"):
+        pytest.skip("decoding drops nothing")
+    first, second = NUMBERS[numbers]
+    call = FUNCTIONS[function]
+    one, other = (call(backend=backend, **how) for how in (first, second))
+    assert not any(map(np.array_equal, one, other))
+    for how, expected in (
+        (first, one),
+        (second, other),
+        (first, one),
+        (first, one),
+        (second, other),
+    ):
+        for got, wanted in zip(call(backend=backend, **how), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
