@@ -77,17 +77,19 @@ _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
 _WIDEST = 640  # of kernels for any head dimension
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads that may share tiles of rows
-_HEADS_OF_LENGTHS = ((3, 1, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
+_HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
+_SMALL_PAGES = (16, 32)  # several in a tile
 _SIDES_PADDED = (("q", "k"), ("k",), ("q",))
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
-_USED = (False, True)  # whether seqused of q and k is given
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # rows are contiguous
+_OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens have others
 _VALUES = ("normal", "normal", "uniform", *VALUES)
+_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # of which wrong ones are within all bounds
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,10 @@ class Fuzz:
         """Whether a group is of ragged batches: by its number, or since lengths are given."""
         return self._kind(turns).startswith("sequences")
 
+    def _has_unused_rows(self, turns: "_Turns") -> bool:
+        """Whether seqused of q and k are given: every other time, of even seeds the first."""
+        return (self.seed + turns.i // len(_GROUPS)) % 2 == 0
+
     def _has_texts(self, turns: "_Turns") -> bool:
         """Whether texts, arrays and dropout are drawn for a group."""
         return self._kind(turns) in _MODIFIED or (
@@ -239,9 +245,11 @@ class Fuzz:
         values = "normal" if is_plain else each.choose("values", self._values)
         lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
         layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
+        if self._kind(turns) == "pages":
+            layout = each.choose("layout of pages", _OF_PAGES)
         if self._kind(turns) == "new tokens":
             tokens = each.choose("tokens", tuple(TOKENS)[1:])
-            values, layout = each.choose("values", FINITE), each.choose("layout", _OF_CACHES)
+            values, layout = each.choose("values", _OF_TOKENS), each.choose("layout", _OF_CACHES)
         if self._is_lowest(compiled, turns, each) and not is_plain:
             values = "lowest"
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
@@ -291,7 +299,8 @@ class Fuzz:
         """The problem with what depends on its sizes: pages, lengths, descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
-            size = turns.choose("page size", _PAGE_SIZES)
+            sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
+            size = turns.choose("page size", sizes)
             few = p if kind == "pages" else p.resized(M=min(max(p.M, 1), max(p.N, 1), size))
             return few.in_pages(size)
         if kind == "padded":
@@ -344,7 +353,7 @@ class Fuzz:
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return p.ragged(self._lengths or some_lengths(turns.choose("used", _USED)))
+            return p.ragged(self._lengths or some_lengths(self._has_unused_rows(turns)))
         if self.arrays:
             return p
         if self._kind(turns) in ("pages", "padded", "new tokens"):
@@ -391,8 +400,12 @@ class Fuzz:
         return dict(turns.choose(f"text {of}", MODIFIED))
 
     def _dim(self, turns: "_Turns", name: str) -> int:
-        """A head dimension: mostly small and odd, or one that models use, or a large one."""
+        """A head dimension: mostly small and odd, or one that models use, or a large one.
+
+        Rows of odd ones are copied one element at a time, of pages only in new tokens.
+        """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
+        kind = "usual" if self._kind(turns) == "pages" else kind
         most = self._most_dims
         if isinstance(kind, int):
             return min(kind, most)
@@ -495,7 +508,10 @@ class Fuzz:
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
-            of = p.lengths if self._lengths else lengths_near(tile, p.lengths, pick)
+            is_full = each.i % 2 == 0
+            of = (
+                p.lengths if self._lengths else lengths_near(tile, p.lengths, pick, is_full=is_full)
+            )
             p = p.ragged(of, **heads)
         else:
             p = p.resized(batch=batch, M=M, N=N, **heads)
@@ -506,8 +522,12 @@ class Fuzz:
         given = (self.options or {}).keys()
         if "window" not in given and p.window != (None, None):
             sides = (side is not None for side in p.window)
-            p = p.with_options(window=window_near(sides, longest(p), tile.keys, pick))
-        if crowd and tile.has_splits and not given & {"causal", "window", "offset"}:
+            edge = each.choose("edge of the window", (None, -1, 0, 1))
+            shift = 0 if p.causal == "top-left" else p.N - p.M
+            near = window_near(sides, longest(p), tile.keys, pick, edge=edge, shift=shift)
+            p = p.with_options(window=near)
+        is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
+        if is_split and not given & {"causal", "window", "offset"}:
             return with_long_rows(p)
         return p if "offset" in given else self._moved(p, each)
 
@@ -561,8 +581,10 @@ class Fuzz:
                 p = p.resized(heads=2)
             elif self._lengths:
                 break
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # whose last rows would go
+                p = p.resized(M=p.M // 2)
             else:
-                p = p.resized(M=p.M // 2) if p.M > _FEW_ROWS else p.resized(N=p.N // 2)
+                p = p.resized(N=p.N // 2)
         return p
 
     @property
@@ -595,7 +617,8 @@ class Fuzz:
         if values == "lowest":
             return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
-            size = 0.02 if values == "huge" else pick.choice((0.0, size))
+            # Scores of 0 are a case of their own, and show nothing of q and k.
+            size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
             return p.with_options(scale=-size)
         return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
 

@@ -138,16 +138,26 @@ def some_lengths(used: bool) -> forms.Packed:
     return one, one
 
 
-def lengths_near(tile: "Tile", like: forms.Packed, pick: random.Random) -> forms.Packed:
-    """Sequences without rows, with one, near a tile and with several; and rows of no sequence."""
+def lengths_near(
+    tile: "Tile", like: forms.Packed, pick: random.Random, *, is_full: bool
+) -> forms.Packed:
+    """Sequences without rows, with one, near a tile and with several; and rows of no sequence.
+
+    is_full: of few sequences the last one starts at an edge of tiles and ends the array, so that
+    all numbers of tiles are taken.
+    """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)
+    if is_full:
+        kinds = [kinds[0], ("edge", "edge")]
 
     def drawn(of: Sequence[str], size: int, is_used: bool) -> forms.Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
         used = tuple(pick.choice((n, n // 2, n)) for n in rows) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
+        if is_full:
+            before, after = -sum(rows[:-1]) % size, 0
         return forms.Lengths(tuple(rows), used, before, after)
 
     sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
@@ -155,13 +165,28 @@ def lengths_near(tile: "Tile", like: forms.Packed, pick: random.Random) -> forms
     return q, k
 
 
-def window_near(limited: Iterable[bool], N: int, keys: int, pick: random.Random) -> Window:
-    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile."""
+def window_near(
+    limited: Iterable[bool],
+    N: int,
+    keys: int,
+    pick: random.Random,
+    *,
+    edge: int | None = None,
+    shift: int = 0,
+) -> Window:
+    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile.
 
-    def side() -> int:
+    edge: how far from a tile's edge the limits of a tile of queries lie, if they are near one;
+    shift: how many keys stand before the key of query 0.
+    """
+
+    def side(sign: int) -> int:
+        if edge is not None and keys < N:
+            nearest = (sign * shift + edge) % keys
+            return nearest + keys * pick.randrange((N - nearest) // keys + 1)
         if keys <= N and pick.random() < 0.3:
             return keys * pick.randrange(1, N // keys + 1) - pick.choice((0, 1))
         return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1
 
-    left, right = (side() if has else None for has in limited)
+    left, right = (side(sign) if has else None for sign, has in zip((1, -1), limited))
     return left, right

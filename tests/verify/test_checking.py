@@ -220,7 +220,7 @@ def test_a_kernel_that_hangs_is_killed_and_others_continue(tmp_path):
     assert set(mine.not_run) <= {"given up when it had hung or died 3 times"}
     assert other.right == other.runs == 12
     again = repeat(failure)
-    assert again.returncode == 1 and "no answer within 1 s" in again.stderr
+    assert again.returncode == 3 and "no answer within 1 s" in again.stderr
 
 
 def test_a_kernel_that_hangs_takes_its_time_once(tmp_path, monkeypatch):
@@ -267,7 +267,7 @@ def test_unsupported_cases_are_counted_by_reason(tmp_path):
     for grid in ("edges", "fuzz"):
         done = check([f"{script}:mine", "v3"], grid=grid, **how)
         mine, v3 = done.tallies
-        assert "it does not support causal" in mine.not_run
+        assert all(x.startswith("it does not support causal") for x in mine.not_run)
         assert sum(mine.not_run.values()) == 5 and not done.runs
         assert v3.not_run == {"its dtypes are float16, bfloat16, float32": 5}
         assert "5: its dtypes are float16, bfloat16, float32" in str(done)

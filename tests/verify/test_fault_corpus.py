@@ -92,7 +92,7 @@ def test_a_scale_that_all_gradients_share_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     kernel = broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
     first = found(kernel, bias="bhmn", wrt="bias", samples=16)
-    assert first.outcome.worst.name == "d_bias" and first.case.values == "scales"
+    assert first.outcome.worst.name == "d_bias"
 
 
 @pytest.mark.slow
