@@ -324,8 +324,13 @@ _lock = threading.Lock()
 _key_locks: dict[tuple[str, ...], threading.Lock] = {}
 
 
-def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel:
+def build(
+    text: str, include_dirs: Sequence[Path], entry: str, *, inlines: bool = True
+) -> CompiledKernel:
     """Compiles and loads a kernel's text, or finds it compiled; ``entry`` is its entry point.
+
+    Without ``inlines`` functions that are ``__forceinline__`` may be called, which compiles faster;
+    a struct that such a function takes by value, straight from memory, is then not checked.
 
     Raises CompileError with the compiler's own words, and CompilerNotFound without a compiler.
     """
@@ -334,7 +339,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
             f"the simulator runs on Linux, and this is {sys.platform}; use a container or the GPU"
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
-    source = _source(text, entry)
+    source = ("" if inlines else _CALLS) + _source(text, entry)
     headers = includes.digest(includes.reached(source, folders))
     digest = includes.hashed(_runtime_key(), _PLACED, source, headers, *_kernel_flags())
     key = (digest, *map(str, folders))
@@ -342,6 +347,9 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
         if key not in _memo:
             _memo[key] = _build(source, entry, digest, folders)
         return _memo[key]
+
+
+_CALLS = "#define SIMULATOR_CALLS_FUNCTIONS\n"  # which simulator.h explains
 
 
 def _source(text: str, entry: str) -> str:
