@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,10 @@ from helpers.device_code import (
 )
 from helpers.threads import in_threads
 
+import cupyfa
+from cupyfa import Problem, Simulator
 from cupyfa.errors import CompileError, SimulatorFault
-from cupyfa.planner import source as sources
+from cupyfa.planner import select, source as sources
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 pytestmark = pytest.mark.usefixtures("every_check")
@@ -167,6 +170,37 @@ def test_reads_of_16_bit_arguments_are_checked(monkeypatch, level, number, heade
     unwritten = fault(body.replace("__syncthreads();", ""), A, head=head, threads=64)
     assert "no thread of this block has written" in unwritten.what
     assert unwritten.place == "test.cu:4"
+
+
+@pytest.mark.parametrize("level", ["-O0", "-O1"])
+def test_a_struct_that_an_inlined_function_takes_by_value_is_checked(monkeypatch, level):
+    monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", level)
+    head = """
+        struct Row { float numbers[8]; };
+        __device__ __forceinline__ float last(Row row) { return row.numbers[7]; }
+    """
+    body = """
+        __shared__ Row rows[64];
+        A[threadIdx.x] = last(rows[threadIdx.x]);
+        __syncthreads();
+        rows[threadIdx.x].numbers[7] = A[63 - threadIdx.x];
+    """
+    unwritten = fault(body, np.zeros(64, np.float32), head=head, threads=64)
+    assert "no thread of this block has written" in unwritten.what
+
+
+def test_functions_of_the_ladder_may_be_called_and_those_of_own_files_are_inlined(
+    monkeypatch, tmp_path
+):
+    inlined = []
+    monkeypatch.setattr(machine, "build", lambda *_, inlines: inlined.append(inlines))
+    kernel, p = cupyfa.kernel("softmax_safe"), Problem.of_row_sizes(2, 7, "float32")
+    (launch,) = select.plan(kernel, p, Simulator().limits).programs
+    own = tmp_path / "own.cu"
+    own.write_text(sources.file_of(launch))
+    for one in (launch, replace(launch, path=own)):
+        Simulator().prepare(one)
+    assert inlined == [False, True]
 
 
 RIGHT_ACCESSES = (

@@ -107,7 +107,8 @@ class Simulator(Backend):
     def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
         text, folders = sources.text(launch), sources.include_folders(launch)
         try:
-            return machine.build(text, folders, launch.entry)
+            is_own = launch.path.is_absolute()  # a user's file
+            return machine.build(text, folders, launch.entry, inlines=is_own)
         except CompileError as error:
             if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
                 raise sources.without_entry(launch) from None

@@ -56,7 +56,14 @@ _KERNEL_FLAGS = [
     "-fno-omit-frame-pointer",
     "-fsanitize=thread",
 ]
+# Places of local variables, which -g1 leaves out, would take a quarter of the time of compiling.
+_GCC_BASE_FLAGS = ["-fno-var-tracking"]
 _GCC_FLAGS = [
+    *_GCC_BASE_FLAGS,
+    # Passes that take a tenth of the time of compiling, and make kernels no faster.
+    "-fno-dce",
+    "-fno-dse",
+    "-fno-move-loop-invariants",
     f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
     "-fsanitize=bounds-strict,integer-divide-by-zero,alignment",
     # The instrumentation leaves these two to the runtime, which sees them only if called.
@@ -317,8 +324,13 @@ _lock = threading.Lock()
 _key_locks: dict[tuple[str, ...], threading.Lock] = {}
 
 
-def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel:
+def build(
+    text: str, include_dirs: Sequence[Path], entry: str, *, inlines: bool = True
+) -> CompiledKernel:
     """Compiles and loads a kernel's text, or finds it compiled; ``entry`` is its entry point.
+
+    Without ``inlines`` functions that are ``__forceinline__`` may be called, which compiles faster;
+    a struct that such a function takes by value, straight from memory, is then not checked.
 
     Raises CompileError with the compiler's own words, and CompilerNotFound without a compiler.
     """
@@ -327,7 +339,7 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
             f"the simulator runs on Linux, and this is {sys.platform}; use a container or the GPU"
         )
     folders = [_TWINS, *(Path(folder).resolve() for folder in include_dirs)]
-    source = _source(text, entry)
+    source = ("" if inlines else _CALLS) + _source(text, entry)
     headers = includes.digest(includes.reached(source, folders))
     digest = includes.hashed(_runtime_key(), _PLACED, source, headers, *_kernel_flags())
     key = (digest, *map(str, folders))
@@ -335,6 +347,9 @@ def build(text: str, include_dirs: Sequence[Path], entry: str) -> CompiledKernel
         if key not in _memo:
             _memo[key] = _build(source, entry, digest, folders)
         return _memo[key]
+
+
+_CALLS = "#define SIMULATOR_CALLS_FUNCTIONS\n"  # which simulator.h explains
 
 
 def _source(text: str, entry: str) -> str:
@@ -406,7 +421,7 @@ def _runtime() -> tuple[Path, ctypes.CDLL]:
     name = f"cupyfa-runtime-{_runtime_key()[:32]}.so"
 
     def make(path: Path) -> None:
-        flags = [*_BASE_FLAGS, "-fno-exceptions", "-fno-omit-frame-pointer", f"-I{_HERE}"]
+        flags = [*_runtime_flags(), f"-I{_HERE}"]
         compiled = _compiled(path.with_name("main.cpp"), '#include "runtime.cpp"', flags)
         # Kernels find the runtime by its soname, once it is loaded.
         _link(path, [compiled], [f"-Wl,-soname,{name}", "-pthread", "-ldl"])
@@ -415,6 +430,11 @@ def _runtime() -> tuple[Path, ctypes.CDLL]:
         if name not in _runtime_memo:
             _runtime_memo[name] = _load_or_make(name, make)[1]
         return _whole_or_made(name, make), _runtime_memo[name]
+
+
+def _runtime_flags() -> list[str]:
+    flags = [*_BASE_FLAGS, "-fno-exceptions", "-fno-omit-frame-pointer"]
+    return flags + ([] if "clang" in compiler_version() else _GCC_BASE_FLAGS)
 
 
 def _kernel_flags() -> list[str]:
@@ -548,7 +568,7 @@ def _useless(what: str, said: str, command: Sequence[str] = ()) -> CompilerNotFo
 
 def _runtime_key() -> str:
     system = [*compiler(), compiler_version(), platform.machine(), *_libc()]
-    return includes.hashed(*system, *_BASE_FLAGS, *(x.read_bytes() for x in _RUNTIME_FILES))
+    return includes.hashed(*system, *_runtime_flags(), *(x.read_bytes() for x in _RUNTIME_FILES))
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:

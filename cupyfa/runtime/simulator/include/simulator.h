@@ -16,7 +16,14 @@ typedef decltype(sizeof(0)) size_t;
 #define __constant__
 #define __grid_constant__
 #define __launch_bounds__(...)
-#define __forceinline__ inline __attribute__((always_inline))
+#define SIMULATOR_INLINED inline __attribute__((always_inline))
+// Inlining all these functions would take half of the time of compiling the ladder's kernels. In
+// others it is done: a struct passed by value straight from memory is checked only where inlined.
+#if defined(SIMULATOR_CALLS_FUNCTIONS)
+#define __forceinline__ inline
+#else
+#define __forceinline__ SIMULATOR_INLINED
+#endif
 #define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // A worker runs one block at a time, so its thread-local variables are that block's; they begin

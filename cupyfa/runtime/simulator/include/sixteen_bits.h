@@ -7,7 +7,7 @@ struct NUMBER {
   NUMBER() = default;
   // The instrumentation sees no access to what is passed by value as it lies in memory, unless that
   // takes a constructor; and it is told for the place of a function that is not inlined.
-  __forceinline__ NUMBER(const NUMBER& other) : bits(other.bits) {}
+  SIMULATOR_INLINED NUMBER(const NUMBER& other) : bits(other.bits) {}
   NUMBER& operator=(const NUMBER& other) = default;
   NUMBER(RAW raw) : bits(raw.x) {}
   NUMBER(float value) : bits(BITS(value)) {}
@@ -19,8 +19,8 @@ struct NUMBER {
   NUMBER(long long value) : NUMBER(static_cast<double>(value)) {}
   NUMBER(unsigned long long value) : NUMBER(static_cast<double>(value)) {}
 
-  __forceinline__ operator float() const { return VALUE(bits); }
-  __forceinline__ operator RAW() const { return {bits}; }
+  SIMULATOR_INLINED operator float() const { return VALUE(bits); }
+  SIMULATOR_INLINED operator RAW() const { return {bits}; }
 };
 
 struct alignas(4) PAIR {

@@ -5,6 +5,6 @@
 #include <simulator.h>
 
 template <class Shared>
-__device__ __forceinline__ Shared& shared_memory() {
+__device__ SIMULATOR_INLINED Shared& shared_memory() {
   return *reinterpret_cast<Shared*>(simulator_shared_memory());
 }
