@@ -235,7 +235,8 @@ def show_as_in_help(command: click.Command) -> None:
             has_choices = isinstance(option.type, click.Choice)
             kind = option.opts[-1].strip("-") if has_choices else option.type.name
             option.metavar = kind.split()[0]
-        if isinstance(option.default, int | float | str) and option.show_default is None:
+        has_default = isinstance(option.default, int | float | str) and option.default != ""
+        if has_default and option.show_default is None:
             option.show_default = True
     for inner in getattr(command, "commands", {}).values():
         show_as_in_help(inner)

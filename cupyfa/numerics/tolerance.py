@@ -665,8 +665,8 @@ def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -
     know that P is at most 1; elsewhere it grows with the error, and may overflow.
     """
     moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
-    with_error = np.exp(np.minimum(_or_0(scores - lse) + error, _ANY_WEIGHT))
-    moved = np.where(error < _SMALL, moved, np.maximum(moved, with_error))
+    largest = np.exp(np.minimum(_or_0(scores - lse) + error, _ANY_WEIGHT))
+    moved = np.where(error < _SMALL, moved, np.maximum(moved, largest - P))
     return np.where(np.abs(lse) < reference.HUGE, moved, np.minimum(moved, np.maximum(P, 1.0)))
 
 

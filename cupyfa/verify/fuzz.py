@@ -224,10 +224,6 @@ class Fuzz:
         """Whether a group is of ragged batches: by its number, or since lengths are given."""
         return self._kind(turns).startswith("sequences")
 
-    def _has_unused_rows(self, turns: "_Turns") -> bool:
-        """Whether seqused of q and k are given: every other time, of even seeds the first."""
-        return (self.seed + turns.i // len(_GROUPS)) % 2 == 0
-
     def _has_texts(self, turns: "_Turns") -> bool:
         """Whether texts, arrays and dropout are drawn for a group."""
         return self._kind(turns) in _MODIFIED or (
@@ -353,7 +349,7 @@ class Fuzz:
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return p.ragged(self._lengths or some_lengths(self._has_unused_rows(turns)))
+            return p.ragged(self._lengths or some_lengths(used=False))
         if self.arrays:
             return p
         if self._kind(turns) in ("pages", "padded", "new tokens"):
