@@ -224,6 +224,12 @@ class Fuzz:
         """Whether a group is of ragged batches: by its number, or since lengths are given."""
         return self._kind(turns).startswith("sequences")
 
+    @property
+    def _has_unused_rows(self) -> bool:
+        """Whether seqused of q and k are given: for half of the kernels, of another seed others."""
+        name = self.kernel.name if self.kernel else "auto"
+        return random.Random(f"{self.seed} unused rows {name}").random() < 0.5
+
     def _has_texts(self, turns: "_Turns") -> bool:
         """Whether texts, arrays and dropout are drawn for a group."""
         return self._kind(turns) in _MODIFIED or (
@@ -349,7 +355,7 @@ class Fuzz:
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return p.ragged(self._lengths or some_lengths(used=False))
+            return p.ragged(self._lengths or some_lengths(used=self._has_unused_rows))
         if self.arrays:
             return p
         if self._kind(turns) in ("pages", "padded", "new tokens"):
@@ -504,11 +510,8 @@ class Fuzz:
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
-            is_full = each.i % 2 == 0
-            of = (
-                p.lengths if self._lengths else lengths_near(tile, p.lengths, pick, is_full=is_full)
-            )
-            p = p.ragged(of, **heads)
+            drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
+            p = p.ragged(p.lengths if self._lengths else drawn, **heads)
         else:
             p = p.resized(batch=batch, M=M, N=N, **heads)
         p = self._smaller(p, values)

@@ -154,7 +154,9 @@ def lengths_near(
     def drawn(of: Sequence[str], size: int, is_used: bool) -> forms.Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        used = tuple(pick.choice((n, n // 2, n)) for n in rows) if is_used else None
+        # The longest one has rows that are not used, others may.
+        halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
+        used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
         if is_full:
             before, after = -sum(rows[:-1]) % size, 0
