@@ -366,7 +366,7 @@ class Prepared(OfThisProcess):
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, with one for an lse that is None and that the kernel does not read."""
+        """The arrays; an unwritten one replaces an lse of None if the kernel reads no lse."""
         given = list(arrays)
         if "lse" in self._names and not self.plan.kernel.reads_lse:
             at = self._names.index("lse")
