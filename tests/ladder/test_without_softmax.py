@@ -80,15 +80,16 @@ def test_prepared_gradients_without_an_lse(backend):
     of_arrays = cupyfa.compile_backward(out, q, k, v, out, None, **how)
     shapes = out.shape, q.shape, k.shape, v.shape, out.shape
     of_shapes = cupyfa.compile_backward(*shapes, None, dtype=q.dtype, **how)
-    for prepared in (of_arrays, of_shapes):
+    on_device = [backend.upload(x) for x in (out, q, k, v, out)]
+    for prepared, given in ((of_arrays, (out, q, k, v, out)), (of_shapes, on_device)):
         for _ in range(2):
-            for made, right in zip(prepared(out, q, k, v, out, None), expected):
-                assert np.array_equal(made, right)
-    turned = [x.swapaxes(1, 2).shape for x in (out, q, k, v, out)]
-    by_rows = cupyfa.compile_backward(*turned, None, dtype=q.dtype, layout="bshd", **how)
-    made = by_rows(*(np.ascontiguousarray(x.swapaxes(1, 2)) for x in (out, q, k, v, out)), None)
-    for x, right in zip(made, expected):
-        assert np.array_equal(x.swapaxes(1, 2), right)
+            for made, right in zip(prepared(*given, None), expected):
+                assert np.array_equal(backend.download(made), right)
+    turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (out, q, k, v, out)]
+    of_shapes = [x.shape for x in turned]
+    by_rows = cupyfa.compile_backward(*of_shapes, None, dtype=q.dtype, layout="bshd", **how)
+    for made, right in zip(by_rows(*map(backend.upload, turned), None), expected):
+        assert np.array_equal(backend.download(made).swapaxes(1, 2), right)
 
 
 def test_a_kernel_that_reads_lse_needs_one():
