@@ -92,9 +92,9 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * log2e - lse2). PS, P times the modification's slope, is parked. Rows whose
-// lse2 is NaN take lse_of(row), in a tile that counts as masked.
-template <bool masked, class LseOf>
+// S becomes P = 2^(S * log2e - lse2). PS, P times the modification's slope, is parked. has_huge:
+// whether there are rows whose lse2 is NaN, which take lse_of(row).
+template <bool masked, bool has_huge = false, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, LseOf lse_of) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
       const auto [score, slope] =
           scorer.with_slope<caps_tiles>(x, pair.extent, pair.row(row), pair.key<masked>(key, more));
-      x = masked && isnan(lse2) ? weight_of(score, lse_of(row)) : exp2f(score * log2e - lse2);
+      x = has_huge && isnan(lse2) ? weight_of(score, lse_of(row)) : exp2f(score * log2e - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
@@ -183,7 +183,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   ring.start();
   loads.store(shared.stats);  // there from the next barrier on
   const bool is_huge = threadIdx.x < Br && isnan(loads.stats[0].lse2);
-  const bool whole = !__syncthreads_or(is_huge) && key + Bc <= N && pair.reaches_all();
+  const bool has_huge = __syncthreads_or(is_huge), whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;
 
   Sums S = {}, dP = {};
@@ -192,7 +192,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     const Own own(Wc);
     const int lane = own_lane();
     const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
-    if (whole)
+    if (has_huge)
+      compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
+    else if (whole)
       compute_P<false>(S, shared, own, pair, scorer, lane, lse_of);
     else
       compute_P<true>(S, shared, own, pair, scorer, lane, lse_of);

@@ -81,10 +81,9 @@ struct Pairs {
     bool seen[together];
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      seen[i] = are_seen(i);
-      if (!seen[i]) continue;
+      seen[i] = are_seen(i);  // no branch: pairs would be computed one after the other
       const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
-      const real p = weight_of(score, stats[i].lse);
+      const real p = exp2(log_weight(score, stats[i].lse) * log2e);
       const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
       weights[i] = of == 'V' ? of_head.dropped(p, row[i], key[i])
                              : score_gradient(p, kept_dP - stats[i].delta, slope);

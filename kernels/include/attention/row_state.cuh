@@ -36,11 +36,12 @@ struct Rows {
   __device__ __forceinline__ int existing(int i, int half) const {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
-  // A maximum as an exponent of two. That of finite scores may be below all numbers, as if a text
-  // hid their keys; it stays above -largest, and the row is computed again (nonfinite.cuh).
+  // A maximum as an exponent of two. Of texts, that of finite scores may be below all numbers, as
+  // if a text hid their keys; it stays above -largest, and the row is computed again
+  // (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
-    const real least = has_texts && maximum != -infinity ? -largest / 2 : -infinity;
-    return fmax(maximum * scale2, least);
+    if constexpr (!has_texts) return maximum * scale2;
+    return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
     return extent.in_reach(row(i, half) / pack_gqa, key);

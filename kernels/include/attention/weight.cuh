@@ -3,6 +3,9 @@
 #include <tile/math.cuh>
 
 constexpr real huge_lse = sizeof(real) == 8 ? 0x1p55 : 0x1p25;  // whose rounding counts
+__device__ __forceinline__ real log_weight(real score, real lse) {
+  return fabs(lse) >= huge_lse && score > lse ? real(0) : score - lse;
+}
 __device__ __forceinline__ real weight_of(real score, real lse) {
-  return exp(fabs(lse) >= huge_lse && score > lse ? real(0) : score - lse);
+  return exp(log_weight(score, lse));
 }
