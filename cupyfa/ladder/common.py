@@ -94,7 +94,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
             "of_operands": lambda p, c: of_operands,
             "width": width_of,
         },
-        file="forward/clear_rest.cu",
+        file="forward/steps/clear_rest.cu",
         when=lambda p: p.modifiers.is_packed or p.modifiers.used["MN".index(rows)],
     )
 

@@ -75,7 +75,7 @@ SPLIT = (
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * _THREADS,
         constants={"of_rows": lambda p, c: False, "slabs": _slabs},
-        file="forward/part_maxima.cu",
+        file="forward/steps/part_maxima.cu",
     ),
     Launch(
         "split_operands",
@@ -86,7 +86,7 @@ SPLIT = (
         shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
         numbers={"query_blocks": _query_blocks},
-        file="forward/split_operands.cu",
+        file="forward/steps/split_operands.cu",
     ),
 )
 SPLIT_FOR_GRADIENTS = (

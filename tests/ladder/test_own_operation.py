@@ -428,7 +428,7 @@ def test_a_kernel_derived_from_a_rung_finds_the_project_s_files(tmp_path):
     plan = select.plan(kernel, p, Limits("an A100", 166912, arch="80"))
     of = {x.entry: x.path for x in plan.launches}
     assert of["mma_pipelined"] == tmp_path / "mma_pipelined.cu"
-    assert of["round_operands"] == Path("forward/round_operands.cu")
+    assert of["round_operands"] == Path("forward/steps/round_operands.cu")
     assert all("extern" in text(x) for x in plan.launches)
 
 
