@@ -112,7 +112,7 @@ def of_pages(kernel: Kernel) -> Kernel:
     return replace(kernel, features=(*kernel.features, "paged"))
 
 
-def pair_bytes(p: Problem) -> int:
+def bias_bytes(p: Problem) -> int:
     """The bytes of an element of the array whose pairs are copied to shared memory; 0: of none."""
     held = p.modifiers.held
     return held.numpy.itemsize if held else 0

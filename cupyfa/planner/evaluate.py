@@ -199,7 +199,7 @@ class _Planner:
             mods=mods.header(
                 p,
                 taped="gradients" in launch.args.split(),
-                copies=bool(own.get("pair_bytes")),
+                copies=bool(own.get("bias_bytes")),
             ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
@@ -218,7 +218,7 @@ class _Planner:
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
         roughly = roughly and all(x.is_additive for x in self.modifiers.score[1:])
-        return {"caps_tiles": caps, "caps_roughly": roughly}
+        return {"caps_tiles": caps, "approximates_softcap": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""

@@ -11,8 +11,8 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/query_part.cuh>
-#include <backward/parts/store_part.cuh>
+#include <backward/parts/query_partition.cuh>
+#include <backward/parts/store_or_repair.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>
 #include <tile/shared.cuh>
@@ -30,9 +30,9 @@ struct Shared {
   RowStats stats[2][Br];
 };
 using Loads = RowLoads<threads, Br>;
-using Scores = WarpPart<Br, Bc, warps>;
-using KeyPart = WarpPart<Bc, depth, warps>;
-using ValuePart = WarpPart<Bc, width, warps>;
+using Scores = WarpPartition<Br, Bc, warps>;
+using KeyPart = WarpPartition<Bc, depth, warps>;
+using ValuePart = WarpPartition<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
@@ -81,7 +81,7 @@ struct Walk {
 
 // Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
 constexpr int query_slices = depth > 128 ? 2 : 1;
-using Queries = QueryPart<Br, depth, warps, query_slices>;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 __device__ __forceinline__ void add_dQ(Shared& shared, float* dQ_sum, long long tile) {
   float* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);

@@ -14,7 +14,7 @@
 #include <attention/exp2_f64.cuh>
 #include <backward/parts/f64_products.cuh>
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/query_part.cuh>
+#include <backward/parts/query_partition.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>
 #include <tile/shared.cuh>
@@ -24,7 +24,7 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 
 // A warp's part of S or dP: number `role` of the warps that share it.
-struct Scores : WarpPart<Br, Bc, warps / sharing> {
+struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   int role;
 
   __device__ __forceinline__ Scores() {
@@ -72,8 +72,8 @@ struct Shared : Exchange<sharing - 1> {
   RowStats stats[2][Br];
 };
 using Loads = RowLoads<threads, Br>;
-using KeyPart = WarpPart<Bc, depth, warps>;
-using ValuePart = WarpPart<Bc, width, warps>;
+using KeyPart = WarpPartition<Bc, depth, warps>;
+using ValuePart = WarpPartition<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole && warps % sharing == 0, "warps divide S evenly");
@@ -119,7 +119,7 @@ struct Walk {
 
 // Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
 constexpr int query_slices = depth > 128 ? 2 : 1;
-using Queries = QueryPart<Br, depth, warps, query_slices>;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 __device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, long long tile) {
   real* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                    repair.batch, repair.kv_head, first, repair.extent.N, own_lane(), own.col,
                    of_V ? dv : d);
   else
-    call_rarely([=] {
+    call_cold_path([=] {
       repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
     });
 }

@@ -9,7 +9,7 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/store_part.cuh>
+#include <backward/parts/store_or_repair.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 
@@ -26,9 +26,9 @@ struct Shared {
   RowStats stats[2][Br];
 };
 using Loads = RowLoads<threads, Br>;
-using Scores = WarpPart<Br, Bc, warps>;
-using KeyPart = WarpPart<Bc, depth, warps>;
-using ValuePart = WarpPart<Bc, width, warps>;
+using Scores = WarpPartition<Br, Bc, warps>;
+using KeyPart = WarpPartition<Bc, depth, warps>;
+using ValuePart = WarpPartition<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");

@@ -9,7 +9,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
 //   and options (score.cuh)
-#include <backward/parts/call_rarely.cuh>
+#include <backward/parts/cold_path.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -144,6 +144,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,           dO,
                                                           stats,  scorer, batch, head / group};
     const int first = first_row + own.row;
-    call_rarely([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
+    call_cold_path([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
   }
 }

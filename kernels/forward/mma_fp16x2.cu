@@ -1,5 +1,5 @@
 // mma_fp16x2: `mma_pipelined` for float32 at its own accuracy. Each operand is the sum of two parts
-// in float16 (half_parts.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
+// in float16 (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
 // registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -10,10 +10,10 @@
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
-#include <forward/parts/earlier_keys.cuh>
-#include <forward/parts/part_output.cuh>
-#include <forward/parts/part_products.cuh>
-#include <forward/parts/parts_head.cuh>
+#include <forward/parts/split_f32/sectioned_output.cuh>
+#include <forward/parts/split_f32/split_head.cuh>
+#include <forward/parts/split_f32/split_output.cuh>
+#include <forward/parts/split_f32/split_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -27,7 +27,7 @@ constexpr int width = cdiv(dv, step) * step;  // of V and O
 // Whether fragments are loaded ahead, which is 5 % faster at d = 64, with tiles of 64 keys 11 % at
 // d = 128, and 8 % slower at d = 256, where sums leave no registers for it.
 constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
-using OwnRows = PartRows<Wr, pack_gqa>;
+using OwnRows = SplitRows<Wr, pack_gqa>;
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
@@ -42,8 +42,8 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
-  PartsHead<depth> keys;
-  PartsHead<width> values;
+  SplitHead<depth> keys;
+  SplitHead<width> values;
   int own_row, lane;
   int end;  // of the keys that some row of the block sees
 };
@@ -97,11 +97,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   // Without a text the scale, with its sign, is in Q's parts and units.
-  const Scorer<real> scorer = {has_score_text ? scale : real(1), mods};
+  const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const int kv_head = head * pack_gqa / group;
-  const PartsHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
-  const PartsHead<depth> keys(K_high, K_low, batch, kv_head, extent.N);
-  const PartsHead<width> values(V_high, V_low, batch, kv_head, extent.N);
+  const SplitHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
+  const SplitHead<depth> keys(K_high, K_low, batch, kv_head, extent.N);
+  const SplitHead<width> values(V_high, V_low, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
@@ -118,7 +118,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   cp_async_wait_group<0>();
   __syncthreads();  // Q and the first tile are there
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
-  EarlierKeys<Wr / step> earlier;
+  EarlierSections<Wr / step> earlier;
   int buffer = 0, section_end = end_of_section(start);
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
     if (first_key >= section_end) {

@@ -22,7 +22,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/e4m3_products.cuh>
-#include <forward/parts/key_warps.cuh>
+#include <forward/parts/warp_split_kv.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/mma.cuh>

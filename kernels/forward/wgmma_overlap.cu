@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv,
 //   threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -30,7 +30,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
-using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
+using Pairs = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
 
 struct Shared {

@@ -19,14 +19,14 @@ struct QueuedTiles {
   int all;
   int* counter;  // of the warp that counts
   int number = blockIdx.x;
-  bool is_there = true;
+  bool has_tile = true;
   PipelineState<TileQueue::depth> place = {};
 
   __device__ __forceinline__ void advance() {
     __syncwarp();
     if (threadIdx.x % warp_size == 0) number = counter ? count() : read();
     number = warp_uniform(number);
-    is_there = number < all;
+    has_tile = number < all;
     place.advance();
   }
   __device__ __forceinline__ int count() {

@@ -8,13 +8,13 @@
 //   counts [batch, kv_heads]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse
-#include <backward/parts/query_parts.cuh>
+#include <backward/parts/query_layout.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/sum_tile.cuh>
 #include <ptx/dependent_launch.cuh>
 
-using Parts = QueryParts<Br, d, dv>;
-using Part = RegisterTile<Parts::width>;
+using Layout = QueryLayout<Br, d, dv>;
+using Part = RegisterTile<Layout::width>;
 
 static_assert(shared_bytes == 0, "nothing is shared");
 
@@ -23,8 +23,8 @@ extern "C" __global__ __launch_bounds__(threads) void begin_rows(
     Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
   launch_dependents();
   const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
-  float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Parts::count);
-  for (int i = threadIdx.x; i < int(Parts::count * sizeof(Part) / sizeof(float4)); i += threads)
+  float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Layout::count);
+  for (int i = threadIdx.x; i < int(Layout::count * sizeof(Part) / sizeof(float4)); i += threads)
     clear[i] = float4{0, 0, 0, 0};
   if (!ragged && threadIdx.x == 0 && tile == 0 && head % group == 0)
     counts[(batch * heads + head) / group] = 0;

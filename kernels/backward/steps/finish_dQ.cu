@@ -9,7 +9,7 @@
 #include <backward/parts/finish_dQ.cuh>
 #include <ptx/dependent_launch.cuh>
 
-using Part = RegisterTile<QueryParts<Br, d, dv>::width>;
+using Part = RegisterTile<QueryLayout<Br, d, dv>::width>;
 using Rows = Piece<Br, d, dv>;
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(threads == Rows::in_part * warp_size, "a warp has a piece");

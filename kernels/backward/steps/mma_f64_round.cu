@@ -6,7 +6,7 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
 //   options (score.cuh)
 #include <backward/parts/f64_products.cuh>
-#include <backward/parts/query_part.cuh>
+#include <backward/parts/query_partition.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <ptx/red.cuh>
 
@@ -14,7 +14,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 constexpr int depth = cdiv(d, step) * step;
 constexpr int query_slices = depth > 128 ? 2 : 1;
-using Queries = QueryPart<Br, depth, warps, query_slices>;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 extern "C" __global__ __launch_bounds__(threads) void mma_f64_round(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,

@@ -5,7 +5,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
 //   options (score.cuh)
-#include <backward/parts/query_part.cuh>
+#include <backward/parts/query_partition.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -15,7 +15,7 @@ static_assert(shared_bytes == 0, "nothing is shared");
 
 constexpr int depth = cdiv(d, step) * step;
 constexpr int query_slices = depth > 128 ? 2 : 1;
-using Queries = QueryPart<Br, depth, warps, query_slices>;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 extern "C" __global__ __launch_bounds__(threads) void mma_round(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,

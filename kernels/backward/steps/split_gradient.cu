@@ -15,7 +15,7 @@
 //    is then all there is of dS.
 // Blocks behind those of rows write the exponents of K's columns, for the results.
 //
-//   Q, O, dO [batch, heads, M, d | dv]    maxima: see part_maxima
+//   Q, O, dO [batch, heads, M, d | dv]    maxima: see split_maxima
 //   dO_high, dO_low [batch, heads, M, dv]: contiguous, filled up with zeros to a multiple of 16
 //   K_exponents [batch, kv_heads, d]    scale2, dO_units, delta, flags [batch, heads, M]
 //   grid (query_blocks for tiles of rows, then kv_heads * batch)    block (threads)
@@ -23,8 +23,8 @@
 //   shared_bytes, has_dlse and options (extent.cuh)
 #include <attention/score.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
-#include <backward/parts/part_exponents.cuh>
-#include <forward/parts/split_rows.cuh>
+#include <backward/parts/split_f32/split_exponents.cuh>
+#include <forward/parts/split_f32/split_row.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_held(const SplitRow<dv>& row, const RowProduc
 
 // Whether a row of Q, not of zeros, has weights that are too small, by its unit.
 __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale, int lane) {
-  if (unit >= least_unit || (scale == 0 && !has_score_text)) return false;
+  if (unit >= least_unit || (scale == 0 && !has_score_mod)) return false;
   bool zeros = true;
   for (int col = lane; col < d; col += warp_size) zeros &= q[col] == 0;
   return !__all_sync(full_warp, zeros);

@@ -12,7 +12,7 @@
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
 //   grid (min(multiprocessors, tiles))    block (384)
-//   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, pair_bytes (0:
+//   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, bias_bytes (0:
 //   the bias is read from global memory), d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
@@ -173,7 +173,7 @@ struct CopiedBias<0> {
   __device__ __forceinline__ void init() {}
   __device__ __forceinline__ void copy_all(const Tasks&, const Mods&, int) {}
   __device__ __forceinline__ void wait(const State&) {}
-  __device__ __forceinline__ NoPairs pairs(const State&, int) { return {}; }
+  __device__ __forceinline__ NoBias pairs(const State&, int) { return {}; }
   __device__ __forceinline__ void end(State&, bool) {}
 };
 using Bias = CopiedBias<bias_stages>;
@@ -190,8 +190,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
-static_assert(has_score_text, "a bias is a text");
-static_assert(pair_bytes == 0 || pair_bytes == sizeof(scalar), "the bias has the tensors' dtype");
+static_assert(has_score_mod, "a bias is a text");
+static_assert(bias_bytes == 0 || bias_bytes == sizeof(scalar), "the bias has the tensors' dtype");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.Q_pipeline.init(consumers);

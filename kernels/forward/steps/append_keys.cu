@@ -20,7 +20,7 @@
 //   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
-#include <attention/stored.cuh>
+#include <attention/kv_dtype.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>

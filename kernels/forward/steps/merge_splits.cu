@@ -13,9 +13,9 @@
 //   split, `at_once` of them at a time, a lane four columns of each 128
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <attention/kv_dtype.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/score.cuh>
-#include <attention/stored.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
@@ -104,7 +104,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
   }
   const Extent extent = extent_of(sizes, mods, batch, head);
   const float inverse = sum == 0 ? 0.0f : extent.kept_factor() / sum;
-  bool wrong = is_overflown(maximum, sum, extent.kv_begin(row) < extent.kv_end(row));
+  bool wrong = has_overflowed(maximum, sum, extent.kv_begin(row) < extent.kv_end(row));
   result* out = O.row(batch, head, row);
   for (int col = threadIdx.x; col < dv; col += threads) {
     float total = 0;

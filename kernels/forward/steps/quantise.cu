@@ -13,8 +13,8 @@
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K, and for V)
 //   block (threads): a tile
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, shared_bytes
-#include <tile/block.cuh>
 #include <ptx/e4m3.cuh>
+#include <tile/block.cuh>
 #include <tile/math.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>

@@ -8,10 +8,10 @@
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Br) * kv_heads * batch for K and V)
 //   block (threads): Br rows, a thread rounds two neighbours at a time
 //   the host sets: scalar, operand, Br, d, dv, threads, shared_bytes
-#include <tile/math.cuh>
 #include <ptx/pack.cuh>
-#include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
 
 static_assert(sizeof(operand) == 2, "two operands are packed into a word");
 static_assert(shared_bytes == 0, "nothing is shared");

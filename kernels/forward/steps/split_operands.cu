@@ -1,9 +1,9 @@
 // split_operands: Q, K and V as parts in float16, and what the products need to know of them.
 //
 // A float32 has 24 bits, two float16 have 22 to 23 of them, and powers of two bring the numbers
-// into the range of float16: one for each column of K and of V, found by `part_maxima`, and one for
-// each row of Q, after K's columns were taken into it. With half_parts.cuh, and e the exponents of
-// the largest numbers of columns j, r that of row i:
+// into the range of float16: one for each column of K and of V, found by `split_maxima`, and one
+// for each row of Q, after K's columns were taken into it. With split_pair.cuh, and e the exponents
+// of the largest numbers of columns j, r that of row i:
 //
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
@@ -18,9 +18,9 @@
 //  - scores are so large that what the low part of the row's largest number lacks would show.
 // Other flags are 0. All rows that count have one, and nothing has to be cleared.
 // small_values says how many numbers of a block's rows of V are small, for each column
-// (small_values.cuh).
+// (cancellation.cuh).
 //
-//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see part_maxima
+//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see split_maxima
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
 //   contiguous, columns filled up with zeros to a multiple of 16
 //   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
@@ -29,8 +29,8 @@
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
 #include <attention/score.cuh>
-#include <forward/parts/small_values.cuh>
-#include <forward/parts/split_rows.cuh>
+#include <forward/parts/split_f32/cancellation.cuh>
+#include <forward/parts/split_f32/split_row.cuh>
 #include <ptx/resident_threads.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/shared.cuh>
@@ -58,7 +58,7 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
     const scalar* x = from.row(batch, head, row) + col;
     const auto at = [&](int j) {
       if (col + j >= cols || !is_finite(x[j])) return 0.0f;
-      return times_two_to(x[j], part_exponent - exponents[col + j]);
+      return times_two_to(x[j], split_exponent - exponents[col + j]);
     };
     const float pair[2] = {at(0), at(1)};
     see(i % pairs, pair[0], pair[1]);
@@ -72,9 +72,9 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
 // What turns products of a row's parts into scores, corrected for truncation: above 0, for 0
 // times a hidden score, -infinity, would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
-  const float factor = has_score_text ? 1.0f : fabs(scale) * log2e;
+  const float factor = has_score_mod ? 1.0f : fabs(scale) * log2e;
   const float whole = fmaf(factor, mean_cut(d), factor);
-  const float unit = times_two_to(whole, exponent - 2 * part_exponent);
+  const float unit = times_two_to(whole, exponent - 2 * split_exponent);
   return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
 }
 
@@ -93,7 +93,7 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
     if (first < 0 || first >= M) return;
     const long long kv_head = (long long)batch * kv_heads + head / group;
     const bool special = read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
-    const float sign = has_score_text ? 1.0f : float((scale > 0) - (scale < 0));
+    const float sign = has_score_mod ? 1.0f : float((scale > 0) - (scale < 0));
     for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
          row += threads / warp_size) {
       const SplitRow<d> q(Q.row(batch, head, row), shared.exponents, lane);

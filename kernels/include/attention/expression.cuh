@@ -18,7 +18,7 @@
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
-#include <attention/place.cuh>
+#include <attention/score_context.cuh>
 #include <ptx/min_or_nan.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/math.cuh>
@@ -168,7 +168,8 @@ __device__ __forceinline__ void cap_products(float (&products)[count], float sca
 }
 // The same with an absolute error, of 2^-22 of the cap.
 template <int count>
-__device__ __forceinline__ void cap_roughly(float (&products)[count], float scale, float cap) {
+__device__ __forceinline__ void cap_approximately(float (&products)[count], float scale,
+                                                  float cap) {
   const float by = scale * (2 * log2e * reciprocal(cap));
 #pragma unroll
   for (int i = 0; i < count; i += 4) {

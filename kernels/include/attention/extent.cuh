@@ -7,15 +7,16 @@
 //  - types: scalar, that of the tensors; result, of O, dQ, dK and dV; real, of sums and lse (float;
 //    double for float64); operand, what tensor cores multiply, which may be narrower than scalar;
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
-//  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
+//  - options: causal and windowed here, positive_scale in score.cuh, and what score_context.cuh
+//  says.
 
 #include <attention/pages.cuh>
-#include <attention/place.cuh>
 #include <attention/ragged.cuh>
+#include <attention/score_context.cuh>
 #include <tile/math.cuh>
 
 // Whether a row may not see all keys of a tile that lie in the arrays.
-constexpr bool has_mask = causal || windowed || has_mask_text || ragged;
+constexpr bool has_mask = causal || windowed || has_mask_mod || ragged;
 
 // What the host passes, the argument `sizes` of a record.
 struct Sizes {
@@ -26,11 +27,11 @@ struct Sizes {
                       // the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-struct Extent : Seat<has_seat>, PackedOrigin<packed> {
+struct Extent : HeadContext<has_context>, PackedOrigin<packed> {
   int M, N, causal_offset, window_offset;
 
   // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
-  template <bool used = has_seat>
+  template <bool used = has_context>
   __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
     if constexpr (used) {
       Extent extent = *this;
@@ -77,13 +78,13 @@ struct Extent : Seat<has_seat>, PackedOrigin<packed> {
 
   // What the text of a mask says, of a pair in reach or not.
   __device__ __forceinline__ bool shown(int row, int key, int more = 0) const {
-    return !has_mask_text || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
+    return !has_mask_mod || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
   }
 
   // Whether the text of a mask hides a pair that exists.
   template <class Key>
   __device__ __forceinline__ bool hides(Index row, Key key, int more = 0) const {
-    return has_mask_text && !shows(row, key, more);
+    return has_mask_mod && !shows(row, key, more);
   }
 
   // in_reach() for a key that exists, by its distance from the row's number.
@@ -272,7 +273,7 @@ struct TilePair {
   }
   // Whether every row sees every key, of those that exist; or may, if no text hides it.
   __device__ __forceinline__ bool sees_all() const {
-    return (!has_mask_text || is_full()) && reaches_all();
+    return (!has_mask_mod || is_full()) && reaches_all();
   }
   __device__ __forceinline__ bool reaches_all() const {
     if constexpr (!causal && !windowed) return true;

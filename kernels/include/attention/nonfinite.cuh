@@ -17,10 +17,10 @@ __device__ __forceinline__ bool is_huge(real exponent) {
 }
 
 // Whether scores of a row were too large, or N is 0. A row that sees a key may have no score only
-// where texts hide keys; of products (place.cuh) they do not.
-__device__ __forceinline__ bool is_overflown(real maximum, real sum, bool sees_key) {
-  const bool may_have_none = (has_texts && !of_products) || !sees_key;
-  const bool has_none = has_seat && maximum == -largest && sum == 0 && may_have_none;
+// where texts hide keys; of products (score_context.cuh) they do not.
+__device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
+  const bool may_have_none = (has_expressions && !of_products) || !sees_key;
+  const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
   return !(sum < infinity) || ((has_sink || sees_key) && !has_none && is_huge(maximum));
 }
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
-    wrong |= is_overflown(rows.maximum[i / 2][i % 2], rows.sum[i / 2][i % 2], sees_key);
+    wrong |= has_overflowed(rows.maximum[i / 2][i % 2], rows.sum[i / 2][i % 2], sees_key);
   }
   return wrong;
 }

@@ -40,7 +40,7 @@ struct Rows {
   // if a text hid their keys; it stays above -largest, and the row is computed again
   // (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
-    if constexpr (!has_texts) return maximum * scale2;
+    if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {

@@ -6,16 +6,17 @@
 //                        ->  -infinity where the mask hides the key
 //
 // The host writes above a kernel's text: positive_scale (whether the scale is known to be above 0)
-// and what place.cuh says. Where an argument is __grid_constant__, the compiler makes no copy of
-// it.
+// and what score_context.cuh says. Where an argument is __grid_constant__, the compiler makes no
+// copy of it.
 
+#include <attention/bias_tile.cuh>
 #include <attention/extent.cuh>
-#include <attention/pairs.cuh>
 
-// In texts.cuh, which is there if there are texts.
+// In score_mod.cuh, which is there if there are texts.
 template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
-__device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
-                                            const Rows& rows, int first_key, const Pairs& pairs);
+__device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
+                                                  const Rows& rows, int first_key,
+                                                  const Pairs& pairs);
 
 template <class T>
 struct Scorer {
@@ -31,7 +32,7 @@ struct Scorer {
   }
   // The same for kernels that take only texts that do not ask where a pair is.
   __device__ __forceinline__ T operator()(T product) const {
-    Seat<has_score_text> nowhere;
+    HeadContext<has_score_mod> nowhere;
     nowhere.take(0, 0, 0, 0, mods);
     return nowhere.modified(product * scale, 0, 0, 0);
   }
@@ -49,7 +50,7 @@ struct Scorer {
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
                                                            Index row, Key key) const {
-    if constexpr (!has_score_text) return {product * (scale * T(log2e)), T(1)};
+    if constexpr (!has_score_mod) return {product * (scale * T(log2e)), T(1)};
     if constexpr (of_products)
       return {extent.modified(product, row, key, 0) * (scale * T(log2e)), T(1)};
     const auto [score, slope] = with_slope<is_capped>(product, extent, row, key);
@@ -72,7 +73,7 @@ struct Scorer {
   //    with the scale in scale2.
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
   __device__ __forceinline__ T scale2() const {
-    return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
+    return T(log2e) * (has_score_mod    ? (of_products ? scale : T(1))
                        : positive_scale ? scale
                        : scale == 0     ? T(1)
                                         : fabs(scale));
@@ -81,23 +82,23 @@ struct Scorer {
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
-    if constexpr (has_score_text)
+    if constexpr (has_score_mod)
       return extent.template modified<is_capped>(
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
   // The same for the lane's products in a tile of keys; is_full: the mask's text hides none.
-  template <int m, int n, class Rows, class Pairs = NoPairs>
+  template <int m, int n, class Rows, class Pairs = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,
                                         [[maybe_unused]] const Pairs& pairs = {}) const {
     if constexpr (has_key_tiles) {
       if (!is_full)
-        apply_texts<true>(*this, products, rows, first_key, pairs);
-      else if constexpr (has_score_text || !positive_scale)
-        apply_texts<false>(*this, products, rows, first_key, pairs);
-    } else if constexpr (has_texts) {
-      apply_texts<true>(*this, products, rows, first_key, pairs);
+        apply_expressions<true>(*this, products, rows, first_key, pairs);
+      else if constexpr (has_score_mod || !positive_scale)
+        apply_expressions<false>(*this, products, rows, first_key, pairs);
+    } else if constexpr (has_expressions) {
+      apply_expressions<true>(*this, products, rows, first_key, pairs);
     } else if constexpr (!positive_scale) {
 #pragma unroll
       for (int i = 0; i < m * n * 4; ++i) {
