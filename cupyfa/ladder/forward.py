@@ -827,14 +827,14 @@ WGMMA = Kernel(
     largest_d=256,
     tflops={"float16": {64: 365, 128: 500, 256: 593}, "bfloat16": {64: 367, 128: 510, 256: 594}},
 )
-STAGES_PAIRS = {**WGMMA_LAUNCH.constants, "bias_bytes": lambda p, c: bias_bytes(p)}
+STAGES_BIAS = {**WGMMA_LAUNCH.constants, "bias_bytes": lambda p, c: bias_bytes(p)}
 WGMMA_OVERLAP = rung(
     WGMMA,
     "wgmma_overlap",
     "softmax of a tile overlaps with products; ping-pong of warpgroups",
     launch={
         "shared": lambda p, c: wgmma_shared(p, c, staged_pairs(p, c)),
-        "constants": STAGES_PAIRS,
+        "constants": STAGES_BIAS,
     },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
@@ -846,7 +846,7 @@ WGMMA_PERSISTENT = rung(
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
-        "constants": {**STAGES_PAIRS, "batch_first": lambda p, c: batch_first(p)},
+        "constants": {**STAGES_BIAS, "batch_first": lambda p, c: batch_first(p)},
     },
     tiles=TileChoice.of(
         "Br Bc stages Q_stages",
@@ -996,7 +996,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
             "V8": lambda p, c: round_up(p.dv, 16),
         },
         shared=fp8_shared,
-        constants=STAGES_PAIRS,
+        constants=STAGES_BIAS,
         when=when,
         begins_early=True,
     )

@@ -65,7 +65,7 @@ _FORMER = {
 
 
 def padded(width: int, itemsize: int) -> int:
-    """The row length that padding.cuh gives a tile: an odd multiple of 16 bytes, in elements."""
+    """The row length, in elements, of a padded tile: an odd multiple of 16 bytes (fa2_coalesced)."""
     step = 16 // itemsize
     return (cdiv(width, step) | 1) * step
 

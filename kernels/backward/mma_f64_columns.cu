@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
     else
       multiply_part(S, shared.dO[stage], shared.V, own);
     if (own.role > 0) shared.give(S, own.role);
-    __syncthreads();  // S and dP are there
+    __syncthreads();  // S and dP are written
     if (own.role > 0) return;
     if (sharing == 4) shared.add(S, 2);
     shared.add(dP, 1);
@@ -192,7 +192,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     }
   }
   if (more) next.store(shared.stats[1 - turn]);
-  __syncthreads();  // P and dS are there
+  __syncthreads();  // P and dS are written
 
   multiply_columns<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
   multiply_columns<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
@@ -252,7 +252,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     cp_async_commit_group();
     first.store(shared.stats[0]);
     cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles have arrived
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -264,7 +264,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     add_dQ(shared, dQ_sum,
            tile_of_rows<Br>(sizes, mods, batch, head, kv_heads * group, pair.first_row));
     cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
+    __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};

@@ -109,7 +109,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     multiply_keys(shared.K, shared.Q[stage], P, own);
     compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
   }
-  if (stages == 1) meet();  // dO is there
+  if (stages == 1) meet();  // dO has arrived
   {
     const Own own;
     multiply_keys(shared.V, shared.dO[stage], dS, own);
@@ -126,7 +126,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   multiply_units<&SplitStats::dO_unit>(P, stats, Own().scores());
   add_product(dV, P, largest[1], shared.dO[stage]);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next tile, or Q of it, is there
+  meet();  // the next tile, or Q of it, has arrived
   if (stages == 1) {
     if (more) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
@@ -154,7 +154,7 @@ __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
         maxima[other][own.key + own.lane / 4 + own.lane % 4 * 8] =
             largest.weight[0][own.lane % 4 == 1];
     }
-    __syncthreads();  // the other warp's sums are there
+    __syncthreads();  // the other warp's sums are written
     if (turn > 0) continue;
 #pragma unroll
     for (int i = 0; i < count; ++i) sums[0][i / 4][i % 4] += place[i * warp_size];
@@ -180,13 +180,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  Walk walk = {RowTileIterator<Br, Bc>(extent, first_key, kv_head, group),
-               Q_high,
-               Q_low,
-               dO_high,
-               dO_low,
-               {lse, delta, scale2, dO_units, flags, batch},
-               extent.M};
+  Walk walk = {{extent, first_key, kv_head, group},          Q_high,  Q_low, dO_high, dO_low,
+               {lse, delta, scale2, dO_units, flags, batch}, extent.M};
   Sums<depth> sums_K = {};
   Sums<width> sums_V = {};
   Largest<1> largest[2];

@@ -34,7 +34,7 @@ static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 using Loads = SplitStatsLoads<threads, Br>;
 using Walk = SplitRowIterator<threads, Br, Bc, depth, width>;
 
-// One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q is there when it begins.
+// One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q has arrived when it begins.
 // Each of Q and dO is replaced while the other one is read. Unless it is `masked` every row sees
 // every key.
 template <bool masked>
@@ -55,7 +55,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     multiply_scores<ahead_of_K, true>(shared.K, shared.Q, P, own.row, own.lane, own.number);
     compute_P<masked>(P, PS, stats, scores(own), pair, scorer);
   }
-  meet();  // dO is there
+  meet();  // dO has arrived
   if (Given::has_own()) {
     const TeamPlace own;
     multiply_scores<ahead_of_V, true>(shared.V, shared.dO, dS, own.row, own.lane, own.number);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   }
   shared.given[givens - 1].multiply(dV, shared.dO);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next Q is there
+  meet();  // the next Q has arrived
   if (more) walk.begin_dO(shared.dO);
   cp_async_commit_group();
 }
@@ -114,13 +114,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  Walk walk = {RowTileIterator<Br, Bc>(extent, first_key, kv_head, group),
-               Q_high,
-               Q_low,
-               dO_high,
-               dO_low,
-               {lse, delta, scale2, dO_units, flags, batch},
-               extent.M};
+  Walk walk = {{extent, first_key, kv_head, group},          Q_high,  Q_low, dO_high, dO_low,
+               {lse, delta, scale2, dO_units, flags, batch}, extent.M};
   TeamSums<depth> sums_K = {};
   TeamSums<width> sums_V = {};
   Largest<1> largest[2];

@@ -53,9 +53,9 @@ struct Keys {
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. With two stages K and V are there when it begins, and the
-// next are when it ends. With one only V is, and each of both is replaced while the other one is
-// read. Unless it is `masked` every row sees every key.
+// One tile of keys: P, dS and dQ += dS K. With two stages K and V have arrived when it begins, and
+// the next ones when it ends. With one stage only V has, and K and V are each replaced while the
+// other is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   Weights P = {}, PS, dS = {};
   multiply_scores<at_once>(shared.dO, shared.V[buffer], dS, own_row, lane);
   if (stages == 1) {
-    meet();  // K is there, and V is no longer read
+    meet();  // K has arrived, and V is no longer read
     if (more) keys.begin_V(shared, next, 0);
     cp_async_commit_group();
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   float factor[Wr / step][2];
   largest.raise(dS, factor);
   multiply_output<looks_ahead>(shared.K[buffer], dS, dQ, factor, lane);
-  meet();  // the next V is there, and these are no longer read
+  meet();  // the next V has arrived, and these are no longer read
   if (stages == 1) {
     if (more) keys.begin_K(shared, next, 0);
     cp_async_commit_group();

@@ -74,7 +74,7 @@ struct Walk {
     loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
   }
 };
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived when it
 // begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
@@ -101,7 +101,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     store_tile(shared.dS, dP, own, lane);
   }
   if (more) next.store(shared.stats[1 - turn]);
-  __syncthreads();  // P and dS are there
+  __syncthreads();  // P and dS are written
 
   multiply_tiles<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
   multiply_tiles<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
@@ -143,7 +143,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     cp_async_commit_group();
     first.store(shared.stats[0]);
     cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles have arrived
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -152,7 +152,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
     cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
+    __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};

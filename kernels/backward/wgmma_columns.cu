@@ -6,7 +6,7 @@
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
 // copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
 //
-// A block has one tile of keys. Or it `persistent`, where sequences are short: it goes from one
+// A block has one tile of keys. Or it is `persistent`, where sequences are short: it goes from one
 // tile to the next, and loads that while it stores the gradients of the last one. The next tile is
 // the first that no block has; counts[0] counts them.
 //
@@ -28,9 +28,9 @@ constexpr int width = cdiv(dv, step) * step;  // of dO and V
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
-using Pairs = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
-// Whether V stays in registers, so that it is read from shared memory once. A text that reads
-// places or arrays leaves too few registers for it.
+using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
+// Whether V stays in registers, so that it is read from shared memory once. An expression that
+// reads places or arrays leaves too few registers for it.
 constexpr bool keeps_V = Layout::by_rows && dv <= 64 && unit_slope && !has_dropout &&
                          !(has_score_mod && reads_places && bias_bytes == 0);
 // Whether the quarter of a tile is left out that a causal mask hides.
@@ -49,7 +49,7 @@ struct Shared {
   Pipeline<stages> Q_pipeline, dO_pipeline;
   int is_last[consumers];
   TileQueue queue;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == consumers * warpgroup_rows && !Layout::is_wide, "a warpgroup owns 64 keys");
@@ -103,7 +103,7 @@ struct Consumer {
     }
     task.for_tiles([&](int head, int row, long long) {
       const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
-      if (task.is_first(head, row)) shared.pairs.own().load(pair, row, own.first_key());
+      if (task.is_first(head, row)) shared.bias.own().load(pair, row, own.first_key());
       advance(pair, task.after(head, row));
     });
     if (!is_loaded) return;
@@ -171,7 +171,7 @@ struct Consumer {
     const auto branch = [&] {
       if constexpr (overlaps) shared.dO_pipeline.wait(rows);
     };
-    own.compute_P_and_dS<masks, overlaps>(S, dP, sums, scorer, rest, shared.pairs.own(), next_row,
+    own.compute_P_and_dS<masks, overlaps>(S, dP, sums, scorer, rest, shared.bias.own(), next_row,
                                           branch);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);

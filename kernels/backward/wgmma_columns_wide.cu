@@ -142,7 +142,7 @@ struct KeyConsumer {
     shared.dO_pipeline.wait(dO_rows);
     begin_scores(shared.V, shared.dO[dO_rows.stage], dP);
     wgmma_wait_group<0>(dP);
-    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
+    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are ready
     shared.P.read(PS);
     own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);
@@ -203,7 +203,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);
-    if (any) shared.V_pipeline.wait();  // K is there before dS
+    if (any) shared.V_pipeline.wait();  // K has arrived before dS
     task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }

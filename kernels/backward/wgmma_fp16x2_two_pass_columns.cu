@@ -53,7 +53,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  // The thread's scores, computed anew where they are needed, to take no registers.
   __device__ __forceinline__ OwnScores<true> own() const {
     return own_scores(warpgroup * warpgroup_rows);
   }

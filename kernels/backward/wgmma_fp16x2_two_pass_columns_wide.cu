@@ -92,7 +92,7 @@ struct KeyConsumer {
     shared.dO_pipeline.wait(rows);
     gradients.begin(shared.V[0], shared.dO[rows.stage]);
     wait(shared.P_full[rows.stage][threadIdx.x / warp_size % warps],
-         rows.phase);  // Q and stats are there then
+         rows.phase);  // Q and stats are ready by then
     shared.P[rows.stage].read(flat(PS));
     gradients.wait(dS);
     shared.dO_pipeline.release(rows);

@@ -74,7 +74,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  // The thread's scores, computed anew where they are needed, to take no registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {warpgroup * warpgroup_rows + own_first() + lane / 4, 2 * (lane % 4)};
@@ -127,7 +127,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
               batch},
              head, first_row, extent.M);
   loads.store(shared.stats);
-  __syncthreads();  // stats and barriers are there
+  __syncthreads();  // stats and barriers are ready
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())

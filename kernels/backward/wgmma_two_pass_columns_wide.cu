@@ -119,7 +119,7 @@ struct KeyConsumer {
     Operands<Br> dS;
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, shared.dO[rows.stage], dP);
-    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are there then
+    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are ready by then
     shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
     shared.dO_pipeline.release(rows);

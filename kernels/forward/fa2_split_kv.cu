@@ -162,15 +162,15 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
   for (int first_key = split.begin; first_key < split.end; first_key += Bc) {
     __syncthreads();  // before K overwrites values that a slower thread still reads
     load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, split.end);
-    __syncthreads();  // K is there
+    __syncthreads();  // K has arrived
     scores(shared, rows, first_key, scorer);
-    __syncthreads();  // S is there, and K is no longer read
+    __syncthreads();  // S is written, and K is no longer read
     load_tile<threads, dv>(shared.KV, rows_of(V, mods), batch, head / group, first_key, split.end);
     exponentiate(shared, rows, first_key);
-    __syncthreads();  // P and V are there
+    __syncthreads();  // P and V are ready
     accumulate(shared, sums);
   }
-  __syncthreads();  // the sums of a block without keys are there, too
+  __syncthreads();  // the sums of a block without keys are written, too
   const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll

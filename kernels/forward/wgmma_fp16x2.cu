@@ -43,7 +43,7 @@ using Turns = TurnsOf<(turns > 1)>;
 using Queries = SplitTile<warpgroup_rows, d>;  // of one warpgroup
 using Keys = SplitTile<Bc, d>;
 using Values = SplitTile<Bc, dv>;
-using Pairs = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
+using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using OwnRows = SplitRows<step, 1>;
 
 struct Shared {
@@ -52,7 +52,7 @@ struct Shared {
   Values V[stages];
   Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -111,7 +111,7 @@ struct Consumer {
                    extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
     rows.read_units(scale2, task.batch, task.head);
     for (float& x : flat(O)) x = 0;
-    shared.pairs.own().load(rows, task.kv_begin);
+    shared.bias.own().load(rows, task.kv_begin);
   }
 
   __device__ __forceinline__ void begin_scores() {
@@ -133,11 +133,11 @@ struct Consumer {
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key,
                                           Fragments<step, Bc>& S, float (&weight)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    shared.pairs.own().complete();
+    shared.bias.own().complete();
     if (!ragged || rows.extent.N > 0)  // arrays have nothing for an element without keys
-      apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+      apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
-      shared.pairs.own().load(rows, next);
+      shared.bias.own().load(rows, next);
     if (rows.extent.is_masked(task.row, Br, first_key, Bc))
       weigh<true>(S, O, rows, first_key, lane, weight);
     else
@@ -191,7 +191,7 @@ struct Consumer {
     for (;;) {
       begin(task);
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, cdiv(Br, Bc));
-      EarlierSections<1> earlier;
+      EarlierSums<1> earlier;
       int first_key = task.kv_begin;
       for (;;) {
         const int end_here = min(end, end_of_section(first_key));
@@ -255,8 +255,7 @@ struct Epilogue {
 
   template <bool moves>
   __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, OwnRows& rows,
-                                              const RowTile& task,
-                                              EarlierSections<1>& earlier) const {
+                                              const RowTile& task, EarlierSums<1>& earlier) const {
     earlier.add<moves, dv>(sums, rows, O, lse, task.batch, task.head, threadIdx.x % warp_size);
   }
 
@@ -294,7 +293,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     return;
   }
   increase_registers<Registers::consumer>();
-  // Without a text the scale, with its sign, is in Q's parts and units.
+  // Without an expression the scale, with its sign, is in Q's parts and units.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
   Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);

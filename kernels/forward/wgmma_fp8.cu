@@ -46,7 +46,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<E4m3, Bc, d>;
 using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
-using Pairs = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
+using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / depth][4];  // P, as operands of O += P V
 
 struct Shared {
@@ -55,7 +55,7 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -221,10 +221,10 @@ struct Consumer {
     } else {
       rows.scale2 = scales.of_scores(units.K);
     }
-    shared.pairs.own().complete();
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    shared.bias.own().complete();
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
-      shared.pairs.own().load(rows, next);
+      shared.bias.own().load(rows, next);
     if constexpr (in_halves) return softmax_in_halves(task.row, first_key, factor);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true>(S, rows, first_key, lane, factor, tolerated)
@@ -251,7 +251,7 @@ struct Consumer {
     float factor[1][2];
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
-    shared.pairs.own().load(rows, task.kv_begin);
+    shared.bias.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
     Turns::arrive(warpgroup);

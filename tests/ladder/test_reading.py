@@ -15,7 +15,7 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # The headers that every kernel shares count once for all of them, and have a limit of their own.
 SHARED = tuple(
     f"attention/{x}.cuh"
-    for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
+    for x in ("score", "extent", "score_context", "bias_tile", "tile_map", "ragged", "pages")
 )
 SHARED_LINES = 763
 # So do those that every header with a barrier or a product includes for `cupyfa timeline`; lines in

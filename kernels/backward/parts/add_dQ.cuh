@@ -11,7 +11,7 @@
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
 
-// Named barriers: a warpgroup's part is there; it was read; all additions of the block have ended.
+// Named barriers: a warpgroup's part is written; it was read; all additions have ended.
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }

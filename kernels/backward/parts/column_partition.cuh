@@ -1,10 +1,10 @@
 #pragma once
-// dQ = dS K of a tile, of which two warpgroups compute parts by columns.
+// dQ = dS K of a tile, divided by columns between two warpgroups.
 
 #include <backward/parts/add_dQ.cuh>
 
-// The first part of a warpgroup. The second one's other products take longer, so of an odd number
-// it has one part less.
+// The first part of a warpgroup. The second one's other products take longer, so it has the smaller
+// half of an odd number of parts.
 template <class Layout>
 __device__ __forceinline__ constexpr int first_part(int warpgroup) {
   return warpgroup < consumers ? warpgroup * cdiv(Layout::count, 2) : Layout::count;

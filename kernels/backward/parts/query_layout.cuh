@@ -1,6 +1,6 @@
 #pragma once
-// Sums of dQ in memory: how two warpgroups divide dQ = dS K of a tile of Br rows. A part lies there
-// as a RegisterTile of `width` columns.
+// The layout of dQ's accumulators in memory: how two warpgroups divide dQ = dS K of a tile of Br
+// rows. Each part is a RegisterTile of `width` columns.
 
 #include <tile/math.cuh>
 

@@ -1,9 +1,9 @@
 #pragma once
-// How the warps of a block divide dQ of a tile of rows.
+// Divides dQ of a tile of rows among the warps of a block.
 
 #include <backward/parts/warp_partition.cuh>
 
-// A warp's part of dQ, which comes in slices of its columns: dK and dV leave few registers.
+// A warp's part of a slice of the columns of dQ: dK and dV leave too few registers for all of it.
 template <int height, int depth, int warps, int slices,
           int columns = cdiv(depth, slices* step) * step>
 struct QueryPartition : WarpPartition<height, columns, warps> {

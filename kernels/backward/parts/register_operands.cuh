@@ -1,11 +1,10 @@
 #pragma once
-// What a warpgroup needs to leave out rows, and rows of a tile that it keeps in registers, as
-// operands of S = A B^T.
+// Rows of a tile in registers, as operands of S = A B^T.
 
 #include <ptx/wgmma_rows.cuh>
 #include <tile/warpgroup.cuh>
 
-// The row sums of a tile from a row on.
+// The row statistics of a tile from a row on.
 struct SumsOfRows {
   const float *lse2, *delta;
 };

@@ -1,10 +1,10 @@
 #pragma once
-// The tiles of rows that a block with a tile of keys goes through.
+// Iterates over the tiles of rows that see some key of a block's tile.
 
 #include <attention/extent.cuh>
 
-// They come head by head, from the last of each to the first: blocks that begin together are at the
-// same rows, under a causal mask too.
+// From the last tile of each head to the first: blocks that begin together are at the same rows,
+// under a causal mask too.
 template <int Br, int Bc>
 struct RowTileIterator {
   int head, first_row, first, last, left;
@@ -27,7 +27,7 @@ struct RowTileIterator {
   __device__ __forceinline__ auto map() const {
     return extent->of_head(head).row_tiles(first_key / Bc);
   }
-  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  // With the map of a block mask, from the first tile of rows to the last; `left` counts heads.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;

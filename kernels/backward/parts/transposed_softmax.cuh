@@ -1,6 +1,6 @@
 #pragma once
-// A block that owns Bc keys and goes through tiles of Br rows, transposed: a thread has two keys of
-// each tile, and two of each 8 rows.
+// The softmax of transposed tiles: a block owns Bc keys and goes through tiles of Br rows. A thread
+// has two keys of each tile, and two of each 8 rows.
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/longest_first.cuh>
@@ -67,9 +67,9 @@ struct NothingBetween {
   __device__ __forceinline__ void operator()() const {}
 };
 
-// Which keys and rows of a tile a thread has: the first of two keys, and of each 8 rows the first.
-// The rows are opaque where they are computed, so that loads of row sums in a loop keep their
-// addresses. Numbers are unsigned where they are divided: signed ones take more instructions.
+// The keys and rows of a thread in a tile: the first of its two keys, and the first of its two rows
+// of each 8. Rows are opaque where they are computed, so that loads of row sums in a loop keep
+// their addresses. Indices are unsigned where they are divided: signed ones take more instructions.
 struct KeyRows {
   int warpgroup, warp, lane, rows;
 
@@ -85,24 +85,24 @@ struct KeyRows {
   __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
-  // S^T becomes P^T, and dP^T becomes dS^T without the scale, when their products are there. Slopes
-  // that differ are multiplied into dP, so that they take no registers of their own. When pairs are
-  // read, those of the tile that begins with next_row are copied. `masks` is false if none hides.
-  // The product dP may be under way while P is computed if `overlaps`; between() is called then.
+  // S^T becomes P^T, and dP^T becomes dS^T without the scale, once their products are complete.
+  // Slopes that differ are multiplied into dP, to take no registers of their own. When the bias is
+  // read, that of the tile of next_row is copied. `masks` is false if no pair is hidden. If it
+  // `overlaps`, dP may be in flight while P is computed, and between() is called then.
   template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
-            class Pairs = const NoBias&, class Between = NothingBetween>
+            class Bias = const NoBias&, class Between = NothingBetween>
   __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
                                                    const StoredSums& sums,
                                                    const Scorer<float>& scorer,
                                                    const TilePair<Br, Bc>& pair,
-                                                   Pairs&& pairs = no_bias, int next_row = -1,
+                                                   Bias&& bias = no_bias, int next_row = -1,
                                                    Between between = {}) const {
     wgmma_wait_group<overlaps ? 1 : 0>(S);
-    pairs.complete();
+    bias.complete();
     if constexpr (unit_slope || has_dropout) {
       Sums<Br> PS;
-      compute_P<masks>(S, PS, sums, scorer, pair, pairs);
-      pairs.load(pair, next_row, first_key());
+      compute_P<masks>(S, PS, sums, scorer, pair, bias);
+      bias.load(pair, next_row, first_key());
       between();
       wgmma_wait_group<0>(dP);
       compute_dS(PS, dP, sums, pair.extent.kept_factor());
@@ -112,54 +112,54 @@ struct KeyRows {
       Sums<Br> ones;
       for (float& x : ones) x = 1;
       compute_dS(ones, dP, sums, 1.0f);
-      weigh<masks>(S, dP, sums, scorer, pair, pairs);
-      pairs.load(pair, next_row, first_key());
+      weigh<masks>(S, dP, sums, scorer, pair, bias);
+      bias.load(pair, next_row, first_key());
     }
   }
 
   // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
-  template <bool masks = true, int Br, int Bc, class StoredSums, class Pairs = const NoBias&>
+  template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
                                             const TilePair<Br, Bc>& pair,
-                                            Pairs&& pairs = no_bias) const {
+                                            Bias&& bias = no_bias) const {
     for (float& x : PS) x = 1;
-    weigh<masks>(S, PS, sums, scorer, pair, pairs);
+    weigh<masks>(S, PS, sums, scorer, pair, bias);
     if constexpr (has_dropout)
       mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
   }
-  // The same with what is to be multiplied by P and the slope.
-  template <bool masks, int Br, int Bc, class StoredSums, class Pairs>
+  // Computes P, and multiplies `factors` by P and the slope.
+  template <bool masks, int Br, int Bc, class StoredSums, class Bias>
   __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
                                         const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
-                                        Pairs&& pairs) const {
+                                        Bias&& bias) const {
     const timeline::Phase phase(timeline::softmax, Br / 2);
     pair.extent.cap(S, scorer.scale);
     if (reads_places && !pair.is_whole())
-      exponentiate<true, true>(S, factors, sums, scorer, pair, pairs);
+      exponentiate<true, true>(S, factors, sums, scorer, pair, bias);
     else if (pair.is_full())
-      exponentiate<false, false>(S, factors, sums, scorer, pair, pairs);
+      exponentiate<false, false>(S, factors, sums, scorer, pair, bias);
     else
-      exponentiate<false, true>(S, factors, sums, scorer, pair, pairs);
+      exponentiate<false, true>(S, factors, sums, scorer, pair, bias);
     if (masks && is_masked(pair)) mask(S, pair);
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
   }
-  template <bool at_end, bool hides, int Br, int Bc, class StoredSums, class Pairs>
+  template <bool at_end, bool hides, int Br, int Bc, class StoredSums, class Bias>
   __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
                                                const StoredSums& sums, const Scorer<float>& scorer,
-                                               const TilePair<Br, Bc>& pair, Pairs&& pairs) const {
+                                               const TilePair<Br, Bc>& pair, Bias&& bias) const {
     const int own_row = reads_places ? row() : 0, own_key = reads_places ? key() : 0;
-    decltype(pairs.part(0)) part;
+    decltype(bias.part(0)) part;
 #pragma unroll
     for (int n = 0; n < Br / 8; ++n) {
-      if (n % 2 == 0) part = pairs.part(n);
+      if (n % 2 == 0) part = bias.part(n);
       const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const Index query = pair.template row<at_end>(own_row, n * 8 + e % 2);
         const Index own = pair.template key<at_end>(own_key, e / 2 * 8);
-        const auto key = pairs.index(own, part, e / 2, n, e % 2 != 0);
+        const auto key = bias.index(own, part, e / 2, n, e % 2 != 0);
         const auto [exponent, slope] =
             scorer.exponent_with_slope<caps_tiles>(S[n * 4 + e], pair.extent, query, key);
         S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));

@@ -1,13 +1,13 @@
 #pragma once
-// How the warps of a block divide a product on tensor cores.
+// Divides a tensor-core product among the warps of a block.
 
 #include <ptx/opaque.cuh>
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// How many parts the warps make of the rows of a product; its columns are divided among the warps
-// of a part. The smaller a part's edges, the less of shared memory is read.
+// The number of parts into which the rows of a product are divided; the columns of a part are
+// divided among its warps. Parts with short edges read less of shared memory.
 __host__ __device__ constexpr int parts_of_rows(int height, int columns, int warps) {
   int best = 1, least = 1 << 30;
   for (int parts = 1; parts <= warps; parts *= 2) {

@@ -1,7 +1,7 @@
 // clear_expression_sums: zeros for expression_gradients.
 //
 //   exponents and flags [elements], sums [words, elements]    grid (any)    block (threads)
-//   the host sets: words, threads, shared_bytes and the tape of the texts
+//   the host sets: words, threads, shared_bytes and the tape of the expressions
 static_assert(shared_bytes == 0, "nothing is shared");
 
 extern "C" __global__ __launch_bounds__(threads) void clear_expression_sums(int* exponents,

@@ -1,8 +1,8 @@
-// expression_gradients: the gradients of arrays that texts read, such as a bias or slopes.
+// expression_gradients: the gradients of arrays that expressions read, such as a bias or slopes.
 //
-// A score x = text(scale * q·k, a[i], …) moves with every element that the text reads. With
-// P = exp(x - lse), the gradient of x is P * (dP - D), D = rowsum(dO * O) - dlse, and an element
-// gets that times dx / da[i], from all pairs that read it.
+// A score x = expression(scale * q·k, a[i], …) moves with every element that the expression reads.
+// With P = exp(x - lse), the gradient of x is P * (dP - D), D = rowsum(dO * O) - dlse, and an
+// element gets that times dx / da[i], from all pairs that read it.
 //
 // It runs twice: to find the largest term of each element, then to add all terms. A term is the sum
 // over keys, or neighbouring ones, of a row that read the same element, in their order. Both runs
@@ -12,7 +12,7 @@
 //   lse [batch, heads, M]
 //   grid (cdiv(M, warps) * heads * batch)    block (threads), a warp for each row
 //   the host sets: scalar, result, real, d, dv, threads, shared_bytes, has_dlse, words,
-//   options and the tape of the texts
+//   options and the tape of the expressions
 #include <attention/score.cuh>
 #include <attention/weight.cuh>
 #include <backward/parts/exact_sums.cuh>

@@ -1,5 +1,5 @@
-// repair_split_gradients: computes again the rows of dQ and the keys of dK and dV that parts in
-// float16 could not hold, from the float32 arrays.
+// repair_split_gradients: computes flagged rows of dQ and keys of dK and dV, whose split operands
+// were not accurate, from the float32 arrays.
 //
 // Flags are rare: a block whose rows or keys have none returns at once. For a row with one,
 // the keys are divided among the warps of a block; for a key, the rows. The others are not touched.
@@ -104,7 +104,7 @@ struct Pairs {
 template <int cols>
 __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, real factor) {
   sum.store(shared.sums[threadIdx.x / warp_size], real(1));
-  __syncthreads();  // all warps' sums are there
+  __syncthreads();  // all warps' sums are written
   for (int col = threadIdx.x; col < cols; col += threads) {
     real total = 0;
     for (int warp = 0; warp < warps_of_block; ++warp) total += shared.sums[warp][col];

@@ -1,7 +1,7 @@
 // round_expression_sums: finished sums as gradients in the dtypes of their arrays.
 //
 //   exponents and flags [elements], sums [words, elements]    grid (any)    block (threads)
-//   the host sets: real, words, threads, shared_bytes and the tape of the texts
+//   the host sets: real, words, threads, shared_bytes and the tape of the expressions
 #include <backward/parts/exact_sums.cuh>
 
 static_assert(shared_bytes == 0, "nothing is shared");

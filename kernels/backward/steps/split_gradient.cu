@@ -1,4 +1,5 @@
-// split_gradient: dO as parts in float16, delta, and which rows the parts of gradients cannot hold.
+// split_gradient: splits dO into high and low parts in float16, computes delta, and flags rows
+// whose split gradients would not be accurate.
 //
 // dO is split against V as split_operands splits Q against K, with e the exponents of V's columns
 // j and g that of row i:
@@ -6,14 +7,14 @@
 //   dO[i][j] * 2^(e[j]) * 2^(14 - g[i]) = dO_high + dO_low / 2^11     dO_units[i] = 2^(g[i] + 32)
 //   delta[i] = sum of dO[i][j] * O[i][j] over j, less the gradient of lse
 //
-// A product of parts of dO and V times dO_units is dP * 2^60. split_operands has written scale2 and
+// A split product of dO and V times dO_units is dP * 2^60. split_operands has written scale2 and
 // flags; rows get a flag here, too,
 //  - where a number of dO or delta is NaN or infinite;
 //  - where dO or Q is so large or so small that weights times its power of two leave the range of
 //    floats;
-//  - where rowsum(|dO * O|) is below 2^-22 * 2^g: dP of small values, which low parts do not hold,
-//    is then all there is of dS.
-// Blocks behind those of rows write the exponents of K's columns, for the results.
+//  - where rowsum(|dO * O|) is below 2^-22 * 2^g: dS then consists of dP of small values, which low
+//    parts do not hold.
+// The blocks after those of rows write the exponents of K's columns, for the results.
 //
 //   Q, O, dO [batch, heads, M, d | dv]    maxima: see split_maxima
 //   dO_high, dO_low [batch, heads, M, dv]: contiguous, filled up with zeros to a multiple of 16
@@ -49,7 +50,7 @@ struct RowProduct {
   }
 };
 
-// Whether a row of dO, not of zeros, has weights in the range of floats, and dP that parts hold.
+// Whether the weights of a nonzero row of dO are in the range of floats, and its dP is accurate.
 __device__ __forceinline__ bool is_held(const SplitRow<dv>& row, const RowProduct& product) {
   return least_row <= row.exponent && row.exponent <= largest_row &&
          product.size >= times_two_to(0x1p-22f, row.exponent);

@@ -1,5 +1,5 @@
-// split_stats: what `wgmma_fp16x2_two_pass` needs of rows in its pass for keys, tile by tile:
-// SplitStats, which follow each other in memory, so that a tile's are copied at once.
+// split_stats: the row statistics for the pass for keys of `wgmma_fp16x2_two_pass`, contiguous in
+// memory, so that those of a tile are copied at once.
 //
 //   lse, delta, scale2, dO_units, flags [batch, heads, M]    stats [batch, heads, cdiv(M, Br), Br]
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)

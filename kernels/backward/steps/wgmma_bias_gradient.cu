@@ -5,9 +5,9 @@
 // the gradient and goes through them: S = Q K^T and dP = dO V^T are computed once more, and sums
 // stay in registers. Nothing is added in memory, so that all runs give the same bits.
 //
-// Blocks go from tile to tile, and load the next one while they store the last one. A tile's part
-// of the bias is copied to shared memory once, for all that shares it: a load for each pair from
-// global memory would touch eight rows at a time.
+// Blocks are persistent, and load the next tile while they store the last one. The bias of a tile
+// is copied to shared memory once, because loads from global memory would touch eight rows at a
+// time.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
@@ -48,7 +48,7 @@ struct Share {
   int batch, head;
 };
 
-// The tiles of a block, one after the other; and what shares a tile.
+// Iterates over the tiles of a block, and over the heads that share a tile.
 struct Tasks {
   Sizes sizes;
   int bias_batch, bias_heads, shared_batch, shared_heads;
@@ -80,7 +80,7 @@ struct Tasks {
 
 using BiasChunk = TmaTile<scalar, own_rows, chunk>;
 
-// What the bias has for a warp's products of a chunk, from a row of the tile on.
+// The bias for a warp's products of a chunk, from a row of the tile on.
 struct BiasPairs {
   static constexpr bool is_used = true;
   scalar* row;  // the lane's, as ldmatrix takes it
@@ -91,7 +91,7 @@ struct BiasPairs {
     row = of.box[0][first_row + lane % 8];
     swizzle = lane % 8 ^ lane / 8;
   }
-  // What the lane has in its row `half` of keys j to j + 7 of its own; see wgmma.cuh.
+  // The lane's elements of its row `half` for its keys j to j + 7; see wgmma.cuh.
   struct Part {
     unsigned r[4];
   };
@@ -100,7 +100,7 @@ struct BiasPairs {
     ldmatrix(part.r, row + half * 8 * chunk + (j / 2 ^ swizzle) * 8);
     return part;
   }
-  // The number of key j with what the bias has.
+  // The index of key j with its element.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int j) const {
     return {key, part.r[j / 2 % 4], j % 2 != 0};
   }
@@ -136,8 +136,7 @@ struct CopiedBias {
     __syncwarp();
   }
 
-  // A warp of those that load copies its chunks of all tiles. The same warp always fills a stage,
-  // so that it sees all its phases.
+  // Copies this warp's chunks of all tiles: a stage's warp is always the same.
   template <class Arrays>
   __device__ __forceinline__ void copy_all(const Tasks& tasks, const Arrays& mods, int warp) {
     State at;
@@ -153,7 +152,7 @@ struct CopiedBias {
   }
 
   __device__ __forceinline__ void wait(const State& at) { pipeline.wait(at); }
-  // What a chunk has for a warp, from the warp's first row of the tile on.
+  // The bias of a chunk for a warp, from the warp's first row of the tile on.
   __device__ __forceinline__ BiasPairs pairs(const State& at, int first_row) {
     return BiasPairs(copied[at.stage], first_row);
   }
@@ -165,7 +164,7 @@ struct CopiedBias {
   }
 };
 
-// Texts read it from global memory: it does not fit, or another array is held.
+// Expressions read the bias from global memory: it does not fit, or another array is held.
 template <>
 struct CopiedBias<0> {
   struct State {};
@@ -190,7 +189,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
-static_assert(has_score_mod, "a bias is a text");
+static_assert(has_score_mod, "a bias is an expression");
 static_assert(bias_bytes == 0 || bias_bytes == sizeof(scalar), "the bias has the tensors' dtype");
 
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
@@ -237,7 +236,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, cons
   });
 }
 
-// The two rows of a head that a thread has, as texts take them.
+// The two rows of a head that a thread has, as expressions take them.
 struct OwnStats {
   RowStats rows[2];
 };
@@ -272,7 +271,7 @@ struct Consumer {
     return opaque(int(threadIdx.x)) / warp_size * step - warpgroup_rows;
   }
   __device__ __forceinline__ int row(const Task& task) const { return task.row + tile_row(); }
-  // What is read for a warp whose rows are all past the end is not used.
+  // Values read for a warp whose rows are all past the end are not used.
   __device__ __forceinline__ OwnStats stats(const Task& task, const Share& share) const {
     const int M = tasks.sizes.M, existing = min(row(task), M - 1);
     const RowSums<Br>& all = row_sums[tile_of<Br>(share.batch, share.head, heads, existing, M)];

@@ -1,6 +1,6 @@
 #pragma once
-// Maxima of a warp's 16 rows: lanes compare their own scores, and exchange them only in the few
-// tiles where one exceeds the maximum of its row by more than `slack`.
+// Lazy row maxima of a warp's 16 rows: lanes compare their own scores, and exchange them only in
+// the few tiles where one exceeds the maximum of its row by more than `slack`.
 #include <attention/row_softmax.cuh>
 
 // Scores of masked keys become -infinity.

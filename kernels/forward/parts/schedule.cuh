@@ -1,15 +1,15 @@
 #pragma once
-// Which row tiles a block computes that stays on its multiprocessor.
+// The static tile scheduler: the row tiles of a persistent block.
 
 #include <attention/extent.cuh>
 #include <ptx/opaque.cuh>
 
-// Row tiles are dealt out in rounds. With a causal mask, where tiles differ in length, the tiles of
-// as many heads as make two rounds are dealt out together, the longest first; the second round goes
-// from the last block to the first, which evens out the first round. So all blocks have about the
-// same to do, and heads whose K and V are in the cache are finished before others. By the map of a
-// block mask it is the same, and the map has the order of the tiles. Where the batch elements share
-// what a text reads, those of a head follow each other.
+// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of as
+// many heads as make two rounds are assigned together, the longest first, and the second round goes
+// from the last block to the first. All blocks then have about the same work, and heads whose K and
+// V are in the cache are finished before others. With the map of a block mask, which has the order
+// of the tiles, it is the same. Where batch elements share an array that an expression reads, the
+// batch elements of a head follow each other.
 //
 // Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
 // many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
@@ -34,8 +34,9 @@ struct Schedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= seats ? turned : 0) {}
 
-  // How many heads are dealt out so (with more tiles it is no faster): whole groups of an even
-  // number of rounds, after which a block's seat is the same. The last may lack a 32nd of heads.
+  // The number of heads that are assigned one by one (no faster with more tiles): whole groups of
+  // an even number of rounds, after which a block has the same slot. The last may lack a 32nd of
+  // heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * seats : seats;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
@@ -45,7 +46,7 @@ struct Schedule {
 
   __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
-  // How many heads are dealt out together, from `first` on.
+  // The number of heads that are assigned together, from `first` on.
   __device__ __forceinline__ int count() const {
     return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
@@ -107,7 +108,7 @@ struct Schedule {
   }
 };
 
-// The same of elements of different lengths, in their order. A number of a tile may stand for none.
+// The schedule of ragged batches, in batch order. A tile index may be past the end of its sequence.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct Schedule<Br, Bc, by_length, batch_first, may_skip, true> {
   Sizes sizes;

@@ -1,26 +1,26 @@
 #pragma once
-// Warps that have the same rows and other keys of each tile. Each has sums of its own; at the end
-// all are added up in shared memory, for the first of these warps.
+// Splits the keys of a tile among warps that have the same rows. Each has its own accumulators; at
+// the end these are added up in shared memory, for the first of the warps.
 
 #include <attention/row_state.cuh>
 #include <timeline.cuh>
 
-// The rows of a tile that belong to `count` keys from one on, a multiple of 16: the swizzle
-// repeats.
+// `count` keys of a tile from `first` on, a multiple of 16: the swizzle repeats.
 template <int count, int height, int columns>
 __device__ __forceinline__ operand (&keys_from(operand (&tile)[height][columns], int first))
     [count][columns] { return reinterpret_cast<operand(&)[count][columns]>(tile[first]); }
 
-// The sums of a warp, of O and of P, and their maxima. m and n count fragments of 16 rows and 8
-// columns.
+// The accumulators of a warp, O and row sums, and their maxima. m and n count fragments of 16 rows
+// and 8 columns.
 template <int m, int n>
 struct WarpSums {
   float4 O[m * n][warp_size];
   float maximum[2 * m][warp_size], sum[2 * m][warp_size];
 };
 
-// Adds up the sums of all warps with the same rows, whose places are `all`. Each adds up a share of
-// the fragments; the first one has the result. Every thread of the block comes here.
+// Adds up the accumulators of all warps with the same rows, which they leave in `all`. Each warp
+// adds up a share of the fragments; the first one gets the result. Every thread of the block must
+// call it.
 template <int warps, int m, int n, int pack_gqa>
 __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)[m][n][4],
                                        Rows<m * step, pack_gqa>& rows, int lane) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
     const float (&o)[4] = O[i / n][i % n];
     all[warp].O[i][lane] = {o[0], o[1], o[2], o[3]};
   }
-  __syncthreads();  // the sums of all warps are there
+  __syncthreads();  // the sums of all warps are written
 
   float factor[warps][2 * m];
 #pragma unroll

@@ -91,7 +91,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     const int col = 4 * (lane + i * warp_size);
     if (col < width) *reinterpret_cast<float4*>(&shared.O[warp][col]) = o[i];
   }
-  __syncthreads();  // every warp's sums are there
+  __syncthreads();  // every warp's sums are written
 
   float factor[warps];
 #pragma unroll

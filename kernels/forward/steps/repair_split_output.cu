@@ -1,4 +1,4 @@
-// repair_split_output: computes again the rows that parts in float16 could not hold, from the
+// repair_split_output: computes flagged rows, whose split operands were not accurate, from the
 // float32 arrays.
 //
 // Rows with a flag are rare: a block whose rows have none returns at once. For a row with one,
@@ -28,8 +28,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
 
-// Whether parts held a row of O with this flag: no column whose element is small has as many small
-// values. `counts` are those of each `counted` keys.
+// Whether a row of O with this flag is accurate: no column whose element is small has that many
+// small values. `counts` has the numbers for each `counted` keys.
 __device__ bool is_held(int flag, const result* row, const int* exponents,
                         const unsigned char* counts, int keys) {
   bool held = flag > 1;
@@ -77,7 +77,7 @@ struct Sums {
   }
 };
 
-// What a warp adds of keys first … end - 1 to a row. No loop's condition depends on the lane.
+// A warp's contribution of keys first … end - 1 to a row. No loop's condition depends on the lane.
 __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
                                        Tensor<const scalar> V, const Extent& extent, int query,
                                        int batch, int kv_head, int first, int end,
@@ -173,7 +173,7 @@ extern "C" __global__ __launch_bounds__(threads) void repair_split_output(
       const int col = lane + i * warp_size;
       if (col < dv) shared.output[warp][col] = sums.output.x[i];
     }
-    __syncthreads();  // all warps' sums are there
+    __syncthreads();  // all warps' sums are written
     write_row<cdiv(dv, threads)>(shared, extent, O.row(batch, head, row),
                                  lse.row(batch, head, row));
     __syncthreads();  // before the sums of the next row overwrite them

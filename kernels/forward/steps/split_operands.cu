@@ -1,24 +1,23 @@
-// split_operands: Q, K and V as parts in float16, and what the products need to know of them.
+// split_operands: splits Q, K and V into high and low parts in float16.
 //
-// A float32 has 24 bits, two float16 have 22 to 23 of them, and powers of two bring the numbers
-// into the range of float16: one for each column of K and of V, found by `split_maxima`, and one
-// for each row of Q, after K's columns were taken into it. With split_pair.cuh, and e the exponents
-// of the largest numbers of columns j, r that of row i:
+// A float32 has 24 bits of mantissa, two float16 hold 22 to 23 of them. Powers of two bring the
+// numbers into the range of float16: one for each column of K and of V, found by `split_maxima`,
+// and one for each row of Q, after those of K's columns were taken into it. Let e be the exponents
+// of the largest numbers of columns j, and r that of row i (see split_pair.cuh):
 //
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
 //   Q[i][j] * 2^(e[j]) * 2^(14 - r[i]) * sign     = Q_high + Q_low / 2^11
 //   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28) * (1 + mean_cut)
 //
-// A product of parts of Q and K times scale2 is a score, as an exponent of two; sign is that of
-// scale. Where a text takes the scores, sign is 1 and scale2 is 2^(r[i] - 28) * (1 + mean_cut): the
-// product is q·k.
-// NaN and infinity become 0. flags are 1 for rows that parts cannot hold:
+// A split product of Q and K times scale2 is a score, as an exponent of two; sign is that of scale.
+// Where an expression modifies scores, sign is 1 and scale2 = 2^(r[i] - 28) * (1 + mean_cut), so
+// that the product is q·k. NaN and infinity become 0. flags are 1 for rows whose split is not
+// accurate:
 //  - a number of the row, or of K or V of its head, is NaN or infinite;
-//  - scores are so large that what the low part of the row's largest number lacks would show.
-// Other flags are 0. All rows that count have one, and nothing has to be cleared.
-// small_values says how many numbers of a block's rows of V are small, for each column
-// (cancellation.cuh).
+//  - scores are so large that the error of the row's largest number would show.
+// The flags of all other rows are 0, and nothing has to be cleared.
+// small_values counts the small numbers of a block's rows of V in each column (cancellation.cuh).
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see split_maxima
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:

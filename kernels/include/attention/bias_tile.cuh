@@ -1,7 +1,6 @@
 #pragma once
-// What a kernel copies to shared memory of an array with an element for every pair: nothing, or
-// what staged_bias_tile.cuh has, which the host includes where bias_bytes, an element's size, is
-// not 0.
+// A tile of a bias, or of another array of queries by keys, in shared memory: empty, or that of
+// staged_bias_tile.cuh, which the host includes where bias_bytes, an element's size, is not 0.
 
 #include <attention/score_context.cuh>
 
@@ -32,7 +31,7 @@ struct StagedBiasColumns;
 template <int n>
 struct StagedBiasColumns<0, n> : NoBias {};
 
-// Those of each of the warps that compute.
+// A tile for each warp that computes.
 template <class Staged, int warps, bool used = Staged::is_used>
 struct OfWarps;
 template <class Staged, int warps>

@@ -1,11 +1,11 @@
 #pragma once
-// Keys and values as they are stored: operands, or e4m3 with a scale for each head, or for each
-// page and head.
+// The dtype in which keys and values are stored: that of operands, or e4m3 with a scale for each
+// head, or for each page and head.
 //
-// The host writes above a kernel's text `has_e4m3`: whether they are e4m3. Then struct Mods has
+// The host writes `has_e4m3` above a kernel: whether they are e4m3. Then struct Mods has
 //   k_scale_, v_scale_  float32 [batch or 1, kv_heads], or [pages, 1, kv_heads]
-// Rows of e4m3 have an even number of bytes and begin at even addresses. So copies take two of them
-// as one operand.
+// Rows of e4m3 have an even number of bytes and begin at even addresses, so copies take two
+// elements as one operand.
 
 #include <attention/pages.cuh>
 #include <attention/scaled_row.cuh>
@@ -58,7 +58,7 @@ struct Scales {
   }
 };
 
-// Those of one head.
+// The scales of one head.
 template <bool of_pages>
 struct HeadScales {
   static constexpr bool by_page = of_pages;

@@ -1,14 +1,15 @@
 #pragma once
-// Where a pair of query and key is: what the texts that modify scores or hide pairs read besides
-// the score; the sink of a head, a score that every row of it has besides those of its keys; and
-// which weights dropout keeps.
-// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout,
-// reads_places (whether texts ask where a pair is), unit_slope (whether the derivative of the
-// modified score is 1 wherever it is finite), caps_tiles (whether tensor cores' tiles of float go
-// through a softcap ahead of the other texts), approximates_softcap (with an absolute error),
-// of_products (whether texts take q·k and give a score / scale, which saves a multiplication) and
-// struct Mods, which has the sinks, the arrays and numbers of texts, and the numbers of dropout. If
-// there are any it includes score_mod.cuh, and for dropout dropout.cuh.
+// The context of a score: the batch element and head of expressions; the sink of the head, a score
+// that every row has besides those of its keys; and the weights that dropout keeps.
+//
+// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout and
+//   reads_places          whether expressions read indices or arrays
+//   unit_slope            whether the derivative of the modified score is 1 wherever it is finite
+//   caps_tiles            whether float tiles of tensor cores get a softcap before other
+//   expressions approximates_softcap  whether that softcap has an absolute error of_products
+//   whether expressions map q·k to score / scale, which saves a product struct Mods           the
+//   sinks, the arrays and numbers of expressions and of dropout
+// and includes score_mod.cuh and dropout.cuh where they are needed.
 
 #include <attention/tile_map.cuh>
 #include <tile/math.cuh>
@@ -17,10 +18,9 @@ struct Mods;
 constexpr bool has_expressions = has_score_mod || has_mask_mod;
 constexpr bool has_context = has_expressions || has_sink || has_dropout;
 
-// The number of a query or key. `more` is what differs from element to element of a thread, a
-// constant of an unrolled loop. So `base` is the same in a tile, and its conversion to a number,
-// which has an eighth of the throughput of an addition, is made once; and `more` becomes the
-// immediate offset of a load.
+// The index of a query or key. `more` differs between the elements of a thread and is a constant of
+// an unrolled loop. So `base` is converted to a number once for a tile (a conversion has an eighth
+// of the throughput of an addition), and `more` becomes the immediate offset of a load.
 struct Index {
   int base, more;
 
@@ -28,11 +28,11 @@ struct Index {
   __device__ __forceinline__ operator int() const { return base + more; }
 };
 
-// The number of a key with an even base, so that keys 2 i and 2 i + 1 are known to be a pair.
+// The index of a key with an even base, so that keys 2 i and 2 i + 1 are known to be a pair.
 struct EvenIndex : Index {
   using Index::Index;
 };
-// The number of a key, with what an array has for it: the first or second element of a pair.
+// The index of a key and the element of a copied array for it, the first or second of a pair.
 struct HeldIndex : Index {
   unsigned pair;
   bool second;
@@ -41,7 +41,7 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// The same of base + more, for texts, whose arrays may end at `count`.
+// The index base + more, kept below `count`, where arrays may end, if a tile is `at_end`.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
@@ -53,7 +53,7 @@ struct Scored {
   T score, slope;
 };
 
-// A head. Without texts, sinks and dropout nothing is kept.
+// The batch element and head of a score. Without expressions, sinks and dropout it is empty.
 template <bool used, class Arrays = Mods>
 struct HeadContext {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}

@@ -1,10 +1,10 @@
 #pragma once
-// How kernels apply texts and find sinks. The host includes this above a kernel, before it writes
-// struct Mods and the functions
+// Applies expressions and finds sinks. The host includes this above a kernel, and writes struct
+// Mods
 //
 //   score_mod(Capped<is_capped>(), score, mods, batch, head, query, key, queries, keys)
 //                                     the modified score; is_capped: the softcap has been applied
-//   mask_mod(mods, batch, head, query, key, queries, keys)           whether the pair is seen
+//   mask_mod(mods, batch, head, query, key, queries, keys)            whether the pair is seen
 
 #include <attention/expression.cuh>
 #include <tile/warp.cuh>
@@ -78,8 +78,7 @@ struct HeadContext<true, Arrays> {
     else
       return {};
   }
-  // The tile of rows that has so many others before it in the order of their lengths, the longest
-  // first, where there are `tiles` tiles of keys.
+  // The tile of rows of this rank by length, the longest first; there are `tiles` tiles of keys.
   __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
     if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
     return rank;
@@ -108,50 +107,50 @@ struct HeadContext<true, Arrays> {
 };
 
 // The number of a lane's key j.
-template <bool at_end, class Pairs>
-__device__ __forceinline__ auto key_of(int even, int j, const Pairs& pairs,
-                                       [[maybe_unused]] const typename Pairs::Part& part,
+template <bool at_end, class Bias>
+__device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
+                                       [[maybe_unused]] const typename Bias::Part& part,
                                        int count) {
   const int more = j / 2 * 8 + j % 2;
-  if constexpr (Pairs::is_used)
-    return pairs.index(index_of<at_end>(even, more, count), part, j);
+  if constexpr (Bias::is_used)
+    return bias.index(index_of<at_end>(even, more, count), part, j);
   else if constexpr (at_end)
     return index_of<true>(even, more, count);
   else
     return EvenIndex(even, more);
 }
 
-// The modified scores of a lane's products, of rows and a tile of keys; -infinity where a text
-// hides the pair, unless it is known to hide none. A lane has pairs of keys.
-template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
+// The modified scores of a lane's products, of rows and a tile of keys; -infinity where an
+// expression hides the pair, unless it is known to hide none. A lane has pairs of keys.
+template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
-                                                  const Pairs& pairs) {
+                                                  const Bias& bias) {
   const int own_key = first_key + 2 * (threadIdx.x % warp_size % 4);
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
     const int row = rows.existing(i / 2, i % 2);
-    typename Pairs::Part part;
+    typename Bias::Part part;
 #pragma unroll
     for (int j = 0; j < 2 * n; ++j) {
-      if (j % 8 == 0) part = pairs.part(i, j);
+      if (j % 8 == 0) part = bias.part(i, j);
       T& x = products[i / 2][j / 2][i % 2 * 2 + j % 2];
-      const auto key = key_of<at_end>(own_key, j, pairs, part, rows.extent.N);
+      const auto key = key_of<at_end>(own_key, j, bias, part, rows.extent.N);
       const int query = row / rows.heads, more = row % rows.heads;
       x = scorer.template applied<caps_tiles>(x, rows.extent, query, key, more);
       if (hides && rows.extent.hides(query, key, more)) x = -infinity;
     }
   }
 }
-template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
+template <bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
-                                                  const Pairs& pairs) {
+                                                  const Bias& bias) {
   rows.extent.cap(reinterpret_cast<T(&)[m * n * 4]>(products), scorer.scale);
   if (reads_places && first_key + n * 8 > rows.extent.N)
-    apply_expressions<true, hides>(scorer, products, rows, first_key, pairs);
+    apply_expressions<true, hides>(scorer, products, rows, first_key, bias);
   else
-    apply_expressions<false, hides>(scorer, products, rows, first_key, pairs);
+    apply_expressions<false, hides>(scorer, products, rows, first_key, bias);
 }
 
 // Rows, whose sums are 0, begin with their sinks. Of the lanes that share a row one has the sink's

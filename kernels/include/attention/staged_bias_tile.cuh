@@ -1,6 +1,6 @@
 #pragma once
-// What an array of pairs has for a warp's part of a tile, in shared memory: a load for each pair
-// from global memory would touch eight rows at a time. `bytes` are those of an element.
+// A warp's part of a bias tile in shared memory: reading the elements from global memory would
+// touch eight rows at a time. `bytes` is the size of an element.
 
 #include <attention/bias_tile.cuh>
 #include <ptx/cp_async.cuh>
@@ -12,7 +12,7 @@ __device__ __forceinline__ void wait_for_bias() {
   __syncwarp();
 }
 
-// Begins to copy `rows` rows of `keys` keys. What is past the end becomes 0.
+// Begins to copy `rows` rows of `keys` keys. Elements past the end become 0.
 template <int bytes, int rows, int keys, class Place, class At>
 __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int first_key, At at) {
   constexpr int in_chunk = 16 / bytes, chunks = keys / in_chunk, at_once = warp_size / chunks;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int fi
       if (own < at_once && (rows % at_once == 0 || i + own < rows))
         cp_async(at(i + own, lane % chunks), from, all_exist ? 16 : bytes_of(i + own));
   };
-  wait_for_bias();  // which nobody read if their tile was skipped
+  wait_for_bias();  // a skipped tile's copies may be in flight
   if (first_row + rows <= of.M && first_key + keys <= of.N)
     copy(true);
   else
@@ -49,7 +49,7 @@ struct StagedBias {
                                 [&](int row, int chunk) { return &rows[row][chunk * 16]; });
   }
   __device__ __forceinline__ void complete() const { wait_for_bias(); }
-  // What the lane has in its row `half` of keys j to j + 7 of its own; see mma.cuh.
+  // The lane's elements of its row `half` for its keys j to j + 7; see mma.cuh.
   struct Part {
     unsigned r[4];
   };
@@ -66,7 +66,7 @@ struct StagedBias {
     }
     return part;
   }
-  // The number of key j with what the array has.
+  // The index of key j with its element.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int j) const {
     return {key, part.r[j / 2 % 4], j % 2 != 0};
   }
@@ -91,7 +91,7 @@ struct StagedBiasColumns {
   }
   __device__ __forceinline__ void complete() const { wait_for_bias(); }
 
-  // What the lane has of rows 8 j to 8 j + 15: of key k and k + 8, in both halves of the rows.
+  // The lane's elements of rows 8 j to 8 j + 15, for keys k and k + 8.
   struct Part {
     unsigned r[4];
   };
@@ -110,7 +110,7 @@ struct StagedBiasColumns {
     }
     return part;
   }
-  // Key k + 8 i with what the array has for row 8 j + 2 * (lane % 4), or the next.
+  // Key k + 8 i with its element for row 8 j + 2 * (lane % 4), or for the next row.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int i, int j,
                                              bool next) const {
     return {key, part.r[j % 2 * 2 + i], next};

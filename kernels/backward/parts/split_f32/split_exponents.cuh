@@ -1,9 +1,9 @@
 #pragma once
-// The powers of two of gradients whose operands are parts in float16, and the range in which rows
-// keep their weights.
+// The powers of two of gradients with split operands, and the range of rows that keep their
+// weights.
 //
-// dS is 2^60 times larger than it counts, so that a small one times the unit of its row stays a
-// float. The products of gradients are larger by
+// dS is stored 2^60 times larger, so that a small one times the unit of its row stays a float. The
+// products of gradients are larger by
 //   Q and dS: 2^46 and the power of K's column    dO and P: 2^46 and that of V's column
 //   K and dS: 2^74 over the power of K's column
 // after the weights got the units of their rows: scale2 of split_operands, dO_units.

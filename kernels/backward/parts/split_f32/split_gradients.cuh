@@ -1,7 +1,7 @@
 #pragma once
-// P and dS of floats as parts in float16 (split_pair.cuh), in the fragments of mma.cuh, which are
-// those of wgmma too, as operands of gradients: each row of fragments gets a power of two in each
-// tile, and a flag where parts did not hold its sums.
+// P and dS as split operands (split_pair.cuh) of gradients, in the fragments of mma.cuh and wgmma.
+// Each row of fragments gets a power of two in each tile, and a flag where its sums are not
+// accurate.
 
 #include <attention/score.cuh>
 #include <backward/parts/split_f32/split_exponents.cuh>
@@ -11,14 +11,14 @@
 
 constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
-// What is known of a row: lse in powers of two; delta * 2^60; and units, by which products of parts
+// The statistics of a row: lse in powers of two; delta * 2^60; and units, by which split products
 // become exponents of two and dP * 2^60. A row that sees no key has lse2 = infinity, which makes
 // its P 0; one with a flag or a huge lse has NaN, which shows in all sums, and these get flags.
 struct alignas(16) SplitStats {
   float lse2, unit, delta, dO_unit;
 };
 
-// Those of any row of a batch element.
+// The statistics of any row of a batch element.
 struct SplitStatsInMemory {
   Tensor<const real> lse, delta, scale2, dO_units;
   Tensor<const unsigned char> flags;
@@ -36,7 +36,7 @@ struct SplitStatsInMemory {
   }
 };
 
-// SplitStats of a thread's rows of a tile, on their way from global to shared memory.
+// Loads the statistics of a tile's rows from global memory and stores them in shared memory.
 template <int threads, int rows>
 struct SplitStatsLoads {
   SplitStats stats[cdiv(rows, threads)];
@@ -52,7 +52,7 @@ struct SplitStatsLoads {
   }
 };
 
-// Which scores of a tile a lane has: its first row and key, and body(x, row_more, key_more) for
+// The scores of a lane in a tile: its first row and key, and body(x, row_more, key_more) for
 // each, at that distance from them. The fragments' rows are those of Q, or keys.
 template <bool of_keys>
 struct OwnScores {
@@ -81,8 +81,8 @@ __device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
   });
 }
 
-// S, products of parts, becomes P = 2^(S * unit - lse2), or 0 where masked or dropped; PS is P
-// times the modification's slope, before dropout. hides: whether the mask's text may hide a pair.
+// S becomes P = 2^(S * unit - lse2), or 0 where masked or dropped; PS is P times the slope of the
+// modification, before dropout. hides: whether mask expressions may hide a pair.
 template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
                                              const SplitStats (&stats)[rows],
@@ -129,8 +129,7 @@ __device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n]
     compute_P_if<masked, true>(S, PS, stats, own, pair, scorer);
 }
 
-// dP, products of parts of dO and V, becomes dS * 2^60 = PS * (dP - delta) * 2^60, without the
-// scale.
+// dP, a split product, becomes dS * 2^60 = PS * (dP - delta) * 2^60, without the scale.
 template <bool of_keys, int m, int n, int rows>
 __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
                                            const SplitStats (&stats)[rows],
@@ -142,14 +141,13 @@ __device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&P
   });
 }
 
-// The largest weights of a lane's rows of fragments so far, and of a tile what its products are
-// multiplied by.
+// The largest weights of a lane's rows of fragments so far.
 template <int m>
 struct Largest {
   static constexpr int least = -112;  // of exponents: 2^(14 - least) is a float
   float weight[m][2] = {};
 
-  // Gives the largest weight of each row of fragments 2^14 … 2^15, and its factor back.
+  // Scales the largest weight of each row of fragments to 2^14 … 2^15; `factor` undoes that.
   template <int n>
   __device__ __forceinline__ void raise(float (&weights)[m][n][4], float (&factor)[m][2]) {
 #pragma unroll
@@ -168,16 +166,16 @@ struct Largest {
     }
   }
 
-  // What an element of a row's sums must reach: below it what low parts lack, 2^-36 of each of two
-  // factors below 2^15, may be more than the rounding of a float. Without weights sums are 0.
+  // The least accurate element of a row's sums: below it the errors of low parts, 2^-36 of each of
+  // two factors below 2^15, may exceed the rounding of a float. Without weights sums are 0.
   __device__ __forceinline__ float least_sum(int i, int half) const {
     const float largest = weight[i][half];
     return largest == 0 ? 0 : fmax(largest, 0x1p-112f) * (0x1p-25f * 0x1p15f);
   }
 };
 
-// Whether parts did not hold a row of fragments; has_numbers(col) says of a column that a sum of 0
-// is wrong there. The sums' columns begin at first_col. All lanes of the row get the answer.
+// Whether a row of fragments is not accurate; has_numbers(col) says that a sum of 0 is wrong in a
+// column. The sums' columns begin at first_col. All lanes of the row get the answer.
 template <int cols, int m, int n, class HasNumbers>
 __device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
                                          int lane, HasNumbers has_numbers, int first_col = 0) {

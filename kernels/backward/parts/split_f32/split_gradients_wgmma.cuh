@@ -1,6 +1,5 @@
 #pragma once
-// Gradients of warpgroups whose operands are parts in float16: what the passes for keys and for
-// rows share.
+// wgmma gradients with split float32 operands: shared by the passes for keys and for rows.
 
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>

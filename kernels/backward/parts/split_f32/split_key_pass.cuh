@@ -1,13 +1,12 @@
 #pragma once
-// Passes for keys of warpgroups whose operands are parts in float16: what is loaded, and which
-// scores a thread has.
+// The pass for dK and dV of warpgroups with split operands: its loads, and a thread's scores.
 
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
 #include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
 
-// Which scores of a tile the thread has. Its warpgroup's keys begin with first_key.
+// The thread's scores of a tile. Its warpgroup's keys begin with first_key.
 __device__ __forceinline__ OwnScores<true> own_scores(int first_key) {
   const int lane = opaque(int(threadIdx.x)) % warp_size;
   return {2 * (lane % 4), first_key + own_first() + lane / 4};

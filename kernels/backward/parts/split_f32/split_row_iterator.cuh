@@ -1,5 +1,5 @@
 #pragma once
-// The arrays of rows as parts, and the tiles of them that a block with a tile of keys goes through.
+// Iterates over tiles of rows with split Q and dO, for a block that owns a tile of keys.
 
 #include <backward/parts/row_tile_iterator.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
@@ -12,7 +12,7 @@ struct SplitRowIterator : RowTileIterator<Br, Bc> {
   SplitStatsInMemory stats;
   int M;
 
-  // The addresses of heads are computed here again: registers do not keep them.
+  // Computes the addresses of heads anew, to save registers.
   __device__ __forceinline__ void begin_Q(operand (&Q)[2][Br][depth]) const {
     SplitHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(this->head), M)
         .template copy<threads>(Q, this->first_row);

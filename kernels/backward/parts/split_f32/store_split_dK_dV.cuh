@@ -1,5 +1,5 @@
 #pragma once
-// Stores dK and dV of passes on parts in float16, and the flags of their keys.
+// Stores dK and dV of split float32 operands, and the flags of their keys.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <timeline.cuh>
@@ -22,8 +22,8 @@ struct SplitKeys {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 
-  // dK of weights times the units of rows, which have the scale in powers of two, unless a text
-  // takes the scores, and what tensor cores cut off of these.
+  // dK of weights times the units of rows, which have the scale in powers of two, unless an
+  // expression takes the scores, and what tensor cores cut off of these.
   static __device__ __forceinline__ float of_units(float scale) {
     return (has_score_mod ? scale : float(ln2)) / (1 + mean_cut(d));
   }

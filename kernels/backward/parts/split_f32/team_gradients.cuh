@@ -1,8 +1,8 @@
 #pragma once
-// Sums of dK and dV that do not fit into the registers of a warp: a team of four warps has those of
-// 32 keys, which are rows here, 64 columns each warp, or 32. What the sums go over is across, in
-// tiles of 16 or 32. Of the weights of a tile each warp computes 16 x 16 (with tiles of 16, two of
-// the four do), and gives them to the others as parts, with a power of two for each row.
+// dK and dV whose accumulators do not fit into the registers of a warp. A team of four warps shares
+// 32 keys, the rows here, of which each warp accumulates 64 columns, or 32. Of each tile, of 16 or
+// 32 across, a warp computes 16 x 16 weights (of 16, two warps do) and passes them to the team as
+// split operands, with a power of two for each row.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <forward/parts/split_f32/split_products.cuh>
@@ -17,8 +17,8 @@ template <int columns>
 using TeamSums = float[2][own_columns<columns> / 8][4];
 using Weights = float[1][2][4];
 
-// The place of a warp: its team, its turn there, and the first row and number across of the weights
-// that it computes.
+// The team of a warp, its rank there (`turn`), and the first row and column (`number`) of the
+// weights that it computes.
 struct TeamPlace {
   int group, turn, row, number, lane;
 
@@ -36,7 +36,7 @@ struct alignas(16) Registers {
   unsigned of[4];
 };
 
-// Weights of a tile, as operands of each lane, and the factors of sums of their rows.
+// The weights of a tile as operands of each lane, and the factors of their rows' accumulators.
 template <int rows, int across>
 struct TeamWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
@@ -45,7 +45,7 @@ struct TeamWeights {
   float factors[across / step][rows];
   unsigned char wrong[team][rows];
 
-  // Whether this warp computes some.
+  // Whether this warp computes weights.
   static __device__ __forceinline__ bool has_own() {
     return across == 2 * step || TeamPlace().number < across;
   }
@@ -70,7 +70,7 @@ struct TeamWeights {
     if (own.lane % 4 < 2) own_factor(own) = factor[0][own.lane % 4 == 1];
   }
 
-  // Returns when all weights of the team are given.
+  // Waits until the team has all weights.
   static __device__ __forceinline__ void meet_team() {
     barrier_sync(1 + TeamPlace().group, team * warp_size);
   }
@@ -140,7 +140,7 @@ struct TeamWeights {
     const TeamPlace own;
     const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
     if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
-    __syncthreads();  // the largest weights are there
+    __syncthreads();  // the largest weights are written
     Largest<2> of_all;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,6 +1,6 @@
 #pragma once
-// Which rows with a small element of O parts held nevertheless: those whose values are too large
-// for the errors of parts to count, but cancel.
+// Detects cancellation: rows with a small element of O that is accurate nevertheless, because their
+// values are large compared to the errors of the split, and cancel.
 //
 // A weight lacks up to 2^-51 of its row's largest, which is about 1, and a value as much of the
 // largest in its column. So O lacks up to 2^-50 n / l of that value, for n keys whose weights add
@@ -15,19 +15,19 @@
 // Hidden weights of dropout and the sink are in l, but have no values.
 constexpr bool counts_values = !ragged && !has_dropout && !has_sink;
 
-constexpr float least_share = 0x1p-23f * 0x1p15f;  // elements of O that are not below it are held
+constexpr float least_share = 0x1p-23f * 0x1p15f;  // elements of O from it on are accurate
 
-// t for so many keys, in units of V's parts: less than 2^15.
+// t for this number of keys, in units of the split V: less than 2^15.
 __device__ __forceinline__ float small_value(int keys) {
   return 0x1p-10f * sqrtf(float(keys));
 }
 
-// A flag of rows that are held unless their columns have many small values: 2 + log2 of l, rounded
-// down. 1 is that of a row that is not held.
+// The flag of a row that is accurate unless its columns have many small values: 2 + log2(l),
+// rounded down. The flag of a row that is not accurate is 1.
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }
-// So many small values are too many: half of l, or one.
+// The number of small values that is too large: half of l, or one.
 __device__ __forceinline__ int many_of_flag(int flag) {
   return 1 << max(flag - 3, 0);
 }

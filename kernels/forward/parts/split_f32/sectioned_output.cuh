@@ -1,7 +1,7 @@
 #pragma once
-// O of many keys: registers sum up a section of the keys. What earlier sections gave waits: O in
-// its place in memory, and in the place of lse the maxima that it is relative to. One sum of
-// thousands of tiles would lose more by rounding than products of parts do.
+// Accumulates O in sections of many keys. The total of earlier sections is in memory: O in its
+// place, and the maxima that it is relative to in that of lse. A single sum of thousands of tiles
+// would lose more by rounding than the split products do.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
@@ -13,13 +13,13 @@ __device__ __forceinline__ int end_of_section(int key) {
   return (key / section + 1) * section;
 }
 
-// What earlier sections gave to the rows of a warp: their sums, and where the rest is.
+// The row sums of earlier sections, for the rows of a warp.
 template <int m>
-struct EarlierSections {
+struct EarlierSums {
   real sum[m][2] = {};
   bool any = false;
 
-  // Adds it to O and to the rows' sums. If it `moves` these, they wait, and begin at zero again.
+  // Adds them to O and to the row sums. If it `moves` these to memory, registers start from zero.
   template <bool moves, int cols, int n, int pack_gqa>
   __device__ __forceinline__ void add(real (&O)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                       Tensor<result> out, Tensor<real> lse, int batch, int head,

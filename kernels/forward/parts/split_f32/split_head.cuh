@@ -1,16 +1,16 @@
 #pragma once
-// Copies of operands as parts in float16 into shared memory.
+// Copies split float32 operands into shared memory.
 
 #include <ptx/cp_async.cuh>
 #include <tile/async_copy.cuh>
 
-// All that was copied is there for all threads, and what they have read may be overwritten.
+// All copies have arrived for all threads, and what they have read may be overwritten.
 __device__ __forceinline__ void meet() {
   cp_async_wait_group<0>();
   __syncthreads();
 }
 
-// A head of both parts, whose rows follow each other.
+// The high and low parts of a head, with contiguous rows.
 template <int columns>
 struct SplitHead {
   Head high, low;

@@ -1,6 +1,6 @@
 #pragma once
-// The end of rows whose operands were parts in float16: which of them parts did not hold, and O in
-// the units of V.
+// The epilogue of split float32 operands: flags rows that are not accurate, and removes the units
+// of V from O.
 
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <forward/parts/split_f32/split_softmax.cuh>
@@ -11,18 +11,17 @@ __device__ __forceinline__ bool is_beyond_split(real maximum) {
   return !(fabs(maximum) < 0x1p24f);
 }
 
-// What an element of O must reach, divided by its row's sum: below it what the low parts of weights
-// and of values lack may be more than the rounding of a float. In units of V's parts, less than
-// 2^15; see split_operands.cu. Of the keys in reach a text may hide all but as many as the weights,
-// which are at most 1, need for their sum.
+// The least accurate element of O / sum: below it the errors of the low parts of weights and values
+// may exceed the rounding of a float. In units of the split V, less than 2^15; see
+// split_operands.cu. A mask expression may hide all keys in reach but as many as the weights, which
+// are at most 1, need for their sum.
 __device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
   const float keys = has_mask_mod ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
   return least_share * rsqrtf(sum * fmax(keys, 1.0f));
 }
 
-// Of O / sum of a warp's rows: sets the flags of rows that parts may not have held
-// (cancellation.cuh), unless a row has one. `exponents` are those of V's columns. Rows without a
-// weight are zeros and right.
+// Flags the rows of a warp's O / sum that may not be accurate (cancellation.cuh) and have no flag
+// yet. `exponents` are those of V's columns. Rows without a weight are exact zeros.
 template <int cols, int m, int n, int pack_gqa>
 __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
                                           const SplitRows<m * step, pack_gqa>& rows,
@@ -53,7 +52,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
   }
 }
 
-// Takes V's powers of two back.
+// Removes V's powers of two.
 template <int cols, int m, int n>
 __device__ __forceinline__ void scale_columns(float (&O)[m][n][4], const int* exponents, int lane) {
 #pragma unroll

@@ -1,10 +1,10 @@
 #pragma once
-// A float as two parts in float16, times a power of two: x * 2^s = high + low / 2^11. The powers of
-// two are exact and bring the largest x to 2^14 … 2^15, within the range of float16. The low part
-// is stored 2^11 times larger, so that it does not run out of exponents before the high one.
-// Tensor cores cut sums off, so those of a tile begin at zero and are added to others in registers,
-// which round. A row or key that parts cannot hold gets a flag, and the last launch computes it
-// again from the floats (`repair_split_output`, `repair_split_gradients`).
+// Split float32: x * 2^s = high + low / 2^11 with two float16 numbers. Scaling by 2^s is exact and
+// brings the largest |x| to 2^14 … 2^15, within the range of float16. The low part is stored 2^11
+// times larger, so that it does not underflow before the high one.
+// Tensor cores truncate sums. So those of a tile start from zero and are added up in registers,
+// which round to nearest. Rows and keys that are not accurate are flagged, and the last launch
+// computes them from the float32 arrays (`repair_split_output`, `repair_split_gradients`).
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
@@ -13,7 +13,7 @@
 constexpr int split_exponent = 14;  // of the largest numbers, times their power of two
 constexpr float low_unit = 0x1p-11f;
 
-// The mean error of a product over so many columns, relative to it. After each 16 columns Hopper
+// The mean relative error of a dot product of `columns` terms. After each 16 columns Hopper
 // truncates the sum so far, on average half the product, by half a unit in the last place, and a
 // unit is 0.72 * 2^-23 of it. Other architectures, which were not measured, get the same factor.
 __host__ __device__ constexpr float mean_cut(int columns) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ float times_two_to(float x, int power) {
   return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);
 }
 
-// The parts of two neighbours.
+// Splits two neighbours.
 template <class T>
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
   static_assert(is_half<T>, "float16 has the mantissa that parts need");

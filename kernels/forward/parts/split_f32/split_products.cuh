@@ -1,8 +1,8 @@
 #pragma once
-// Products of floats as parts in float16 (split_pair.cuh), by the warps that own their rows.
+// Products of split float32 operands (split_pair.cuh) by warps that own their rows.
 //
-// x y = (xh + xl / 2^11) (yh + yl / 2^11), without xl yl, which is below what a float keeps. The
-// two products with a low part have sums of their own: they are 2^11 times larger than they count.
+// x y = (xh + xl / 2^11) (yh + yl / 2^11), without xl yl, which is below the precision of a float.
+// The two products with a low part have accumulators of their own, which are 2^11 times larger.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <ptx/mma.cuh>
@@ -11,8 +11,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Sums of the products with a low part. Those of one operand's and of the other's may be apart:
-// they do not wait for each other then, which tells where few products are under way.
+// Accumulators of the products with a low part. With `apart` each operand's low part has its own,
+// so that the products do not wait for each other, which matters where few are in flight.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;
@@ -23,8 +23,8 @@ struct LowSums {
   }
 };
 
-// D += A B and C += what low parts add, for 16 columns of A and 16 of B: D's fragments 2 j, 2 j
-// + 1.
+// D += A B, with the products of low parts in C, for 16 columns of A and 16 of B: fragments 2 j and
+// 2 j + 1 of D.
 template <int m, int n, bool apart>
 __device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n, apart>& C, int j,
                                                const unsigned (&high)[m][4],
@@ -42,15 +42,14 @@ __device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n
   multiply(C.sums[apart], low, B_high);
 }
 
-// The fragments of a step of a product of a warp's rows with keys, both as parts.
+// The split fragments of a step of a product of a warp's rows with keys.
 template <int m, int n>
 struct StepFragments {
   unsigned high[m][4], low[m][4], key_high[n / 2][4], key_low[n / 2][4];
 };
 
-// S = Q K^T for the warp's rows and the tile's keys, or some from first_key on, both as parts, with
-// at_once steps of the sum unrolled. With four the fragments of each step are loaded during the
-// one before.
+// S = Q K^T for the warp's rows and the tile's keys from first_key on, with at_once steps unrolled.
+// With four, the fragments of a step are loaded during the one before.
 template <int at_once = 1, bool apart = false, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
@@ -109,8 +108,8 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, with V from first_row on, 16 columns at a time, with sums from zero. Fragments
-// of V may be loaded ahead: each step's during the one before.
+// O += weight * P V, with V from first_row on, 16 columns at a time, each accumulated from zero.
+// With `ahead` the fragments of V of a step are loaded during the one before.
 template <bool ahead, int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],

@@ -1,6 +1,6 @@
 #pragma once
-// Rows that become parts in float16: exponents of the columns of a key head, and rows of Q or dO,
-// into which these are taken before each row gets a power of two of its own.
+// Splits rows of Q or dO: the exponents of a key head's columns, which rows absorb before each gets
+// a power of two of its own.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <tile/warp_max.cuh>

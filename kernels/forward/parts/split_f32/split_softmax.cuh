@@ -1,5 +1,5 @@
 #pragma once
-// The softmax between two products of floats as parts in float16 (split_pair.cuh).
+// The softmax between two products of split float32 operands (split_pair.cuh).
 
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
@@ -8,8 +8,8 @@
 
 constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
 
-// The rows of a warp. `units` turn the products of a row into scores, as exponents of two. Maxima
-// are those of scores less 15.
+// The rows of a warp. Products times `units` are scores, as exponents of two. Maxima are those of
+// the scores minus 15.
 template <int Wr, int pack_gqa>
 struct SplitRows : Rows<Wr, pack_gqa> {
   real units[Wr / step][2];
@@ -33,21 +33,21 @@ struct SplitRows : Rows<Wr, pack_gqa> {
   }
 };
 
-// Products become what the softmax takes: scores where a text changes them, else products.
-template <class T, int m, int n, int pack_gqa, class Pairs = NoBias>
+// Prepares products for the softmax: they become scores where an expression modifies them.
+template <class T, int m, int n, int pack_gqa, class Bias = NoBias>
 __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
                                              const SplitRows<m * step, pack_gqa>& rows,
-                                             int first_key, bool is_full, const Pairs& pairs = {}) {
+                                             int first_key, bool is_full, const Bias& bias = {}) {
   if constexpr (has_score_mod) {
 #pragma unroll
     for (int i = 0; i < m * n * 4; ++i)
       S[i / (4 * n)][i / 4 % n][i % 4] *= rows.units[i / (4 * n)][i % 4 / 2];
   }
-  scorer.apply(S, rows, first_key, is_full, pairs);
+  scorer.apply(S, rows, first_key, is_full, bias);
 }
 
 // S becomes P = 2^(S * unit - origin), 2^15 in the largest place of each row: relative to the
-// maximum of the tile, not of all tiles, so that parts hold the weights of tiles far below that.
+// maximum of the tile, not of all tiles, so that weights far below the latter keep their precision.
 // Rescales O and the sums; `weight` is what the tile's product with V is multiplied by.
 template <bool masked, int m, int n, int cols, int pack_gqa>
 __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],

@@ -1,6 +1,6 @@
 #pragma once
-// Products of warpgroups whose operands are floats as parts in float16 (split_pair.cuh). The two
-// products with a low part have sums of their own: they are 2^11 times larger than they count.
+// wgmma products of split float32 operands (split_pair.cuh). The two products with a low part have
+// accumulators of their own, which are 2^11 times larger.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <tile/warpgroup.cuh>
@@ -8,11 +8,11 @@
 // Each box has rows of high parts, then as many of low ones.
 template <int rows, int columns>
 using SplitTile = TmaTile<operand, 2 * rows, columns>;
-// A part of weights in registers, as operands of products.
+// The high or low part of weights in registers, as operands.
 template <int rows>
 using SplitOperands = unsigned[rows / step][4];
 
-// The tensor maps of the two parts of an array.
+// The tensor maps of the high and low parts of an array.
 struct SplitMaps {
   const TensorMap &high, &low;
 };
