@@ -65,7 +65,7 @@ _FORMER = {
 
 
 def padded(width: int, itemsize: int) -> int:
-    """The row length, in elements, of a padded tile: an odd multiple of 16 bytes (fa2_coalesced)."""
+    """The row length of a padded tile, in elements: an odd multiple of 16 bytes."""
     step = 16 // itemsize
     return (cdiv(width, step) | 1) * step
 
