@@ -596,18 +596,18 @@ def finishes(p: Problem) -> bool:
     such blocks, and none has many rows. Otherwise a launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
-    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
 
 
-FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
+FEWEST_PERSISTENT = 2 * 132  # tiles: two rounds on an H100
 
 
-def stays(p: Problem) -> bool:
+def is_persistent(p: Problem) -> bool:
     """Whether blocks of wgmma_columns go from tile to tile. Measured: where many are short."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_STAYING or not p.M:
+    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_PERSISTENT or not p.M:
         return False  # without rows begin_rows has no block that clears the counter
     length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
     if d <= 64:
@@ -617,7 +617,7 @@ def stays(p: Problem) -> bool:
 
 def wgmma_blocks(p: Problem, c: SimpleNamespace) -> int:
     tiles = key_tiles(p, c)
-    return min(c.multiprocessors, tiles) if stays(p) else tiles
+    return min(c.multiprocessors, tiles) if is_persistent(p) else tiles
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
@@ -710,7 +710,7 @@ WGMMA_COLUMNS = Kernel(
             grid=wgmma_blocks,
             constants={
                 "finishes": lambda p, c: finishes(p),
-                "stays": lambda p, c: stays(p),
+                "persistent": lambda p, c: is_persistent(p),
                 "bias_bytes": lambda p, c: bias_bytes(p),
                 "batch_first": lambda p, c: batch_first(p),
             },

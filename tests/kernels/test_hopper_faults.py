@@ -200,8 +200,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
-    few = 1 if stays else backward.FEWEST_STAYING
-    with patch.object(backward, "FEWEST_STAYING", few):
+    few = 1 if stays else backward.FEWEST_PERSISTENT
+    with patch.object(backward, "FEWEST_PERSISTENT", few):
         plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})

@@ -20,8 +20,8 @@ template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip, bool 
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together, seats, turned, first;
-  int round = 0, seat = blockIdx.x, index = 0;
+  int heads, all_heads, tiles, together, slots, turned, first;
+  int round = 0, slot = blockIdx.x, index = 0;
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
@@ -30,15 +30,15 @@ struct Schedule {
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
         together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
-        seats(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
+        slots(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
         turned(heads_in_turn()),
-        first(may_skip && blockIdx.x >= seats ? turned : 0) {}
+        first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
   // The number of heads that are assigned one by one (no faster with more tiles): whole groups of
   // an even number of rounds, after which a block has the same slot. The last may lack a 32nd of
   // heads.
   __device__ __forceinline__ int heads_in_turn() const {
-    const int blocks = gridDim.x, group = tiles % 2 ? 2 * seats : seats;
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
     if (blocks % tiles > (may_skip ? blocks / 32 : 0)) return 0;
     return (all_heads + all_heads / 32) / group * group;
@@ -58,13 +58,13 @@ struct Schedule {
       return index < all_heads * tiles;
     } else {
       for (; first < all_heads; first += count(), round = 0) {
-        const int blocks = in_turn() ? seats : gridDim.x;
-        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - seat : seat);
+        const int blocks = in_turn() ? slots : gridDim.x;
+        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
         round += 1;
         if (index < count() * tiles) return true;
         // The blocks that had one tile less begin with the next heads.
         const int left = count() * tiles % blocks;
-        seat = (seat + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
+        slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
       return false;
     }
