@@ -11,11 +11,11 @@
 // of the tiles, it is the same. Where batch elements share an array that an expression reads, the
 // batch elements of a head follow each other.
 //
-// Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
-// many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
-// however few its keys. So long tiles and short ones share the memory, and those of a head its K.
-// A few blocks may have no tile of them if `may_skip`, because a head's number of tiles does not
-// divide that of blocks: up to d = 64 this is slower.
+// Heads of few tiles are assigned one by one, and a block moves on to the next tile index in each
+// round: after as many rounds as a head has tiles, all blocks have done the same work. Long and
+// short tiles then share the memory bandwidth (even a short one loads Q and stores O), and the
+// tiles of a head its K. With `may_skip` the tiles of a head need not divide the number of blocks,
+// a few of which have no tile in such rounds: up to d = 64 this is slower.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
