@@ -166,9 +166,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
   }
 }
 
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO are
-// there when it begins, and the next tile's when it ends. Unless it is `masked` every row sees
-// every key.
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO
+// have arrived when it begins, and the next tile's when it ends. Unless it is `masked` every row
+// sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,

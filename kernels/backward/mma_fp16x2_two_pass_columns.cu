@@ -86,9 +86,9 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
-// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO are
-// there when it begins, and the next tile's when it ends. With one only Q is, and each of both is
-// replaced while the other one is read. Unless it is `masked` every row sees every key.
+// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO have
+// arrived when it begins, and the next tile's when it ends. With one stage only Q has, and Q and dO
+// are each replaced while the other is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,

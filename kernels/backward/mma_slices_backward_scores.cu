@@ -180,7 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   Ring<Source, Stage, stages> ring = {
       shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  loads.store(shared.stats);  // there from the next barrier on
+  loads.store(shared.stats);  // visible from the next barrier on
   const bool is_huge = threadIdx.x < Br && isnan(loads.stats[0].lse2);
   const bool has_huge = __syncthreads_or(is_huge), whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;

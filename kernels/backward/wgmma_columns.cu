@@ -57,8 +57,8 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one is read");
 
 // Named barriers.
-constexpr int dS_full = 1;   // both warpgroups have written theirs
-constexpr int dS_empty = 2;  // and have read all of what was there before
+constexpr int dS_full = 1;   // both warpgroups have written dS
+constexpr int dS_empty = 2;  // both have read the previous dS
 
 // And one for each stage, from this on: both have read its row sums.
 constexpr int sums_read = sums_left + 1;

@@ -18,7 +18,7 @@ __device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
   return sum;
 }
 
-// rowsum(dO * O) of a row, for all of its lanes; 0 for one that is not there.
+// rowsum(dO * O) of a row, for all of its lanes; 0 for one that does not exist.
 template <int dv, int lanes>
 __device__ __forceinline__ float row_product(const Tensor<const result>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,

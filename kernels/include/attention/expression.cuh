@@ -714,8 +714,8 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // The element at as many indices as there are axes: Index, Whole, int, long long, each of them
-  // perhaps in bounded(), which keeps it within its axis.
+  // Loads one element. Takes one index per axis: Index, Whole, int or long long, or bounded() of
+  // one, which keeps it within its axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
     static_assert(sizeof...(Indices) == rank, "an index for each axis");
