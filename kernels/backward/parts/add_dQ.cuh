@@ -28,7 +28,8 @@ constexpr int few_blocks = 32;
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.
 template <int steps, int Br, int Bc>
 __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
-                                         TmaTile<scalar, Br, Bc>& dS, const KeyRows& own, int row = 0) {
+                                         TmaTile<scalar, Br, Bc>& dS, const KeyRows& own,
+                                         int row = 0) {
   const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
   scalar* const first = dS.at(row + lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
