@@ -259,8 +259,8 @@ class Modifiers:
     @property
     def constants(self) -> dict[str, bool]:
         return {
-            "has_score_text": bool(self.score),
-            "has_mask_text": bool(self.mask),
+            "has_score_mod": bool(self.score),
+            "has_mask_mod": bool(self.mask),
             "reads_places": self._reads_places,
             "has_sink": self.has_sink,
             "has_e4m3": self.is_e4m3,

@@ -11,10 +11,10 @@ from cupyfa.ladder.common import (
     HALF,
     WARP,
     batch_first,
+    bias_bytes,
     clear_rest,
     key_tiles,
     of_lengths,
-    pair_bytes,
     row_tiles,
     rung,
     tiles_of,
@@ -25,7 +25,7 @@ from cupyfa.ladder.parts import (
     GRADIENT,
     GRADIENT_SCRATCH,
     OPERANDS,
-    REPAIR_PART_GRADIENTS,
+    REPAIR_SPLIT_GRADIENTS,
     SPLIT_FOR_GRADIENTS,
     UNITS,
     pays_for_splitting,
@@ -216,7 +216,7 @@ TWO_PASS = rung(
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """How many groups of warps share the rows of a product, as in warp_part.cuh."""
+    """How many groups of warps share the rows of a product, as in warp_partition.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
@@ -497,7 +497,7 @@ MMA_FP16X2_TWO_PASS = rung(
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
             fp16x2_rows_shared,
         ),
-        REPAIR_PART_GRADIENTS,
+        REPAIR_SPLIT_GRADIENTS,
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages Qr Qc Qw Qs",
@@ -584,7 +584,7 @@ WGMMA_RULES = {
 
 
 def is_wide(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 64 keys take the registers of two warpgroups (query_parts.cuh)."""
+    """Whether dK and dV of 64 keys take the registers of two warpgroups (query_layout.cuh)."""
     return max(sizes.d, sizes.dv) > 128
 
 
@@ -596,18 +596,18 @@ def finishes(p: Problem) -> bool:
     such blocks, and none has many rows. Otherwise a launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
-    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not stays(p)
+    return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
 
 
-FEWEST_STAYING = 2 * 132  # tiles: two rounds on an H100
+FEWEST_PERSISTENT = 2 * 132  # tiles: two rounds on an H100
 
 
-def stays(p: Problem) -> bool:
+def is_persistent(p: Problem) -> bool:
     """Whether blocks of wgmma_columns go from tile to tile. Measured: where many are short."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
-    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_STAYING or not p.M:
+    if cdiv(p.N, 128) * p.kv_heads * p.batch < FEWEST_PERSISTENT or not p.M:
         return False  # without rows begin_rows has no block that clears the counter
     length, d = max(p.M * p.group, p.N), max(p.d, p.dv)
     if d <= 64:
@@ -617,11 +617,11 @@ def stays(p: Problem) -> bool:
 
 def wgmma_blocks(p: Problem, c: SimpleNamespace) -> int:
     tiles = key_tiles(p, c)
-    return min(c.multiprocessors, tiles) if stays(p) else tiles
+    return min(c.multiprocessors, tiles) if is_persistent(p) else tiles
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """How many blocks share dQ of a tile, as in query_parts.cuh."""
+    """How many blocks share dQ of a tile, as in query_layout.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -638,7 +638,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     tiles = 2 * ((c.Bc + c.stages * c.Br) * boxed_width(p) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
     rest = 2 * part + 8 * c.stages * c.Br + 8 * (10 + 4 * c.stages)
-    pairs = pair_bytes(p) * c.Br * c.Bc
+    pairs = bias_bytes(p) * c.Br * c.Bc
     return round_up(tiles + round_up(rest, 16) + pairs, 1024)
 
 
@@ -710,8 +710,8 @@ WGMMA_COLUMNS = Kernel(
             grid=wgmma_blocks,
             constants={
                 "finishes": lambda p, c: finishes(p),
-                "stays": lambda p, c: stays(p),
-                "pair_bytes": lambda p, c: pair_bytes(p),
+                "persistent": lambda p, c: is_persistent(p),
+                "bias_bytes": lambda p, c: bias_bytes(p),
                 "batch_first": lambda p, c: batch_first(p),
             },
         ),
@@ -895,7 +895,7 @@ WGMMA_FP16X2_TWO_PASS = rung(
     launches=(
         *SPLIT_FOR_GRADIENTS,
         Launch(
-            "part_stats",
+            "split_stats",
             args="lse delta scale2 dO_units flags stats.data M heads mods",
             grid=row_tiles,
             threads=lambda p, c: c.Br,
@@ -927,7 +927,7 @@ WGMMA_FP16X2_TWO_PASS = rung(
             when=is_wide,
             walks={KEY_TILES: lambda p, c: (64, c.Bk)},
         ),
-        REPAIR_PART_GRADIENTS,
+        REPAIR_SPLIT_GRADIENTS,
     ),
     tiles=TileChoice.of(
         "Br Bc stages Bk Ks",

@@ -94,7 +94,7 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
             "of_operands": lambda p, c: of_operands,
             "width": width_of,
         },
-        file="forward/clear_rest.cu",
+        file="forward/steps/clear_rest.cu",
         when=lambda p: p.modifiers.is_packed or p.modifiers.used["MN".index(rows)],
     )
 
@@ -112,7 +112,7 @@ def of_pages(kernel: Kernel) -> Kernel:
     return replace(kernel, features=(*kernel.features, "paged"))
 
 
-def pair_bytes(p: Problem) -> int:
+def bias_bytes(p: Problem) -> int:
     """The bytes of an element of the array whose pairs are copied to shared memory; 0: of none."""
     held = p.modifiers.held
     return held.numpy.itemsize if held else 0

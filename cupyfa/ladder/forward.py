@@ -13,19 +13,26 @@ from cupyfa.ladder.common import (
     HALF,
     WARP,
     batch_first,
+    bias_bytes,
     clear_rest,
     even_width,
     key_tiles,
     of_lengths,
     of_pages,
-    pair_bytes,
     row_tiles,
     rung,
     tiles_of,
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import OPERANDS, PARTS, REPAIR_PARTS, SCRATCH, SPLIT, pays_for_few_rows
+from cupyfa.ladder.parts import (
+    OPERANDS,
+    PARTS,
+    REPAIR_SPLIT_OUTPUT,
+    SCRATCH,
+    SPLIT,
+    pays_for_few_rows,
+)
 from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
 from cupyfa.modifiers import KEY_TILES
@@ -633,7 +640,7 @@ def mma_fp16x2(before: Kernel) -> Kernel:
             "args": f"{PARTS} O lse sizes heads group scale mods",
             "shared": mma_fp16x2_shared,
         },
-        then=(REPAIR_PARTS,),
+        then=(REPAIR_SPLIT_OUTPUT,),
         tiles=TileChoice.of(
             "Br Bc Wr stages",
             [(64, 32, 16, 1), (64, 16, 16, 1), (32, 32, 16, 1), (32, 16, 16, 1), (16, 16, 16, 1)],
@@ -783,7 +790,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
 
 def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
     """The bytes of those of a tile; rows have 16 more than they need."""
-    return c.Br * (c.Bc * pair_bytes(p) + 16) if pair_bytes(p) else 0
+    return c.Br * (c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
 
 
 WGMMA_LAUNCH = Launch(
@@ -820,14 +827,14 @@ WGMMA = Kernel(
     largest_d=256,
     tflops={"float16": {64: 365, 128: 500, 256: 593}, "bfloat16": {64: 367, 128: 510, 256: 594}},
 )
-STAGES_PAIRS = {**WGMMA_LAUNCH.constants, "pair_bytes": lambda p, c: pair_bytes(p)}
+STAGES_BIAS = {**WGMMA_LAUNCH.constants, "bias_bytes": lambda p, c: bias_bytes(p)}
 WGMMA_OVERLAP = rung(
     WGMMA,
     "wgmma_overlap",
     "softmax of a tile overlaps with products; ping-pong of warpgroups",
     launch={
         "shared": lambda p, c: wgmma_shared(p, c, staged_pairs(p, c)),
-        "constants": STAGES_PAIRS,
+        "constants": STAGES_BIAS,
     },
     tflops={"float16": {64: 397, 128: 616, 256: 723}, "bfloat16": {64: 400, 128: 631, 256: 737}},
 )
@@ -839,7 +846,7 @@ WGMMA_PERSISTENT = rung(
     launch={
         "args": "Q.map K.map V.map Q K V O lse sizes heads group scale batch mods",
         "grid": lambda p, c: min(c.multiprocessors, row_tiles(p, c)),
-        "constants": {**STAGES_PAIRS, "batch_first": lambda p, c: batch_first(p)},
+        "constants": {**STAGES_BIAS, "batch_first": lambda p, c: batch_first(p)},
     },
     tiles=TileChoice.of(
         "Br Bc stages Q_stages",
@@ -883,7 +890,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
             },
             "shared": wgmma_fp16x2_shared,
         },
-        then=(REPAIR_PARTS,),
+        then=(REPAIR_SPLIT_OUTPUT,),
         tiles=TileChoice.of(
             "Br Bc stages Q_stages turns",
             [(Br, Bc, 1, 1, 2) for Br in (128, 64) for Bc in (32, 16)],
@@ -989,7 +996,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
             "V8": lambda p, c: round_up(p.dv, 16),
         },
         shared=fp8_shared,
-        constants=STAGES_PAIRS,
+        constants=STAGES_BIAS,
         when=when,
         begins_early=True,
     )

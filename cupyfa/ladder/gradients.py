@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cupyfa.ladder.common import pair_bytes
+from cupyfa.ladder.common import bias_bytes
 from cupyfa.ladder.kernel import Formula, Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
 from cupyfa.modifiers import BIAS, OWN_ARRAYS, SINK, Operand
@@ -18,11 +18,11 @@ _ROWS = _THREADS // 32  # of a block, a warp for each
 _MOST_BLOCKS = 4096  # of a launch that goes through all elements
 _ROW_SUMS = "row_sums"  # scratch of kernels for Hopper: lse and delta of tiles of rows
 _WORD = 61  # bits that a word of a sum has for numbers and for how many there are
-_SUMS = "text_exponents.data text_sums.data text_flags.data"
+_SUMS = "expression_exponents.data expression_sums.data expression_flags.data"
 _SCRATCH = {
-    "text_exponents": (lambda p, c: 4 * p.modifiers.elements, "byte"),
-    "text_sums": (lambda p, c: 8 * _words(p, c) * p.modifiers.elements, "byte"),
-    "text_flags": (lambda p, c: 4 * p.modifiers.elements, "byte"),
+    "expression_exponents": (lambda p, c: 4 * p.modifiers.elements, "byte"),
+    "expression_sums": (lambda p, c: 8 * _words(p, c) * p.modifiers.elements, "byte"),
+    "expression_flags": (lambda p, c: 4 * p.modifiers.elements, "byte"),
 }
 
 
@@ -98,10 +98,10 @@ def _launch(entry: str, args: str, grid: Formula, **numbers: Formula) -> Launch:
 
 _ALL = f"Q K V O dO lse {_SUMS} bits finds_largest sizes heads group scale mods gradients"
 TEXT_GRADIENTS = (
-    _launch("clear_text_sums", f"{_SUMS} gradients", _of_elements),
-    _launch("text_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 1),
-    _launch("text_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 0),
-    _launch("round_text_sums", f"{_SUMS} bits gradients", _of_elements),
+    _launch("clear_expression_sums", f"{_SUMS} gradients", _of_elements),
+    _launch("expression_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 1),
+    _launch("expression_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 0),
+    _launch("round_expression_sums", f"{_SUMS} bits gradients", _of_elements),
 )
 
 # The gradient of a bias on Hopper's tensor cores
@@ -141,7 +141,7 @@ def _bias_fits(p: Problem) -> bool:
 
 def _copied_bytes(p: Problem, c: SimpleNamespace) -> int:
     """The bytes of an element of the bias if it is copied to shared memory, or 0."""
-    return pair_bytes(p) if _bias_fits(p) and p.modifiers.held is _bias(p) else 0
+    return bias_bytes(p) if _bias_fits(p) and p.modifiers.held is _bias(p) else 0
 
 
 def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
@@ -178,7 +178,7 @@ BIAS_GRADIENT = Launch(
     threads=lambda p, c: 128 * (_BIAS_ROWS // 64 + 1),
     shared=_bias_shared,
     constants={
-        "pair_bytes": _copied_bytes,
+        "bias_bytes": _copied_bytes,
         **{x: partial(_bias_stage, x) for x in _STAGES},
     },
     when=_is_a_bias,

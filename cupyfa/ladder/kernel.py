@@ -65,7 +65,7 @@ _FORMER = {
 
 
 def padded(width: int, itemsize: int) -> int:
-    """The row length that padding.cuh gives a tile: an odd multiple of 16 bytes, in elements."""
+    """The row length of a padded tile, in elements: an odd multiple of 16 bytes."""
     step = 16 // itemsize
     return (cdiv(width, step) | 1) * step
 
@@ -127,7 +127,7 @@ class Launch(_Record):
         its bytes of dynamic shared memory.
     constants: more constants to declare above the file, as ``{"name": lambda p, c: …}``: bools,
         whole numbers, or floats, which are rounded to single precision.
-    file: where the file is, if not in the folder of the kernel's operation.
+    file: where the file is, if not in the folder of the kernel's operation or its ``steps``.
     when: whether a problem needs this launch.
     boxes: the rows, at most 256, of a box of each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
         has 64 columns of 16 bits or 128 of 8 bits. Its rows must begin at multiples of 16 bytes: an

@@ -69,13 +69,13 @@ def _repaired_keys(p: Problem, c: SimpleNamespace) -> int:
 
 SPLIT = (
     Launch(
-        "part_maxima",
+        "split_maxima",
         args="K V maxima.data sizes kv_heads mods",
         grid=lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * _THREADS,
         constants={"of_rows": lambda p, c: False, "slabs": _slabs},
-        file="forward/part_maxima.cu",
+        file="forward/steps/split_maxima.cu",
     ),
     Launch(
         "split_operands",
@@ -86,7 +86,7 @@ SPLIT = (
         shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
         numbers={"query_blocks": _query_blocks},
-        file="forward/split_operands.cu",
+        file="forward/steps/split_operands.cu",
     ),
 )
 SPLIT_FOR_GRADIENTS = (
@@ -108,16 +108,16 @@ SPLIT_FOR_GRADIENTS = (
         numbers={"query_blocks": _query_blocks},
     ),
 )
-REPAIR_PARTS = Launch(
-    "repair_parts",
+REPAIR_SPLIT_OUTPUT = Launch(
+    "repair_split_output",
     args="Q K V flags V_exponents.data small_values.data O lse sizes heads group scale mods",
     grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
     threads=lambda p, c: _THREADS,
     shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
     constants={"rows_of_block": lambda p, c: _REPAIRED, "counted": lambda p, c: _ROWS},
 )
-REPAIR_PART_GRADIENTS = Launch(
-    "repair_part_gradients",
+REPAIR_SPLIT_GRADIENTS = Launch(
+    "repair_split_gradients",
     args="Q K V dO lse delta flags dK_flags dV_flags dQ dK dV sizes query_blocks heads kv_heads "
     "group scale mods",
     grid=lambda p, c: _repaired_rows(p, c) + _repaired_keys(p, c),

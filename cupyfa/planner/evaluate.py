@@ -74,7 +74,7 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
     Of a kernel whose folder has one of its files, those that are not there are the project's.
     """
     file = Path(launch.file or f"{launch.entry}.cu")
-    ours = file if launch.file else kernel.operation / file
+    ours = _project_file(file if launch.file else Path(kernel.operation, file))
     if kernel.folder is None:
         return ours
     folder = Path(kernel.folder).resolve()
@@ -82,6 +82,12 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
     if (folder / file).is_file() or not any((folder / x).is_file() for x in others):
         return folder / file
     return ours if (KERNELS / ours).is_file() else folder / file
+
+
+def _project_file(file: Path) -> Path:
+    """Where kernels/ has a file: in its folder, or among the helper launches in ``steps``."""
+    step = file.parent / "steps" / file.name
+    return step if (KERNELS / step).is_file() else file
 
 
 class _Planner:
@@ -193,7 +199,7 @@ class _Planner:
             mods=mods.header(
                 p,
                 taped="gradients" in launch.args.split(),
-                copies=bool(own.get("pair_bytes")),
+                copies=bool(own.get("bias_bytes")),
             ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
@@ -212,7 +218,7 @@ class _Planner:
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
         roughly = roughly and all(x.is_additive for x in self.modifiers.score[1:])
-        return {"caps_tiles": caps, "caps_roughly": roughly}
+        return {"caps_tiles": caps, "approximates_softcap": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
         """Whether a launch reads the maps of a block mask."""

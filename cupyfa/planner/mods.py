@@ -61,8 +61,8 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     return "\n".join(
         [
             *(f"#include <{name}>" for name in sorted(headers)),
-            "#include <attention/texts.cuh>",
-            *(["#include <attention/staged_pairs.cuh>"] if copies else []),
+            "#include <attention/score_mod.cuh>",
+            *(["#include <attention/staged_bias_tile.cuh>"] if copies else []),
             *(
                 f"template <> constexpr bool is_bfloat16<{DTYPES[x].scalar}> = true;"
                 for x in ("bfloat16",)
@@ -70,8 +70,8 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
-            _function(p, "score_text", found.score),  # both, because compilers look names up
-            _function(p, "mask_text", found.mask),  # also in branches that they discard
+            _function(p, "score_mod", found.score),  # both, because compilers look names up
+            _function(p, "mask_mod", found.mask),  # also in branches that they discard
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
@@ -242,7 +242,7 @@ def _held(x: Operand) -> str:
 
 
 def _tape(p: Problem) -> str:
-    """What text_gradients.cu reads of the texts of a problem."""
+    """What expression_gradients.cu reads of the texts of a problem."""
     found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
     accesses: list[str] = []
 
@@ -252,7 +252,7 @@ def _tape(p: Problem) -> str:
         accesses.append(array)
         return len(accesses) - 1
 
-    function = _function(p, "score_text", p.modifiers.score, slot)
+    function = _function(p, "score_mod", p.modifiers.score, slot)
     _refuse_slopes(p, len(accesses))
     members = (f" {_member(x)} {gradient_of(x.name)};" for x in found)
     sizes = [prod(x.shape) for x in found]
@@ -294,7 +294,7 @@ def _function(
     """The function that applies texts, one after the other; with ``slot`` on a tape."""
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
-    is_score = name == "score_text"
+    is_score = name == "score_mod"
     result, first = ("Score", "Capped<is_capped>, Score score, ") if is_score else ("bool", "")
     if slot is not None:
         result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "

@@ -196,7 +196,7 @@ class Plan:
     def paired(self) -> dict[str, int]:
         """The arrays of which kernels read several elements at a time, and of how many bytes."""
         found = self.problem.modifiers
-        copied = found.held if any(x.constants.get("pair_bytes") for x in self.programs) else None
+        copied = found.held if any(x.constants.get("bias_bytes") for x in self.programs) else None
         return {
             x.input: BOX_ALIGNMENT if x is copied else 2 * x.numpy.itemsize
             for x in found.arrays

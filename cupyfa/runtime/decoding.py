@@ -45,7 +45,7 @@ APPEND = Launch(
     "prefix_keys.data k_scale v_scale",
     grid=lambda p, c: c.count,
     threads=lambda p, c: THREADS,
-    file="forward/append_keys.cu",
+    file="forward/steps/append_keys.cu",
 )
 _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPEND,))
 

@@ -242,7 +242,7 @@ def _ready(
 def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
     value, inside = mods.value(p)
     sizes = {"heads": p.heads, "ragged": False, "packed": False, "page_size": 0}
-    sizes["caps_tiles"] = sizes["caps_roughly"] = False  # a mask has no softcap
+    sizes["caps_tiles"] = sizes["approximates_softcap"] = False  # a mask has no softcap
     options = {**p.options.constants, **p.modifiers.constants, **sizes}
     return _planned(
         CLASSIFY,

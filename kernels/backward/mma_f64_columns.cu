@@ -14,7 +14,7 @@
 #include <attention/exp2_f64.cuh>
 #include <backward/parts/f64_products.cuh>
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/query_part.cuh>
+#include <backward/parts/query_partition.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>
 #include <tile/shared.cuh>
@@ -24,7 +24,7 @@ constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zero
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 
 // A warp's part of S or dP: number `role` of the warps that share it.
-struct Scores : WarpPart<Br, Bc, warps / sharing> {
+struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   int role;
 
   __device__ __forceinline__ Scores() {
@@ -72,8 +72,8 @@ struct Shared : Exchange<sharing - 1> {
   RowStats stats[2][Br];
 };
 using Loads = RowLoads<threads, Br>;
-using KeyPart = WarpPart<Bc, depth, warps>;
-using ValuePart = WarpPart<Bc, width, warps>;
+using KeyPart = WarpPartition<Bc, depth, warps>;
+using ValuePart = WarpPartition<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole && warps % sharing == 0, "warps divide S evenly");
@@ -119,7 +119,7 @@ struct Walk {
 
 // Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
 constexpr int query_slices = depth > 128 ? 2 : 1;
-using Queries = QueryPart<Br, depth, warps, query_slices>;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 __device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, long long tile) {
   real* to = dQ_sum + tile * (query_slices * Queries::fours * 4 * threads);
@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
     else
       multiply_part(S, shared.dO[stage], shared.V, own);
     if (own.role > 0) shared.give(S, own.role);
-    __syncthreads();  // S and dP are there
+    __syncthreads();  // S and dP are written
     if (own.role > 0) return;
     if (sharing == 4) shared.add(S, 2);
     shared.add(dP, 1);
@@ -166,9 +166,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
   }
 }
 
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO are
-// there when it begins, and the next tile's when it ends. Unless it is `masked` every row sees
-// every key.
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO
+// have arrived when it begins, and the next tile's when it ends. Unless it is `masked` every row
+// sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,
@@ -192,7 +192,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     }
   }
   if (more) next.store(shared.stats[1 - turn]);
-  __syncthreads();  // P and dS are there
+  __syncthreads();  // P and dS are written
 
   multiply_columns<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
   multiply_columns<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
@@ -215,7 +215,7 @@ __device__ __forceinline__ void store_or_repair(const typename Own::Sums& sums,
                    repair.batch, repair.kv_head, first, repair.extent.N, own_lane(), own.col,
                    of_V ? dv : d);
   else
-    call_rarely([=] {
+    call_cold_path([=] {
       repair.template keys<of_V, Own::cols>(gradient, group, first, first + Own::rows, own.col);
     });
 }
@@ -252,7 +252,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     cp_async_commit_group();
     first.store(shared.stats[0]);
     cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles have arrived
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -264,7 +264,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_columns(
     add_dQ(shared, dQ_sum,
            tile_of_rows<Br>(sizes, mods, batch, head, kv_heads * group, pair.first_row));
     cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
+    __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};

@@ -1,5 +1,5 @@
 // mma_fp16x2_two_pass_columns: `mma_two_pass_columns` for float32 at its own accuracy. Operands are
-// two parts in float16 (half_parts.cuh).
+// two parts in float16 (split_pair.cuh).
 //
 // A warp owns 16 keys. Its products are transposed, S^T = K Q^T: so P^T and dS^T are operands of
 // dV += P^T dO and dK += dS^T Q right where they are computed. The rows of Q and dO have powers of
@@ -10,15 +10,15 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
+//   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
 //   row_maxima), d, dv, threads, shared_bytes and options (score.cuh)
-#include <backward/parts/half_gradients.cuh>
-#include <backward/parts/part_keys.cuh>
-#include <backward/parts/part_walk.cuh>
-#include <forward/parts/part_products.cuh>
+#include <backward/parts/split_f32/split_gradients.cuh>
+#include <backward/parts/split_f32/split_row_iterator.cuh>
+#include <backward/parts/split_f32/store_split_dK_dV.cuh>
+#include <forward/parts/split_f32/split_products.cuh>
 #include <ptx/arch.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
@@ -40,15 +40,15 @@ struct Shared {  // high parts, then low ones
   operand V[2][Bc][width];
   operand Q[stages][2][Br][depth];
   operand dO[stages][2][Br][width];
-  PartStats stats[2][Br];
+  SplitStats stats[2][Br];
   float largest[2][sharing][Bc];  // weights of dK and dV
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
 static_assert(Br % (sharing * step) == 0, "warps share out whole products");
 
-using Loads = PartLoads<threads, Br>;
-using Walk = PartWalk<threads, Br, Bc, depth, width>;
+using Loads = SplitStatsLoads<threads, Br>;
+using Walk = SplitRowIterator<threads, Br, Bc, depth, width>;
 using Weights = float[1][own_rows / 8][4];
 template <int columns>
 using Sums = float[1][columns / 8][4];
@@ -86,9 +86,9 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
-// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO are
-// there when it begins, and the next tile's when it ends. With one only Q is, and each of both is
-// replaced while the other one is read. Unless it is `masked` every row sees every key.
+// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO have
+// arrived when it begins, and the next tile's when it ends. With one stage only Q has, and Q and dO
+// are each replaced while the other is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -102,19 +102,19 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     if (more) walk.begin_Q(shared.Q[1 - stage]), walk.begin_dO(shared.dO[1 - stage]);
     cp_async_commit_group();
   }
-  const PartStats(&stats)[Br] = shared.stats[turn];
+  const SplitStats(&stats)[Br] = shared.stats[turn];
   Weights P = {}, PS, dS = {};
   {
     const Own own;
     multiply_keys(shared.K, shared.Q[stage], P, own);
     compute_P<masked>(P, PS, stats, own.scores(), pair, scorer);
   }
-  if (stages == 1) meet();  // dO is there
+  if (stages == 1) meet();  // dO has arrived
   {
     const Own own;
     multiply_keys(shared.V, shared.dO[stage], dS, own);
     compute_dS(dS, PS, stats, own.scores(), pair.extent.kept_factor());
-    multiply_units<&PartStats::unit>(dS, stats, own.scores());
+    multiply_units<&SplitStats::unit>(dS, stats, own.scores());
   }
   add_product(dK, dS, largest[0], shared.Q[stage]);
   if (stages == 1) {
@@ -123,10 +123,10 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     cp_async_commit_group();
   }
   if (more) walk.load_stats(next);
-  multiply_units<&PartStats::dO_unit>(P, stats, Own().scores());
+  multiply_units<&SplitStats::dO_unit>(P, stats, Own().scores());
   add_product(dV, P, largest[1], shared.dO[stage]);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next tile, or Q of it, is there
+  meet();  // the next tile, or Q of it, has arrived
   if (stages == 1) {
     if (more) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
@@ -154,7 +154,7 @@ __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
         maxima[other][own.key + own.lane / 4 + own.lane % 4 * 8] =
             largest.weight[0][own.lane % 4 == 1];
     }
-    __syncthreads();  // the other warp's sums are there
+    __syncthreads();  // the other warp's sums are written
     if (turn > 0) continue;
 #pragma unroll
     for (int i = 0; i < count; ++i) sums[0][i / 4][i % 4] += place[i * warp_size];
@@ -180,16 +180,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  Walk walk = {WalkDown<Br, Bc>(extent, first_key, kv_head, group), Q_high,  Q_low, dO_high, dO_low,
-               {lse, delta, scale2, dO_units, flags, batch},        extent.M};
+  Walk walk = {{extent, first_key, kv_head, group},          Q_high,  Q_low, dO_high, dO_low,
+               {lse, delta, scale2, dO_units, flags, batch}, extent.M};
   Sums<depth> sums_K = {};
   Sums<width> sums_V = {};
   Largest<1> largest[2];
   if (walk.left > 0) {
     Loads first;
     walk.load_stats(first);
-    PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
-    PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
+    SplitHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
+    SplitHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
     walk.begin_Q(shared.Q[0]);
     if (stages == 2) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
@@ -205,7 +205,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
   }
-  const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const SplitKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   const Own own;
   const int own_key = first_key + own.key;
   join_sums(shared.K, shared.largest[0], sums_K, largest[0]);

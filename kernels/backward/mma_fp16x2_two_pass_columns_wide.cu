@@ -1,40 +1,40 @@
 // mma_fp16x2_two_pass_columns_wide: `mma_fp16x2_two_pass_columns` where dK and dV of 16 keys do not
-// fit into the registers of a warp. Teams of four warps own 32 keys (given_weights.cuh): each warp
+// fit into the registers of a warp. Teams of four warps own 32 keys (team_gradients.cuh): each warp
 // computes some of P^T and dS^T, and adds some columns of dV += P^T dO and dK += dS^T Q.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
-//   row_maxima: see part_maxima.cu    lse, delta [batch, heads, M]
+//   row_maxima: see split_maxima.cu    lse, delta [batch, heads, M]
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, row_slabs (those of row_maxima),
 //   d, dv, threads, shared_bytes and options (score.cuh)
-#include <backward/parts/given_weights.cuh>
-#include <backward/parts/part_keys.cuh>
-#include <backward/parts/part_walk.cuh>
+#include <backward/parts/split_f32/split_row_iterator.cuh>
+#include <backward/parts/split_f32/store_split_dK_dV.cuh>
+#include <backward/parts/split_f32/team_gradients.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 constexpr int ahead_of_K = depth % 64 == 0 ? 4 : 1, ahead_of_V = width % 64 == 0 ? 4 : 1;
 constexpr int givens = Br == step ? 1 : 2;  // tiles of 16 rows are for little shared memory
-using Given = GivenWeights<Bc, Br>;
+using Given = TeamWeights<Bc, Br>;
 
 struct Shared {  // high parts, then low ones
   operand K[2][Bc][depth];
   operand V[2][Bc][width];
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
-  PartStats stats[2][Br];
+  SplitStats stats[2][Br];
   Given given[givens];  // dS and P, or one after the other
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 
-using Loads = PartLoads<threads, Br>;
-using Walk = PartWalk<threads, Br, Bc, depth, width>;
+using Loads = SplitStatsLoads<threads, Br>;
+using Walk = SplitRowIterator<threads, Br, Bc, depth, width>;
 
-// One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q is there when it begins.
+// One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q has arrived when it begins.
 // Each of Q and dO is replaced while the other one is read. Unless it is `masked` every row sees
 // every key.
 template <bool masked>
@@ -44,7 +44,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
                                           const Scorer<float>& scorer) {
   walk.advance();
   const bool more = walk.left > 0;
-  const PartStats(&stats)[Br] = shared.stats[turn];
+  const SplitStats(&stats)[Br] = shared.stats[turn];
   const auto scores = [](const TeamPlace& own) {
     return OwnScores<true>{own.number + 2 * (own.lane % 4), own.row + own.lane / 4};
   };
@@ -55,13 +55,13 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     multiply_scores<ahead_of_K, true>(shared.K, shared.Q, P, own.row, own.lane, own.number);
     compute_P<masked>(P, PS, stats, scores(own), pair, scorer);
   }
-  meet();  // dO is there
+  meet();  // dO has arrived
   if (Given::has_own()) {
     const TeamPlace own;
     multiply_scores<ahead_of_V, true>(shared.V, shared.dO, dS, own.row, own.lane, own.number);
     compute_dS(dS, PS, stats, scores(own), pair.extent.kept_factor());
-    multiply_units<&PartStats::unit>(dS, stats, scores(own));
-    multiply_units<&PartStats::dO_unit>(P, stats, scores(own));
+    multiply_units<&SplitStats::unit>(dS, stats, scores(own));
+    multiply_units<&SplitStats::dO_unit>(P, stats, scores(own));
     shared.given[0].give(dS, largest[0]);
     if (givens == 2) shared.given[1].give(P, largest[1]);
   }
@@ -77,16 +77,16 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   }
   shared.given[givens - 1].multiply(dV, shared.dO);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next Q is there
+  meet();  // the next Q has arrived
   if (more) walk.begin_dO(shared.dO);
   cp_async_commit_group();
 }
 
-// Stores the warp's columns of dK, or of dV, and the flags of keys, as PartKeys::store().
+// Stores the warp's columns of dK, or of dV, and the flags of keys, as SplitKeys::store().
 template <bool of_V, int columns>
 __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<columns>& sums,
                                            const Largest<1>& largest,
-                                           const PartKeys<d, dv, row_slabs>& keys,
+                                           const SplitKeys<d, dv, row_slabs>& keys,
                                            Tensor<result> gradient, Tensor<unsigned char> flags,
                                            const int* exponents, float scale, int first_key) {
   constexpr int cols = of_V ? dv : d;
@@ -114,16 +114,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  Walk walk = {WalkDown<Br, Bc>(extent, first_key, kv_head, group), Q_high,  Q_low, dO_high, dO_low,
-               {lse, delta, scale2, dO_units, flags, batch},        extent.M};
+  Walk walk = {{extent, first_key, kv_head, group},          Q_high,  Q_low, dO_high, dO_low,
+               {lse, delta, scale2, dO_units, flags, batch}, extent.M};
   TeamSums<depth> sums_K = {};
   TeamSums<width> sums_V = {};
   Largest<1> largest[2];
   if (walk.left > 0) {
     Loads first;
     walk.load_stats(first);
-    PartsHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
-    PartsHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
+    SplitHead<depth>(K_high, K_low, batch, kv_head, extent.N).copy<threads>(shared.K, first_key);
+    SplitHead<width>(V_high, V_low, batch, kv_head, extent.N).copy<threads>(shared.V, first_key);
     walk.begin_Q(shared.Q);
     cp_async_commit_group();
     first.store(shared.stats[0]);
@@ -138,7 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
   }
-  const PartKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
+  const SplitKeys<d, dv, row_slabs> keys(row_maxima, extent, batch, kv_head, kv_heads, group);
   store_keys<false, depth>(shared, sums_K, largest[0], keys, dK, dK_flags, K_exponents, scale,
                            first_key);
   store_keys<true, width>(shared, sums_V, largest[1], keys, dV, dV_flags, V_exponents, scale,

@@ -8,9 +8,9 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
 //   and options (score.cuh)
-#include <backward/parts/part_rows.cuh>
-#include <forward/parts/part_products.cuh>
-#include <forward/parts/parts_head.cuh>
+#include <backward/parts/split_f32/store_split_dQ.cuh>
+#include <forward/parts/split_f32/split_head.cuh>
+#include <forward/parts/split_f32/split_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
@@ -28,7 +28,7 @@ struct Shared {  // high parts, then low ones
   operand dO[2][Br][width];
   operand K[stages][2][Bc][depth];
   operand V[stages][2][Bc][width];
-  PartStats stats[Br];
+  SplitStats stats[Br];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
@@ -44,18 +44,18 @@ struct Keys {
   int batch, head, N;
 
   __device__ __forceinline__ void begin_K(Shared& shared, int first_key, int stage) const {
-    PartsHead<depth>(K_high, K_low, opaque(batch), opaque(head), N)
+    SplitHead<depth>(K_high, K_low, opaque(batch), opaque(head), N)
         .copy<threads>(shared.K[stage], first_key);
   }
   __device__ __forceinline__ void begin_V(Shared& shared, int first_key, int stage) const {
-    PartsHead<width>(V_high, V_low, opaque(batch), opaque(head), N)
+    SplitHead<width>(V_high, V_low, opaque(batch), opaque(head), N)
         .copy<threads>(shared.V[stage], first_key);
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. With two stages K and V are there when it begins, and the
-// next are when it ends. With one only V is, and each of both is replaced while the other one is
-// read. Unless it is `masked` every row sees every key.
+// One tile of keys: P, dS and dQ += dS K. With two stages K and V have arrived when it begins, and
+// the next ones when it ends. With one stage only V has, and K and V are each replaced while the
+// other is read. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -71,7 +71,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   Weights P = {}, PS, dS = {};
   multiply_scores<at_once>(shared.dO, shared.V[buffer], dS, own_row, lane);
   if (stages == 1) {
-    meet();  // K is there, and V is no longer read
+    meet();  // K has arrived, and V is no longer read
     if (more) keys.begin_V(shared, next, 0);
     cp_async_commit_group();
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   float factor[Wr / step][2];
   largest.raise(dS, factor);
   multiply_output<looks_ahead>(shared.K[buffer], dS, dQ, factor, lane);
-  meet();  // the next V is there, and these are no longer read
+  meet();  // the next V has arrived, and these are no longer read
   if (stages == 1) {
     if (more) keys.begin_K(shared, next, 0);
     cp_async_commit_group();
@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
   const int kv_head = head / group;
   const Keys keys = {K_high, K_low, V_high, V_low, batch, kv_head, extent.N};
 
-  PartLoads<threads, Br> loads;
+  SplitStatsLoads<threads, Br> loads;
   loads.load({lse,
               delta,
               scale2,
@@ -115,8 +115,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
               {flags.data, flags.batch_stride, flags.head_stride, flags.row_stride},
               batch},
              head, first_row, extent.M);
-  PartsHead<depth>(Q_high, Q_low, batch, head, extent.M).copy<threads>(shared.Q, first_row);
-  PartsHead<width>(dO_high, dO_low, batch, head, extent.M).copy<threads>(shared.dO, first_row);
+  SplitHead<depth>(Q_high, Q_low, batch, head, extent.M).copy<threads>(shared.Q, first_row);
+  SplitHead<width>(dO_high, dO_low, batch, head, extent.M).copy<threads>(shared.dO, first_row);
   keys.begin_V(shared, rows.kv_begin, 0);
   if (stages == 2) keys.begin_K(shared, rows.kv_begin, 0);
   cp_async_commit_group();

@@ -93,7 +93,7 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
 }
 
 // S becomes P = 2^(S * log2e - lse2). PS, P times the modification's slope, is parked. has_huge:
-// whether there are rows whose lse2 is NaN, which take lse_of(row).
+// whether the lse2 of some rows is NaN, which take lse_of(row).
 template <bool masked, bool has_huge = false, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -141,8 +141,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes a warp's part of P or dS to the tile that begins at `to`, as far as there are rows and, by
-// eights, columns.
+// Writes a warp's part of P or dS to the tile at `to`: rows that exist, and columns by eights.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);
@@ -181,7 +180,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   Ring<Source, Stage, stages> ring = {
       shared.ring, {Q, K, V, dO, M, N, batch, head, head / group, first_row, key}};
   ring.start();
-  loads.store(shared.stats);  // there from the next barrier on
+  loads.store(shared.stats);  // visible from the next barrier on
   const bool is_huge = threadIdx.x < Br && isnan(loads.stats[0].lse2);
   const bool has_huge = __syncthreads_or(is_huge), whole = key + Bc <= N && pair.reaches_all();
   const long long place = ((long long)local_head * M + first_row) * stride + col;

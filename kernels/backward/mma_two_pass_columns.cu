@@ -9,7 +9,7 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/store_part.cuh>
+#include <backward/parts/store_or_repair.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 
@@ -26,9 +26,9 @@ struct Shared {
   RowStats stats[2][Br];
 };
 using Loads = RowLoads<threads, Br>;
-using Scores = WarpPart<Br, Bc, warps>;
-using KeyPart = WarpPart<Bc, depth, warps>;
-using ValuePart = WarpPart<Bc, width, warps>;
+using Scores = WarpPartition<Br, Bc, warps>;
+using KeyPart = WarpPartition<Bc, depth, warps>;
+using ValuePart = WarpPartition<Bc, width, warps>;
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
@@ -74,7 +74,7 @@ struct Walk {
     loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
   }
 };
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO are there when it
+// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived when it
 // begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
@@ -101,7 +101,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
     store_tile(shared.dS, dP, own, lane);
   }
   if (more) next.store(shared.stats[1 - turn]);
-  __syncthreads();  // P and dS are there
+  __syncthreads();  // P and dS are written
 
   multiply_tiles<true>(dV, shared.P, shared.dO[stage], ValuePart(), own_lane());
   multiply_tiles<true>(dK, shared.dS, shared.Q[stage], KeyPart(), own_lane());
@@ -143,7 +143,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     cp_async_commit_group();
     first.store(shared.stats[0]);
     cp_async_wait_group<0>();
-    __syncthreads();  // the tiles are there
+    __syncthreads();  // the tiles have arrived
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
     const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
@@ -152,7 +152,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
     else
       step_down<true>(shared, walk, pair, sums_K, sums_V, turn, scorer);
     cp_async_wait_group<0>();
-    __syncthreads();  // the next tile is there, and this one is no longer read
+    __syncthreads();  // the next tile has arrived, and this one is no longer read
   }
   const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,      dO,
                                                         stats,  scorer, batch, kv_head};

@@ -9,7 +9,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
 //   and options (score.cuh)
-#include <backward/parts/call_rarely.cuh>
+#include <backward/parts/cold_path.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/store_gradient.cuh>
@@ -75,7 +75,7 @@ struct Keys {
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. K and V are there when it begins, and the next are when
+// One tile of keys: P, dS and dQ += dS K. K and V have arrived when it begins, and the next when
 // it ends. Unless it is `masked` every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
@@ -98,7 +98,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
     cp_async_commit_group();
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K and V are there, and these are no longer read
+  __syncthreads();  // the next K and V have arrived, and these are no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
@@ -126,7 +126,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
   cp_async_commit_group();
   loads.store(shared.stats);
   cp_async_wait_group<0>();
-  __syncthreads();  // the tiles are there
+  __syncthreads();  // the tiles have arrived
   Queries sums = {};
   int buffer = 0;
   for (int first_key = rows.kv_begin; first_key < rows.kv_end;
@@ -144,6 +144,6 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(
     const Repair<d, dv, operand, StatsInMemory> repair = {extent, Q,      K,     V,           dO,
                                                           stats,  scorer, batch, head / group};
     const int first = first_row + own.row;
-    call_rarely([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
+    call_cold_path([=, head = head] { repair.rows<depth>(dQ, head, first, first + Wr, 0); });
   }
 }

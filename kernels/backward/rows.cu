@@ -40,7 +40,7 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
 
   load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
   share_out<threads, Br * d, 4>([&](int i, int) { shared.dQ[i / d][i % d] = 0; });
-  __syncthreads();  // lse is there
+  __syncthreads();  // lse is written
   load_rows<threads, d>(shared.Q, Q, shared.lse, batch, head, first_row);
   load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
 
@@ -50,9 +50,9 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
     __syncthreads();  // before this tile overwrites keys that a slower thread still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
-    __syncthreads();  // K and V are there
+    __syncthreads();  // K and V have arrived
     compute_P_and_dS<threads, d, dv>(shared, pair, scorer);
-    __syncthreads();  // P and dS are there
+    __syncthreads();  // P and dS are written
     sum_over_keys<threads, d>(shared.dS, shared.K, pair,
                               [&](int row, int col, real sum) { shared.dQ[row][col] += sum; });
     sum_over_rows<threads, dv>(shared.P, shared.dO, pair, [&](int key, int col, real sum) {
@@ -65,7 +65,7 @@ extern "C" __global__ __launch_bounds__(threads) void rows(
     });
   }
 
-  __syncthreads();  // the sums are there
+  __syncthreads();  // the sums are written
   const timeline::Phase phase(timeline::epilogue);
   share_out<threads, Br * d, 4>([&](int i, int) {
     const int row = i / d, col = i % d;

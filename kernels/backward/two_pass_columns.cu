@@ -50,12 +50,12 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
       const TilePair<Br, Bc> pair = {own, first_row, first_key};
       __syncthreads();  // before this tile overwrites rows that a slower thread still reads
       load_row_sums<threads>(shared.lse, shared.delta, lse, delta, batch, head, first_row, M);
-      __syncthreads();  // lse is there
+      __syncthreads();  // lse is written
       load_rows<threads, d>(shared.Q, Q, shared.lse, batch, head, first_row);
       load_rows<threads, dv>(shared.dO, dO, shared.lse, batch, head, first_row);
-      __syncthreads();  // Q and dO are there
+      __syncthreads();  // Q and dO have arrived
       compute_P_and_dS<threads, d, dv>(shared, pair, scorer);
-      __syncthreads();  // P and dS are there
+      __syncthreads();  // P and dS are written
       sum_over_rows<threads, dv>(shared.P, shared.dO, pair,
                                  [&](int key, int col, real sum) { shared.dV[key][col] += sum; });
       sum_over_rows<threads, d>(shared.dS, shared.Q, pair,
@@ -63,7 +63,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
     }
   }
 
-  __syncthreads();  // the sums are there
+  __syncthreads();  // the sums are written
   const timeline::Phase phase(timeline::epilogue);
   share_out<threads, Bc * d, 4>([&](int i, int) {
     const int key = i / d, col = i % d;

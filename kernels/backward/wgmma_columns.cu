@@ -6,36 +6,36 @@
 // the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
 // copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
 //
-// A block has one tile of keys. Or it `stays`, where sequences are short: it goes from one tile to
-// the next, and loads that while it stores the gradients of the last one. The next tile is the
-// first that no block has; counts[0] counts them.
+// A block has one tile of keys. Or it is `persistent`, where sequences are short: it goes from one
+// tile to the next, and loads that while it stores the gradients of the last one. The next tile is
+// the first that no block has; counts[0] counts them.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if blocks stay one for each multiprocessor
 //   block (384)
-//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, stays, pair_bytes,
-//   batch_first, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
+//   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (score.cuh)
 #include <backward/parts/add_dQ.cuh>
-#include <backward/parts/kept_operands.cuh>
 #include <backward/parts/load_rows.cuh>
+#include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 using Task = KeyTile<Br, Bc>;
-using Parts = QueryParts<Br, d, dv>;
-using Part = RegisterTile<Parts::width>;
-using Pairs = OfWarps<StagedColumns<pair_bytes, Br / 8>, 4 * consumers>;
-// Whether V stays in registers, so that it is read from shared memory once. A text that reads
-// places or arrays leaves too few registers for it.
-constexpr bool keeps_V = Parts::by_rows && dv <= 64 && unit_slope && !has_dropout &&
-                         !(has_score_text && reads_places && pair_bytes == 0);
+using Layout = QueryLayout<Br, d, dv>;
+using Part = RegisterTile<Layout::width>;
+using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
+// Whether V stays in registers, so that it is read from shared memory once. An expression that
+// reads places or arrays leaves too few registers for it.
+constexpr bool keeps_V = Layout::by_rows && dv <= 64 && unit_slope && !has_dropout &&
+                         !(has_score_mod && reads_places && bias_bytes == 0);
 // Whether the quarter of a tile is left out that a causal mask hides.
-constexpr bool has_quarters = Parts::by_rows && dS_stages == 2 && causal && !windowed &&
-                              !has_row_tiles && !has_dropout && pair_bytes == 0;
+constexpr bool has_quarters = Layout::by_rows && dS_stages == 2 && causal && !windowed &&
+                              !has_row_tiles && !has_dropout && bias_bytes == 0;
 
 struct Shared {
   TmaTile<scalar, Bc, d> K;
@@ -49,16 +49,16 @@ struct Shared {
   Pipeline<stages> Q_pipeline, dO_pipeline;
   int is_last[consumers];
   TileQueue queue;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(Bc == consumers * warpgroup_rows && !Parts::is_wide, "a warpgroup owns 64 keys");
+static_assert(Bc == consumers * warpgroup_rows && !Layout::is_wide, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one is read");
 
 // Named barriers.
-constexpr int dS_full = 1;   // both warpgroups have written theirs
-constexpr int dS_empty = 2;  // and have read all of what was there before
+constexpr int dS_full = 1;   // both warpgroups have written dS
+constexpr int dS_empty = 2;  // both have read the previous dS
 
 // And one for each stage, from this on: both have read its row sums.
 constexpr int sums_read = sums_left + 1;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 // A warpgroup of consumers.
 struct Consumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Scorer<float> scorer;
   Sums<depth> dK;
   Sums<width> dV;
@@ -103,7 +103,7 @@ struct Consumer {
     }
     task.for_tiles([&](int head, int row, long long) {
       const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
-      if (task.is_first(head, row)) shared.pairs.own().load(pair, row, own.first_key());
+      if (task.is_first(head, row)) shared.bias.own().load(pair, row, own.first_key());
       advance(pair, task.after(head, row));
     });
     if (!is_loaded) return;
@@ -114,10 +114,10 @@ struct Consumer {
 
   // Begins the warpgroup's part of dQ = dS K: of its rows, columns or keys.
   template <int summed>
-  __device__ __forceinline__ void begin_dQ(Sums<Parts::width>& dQ) const {
+  __device__ __forceinline__ void begin_dQ(Sums<Layout::width>& dQ) const {
     const int first = own.warpgroup * warpgroup_rows;
-    ::begin_dQ<summed>(shared.dS[dS_tile.stage], shared.K, dQ, Parts::by_rows ? first : 0,
-                       Parts::count == 1 ? first : 0, Parts::by_columns ? own.warpgroup : 0);
+    ::begin_dQ<summed>(shared.dS[dS_tile.stage], shared.K, dQ, Layout::by_rows ? first : 0,
+                       Layout::count == 1 ? first : 0, Layout::by_columns ? own.warpgroup : 0);
   }
 
   // A tile of rows. Its products with dS are under way while others are waited for. For tiles that
@@ -125,7 +125,7 @@ struct Consumer {
   // first 64 rows see none of the last 64 keys: the keys' warpgroup leaves out these rows, and the
   // one that has these rows of dQ the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
-    constexpr int all = Parts::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
+    constexpr int all = Layout::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
     if (!is_masked(pair)) return advance<false, 0, all>(pair, next_row);
     if constexpr (has_quarters)
       if (pair.extent.kv_end(pair.first_row + half - 1) <= pair.first_key + half) {
@@ -155,7 +155,7 @@ struct Consumer {
     const auto& stored = shared.sums[rows.stage];
     const SumsOfRows sums = {stored.lse2 + first, stored.delta + first};
     Sums<Br - first> S, dP;
-    Sums<Parts::width> dQ;
+    Sums<Layout::width> dQ;
     Operands<Br - first> P, dS;
     shared.Q_pipeline.wait(rows);
     begin_scores(shared.K, Q, S, own.warpgroup * warpgroup_rows, first);
@@ -171,7 +171,7 @@ struct Consumer {
     const auto branch = [&] {
       if constexpr (overlaps) shared.dO_pipeline.wait(rows);
     };
-    own.compute_P_and_dS<masks, overlaps>(S, dP, sums, scorer, rest, shared.pairs.own(), next_row,
+    own.compute_P_and_dS<masks, overlaps>(S, dP, sums, scorer, rest, shared.bias.own(), next_row,
                                           branch);
     pack_operands<scalar>(S, P);
     pack_operands<scalar>(dP, dS);
@@ -179,7 +179,7 @@ struct Consumer {
     store_dS(dS, shared.dS[dS_tile.stage], own, first);
     begin_output(dO, P, dV, true, first);
     fence_proxy_async();
-    meet<first == 0 && summed == (Parts::count == 1 ? warpgroup_rows : Bc), (first > 0)>();
+    meet<first == 0 && summed == (Layout::count == 1 ? warpgroup_rows : Bc), (first > 0)>();
     begin_dQ<summed>(dQ);
     wgmma_wait_group<1>(dV);
     shared.dO_pipeline.release(rows);
@@ -206,12 +206,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   if (threadIdx.x == 0) init_pipelines(shared);
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  const int tiles = stays ? max(cdiv(sizes.N, Bc), 1) * kv_heads * batch : gridDim.x;
+  const int tiles = persistent ? max(cdiv(sizes.N, Bc), 1) * kv_heads * batch : gridDim.x;
   const auto task_of = [&](int number) {
     return key_tile<Br, Bc, batch_first>(sizes, mods, kv_heads, group, heads, number, tiles);
   };
   const auto own_tiles = [&](int* counter = nullptr) {
-    if constexpr (stays)
+    if constexpr (persistent)
       return QueuedTiles{shared.queue, tiles, counter};
     else
       return OneTile();
@@ -228,9 +228,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
       return produce_Q(shared, own_tiles(counts), task_of, Q_map, K_map, row_sums, sums_read);
     if (warp > consumers) return produce_dO(shared, own_tiles(), task_of, V_map, dO_map);
 #pragma unroll 1
-    for (auto own = own_tiles(); own.is_there; own.advance()) {
+    for (auto own = own_tiles(); own.has_tile; own.advance()) {
       const Task task = task_of(own.number);
-      add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, of % Parts::count, of % Parts::count + 1);
+      add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, of % Layout::count, of % Layout::count + 1);
       if constexpr (finishes)
         leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
                    consumers * max(cdiv(sizes.N, Bc), 1));
@@ -241,7 +241,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   const Scorer<float> scorer = {scale, mods};
   Consumer consumer(shared, warpgroup, scorer);
 #pragma unroll 1
-  for (auto own = own_tiles(); own.is_there; own.advance()) {
+  for (auto own = own_tiles(); own.has_tile; own.advance()) {
     const Task task = task_of(own.number);
     consumer.run(task);
     wait_for_launch_before();  // a block without rows has not

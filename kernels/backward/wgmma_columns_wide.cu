@@ -11,7 +11,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dO_stages, finishes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
-#include <backward/parts/own_parts.cuh>
+#include <backward/parts/column_partition.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/shared.cuh>
@@ -19,8 +19,8 @@
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
 using Task = KeyTile<Br, Bc>;
-using Parts = QueryParts<Br, d, dv>;
-using Part = RegisterTile<Parts::width>;
+using Layout = QueryLayout<Br, d, dv>;
+using Part = RegisterTile<Layout::width>;
 constexpr int of_dV = 0, of_dK = 1;  // the warpgroups of consumers, by what they sum
 
 struct Shared {
@@ -38,7 +38,7 @@ struct Shared {
   int is_last[consumers];
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
-static_assert(Bc == warpgroup_rows && Parts::is_wide, "two warpgroups share 64 keys");
+static_assert(Bc == warpgroup_rows && Layout::is_wide, "two warpgroups share 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 
 // Named barriers, each with one place where threads wait at it. If both warpgroups waited for dS at
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
 // The first warpgroup.
 struct ValueConsumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Scorer<float> scorer;
   Sums<width> dV;
   PipelineState<stages> rows;
@@ -101,7 +101,7 @@ struct ValueConsumer {
     const auto& dO = shared.dO[dO_rows.stage];
     Sums<Br> S, PS;
     Operands<Br> P;
-    OwnParts<Parts, of_dV> dQ;
+    ColumnPartition<Layout, of_dV> dQ;
     shared.Q_pipeline.wait(rows);
     begin_scores(shared.K, shared.Q[rows.stage], S);
     wgmma_wait_group<0>(S);
@@ -126,7 +126,7 @@ struct ValueConsumer {
 // The second warpgroup.
 struct KeyConsumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Sums<depth> dK;
   PipelineState<stages> rows;
   PipelineState<dO_stages> dO_rows;
@@ -138,11 +138,11 @@ struct KeyConsumer {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
     Operands<Br> dS;
-    OwnParts<Parts, of_dK> dQ;
+    ColumnPartition<Layout, of_dK> dQ;
     shared.dO_pipeline.wait(dO_rows);
     begin_scores(shared.V, shared.dO[dO_rows.stage], dP);
     wgmma_wait_group<0>(dP);
-    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are there
+    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are ready
     shared.P.read(PS);
     own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);
@@ -181,8 +181,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     const int warp = warp_uniform(threadIdx.x / warp_size), of = warp - 1;
     if (warp == 0 && elect_one()) produce(shared, task, Q_map, K_map, V_map, dO_map, row_sums);
     if (warp == 0 || warp > consumers) return;
-    add_dQ<Parts>(shared.dQ[of], dQ_sum, task, of, first_part<Parts>(of),
-                  first_part<Parts>(of + 1));
+    add_dQ<Layout>(shared.dQ[of], dQ_sum, task, of, first_part<Layout>(of),
+                   first_part<Layout>(of + 1));
     if constexpr (finishes)
       leave_sums(shared.is_last[of], counts[task.batch * kv_heads + task.kv_head],
                  consumers * max(cdiv(sizes.N, Bc), 1));
@@ -203,7 +203,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {
     KeyConsumer keys(shared);
-    if (any) shared.V_pipeline.wait();  // K is there before dS
+    if (any) shared.V_pipeline.wait();  // K has arrived before dS
     task.for_tiles([&](int, int, long long) { keys.advance(task.extent.kept_factor()); });
     store_or_repair<false>(keys.dK, dK, keys.own, task, repair);
   }

@@ -1,17 +1,17 @@
 // wgmma_fp16x2_two_pass_columns: `wgmma_two_pass_columns` for float32 at its own accuracy. Operands
-// are two parts in float16 (half_parts.cuh).
+// are two parts in float16 (split_pair.cuh).
 //
 // The rows of Q and dO have powers of two, by which P and dS are multiplied; then each key gets one
-// for each tile (half_gradients.cuh). Sums of a tile begin at zero and are added in registers.
+// for each tile (split_gradients.cuh). Sums of a tile begin at zero and are added in registers.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
-//   row_maxima: see part_maxima.cu    stats: see part_stats.cu
+//   row_maxima: see split_maxima.cu    stats: see split_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (those of row_maxima),
 //   d, dv, threads, shared_bytes and options (score.cuh)
-#include <backward/parts/part_columns.cuh>
+#include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -19,11 +19,11 @@ constexpr int width = cdiv(dv, step) * step;  // of dO and V
 using Task = KeyTile<Br, Bc>;
 
 struct Shared {
-  Parts<warpgroup_rows, d> K[consumers];
-  Parts<warpgroup_rows, dv> V[consumers];
-  Parts<Br, d> Q[stages];
-  Parts<Br, dv> dO[stages];
-  PartStats stats[stages][Br];
+  SplitTile<warpgroup_rows, d> K[consumers];
+  SplitTile<warpgroup_rows, dv> V[consumers];
+  SplitTile<Br, d> Q[stages];
+  SplitTile<Br, dv> dO[stages];
+  SplitStats stats[stages][Br];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
 };
@@ -45,15 +45,15 @@ struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
-  PartSums<depth> dK;
-  PartSums<width> dV;
+  SplitSums<depth> dK;
+  SplitSums<width> dV;
   Largest<1> of_K, of_V;  // their weights
   PipelineState<stages> rows;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  // The thread's scores, computed anew where they are needed, to take no registers.
   __device__ __forceinline__ OwnScores<true> own() const {
     return own_scores(warpgroup * warpgroup_rows);
   }
@@ -63,8 +63,8 @@ struct Consumer {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];
     const auto& stats = shared.stats[rows.stage];
-    PartScores<Br, false> scores, gradients;
-    PartSums<Br> P, PS, dS;
+    SplitScores<Br, false> scores, gradients;
+    SplitSums<Br> P, PS, dS;
     shared.Q_pipeline.wait(rows);
     scores.begin(shared.K[warpgroup], Q);
     shared.dO_pipeline.wait(rows);
@@ -73,8 +73,8 @@ struct Consumer {
     compute_P_of_tile(P, PS, stats, own(), pair, scorer);
     gradients.wait(dS);
     compute_dS(dS, PS, stats, own(), pair.extent.kept_factor());
-    multiply_units<&PartStats::dO_unit>(P, stats, own());
-    multiply_units<&PartStats::unit>(dS, stats, own());
+    multiply_units<&SplitStats::dO_unit>(P, stats, own());
+    multiply_units<&SplitStats::unit>(dS, stats, own());
     add_weighted(P, of_V, dO, dV, [&] { shared.dO_pipeline.release(rows); });
     add_weighted(dS, of_K, Q, dK, [] {});
     shared.Q_pipeline.arrive(rows);
@@ -87,8 +87,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, const int* V_exponents, const float* row_maxima, const PartStats* stats,
-    Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
+    const int* K_exponents, const int* V_exponents, const float* row_maxima,
+    const SplitStats* stats, Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
     Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -106,8 +106,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
-                                        group);
+  const SplitKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head,
+                                         kv_heads, group);
   const bool any = task.first_row < task.end_row;
   Consumer consumer(shared, warpgroup, scorer);
   if (any) {

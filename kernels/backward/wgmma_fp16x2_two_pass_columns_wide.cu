@@ -5,13 +5,13 @@
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
-//   row_maxima: see part_maxima.cu    stats: see part_stats.cu
+//   row_maxima: see split_maxima.cu    stats: see split_stats.cu
 //   dK_flags, dV_flags [batch, kv_heads, N]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Br, Bc, stages, row_slabs (those of row_maxima),
 //   d, dv, threads, shared_bytes and options (score.cuh)
-#include <backward/parts/part_columns.cuh>
 #include <backward/parts/register_tile.cuh>
+#include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = padded_columns(d);   // of Q and K, filled up with zeros
@@ -21,12 +21,12 @@ constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
 
 struct Shared {
-  Parts<warpgroup_rows, d> K[1];
-  Parts<warpgroup_rows, dv> V[1];
-  Parts<Br, d> Q[stages];
-  Parts<Br, dv> dO[stages];
+  SplitTile<warpgroup_rows, d> K[1];
+  SplitTile<warpgroup_rows, dv> V[1];
+  SplitTile<Br, d> Q[stages];
+  SplitTile<Br, dv> dO[stages];
   RegisterTile<Br> P[stages];
-  PartStats stats[stages][Br];
+  SplitStats stats[stages][Br];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
   Barrier P_full[stages][warps];  // the other warpgroup's warp wrote its P
@@ -49,7 +49,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 struct ValueConsumer {
   Shared& shared;
   Scorer<float> scorer;
-  PartSums<width> dV;
+  SplitSums<width> dV;
   Largest<1> largest;  // of its weights
   PipelineState<stages> rows;
 
@@ -59,15 +59,15 @@ struct ValueConsumer {
   // A tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& stats = shared.stats[rows.stage];
-    PartScores<Br> scores;
-    PartSums<Br> P, PS;
+    SplitScores<Br> scores;
+    SplitSums<Br> P, PS;
     shared.Q_pipeline.wait(rows);
     scores.begin(shared.K[0], shared.Q[rows.stage]);
     scores.wait(P);
     compute_P_of_tile(P, PS, stats, own_scores(0), pair, scorer);
     shared.P[rows.stage].write(flat(PS));
     arrive(shared.P_full[rows.stage][threadIdx.x / warp_size % warps]);
-    multiply_units<&PartStats::dO_unit>(P, stats, own_scores(0));
+    multiply_units<&SplitStats::dO_unit>(P, stats, own_scores(0));
     shared.Q_pipeline.arrive(rows);
     shared.dO_pipeline.wait(rows);
     add_weighted(P, largest, shared.dO[rows.stage], dV, [&] { shared.dO_pipeline.release(rows); });
@@ -78,7 +78,7 @@ struct ValueConsumer {
 // The second warpgroup.
 struct KeyConsumer {
   Shared& shared;
-  PartSums<depth> dK;
+  SplitSums<depth> dK;
   Largest<1> largest;  // of its weights
   PipelineState<stages> rows;
 
@@ -87,17 +87,17 @@ struct KeyConsumer {
   // A tile of rows.
   __device__ __forceinline__ void advance(float factor) {
     const auto& stats = shared.stats[rows.stage];
-    PartScores<Br> gradients;
-    PartSums<Br> PS, dS;
+    SplitScores<Br> gradients;
+    SplitSums<Br> PS, dS;
     shared.dO_pipeline.wait(rows);
     gradients.begin(shared.V[0], shared.dO[rows.stage]);
     wait(shared.P_full[rows.stage][threadIdx.x / warp_size % warps],
-         rows.phase);  // Q and stats are there then
+         rows.phase);  // Q and stats are ready by then
     shared.P[rows.stage].read(flat(PS));
     gradients.wait(dS);
     shared.dO_pipeline.release(rows);
     compute_dS(dS, PS, stats, own_scores(0), factor);
-    multiply_units<&PartStats::unit>(dS, stats, own_scores(0));
+    multiply_units<&SplitStats::unit>(dS, stats, own_scores(0));
     add_weighted(dS, largest, shared.Q[rows.stage], dK, [] {});
     shared.Q_pipeline.arrive(rows);
     rows.advance();
@@ -109,8 +109,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     const __grid_constant__ TensorMap K_high, const __grid_constant__ TensorMap K_low,
     const __grid_constant__ TensorMap V_high, const __grid_constant__ TensorMap V_low,
     const __grid_constant__ TensorMap dO_high, const __grid_constant__ TensorMap dO_low,
-    const int* K_exponents, const int* V_exponents, const float* row_maxima, const PartStats* stats,
-    Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
+    const int* K_exponents, const int* V_exponents, const float* row_maxima,
+    const SplitStats* stats, Tensor<result> dK, Tensor<result> dV, Tensor<unsigned char> dK_flags,
     Tensor<unsigned char> dV_flags, Sizes sizes, int heads, int kv_heads, int group, real scale,
     const __grid_constant__ Mods mods) {
   Shared& shared = shared_memory<Shared>();
@@ -128,8 +128,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
   }
   increase_registers<consumer_registers>();
   const Scorer<float> scorer = {scale, mods};
-  const PartKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head, kv_heads,
-                                        group);
+  const SplitKeys<d, dv, row_slabs> keys(row_maxima, task.extent, task.batch, task.kv_head,
+                                         kv_heads, group);
   const bool any = task.first_row < task.end_row;
   const int lane = threadIdx.x % warp_size, first = task.first_key + own_first();
   if (warpgroup == of_dV) {

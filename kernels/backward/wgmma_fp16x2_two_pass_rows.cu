@@ -8,8 +8,8 @@
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, stages, V_stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
-#include <backward/parts/gradient_parts.cuh>
-#include <backward/parts/part_rows.cuh>
+#include <backward/parts/split_f32/split_gradients_wgmma.cuh>
+#include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
@@ -17,11 +17,11 @@ constexpr int own_rows = consumers * warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
 struct Shared {
-  Parts<warpgroup_rows, d> Q[consumers];
-  Parts<warpgroup_rows, dv> dO[consumers];
-  Parts<Bk, d> K[stages];
-  Parts<Bk, dv> V[V_stages];
-  PartStats stats[own_rows];
+  SplitTile<warpgroup_rows, d> Q[consumers];
+  SplitTile<warpgroup_rows, dv> dO[consumers];
+  SplitTile<Bk, d> K[stages];
+  SplitTile<Bk, dv> V[V_stages];
+  SplitStats stats[own_rows];
   Pipeline<1> Q_pipeline, dO_pipeline;
   Pipeline<stages> K_pipeline;
   Pipeline<V_stages> V_pipeline;
@@ -39,16 +39,16 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 }
 
 // The producer's thread loads Q and dO and, tile by tile, K and V.
-__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const PartMaps& Q,
-                                        const PartMaps& K, const PartMaps& V, const PartMaps& dO,
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const SplitMaps& Q,
+                                        const SplitMaps& K, const SplitMaps& V, const SplitMaps& dO,
                                         int kv_head) {
   if (task.kv_begin >= task.kv_end) return;
   const int batch = task.packed_batch(task.batch);
 #pragma unroll
   for (int i = 0; i < consumers; ++i) {
     const int row = task.packed_row(task.row + i * warpgroup_rows);
-    load_parts(shared.Q[i], Q, shared.Q_pipeline.full[0][0], row, task.head, batch);
-    load_parts(shared.dO[i], dO, shared.dO_pipeline.full[0][0], row, task.head, batch);
+    load_split(shared.Q[i], Q, shared.Q_pipeline.full[0][0], row, task.head, batch);
+    load_split(shared.dO[i], dO, shared.dO_pipeline.full[0][0], row, task.head, batch);
   }
   PipelineState<stages> keys;
   PipelineState<V_stages> values;
@@ -56,8 +56,8 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   for (int first_key = task.kv_begin; first_key < task.kv_end;
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
     const int key = task.packed_key(first_key);
-    load_parts(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
-    load_parts(shared.V[values.stage], V, shared.V_pipeline.acquire(values), key, kv_head, batch);
+    load_split(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
+    load_split(shared.V[values.stage], V, shared.V_pipeline.acquire(values), key, kv_head, batch);
   }
 }
 
@@ -66,7 +66,7 @@ struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
-  PartSums<depth> dQ;
+  SplitSums<depth> dQ;
   Largest<1> largest;  // of its weights
   PipelineState<stages> keys;
   PipelineState<V_stages> values;
@@ -74,7 +74,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  // The thread's scores, computed anew where they are needed, to take no registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {warpgroup * warpgroup_rows + own_first() + lane / 4, 2 * (lane % 4)};
@@ -83,8 +83,8 @@ struct Consumer {
   // A tile of keys.
   __device__ __forceinline__ void advance(const Pair& pair) {
     const auto& K = shared.K[keys.stage];
-    PartScores<Bk> scores, gradients;
-    PartSums<Bk> P, PS, dS;
+    SplitScores<Bk> scores, gradients;
+    SplitSums<Bk> P, PS, dS;
     shared.K_pipeline.wait(keys);
     scores.begin(shared.Q[warpgroup], K);
     scores.wait(P);
@@ -118,7 +118,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   if (!extent.has_tile_of_rows(first_row)) return;
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int kv_head = head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  PartLoads<threads, own_rows> loads;
+  SplitStatsLoads<threads, own_rows> loads;
   loads.load({lse,
               delta,
               scale2,
@@ -127,7 +127,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
               batch},
              head, first_row, extent.M);
   loads.store(shared.stats);
-  __syncthreads();  // stats and barriers are there
+  __syncthreads();  // stats and barriers are ready
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())

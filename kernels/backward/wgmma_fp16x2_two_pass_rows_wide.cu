@@ -11,9 +11,9 @@
 //   grid (cdiv(M, 64) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, d, dv, threads, shared_bytes and options
 //   (score.cuh)
-#include <backward/parts/gradient_parts.cuh>
-#include <backward/parts/part_rows.cuh>
 #include <backward/parts/register_tile.cuh>
+#include <backward/parts/split_f32/split_gradients_wgmma.cuh>
+#include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
 
@@ -22,11 +22,11 @@ constexpr int own_rows = warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
 struct Shared {
-  Parts<own_rows, d> Q;
-  Parts<own_rows, dv> dO;
-  Parts<Bk, d> K[consumers];
-  Parts<Bk, dv> V;
-  PartStats stats[own_rows];
+  SplitTile<own_rows, d> Q;
+  SplitTile<own_rows, dv> dO;
+  SplitTile<Bk, d> K[consumers];
+  SplitTile<Bk, dv> V;
+  SplitStats stats[own_rows];
   float largest[own_rows];  // weights of the second warpgroup
   Pipeline<1> Q_pipeline, dO_pipeline;
   Pipeline<consumers> K_pipeline;
@@ -46,13 +46,13 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 }
 
 // The producer's thread loads Q and dO and, tile by tile, K and V.
-__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const PartMaps& Q,
-                                        const PartMaps& K, const PartMaps& V, const PartMaps& dO,
+__device__ __forceinline__ void produce(Shared& shared, const RowTile& task, const SplitMaps& Q,
+                                        const SplitMaps& K, const SplitMaps& V, const SplitMaps& dO,
                                         int kv_head) {
   if (task.kv_begin >= task.kv_end) return;
   const int batch = task.packed_batch(task.batch);
   const int row = task.packed_row(task.row);
-  load_parts(shared.dO, dO, shared.dO_pipeline.acquire(), row, task.head, batch);
+  load_split(shared.dO, dO, shared.dO_pipeline.acquire(), row, task.head, batch);
   PipelineState<consumers> keys;
   PipelineState<1> values;
 #pragma unroll 1  // the producer has few registers
@@ -60,10 +60,10 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
        first_key = task.after<Bk>(first_key), keys.advance(), values.advance()) {
     const int key = task.packed_key(first_key);
     wait(shared.V_empty, values.phase ^ 1);
-    load_parts(shared.V, V, shared.V_full[keys.stage], key, kv_head, batch);
+    load_split(shared.V, V, shared.V_full[keys.stage], key, kv_head, batch);
     if (first_key == task.kv_begin)
-      load_parts(shared.Q, Q, shared.Q_pipeline.acquire(), row, task.head, batch);
-    load_parts(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
+      load_split(shared.Q, Q, shared.Q_pipeline.acquire(), row, task.head, batch);
+    load_split(shared.K[keys.stage], K, shared.K_pipeline.acquire(keys), key, kv_head, batch);
   }
 }
 
@@ -72,14 +72,14 @@ struct Consumer {
   Shared& shared;
   int warpgroup;
   Scorer<float> scorer;
-  PartSums<depth> dQ;
+  SplitSums<depth> dQ;
   Largest<1> largest;  // of its weights
   PipelineState<consumers> keys;
 
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // Which scores the thread has: computed anew where they are needed, to take no registers.
+  // The thread's scores, computed anew where they are needed, to take no registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {own_first() + lane / 4, 2 * (lane % 4)};
@@ -92,15 +92,15 @@ struct Consumer {
   }
   __device__ __forceinline__ void add(const Pair& pair) {
     const auto& K = shared.K[warpgroup];
-    PartSums<Bk> P, PS, dS;
+    SplitSums<Bk> P, PS, dS;
     {
-      PartScores<Bk> gradients;
+      SplitScores<Bk> gradients;
       wait(shared.V_full[warpgroup], keys.phase);
       gradients.begin(shared.dO, shared.V);
       gradients.wait(dS);
       if (threadIdx.x % warpgroup_size == 0) arrive(shared.V_empty);
     }
-    PartScores<Bk> scores;
+    SplitScores<Bk> scores;
     shared.K_pipeline.wait(keys);
     scores.begin(shared.Q, K);
     scores.wait(P);
@@ -122,12 +122,12 @@ struct Consumer {
       for (int half = 0; half < 2; ++half)
         if (lane % 4 == 0) shared.largest[row + half * 8] = largest.weight[0][half];
     }
-    barrier_sync(1, consuming_threads);  // the sums of the second are there
+    barrier_sync(1, consuming_threads);  // the sums of the second are written
     if (warpgroup == 1) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       largest.weight[0][half] = fmax(largest.weight[0][half], shared.largest[row + half * 8]);
-    PartSums<depth> other;
+    SplitSums<depth> other;
     place.read(flat(other));
 #pragma unroll
     for (int i = 0; i < depth / 2; ++i) flat(dQ)[i] += flat(other)[i];
@@ -152,7 +152,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
   if (!extent.has_tile_of_rows(first_row)) return;
   const RowTile task = row_tile<own_rows, Bk>(extent, first_row, head, batch);
   const int kv_head = head / group, warpgroup = warp_uniform(threadIdx.x / warpgroup_size) - 1;
-  PartLoads<threads, own_rows> loads;
+  SplitStatsLoads<threads, own_rows> loads;
   loads.load({lse,
               delta,
               scale2,
@@ -161,7 +161,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_r
               batch},
              head, first_row, extent.M);
   loads.store(shared.stats);
-  __syncthreads();  // stats and barriers are there
+  __syncthreads();  // stats and barriers are ready
   if (warpgroup < 0) {
     decrease_registers<producer_registers>();
     if (threadIdx.x < warp_size && elect_one())

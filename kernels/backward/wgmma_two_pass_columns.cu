@@ -43,7 +43,7 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 // A warpgroup of consumers.
 struct Consumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Scorer<float> scorer;
   Sums<depth> dK;
   Sums<width> dV;

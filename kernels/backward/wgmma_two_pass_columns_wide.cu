@@ -8,8 +8,8 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
-#include <backward/parts/own_keys.cuh>
 #include <backward/parts/register_tile.cuh>
+#include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/shared.cuh>
@@ -73,7 +73,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
 // The first warpgroup.
 struct ValueConsumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Scorer<float> scorer;
   Sums<width> dV;
   PipelineState<stages> rows;
@@ -106,7 +106,7 @@ struct ValueConsumer {
 // The second warpgroup.
 struct KeyConsumer {
   Shared& shared;
-  Own own;
+  KeyRows own;
   Sums<depth> dK;
   PipelineState<stages> rows;
 
@@ -119,7 +119,7 @@ struct KeyConsumer {
     Operands<Br> dS;
     shared.dO_pipeline.wait(rows);
     begin_scores(shared.V, shared.dO[rows.stage], dP);
-    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are there then
+    wait(shared.P_full[rows.stage][own.warp], rows.phase);  // Q and the row sums are ready by then
     shared.P[rows.stage].read(PS);
     wgmma_wait_group<0>(dP);
     shared.dO_pipeline.release(rows);

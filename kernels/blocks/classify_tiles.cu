@@ -1,8 +1,9 @@
 // classify_tiles: the states of a block mask's tiles. A tile is empty (0), partial (1) or full (2).
 //
-// A block evaluates the mask's text for the pairs of a tile until it has met one that is seen and
-// one that is hidden: then the tile is partial. So empty and full tiles are found from all pairs.
-// A lane keeps its key and goes down the rows, so that a text reads what it has of a key once.
+// A block evaluates the mask expression for the pairs of a tile until it has met one that is seen
+// and one that is hidden: then the tile is partial. So empty and full tiles are found from all
+// pairs. A lane keeps its key and goes down the rows, so that an expression reads what it has of a
+// key once.
 //
 //   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
 //   grid (the number of states)    block (threads)

@@ -131,7 +131,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
         load_row(shared.V[key], rows_of(V, mods), batch, head / group, first_key + key, N);
       }
       timeline::end(timeline::loads);
-      __syncthreads();  // K and V are there
+      __syncthreads();  // K and V have arrived
 
       const Seen seen = seen_in_tile(extent, row, first_key, Bc);
       const real factor = softmax.raise(scores(shared, seen, scorer));

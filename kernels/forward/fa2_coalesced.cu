@@ -12,11 +12,19 @@
 //   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
-#include <tile/padding.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/math.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
-#include <tile/block_copy.cuh>
 #include <timeline.cuh>
+
+// The least row length >= width, in elements, that is an odd multiple of 16 bytes: 8 threads
+// reading 16 bytes each from 8 rows one below the other then touch all 32 banks once.
+template <class T>
+__host__ __device__ constexpr int padded(int width) {
+  constexpr int step = 16 / sizeof(T);
+  return (cdiv(width, step) | 1) * step;
+}
 
 constexpr int KV_width = padded<scalar>(d > dv ? d : dv);
 
@@ -120,7 +128,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
          first_key = keys_of_tile.after<Bc>(first_key)) {
       __syncthreads();  // before K overwrites values that a slower thread still reads
       load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, N);
-      __syncthreads();  // K is there
+      __syncthreads();  // K has arrived
 
       const Seen seen = seen_in_tile(extent, row, first_key, Bc);
       const real factor = softmax.raise(scores(shared, seen, scorer));
@@ -128,14 +136,14 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
 
       __syncthreads();  // before V overwrites keys that a slower thread still reads
       load_tile<threads, dv>(shared.KV, rows_of(V, mods), batch, head / group, first_key, N);
-      __syncthreads();  // V is there
+      __syncthreads();  // V has arrived
       accumulate_row(shared, seen, factor);
     }
 
     const timeline::Phase phase(timeline::epilogue);
     shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();
     if (row < M) *lse.row(batch, head, row) = softmax.lse();
-    __syncthreads();  // every row's output and sum are there
+    __syncthreads();  // every row's output and sum are written
     for (int i = 0; i < min(Br, M - tile * Br); ++i) {
       for (int col = threadIdx.x; col < dv; col += threads) {
         O.row(batch, head, tile * Br + i)[col] = result(shared.O[i][col] * shared.inverse_sum[i]);

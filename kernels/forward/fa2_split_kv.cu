@@ -45,8 +45,8 @@ struct Rows {
   __device__ int query(int i) const { return (first + i) / pack_gqa; }
   __device__ int own_head(int i) const { return head + (first + i) % pack_gqa; }
   __device__ bool exists(int i) const { return query(i) < extent.M; }
-  __device__ decltype(auto) seat(int i) const { return extent.of_head(own_head(i)); }
-  __device__ bool sees(int i, int key) const { return exists(i) && seat(i).sees(query(i), key); }
+  __device__ decltype(auto) context(int i) const { return extent.of_head(own_head(i)); }
+  __device__ bool sees(int i, int key) const { return exists(i) && context(i).sees(query(i), key); }
 };
 
 // The split of the tile's keys. The numbers of tiles of any two differ by one at most.
@@ -84,7 +84,7 @@ __device__ void scores(Shared& shared, const Rows& rows, int first_key,
     for (int k = 0; k < d; ++k) dot += real(shared.Q[row][k]) * real(shared.KV[key][k]);
     const bool seen = rows.sees(row, first_key + key);
     shared.S[row][key] =
-        seen ? scorer(dot, rows.seat(row), rows.query(row), first_key + key) : -infinity;
+        seen ? scorer(dot, rows.context(row), rows.query(row), first_key + key) : -infinity;
   });
 }
 
@@ -101,7 +101,7 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
       const real p = softmax.p(shared.S[row][key]);
       const bool seen = rows.sees(row, first_key + key);
       shared.S[row][key] =
-          seen ? rows.seat(row).dropped(p, rows.query(row), first_key + key) : hidden;
+          seen ? rows.context(row).dropped(p, rows.query(row), first_key + key) : hidden;
       if (seen) sum += p;
     }
     softmax.sum += warp_sum(sum);
@@ -156,21 +156,21 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
   load_queries(shared, Q, rows, batch);
   for (int row = threadIdx.x; row < Br; row += threads) {
     shared.softmax[row] = {};
-    if (number == 0) shared.softmax[row].begin_with(rows.seat(row).sink());
+    if (number == 0) shared.softmax[row].begin_with(rows.context(row).sink());
   }
   real sums[Br][own_cols] = {};
   for (int first_key = split.begin; first_key < split.end; first_key += Bc) {
     __syncthreads();  // before K overwrites values that a slower thread still reads
     load_tile<threads, d>(shared.KV, rows_of(K, mods), batch, head / group, first_key, split.end);
-    __syncthreads();  // K is there
+    __syncthreads();  // K has arrived
     scores(shared, rows, first_key, scorer);
-    __syncthreads();  // S is there, and K is no longer read
+    __syncthreads();  // S is written, and K is no longer read
     load_tile<threads, dv>(shared.KV, rows_of(V, mods), batch, head / group, first_key, split.end);
     exponentiate(shared, rows, first_key);
-    __syncthreads();  // P and V are there
+    __syncthreads();  // P and V are ready
     accumulate(shared, sums);
   }
-  __syncthreads();  // the sums of a block without keys are there, too
+  __syncthreads();  // the sums of a block without keys are written, too
   const timeline::Phase phase(timeline::epilogue);
 
 #pragma unroll

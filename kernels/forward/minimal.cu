@@ -74,7 +74,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void minimal(
       load_row(shared.K[threadIdx.x], K.row(batch, kv_head, first_key + threadIdx.x));
       load_row(shared.V[threadIdx.x], V.row(batch, kv_head, first_key + threadIdx.x));
     }
-    __syncthreads();  // K and V are there
+    __syncthreads();  // K and V have arrived
 
     for (int row = threadIdx.x; row < extent.M && threadIdx.x < Br; row += Br) {
       const int kv_end = extent.kv_end(row);

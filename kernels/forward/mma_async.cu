@@ -133,7 +133,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
   for (int first_key = tile.kv_begin, next; first_key < tile.kv_end; first_key = next) {
     next = tile.after<Bc>(first_key);
     cp_async_wait_group<0>();
-    __syncthreads();  // the tile is there, and no warp reads the one before
+    __syncthreads();  // the tile has arrived, and no warp reads the one before
     if (next < tile.kv_end) {
       load_chunks<d>(shared.K[1 - buffer], K, batch, kv_head, next, extent.N);
       load_chunks<dv>(shared.V[1 - buffer], V, batch, kv_head, next, extent.N);

@@ -39,7 +39,7 @@ static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// What a warp needs for each tile of keys.
+// The state of a warp in the loop over tiles of keys.
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
@@ -101,9 +101,9 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
   rows.add(sum);
 }
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
-// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
-// of its keys.
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
+// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
+// all of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<step, width>& O, OwnRows& rows) {
@@ -120,7 +120,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (seen) multiply_scores(task, shared.K[buffer], S);
   if (stages == 1) {
     cp_async_wait_group<0>();
-    __syncthreads();  // V is there, and K is no longer read
+    __syncthreads();  // V has arrived, and K is no longer read
     if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
@@ -130,7 +130,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     multiply_output(task, shared.V[buffer], S, O, rows, first_key);
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K is there, and this tile is no longer read
+  __syncthreads();  // the next K has arrived, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
@@ -159,7 +159,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   cp_async_commit_group();
   load_queries<threads, pack_gqa, d>(shared.Q, queries, first_row);
   cp_async_wait_group<0>();
-  __syncthreads();  // Q and the first tile are there
+  __syncthreads();  // Q and the first tile have arrived
   Fragments<step, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register

@@ -43,8 +43,8 @@ static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / 8 && Br % team_rows == 0, "four warps own 32 rows");
 static_assert(Bc == step, "P of a tile is one operand");
 
-// What a warp needs for each tile of keys. Of its team it is number `turn`; it has the softmax of
-// rows 8 * eight and so on.
+// The state of a warp in the loop over tiles of keys. Of its team it is number `turn`; it has the
+// softmax of rows 8 * eight and so on.
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
   }
 }
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and the next
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and the next
 // when it ends. Unless it is `masked`, all rows see all of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O, OwnRows& rows,
@@ -173,7 +173,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O,
   cp_async_commit_group();
   if (seen) write_scores(task);
   cp_async_wait_group<0>();
-  __syncthreads();  // V and sums are there, and K is not read
+  __syncthreads();  // V and sums are ready, and K is not read
   if (more) copy_rows<threads, d>(shared.K, task.keys, first_key + task.stride<Bc>(first_key));
   cp_async_commit_group();
   if (seen) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O,
     add_output(task, O);
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K is there, and this tile is no longer read
+  __syncthreads();  // the next K has arrived, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
@@ -210,7 +210,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   cp_async_commit_group();
   load_queries<threads, pack_gqa, d>(shared.Q, queries, first_row);
   cp_async_wait_group<0>();
-  __syncthreads();  // Q and the first tile are there
+  __syncthreads();  // Q and the first tile have arrived
   Sums sums = {};
   OwnRows own_rows(first_row + warp * 8 + lane / 4, extent, scorer.scale2());
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
@@ -224,7 +224,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
       attend<false>(task, first_key, sums, own_rows, last_row);
   }
   shared.exchange[warp][0][0][lane] = {own_rows.maximum[0][0], own_rows.sum[0][0]};
-  __syncthreads();  // maxima and sums of all rows are there
+  __syncthreads();  // maxima and sums of all rows are written
   TeamRows rows(first_row + own_team * team_rows + lane / 4, extent, scorer.scale2());
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -1,5 +1,5 @@
 // mma_fp16x2: `mma_pipelined` for float32 at its own accuracy. Each operand is the sum of two parts
-// in float16 (half_parts.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
+// in float16 (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
 // registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -10,10 +10,10 @@
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
-#include <forward/parts/earlier_keys.cuh>
-#include <forward/parts/part_output.cuh>
-#include <forward/parts/part_products.cuh>
-#include <forward/parts/parts_head.cuh>
+#include <forward/parts/split_f32/sectioned_output.cuh>
+#include <forward/parts/split_f32/split_head.cuh>
+#include <forward/parts/split_f32/split_output.cuh>
+#include <forward/parts/split_f32/split_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -27,7 +27,7 @@ constexpr int width = cdiv(dv, step) * step;  // of V and O
 // Whether fragments are loaded ahead, which is 5 % faster at d = 64, with tiles of 64 keys 11 % at
 // d = 128, and 8 % slower at d = 256, where sums leave no registers for it.
 constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
-using OwnRows = PartRows<Wr, pack_gqa>;
+using OwnRows = SplitRows<Wr, pack_gqa>;
 
 struct Shared {  // high parts, then low ones
   operand Q[2][Br][depth];
@@ -38,19 +38,19 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// What a warp needs for each tile of keys.
+// The state of a warp in the loop over tiles of keys.
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
-  PartsHead<depth> keys;
-  PartsHead<width> values;
+  SplitHead<depth> keys;
+  SplitHead<width> values;
   int own_row, lane;
   int end;  // of the keys that some row of the block sees
 };
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
-// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
-// of its keys.
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
+// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
+// all of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     multiply_scores<looks_ahead ? 4 : 1>(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
-    __syncthreads();  // V is there, and K is no longer read
+    __syncthreads();  // V has arrived, and K is no longer read
     if (more) task.keys.copy<threads>(shared.K[0], first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
@@ -81,7 +81,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     multiply_output<looks_ahead>(shared.V[buffer], S, O, weight, task.lane);
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K is there, and this tile is no longer read
+  __syncthreads();  // the next K has arrived, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
@@ -96,12 +96,12 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
   const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
-  // Without a text the scale, with its sign, is in Q's parts and units.
-  const Scorer<real> scorer = {has_score_text ? scale : real(1), mods};
+  // Without an expression the scale, with its sign, is in Q's parts and units.
+  const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const int kv_head = head * pack_gqa / group;
-  const PartsHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
-  const PartsHead<depth> keys(K_high, K_low, batch, kv_head, extent.N);
-  const PartsHead<width> values(V_high, V_low, batch, kv_head, extent.N);
+  const SplitHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
+  const SplitHead<depth> keys(K_high, K_low, batch, kv_head, extent.N);
+  const SplitHead<width> values(V_high, V_low, batch, kv_head, extent.N);
   const int first_query = first_row / pack_gqa;
   const int last_query = (min(first_row + Br, extent.M * pack_gqa) - 1) / pack_gqa;
   const auto map = extent.key_tiles(first_row / Br);
@@ -116,9 +116,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   rows.read_units(scale2, batch, head);
   cp_async_wait_group<0>();
-  __syncthreads();  // Q and the first tile are there
+  __syncthreads();  // Q and the first tile have arrived
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
-  EarlierKeys<Wr / step> earlier;
+  EarlierSums<Wr / step> earlier;
   int buffer = 0, section_end = end_of_section(start);
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
     if (first_key >= section_end) {

@@ -38,7 +38,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
-// What a warp needs for each tile of keys.
+// The state of a warp in the loop over tiles of keys.
 struct Task : TileMap<has_key_tiles> {
   Shared& shared;
   Scorer<real> scorer;
@@ -47,9 +47,9 @@ struct Task : TileMap<has_key_tiles> {
   int end;  // of the keys that some row of the block sees
 };
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K is there when it begins, and V too if
-// tiles have two buffers; the next is there when it ends. Unless it is `masked`, all rows see all
-// of its keys.
+// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
+// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
+// all of its keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   if (seen) multiply_scores(shared.Q, shared.K[buffer], S, task.own_row, task.lane);
   if (stages == 1) {
     cp_async_wait_group<0>();
-    __syncthreads();  // V is there, and K is no longer read
+    __syncthreads();  // V has arrived, and K is no longer read
     if (more) copy_rows<threads, d>(shared.K[0], task.keys, first_key + task.stride<Bc>(first_key));
     cp_async_commit_group();
   }
@@ -79,7 +79,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
     multiply_output(shared.V[buffer], S, O, rows, first_key, task.lane);
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K is there, and this tile is no longer read
+  __syncthreads();  // the next K has arrived, and this tile is no longer read
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
@@ -107,7 +107,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
   if (stages == 2) copy_rows<threads, dv>(shared.V[0], values, start);
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  __syncthreads();  // Q and the first tile are there
+  __syncthreads();  // Q and the first tile have arrived
   Fragments<Wr, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
   keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register

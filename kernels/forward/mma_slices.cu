@@ -98,7 +98,7 @@ struct Stream {
   // schedulers: `late` warps copy after their products, in `done`.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     cp_async_wait_group<stages - 2>();
-    __syncthreads();  // the slice is there, and the one before it is no longer read
+    __syncthreads();  // the slice has arrived, and the one before it is no longer read
     if (!late) begin(shared.ring[stage == 0 ? stages - 1 : stage - 1]);
     return shared.ring[stage];
   }
@@ -182,7 +182,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
     largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
     if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i, half)] = largest;
   }
-  __syncthreads();  // each warp's largest scores are there
+  __syncthreads();  // each warp's largest scores are written
 #pragma unroll
   for (int i = 0; i < Wr / step; ++i) {
 #pragma unroll
@@ -224,7 +224,7 @@ __device__ __forceinline__ void add_up_sums(Shared& shared, OwnRows& rows, const
     sum += __shfl_xor_sync(full_warp, sum, 2);
     if (own.lane % 4 == 0) shared.shares[own.col_warp][own.tile_row(i / 2, i % 2)] = sum;
   }
-  __syncthreads();  // each warp's sums are there
+  __syncthreads();  // each warp's sums are written
 #pragma unroll
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     float sum = 0;

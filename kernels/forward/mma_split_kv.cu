@@ -22,7 +22,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/e4m3_products.cuh>
-#include <forward/parts/key_warps.cuh>
+#include <forward/parts/warp_split_kv.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/mma.cuh>
@@ -38,7 +38,7 @@ constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up wi
 constexpr int width = cdiv(dv, whole) * whole;       // of V and O
 constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
 constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
-// merge_splits begins early if it has at most so many blocks, one for each row.
+// The largest grid of merge_splits, one block for each row, that is launched early.
 constexpr int few_merged = 256;
 using OwnRows = Rows<Wr, pack_gqa>;
 
@@ -69,7 +69,7 @@ struct Split {
   }
 };
 
-// What a warp needs for each tile of keys.
+// The state of a warp in the loop over tiles of keys.
 struct Task {
   Shared& shared;
   Scorer<real> scorer;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
   const int last_row = rows.row(Wr / step - 1, 1) | 7;
   const bool seen = !masked || first_key < rows.extent.kv_end(last_row / pack_gqa);
   cp_async_wait_group<stages - 2>();
-  __syncthreads();  // the tile is there, and the one before it is no longer read
+  __syncthreads();  // the tile has arrived, and the one before it is no longer read
   copy_keys(task, first_key + (stages - 1) * Bc, buffer == 0 ? stages - 1 : buffer - 1);
   if (!seen) return;
   const int first = first_key + task.own_key;

@@ -130,7 +130,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     __syncthreads();  // before keys that a slower warp still reads are overwritten
     load_chunks<d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_chunks<dv>(shared.V, V, batch, kv_head, first_key, extent.N);
-    __syncthreads();  // Q, K and V are there
+    __syncthreads();  // Q, K and V have arrived
     Fragments<Wr, Bc> S = {};
     multiply_scores(shared.Q, shared.K, S, own_row, lane);
     scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));

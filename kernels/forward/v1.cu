@@ -38,7 +38,7 @@ __device__ void scores(Shared& shared, real (&S)[Bc], const Scorer<real>& scorer
     dot = warp_sum(dot);
     if (threadIdx.x % warp_size == 0) shared.partial[threadIdx.x / warp_size][key] = dot;
   }
-  __syncthreads();  // every warp's sums are there; Q and the row's old maximum are no longer read
+  __syncthreads();  // every warp's sums are written; Q and the row's old maximum are no longer read
   for (int key = 0; key < Bc; ++key) {
     real dot = 0;
     for (int warp = 0; warp < warps; ++warp) dot += shared.partial[warp][key];
@@ -70,7 +70,7 @@ extern "C" __global__ __launch_bounds__(threads) void v1(
       timeline::event(timeline::loads, cdiv(d, threads) * 32 * sizeof(scalar));
       for (int k = threadIdx.x; k < d; k += threads) shared.Q[k] = Q.row(batch, head, row)[k];
       timeline::end(timeline::loads);
-      __syncthreads();  // Q, K and V are there, and the last row's partial sums are no longer read
+      __syncthreads();  // Q, K and V have arrived; the last row's partial sums are no longer read
       OnlineSoftmax softmax;
       if (tile > 0) softmax = {*row_max.row(batch, head, row), *row_sum.row(batch, head, row)};
       const real old_sum = softmax.sum;

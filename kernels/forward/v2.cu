@@ -54,7 +54,7 @@ extern "C" __global__ __launch_bounds__(threads) void v2(
     __syncthreads();  // before this tile overwrites keys that a slower warp still reads
     load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, extent.N);
     load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, extent.N);
-    __syncthreads();  // K and V are there
+    __syncthreads();  // K and V have arrived
 
     for (int row = warp; row < extent.M; row += Br) {
       const int kv_end = extent.kv_end(row);

@@ -174,11 +174,11 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         __syncthreads();  // before slices that a slower warp still reads are overwritten
         load_slice(shared.Q, Q, batch, head, first_row, M, slice, d);
         load_slice(shared.K, K, batch, kv_head, first_key, N, slice, d);
-        __syncthreads();  // the slices are there
+        __syncthreads();  // the slices have arrived
         multiply_scores(shared, S);
       }
       S.store_to(shared.S);
-      __syncthreads();  // all of S is there
+      __syncthreads();  // all of S is written
 
       timeline::event(timeline::softmax, Br * Bc / threads);
       for (int row = warp; row < Br; row += warps) {
@@ -201,11 +201,11 @@ extern "C" __global__ __launch_bounds__(threads) void v3(
         float old[rounds] = {};
         if (tile > 0) fetch_sums(old, O_sum, batch, head, first_row, M, slice);
         load_slice(shared.V, V, batch, kv_head, first_key, N, slice, dv);
-        __syncthreads();  // P, the rows' factors and the slice of V are there
+        __syncthreads();  // P, the rows' factors and the slice of V are ready
         WarpTile product(warp);
         multiply_output(shared, product);
         product.store_to(shared.O);
-        __syncthreads();  // the slice of O is there
+        __syncthreads();  // the slice of O is written
 
         const timeline::Phase phase(timeline::epilogue);
         share_out<threads, Br * Bd, rounds>([&](int i, int round) {

@@ -1,5 +1,5 @@
 // wgmma_fp16x2: `wgmma_persistent` for float32 at its own accuracy. Each operand is the sum of two
-// parts in float16 (half_parts.cuh). An earlier launch, split_operands, splits Q, K and V; P is
+// parts in float16 (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is
 // split in registers. The sums of a tile's O take the registers in which `wgmma_persistent`
 // computes the next scores, so the tensor cores work for others during a warpgroup's softmax.
 //
@@ -7,17 +7,17 @@
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
-//   pair_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
+//   bias_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
-#include <forward/parts/earlier_keys.cuh>
-#include <forward/parts/part_output.cuh>
-#include <forward/parts/part_softmax.cuh>
-#include <forward/parts/part_warpgroups.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
+#include <forward/parts/split_f32/sectioned_output.cuh>
+#include <forward/parts/split_f32/split_output.cuh>
+#include <forward/parts/split_f32/split_softmax.cuh>
+#include <forward/parts/split_f32/split_wgmma.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
 
@@ -40,11 +40,11 @@ struct TurnsOf<false> {
 using Registers = RegisterBudget<consumers, consumers == 3 ? 32 : 24>;
 using Tasks = Schedule<Br, Bc, causal || has_key_tiles, batch_first, (dv > 64)>;
 using Turns = TurnsOf<(turns > 1)>;
-using Queries = Parts<warpgroup_rows, d>;  // of one warpgroup
-using Keys = Parts<Bc, d>;
-using Values = Parts<Bc, dv>;
-using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
-using OwnRows = PartRows<step, 1>;
+using Queries = SplitTile<warpgroup_rows, d>;  // of one warpgroup
+using Keys = SplitTile<Bc, d>;
+using Values = SplitTile<Bc, dv>;
+using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
+using OwnRows = SplitRows<step, 1>;
 
 struct Shared {
   Queries Q[Q_stages][consumers];
@@ -52,7 +52,7 @@ struct Shared {
   Values V[stages];
   Pipeline<Q_stages> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -64,8 +64,8 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
 }
 
 // The producer's thread loads, for each row tile, Q and, tile by tile, K and V.
-__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const PartMaps& Q,
-                                        const PartMaps& K, const PartMaps& V, int group) {
+__device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const SplitMaps& Q,
+                                        const SplitMaps& K, const SplitMaps& V, int group) {
   PipelineState<Q_stages> queries;
   PipelineState<stages> tile;
   for (; tasks.advance(); queries.advance()) {
@@ -74,18 +74,18 @@ __device__ __forceinline__ void produce(Shared& shared, Tasks tasks, const PartM
     const auto load_queries = [&] {
 #pragma unroll
       for (int i = 0; i < consumers; ++i)
-        load_parts(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
+        load_split(shared.Q[queries.stage][i], Q, shared.Q_pipeline[i].acquire(queries),
                    task.packed_row(task.row + i * warpgroup_rows), task.head, batch);
     };
     if (Q_stages > 1) load_queries();
 #pragma unroll 1  // the producer has few registers
     for (int first_key = task.kv_begin; first_key < task.kv_end;
          first_key = task.after<Bc>(first_key), tile.advance()) {
-      load_parts(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
+      load_split(shared.K[tile.stage], K, shared.K_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
       // A single stage of Q is empty only after the last row tile's scores; K has room before.
       if (Q_stages == 1 && first_key == task.kv_begin) load_queries();
-      load_parts(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
+      load_split(shared.V[tile.stage], V, shared.V_pipeline.acquire(tile),
                  task.packed_key(first_key), kv_head, batch);
     }
   }
@@ -100,8 +100,8 @@ struct Consumer {
   Tensor<const real> scale2;
   OwnRows rows = {0, {}, 0, false};  // begin() sets them
   Fragments<step, width> O;
-  PartScores<Bc> scores;
-  PartOperands<Bc> P_high, P_low;
+  SplitScores<Bc> scores;
+  SplitOperands<Bc> P_high, P_low;
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
 
@@ -111,7 +111,7 @@ struct Consumer {
                    extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
     rows.read_units(scale2, task.batch, task.head);
     for (float& x : flat(O)) x = 0;
-    shared.pairs.own().load(rows, task.kv_begin);
+    shared.bias.own().load(rows, task.kv_begin);
   }
 
   __device__ __forceinline__ void begin_scores() {
@@ -133,11 +133,11 @@ struct Consumer {
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key,
                                           Fragments<step, Bc>& S, float (&weight)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    shared.pairs.own().complete();
+    shared.bias.own().complete();
     if (!ragged || rows.extent.N > 0)  // arrays have nothing for an element without keys
-      apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+      apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
-      shared.pairs.own().load(rows, next);
+      shared.bias.own().load(rows, next);
     if (rows.extent.is_masked(task.row, Br, first_key, Bc))
       weigh<true>(S, O, rows, first_key, lane, weight);
     else
@@ -147,7 +147,7 @@ struct Consumer {
 
   // O += P V.
   __device__ __forceinline__ void add_output(const float (&weight)[1][2]) {
-    add_part_products(
+    add_split_products(
         shared.V[values.stage], P_high, P_low, weight, O,
         [&](int part, bool is_last) {
           if (turns == 3 ? is_last : part == 0) Turns::arrive(warpgroup);
@@ -191,7 +191,7 @@ struct Consumer {
     for (;;) {
       begin(task);
       const int end = tasks.own_end<warpgroup_rows>(task, warpgroup, cdiv(Br, Bc));
-      EarlierKeys<1> earlier;
+      EarlierSums<1> earlier;
       int first_key = task.kv_begin;
       for (;;) {
         const int end_here = min(end, end_of_section(first_key));
@@ -255,7 +255,7 @@ struct Epilogue {
 
   template <bool moves>
   __device__ __forceinline__ void add_earlier(Fragments<step, width>& sums, OwnRows& rows,
-                                              const RowTile& task, EarlierKeys<1>& earlier) const {
+                                              const RowTile& task, EarlierSums<1>& earlier) const {
     earlier.add<moves, dv>(sums, rows, O, lse, task.batch, task.head, threadIdx.x % warp_size);
   }
 
@@ -293,8 +293,8 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     return;
   }
   increase_registers<Registers::consumer>();
-  // Without a text the scale, with its sign, is in Q's parts and units.
-  const Scorer<real> scorer = {has_score_text ? scale : real(1), mods};
+  // Without an expression the scale, with its sign, is in Q's parts and units.
+  const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
   Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);
 }

@@ -12,7 +12,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv, threads,
+//   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
@@ -20,7 +20,7 @@
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
 #include <forward/parts/epilogue.cuh>
-#include <forward/parts/own_maxima.cuh>
+#include <forward/parts/lazy_row_max.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/e4m3.cuh>
@@ -46,7 +46,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<E4m3, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<E4m3, Bc, d>;
 using Values = TmaTile<E4m3, width, Bc>;  // a row for each column of V
-using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
+using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / depth][4];  // P, as operands of O += P V
 
 struct Shared {
@@ -55,7 +55,7 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -216,15 +216,15 @@ struct Consumer {
       if ((descales.q < 0) != (descales.k < 0))
         for (float& x : flat(S)) x = -x;
     }
-    if constexpr (has_score_text) {  // a modification takes the products of Q and K themselves
+    if constexpr (has_score_mod) {  // a modification takes the products of Q and K themselves
       for (float& x : flat(S)) x *= scales.own * units.K / rows.scale2;
     } else {
       rows.scale2 = scales.of_scores(units.K);
     }
-    shared.pairs.own().complete();
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    shared.bias.own().complete();
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
-      shared.pairs.own().load(rows, next);
+      shared.bias.own().load(rows, next);
     if constexpr (in_halves) return softmax_in_halves(task.row, first_key, factor);
     bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                      ? raise_maxima<true>(S, rows, first_key, lane, factor, tolerated)
@@ -251,7 +251,7 @@ struct Consumer {
     float factor[1][2];
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
-    shared.pairs.own().load(rows, task.kv_begin);
+    shared.bias.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
     Turns::arrive(warpgroup);

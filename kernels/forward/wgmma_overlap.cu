@@ -7,7 +7,7 @@
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
-//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, pair_bytes, d, dv,
+//   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv,
 //   threads, shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -30,7 +30,7 @@ using Turns = PingPong<consumers>;
 using Queries = TmaTile<operand, warpgroup_rows, d>;  // of one warpgroup
 using Keys = TmaTile<operand, Bc, d>;
 using Values = TmaTile<operand, Bc, dv>;
-using Pairs = OfWarps<StagedPairs<pair_bytes, Bc / 8>, 4 * consumers>;
+using Bias = OfWarps<StagedBias<bias_bytes, Bc / 8>, 4 * consumers>;
 using PackedP = unsigned[Bc / step][4];  // P, as operands of O += P V
 
 struct Shared {
@@ -39,7 +39,7 @@ struct Shared {
   Values V[stages];
   Pipeline<1> Q_pipeline[consumers];
   Pipeline<stages> K_pipeline, V_pipeline;
-  Pairs pairs;
+  Bias bias;
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
@@ -111,10 +111,10 @@ struct Consumer {
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
-    shared.pairs.own().complete();
-    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.pairs.own());
+    shared.bias.own().complete();
+    scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
-      shared.pairs.own().load(rows, next);
+      shared.bias.own().load(rows, next);
     const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
                            ? raise_maxima<true>(S, rows, first_key, lane, factor, slack)
                            : raise_maxima<false>(S, rows, first_key, lane, factor, slack);
@@ -126,7 +126,7 @@ struct Consumer {
   // The first tile of keys, before which there is no P V to wait for.
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
-    shared.pairs.own().load(rows, task.kv_begin);
+    shared.bias.own().load(rows, task.kv_begin);
     if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
     begin_scores();
     Turns::arrive(warpgroup);

@@ -90,7 +90,7 @@ class Fault:
     @property
     def is_of_calls(self) -> bool:
         """Whether no kernel's record names the file: calls launch it before kernels."""
-        return self.file == "forward/append_keys.cu" or self.file.startswith("blocks/")
+        return self.file == "forward/steps/append_keys.cu" or self.file.startswith("blocks/")
 
 
 # Sums of gradients of arrays have one scale for the whole call.

@@ -114,19 +114,19 @@ def test_the_last_block_of_a_key_head_finishes_dQ_or_a_launch_does(
 )
 def test_blocks_go_from_one_tile_of_keys_to_the_next(backend, monkeypatch, sizes):
     """Some tiles have no rows: right of the rows of a causal mask."""
-    monkeypatch.setattr(backward, "FEWEST_STAYING", 1)
+    monkeypatch.setattr(backward, "FEWEST_PERSISTENT", 1)
     plan = planned(BACKWARD["wgmma_columns"], backend, {"batch": 3, "heads": 2, **sizes})
     _, columns, finish = plan.launches
-    assert columns.constants["stays"] and finish.entry == "finish_dQ"
+    assert columns.constants["persistent"] and finish.entry == "finish_dQ"
     guard.checked(backend, plan, inputs_of(plan), {})
 
 
 def test_blocks_do_not_count_tiles_that_no_row_sees(backend, monkeypatch):
     """Without rows no launch clears the counter, so each block has one tile."""
-    monkeypatch.setattr(backward, "FEWEST_STAYING", 1)
+    monkeypatch.setattr(backward, "FEWEST_PERSISTENT", 1)
     sizes = {"batch": 3, "heads": 2, "M": 0, "N": 140, "d": 64}
     plan = planned(BACKWARD["wgmma_columns"], backend, sizes)
-    assert not plan.launches[1].constants["stays"]
+    assert not plan.launches[1].constants["persistent"]
     guard.checked(backend, plan, inputs_of(plan), {})
 
 

@@ -90,7 +90,7 @@ SPILLED = {
     ("wgmma_fp16x2", "90", 128, "window"): 4,
     ("wgmma_fp16x2", "90", 256, "causal"): 28,
     ("wgmma_fp16x2", "90", 256, "window"): 8,
-    ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_parts
+    ("wgmma_fp16x2", "90", 40, "full"): 4,  # in repair_split_output
     ("wgmma_fp16x2", "90", 64, "full"): 4,
     # Mostly addresses of copies, read once for each tile. The largest is that of the launch for dQ:
     # ten sums of dQ, read and written once for each tile in both copies of the loop body.

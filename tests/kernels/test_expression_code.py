@@ -48,7 +48,7 @@ def head_of(texts, real, bounded=lambda *place: False):
     lines = [
         f"using real = {real};",
         "#include <cuda_fp16.h>",
-        "constexpr bool has_score_text = true, has_mask_text = false, has_sink = false;",
+        "constexpr bool has_score_mod = true, has_mask_mod = false, has_sink = false;",
         "constexpr bool has_dropout = false;",
         "#include <attention/expression.cuh>",
     ]

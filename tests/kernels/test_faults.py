@@ -11,6 +11,7 @@ from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 from cupyfa import WrongResult
 from cupyfa.errors import SimulatorFault
 from cupyfa.planner import source as sources
+from cupyfa.planner.evaluate import source_path
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
@@ -29,8 +30,8 @@ def broken(tmp_path, kernel, right, wrong, header=None):
         original = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
         (tmp_path / f"{kernel}.cu").write_text(original)
     for launch in FORWARD[kernel].launches:
-        rest = sources.KERNELS / f"forward/{getattr(launch, 'entry', kernel)}.cu"
-        if rest.is_file() and not (tmp_path / rest.name).exists():
+        rest = sources.KERNELS / source_path(FORWARD[kernel], launch)
+        if not (tmp_path / rest.name).exists():
             (tmp_path / rest.name).write_text(rest.read_text())
     return replace(FORWARD[kernel], folder=tmp_path)
 
@@ -42,7 +43,7 @@ def run(kernel, backend, sizes=SIZES, **tiles):
 BARRIER = re.compile(r"__sync(?:threads|warp)\(\);  // (.*)")
 # Only where there is no tile of keys may Q still be on its way when O takes its place.
 WHERE_NO_KEYS_ARE = "Q is no longer read, nor written"
-OF_SPLITS_WITHOUT_KEYS = "the sums of a block without keys are there, too"
+OF_SPLITS_WITHOUT_KEYS = "the sums of a block without keys are written, too"
 WAIT = re.compile(
     rf"cp_async_wait_group<(.*)>\(\);(?!\n  __syncthreads\(\);  // {WHERE_NO_KEYS_ARE})"
 )
@@ -115,11 +116,11 @@ def test_a_removed_statement_for_blocks_without_keys_is_found(tmp_path, kernel, 
 
 
 def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
-    file = sources.KERNELS / "forward/merge_splits.cu"
+    file = sources.KERNELS / "forward/steps/merge_splits.cu"
     (barrier,) = BARRIER.finditer(file.read_text())
     split = FORWARD["mma_split_kv"]
     for launch in split.launches:
-        path = sources.KERNELS / f"forward/{launch.entry}.cu"
+        path = sources.KERNELS / source_path(split, launch)
         (tmp_path / path.name).write_text(path.read_text().replace(barrier[0], ";"))
     sizes = {"heads": 1, "M": 3, "N": 300, "d": 40, "dv": 70}
     plan = planned(replace(split, folder=tmp_path), Simulator(), sizes)

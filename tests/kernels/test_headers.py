@@ -12,32 +12,32 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
-    "place.cuh": {"has_score_text", "has_mask_text", "has_sink", "has_dropout"},
-    "texts.cuh": {
+    "score_context.cuh": {"has_score_mod", "has_mask_mod", "has_sink", "has_dropout"},
+    "score_mod.cuh": {
         "has_key_tiles",
         "has_row_tiles",
         "reads_places",
         "unit_slope",
         "has_sink",
         "caps_tiles",
-        "caps_roughly",
+        "approximates_softcap",
         "has_dropout",
     },
     "dropout.cuh": {"unit_slope"},
-    "own_keys.cuh": {"reads_places", "unit_slope", "caps_tiles", "has_dropout"},
+    "transposed_softmax.cuh": {"reads_places", "unit_slope", "caps_tiles", "has_dropout"},
     "gradient_of_lse.cuh": {"has_dlse"},
     "extent.cuh": {
         "has_key_tiles",
         "has_row_tiles",
         "causal",
         "windowed",
-        "has_mask_text",
+        "has_mask_mod",
         "ragged",
         "packed",
     },
     "tensor.cuh": {"packed"},
     "pages.cuh": {"page_size"},
-    "stored.cuh": {"has_e4m3"},
+    "kv_dtype.cuh": {"has_e4m3"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
     "longest_first.cuh": {"causal", "packed"},
     "row_sums.cuh": {"packed"},
@@ -45,7 +45,7 @@ MAY_READ = {
     "sum_tile.cuh": {"packed"},
     "score.cuh": {
         "has_key_tiles",
-        "has_score_text",
+        "has_score_mod",
         "unit_slope",
         "positive_scale",
         "of_products",
@@ -56,12 +56,12 @@ MAY_READ = {
     "nonfinite.cuh": {"has_sink", "of_products"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
-    "part_output.cuh": {"has_mask_text"},
-    "part_softmax.cuh": {"has_score_text"},
-    "half_gradients.cuh": {"has_score_text", "caps_tiles", "has_dropout", "unit_slope"},
-    "part_keys.cuh": {"has_score_text"},
-    "small_values.cuh": {"ragged", "has_sink", "has_dropout"},
-    "walk_down.cuh": {"has_row_tiles"},
+    "split_output.cuh": {"has_mask_mod"},
+    "split_softmax.cuh": {"has_score_mod"},
+    "split_gradients.cuh": {"has_score_mod", "caps_tiles", "has_dropout", "unit_slope"},
+    "store_split_dK_dV.cuh": {"has_score_mod"},
+    "cancellation.cuh": {"ragged", "has_sink", "has_dropout"},
+    "row_tile_iterator.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.
@@ -70,7 +70,7 @@ DECLARED = (
     r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"
 )
 OF_ANOTHER = r"(?:\.|->|::)\s*$"
-HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *KERNELS.glob("*/parts/*.cuh")])
+HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *KERNELS.glob("*/parts/**/*.cuh")])
 
 
 def constants_of_the_host():

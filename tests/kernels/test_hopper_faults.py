@@ -42,17 +42,17 @@ HEADERS = {
     "pipeline.cuh": "wgmma",
     "ping_pong.cuh": "wgmma_overlap",
     "add_dQ.cuh": "wgmma_columns",
-    "kept_operands.cuh": "wgmma_columns",
+    "register_operands.cuh": "wgmma_columns",
     "load_rows.cuh": "wgmma_two_pass",
     "tile_queue.cuh": "wgmma_columns",
-    "own_parts.cuh": "wgmma_columns",
-    "part_warpgroups.cuh": "wgmma_fp16x2",
-    "part_columns.cuh": "wgmma_fp16x2_two_pass",
+    "column_partition.cuh": "wgmma_columns",
+    "split_wgmma.cuh": "wgmma_fp16x2",
+    "split_key_pass.cuh": "wgmma_fp16x2_two_pass",
 }
 SIZES = {"heads": 3, "M": 200, "N": 300, "d": 72, "dv": 64, "causal": "top-left"}
 # For files up to d = 64, and for what wgmma_columns does in blocks that go from tile to tile and in
 # tiles whose quarter is left out.
-OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "kept_operands.cuh")
+OF_NARROW = ("wgmma_fp16x2_two_pass_columns.cu", "register_operands.cuh")
 OF_STAYING = ("shared.K_pipeline.release(keys);", "shared.V_pipeline.release(keys);")
 OF_QUEUE = "tile_queue.cuh"
 OF_QUARTERS = "dS_of"
@@ -181,7 +181,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         text = optional(text_of(name), ORDERS) if name == file else text_of(name)
         written(folder, name, text if with_turns else text.replace(AWAITS_TURN, ";"))
     broken = replace(RUNGS[kernel], folder=folder)
-    is_wide = file == "own_parts.cuh" or str(file).endswith("_wide.cu")
+    is_wide = file == "column_partition.cuh" or str(file).endswith("_wide.cu")
     sizes, tiles = (WIDE, {}) if is_wide else (SIZES, tiles_of(kernel))
     if file == OF_SUMS:
         sizes = SUMS
@@ -200,8 +200,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         sizes = {**sizes, "softcap": 5.0}
     problem = Problem.of_sizes(**sizes, scale=-0.2, dtype=usual_dtype(broken))
     limits = replace(Simulator().limits, multiprocessors=2)
-    few = 1 if stays else backward.FEWEST_STAYING
-    with patch.object(backward, "FEWEST_STAYING", few):
+    few = 1 if stays else backward.FEWEST_PERSISTENT
+    with patch.object(backward, "FEWEST_PERSISTENT", few):
         plan = planning.plan(broken, problem, limits, **tiles)
     for schedule in schedules:
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})

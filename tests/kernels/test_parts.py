@@ -283,7 +283,15 @@ def test_keys_without_flags_do_not_depend_on_others(backend, kernel):
 def test_sections_of_keys(backend, tmp_path, monkeypatch, kernel):
     """Rows see 4 to 6 sections of 64 keys, the first from its midst on; blocks have many tasks."""
     at = "constexpr int section = "
-    short = Fault(kernel, "forward/parts/earlier_keys.cuh", "", f"{at}8192;", f"{at}64;", "", None)
+    short = Fault(
+        kernel,
+        "forward/parts/split_f32/sectioned_output.cuh",
+        "",
+        f"{at}8192;",
+        f"{at}64;",
+        "",
+        None,
+    )
     monkeypatch.setitem(FORWARD, kernel, broken(tmp_path, short))
     sizes = dict(batch=2, heads=6, kv_heads=2, M=30, N=330, d=8)
     seen = dict(causal=True, window=(250, None), offset=295)

@@ -272,7 +272,7 @@ def test_pairs_of_the_next_tile_are_copied(backend, name, arrays, size):
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 150, "N": 171, "d": 16}
     p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)
     plan = planning.plan(kernel, p, backend.limits, **COPYING[name])
-    assert {x.constants["pair_bytes"] for x in plan.launches if "pair_bytes" in x.constants} == {
+    assert {x.constants["bias_bytes"] for x in plan.launches if "bias_bytes" in x.constants} == {
         size
     }
     guard.checked(backend, plan, readable_inputs(plan, Case(kernel.operation, p).inputs()), {})

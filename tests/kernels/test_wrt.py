@@ -142,7 +142,7 @@ def test_other_gradients_on_hopper_are_added_pair_by_pair(bias, more):
         M=9, N=9, d=64, dtype="bfloat16", bias=bias, **{"wrt": "bias", **more}
     )
     entries = [x.entry for x in LADDER["backward"]["wgmma_columns"].steps(p)]
-    assert "text_gradients" in entries and "wgmma_bias_gradient" not in entries
+    assert "expression_gradients" in entries and "wgmma_bias_gradient" not in entries
 
 
 @pytest.mark.slow

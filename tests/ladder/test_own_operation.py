@@ -13,6 +13,7 @@ import cupyfa
 from cupyfa import Input, Launch, Limits
 from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import select
+from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import KERNELS, text
 from cupyfa.runtime.simulator import Simulator
 from cupyfa.verify import failures, sampling
@@ -428,8 +429,16 @@ def test_a_kernel_derived_from_a_rung_finds_the_project_s_files(tmp_path):
     plan = select.plan(kernel, p, Limits("an A100", 166912, arch="80"))
     of = {x.entry: x.path for x in plan.launches}
     assert of["mma_pipelined"] == tmp_path / "mma_pipelined.cu"
-    assert of["round_operands"] == Path("forward/round_operands.cu")
+    assert of["round_operands"] == Path("forward/steps/round_operands.cu")
     assert all("extern" in text(x) for x in plan.launches)
+
+
+@pytest.mark.parametrize("file", ["backward/delta.cu", "backward/steps/delta.cu"])
+def test_a_record_finds_a_helper_launch_with_and_without_its_folder(tmp_path, file):
+    (tmp_path / "rows.cu").touch()
+    rows = replace(cupyfa.kernel("rows"), folder=tmp_path)
+    delta = replace(rows.launches[0], file=file)
+    assert source_path(rows, delta) == Path("backward/steps/delta.cu")
 
 
 def test_a_kernel_derived_from_a_rung_computes_what_its_file_says(tmp_path):

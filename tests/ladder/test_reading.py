@@ -15,7 +15,7 @@ from cupyfa.planner.source import INCLUDE, KERNELS
 # The headers that every kernel shares count once for all of them, and have a limit of their own.
 SHARED = tuple(
     f"attention/{x}.cuh"
-    for x in ("score", "extent", "place", "pairs", "tile_map", "ragged", "pages")
+    for x in ("score", "extent", "score_context", "bias_tile", "tile_map", "ragged", "pages")
 )
 SHARED_LINES = 763
 # So do those that every header with a barrier or a product includes for `cupyfa timeline`; lines in
@@ -122,7 +122,9 @@ LONGER = {
     "backward/mma_slices_backward_scores": (947, GRADIENTS),
     "backward/mma_two_pass_columns": (1027, GRADIENTS),
     "backward/mma_two_pass_rows": (946, GRADIENTS),
-    "backward/wgmma_bias_gradient": (1233, f"{HOPPER}; copies of the bias, the repair of sums"),
+    "backward/steps/wgmma_bias_gradient": (
+        *(1233, f"{HOPPER}; copies of the bias, the repair of sums"),
+    ),
     "backward/wgmma_columns": (1778, f"{HOPPER}; {GRADIENTS}; {ONE_TILE_OR_MORE}"),
     "backward/wgmma_columns_wide": (1592, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_fp16x2_two_pass_columns": (1749, f"{HOPPER}; {GRADIENTS}; {PARTS}"),
@@ -131,7 +133,7 @@ LONGER = {
     "backward/wgmma_fp16x2_two_pass_rows_wide": (1335, f"{HOPPER}; {PARTS}"),
     "backward/wgmma_two_pass_columns": (1298, f"{HOPPER}; {GRADIENTS}"),
     "backward/wgmma_two_pass_columns_wide": (1295, f"{HOPPER}; {GRADIENTS}"),
-    "backward/text_gradients": (1250, TEXTS),
+    "backward/steps/expression_gradients": (1250, TEXTS),
     "forward/mma_async": (745, COPIES),
     "forward/mma_f64": (931, COPIES + "; fragments and an exponential of doubles"),
     "forward/mma_f64_wide": (1005, COPIES + "; the same of doubles, whose scores warps share"),
@@ -141,7 +143,7 @@ LONGER = {
     ),
     "forward/mma_pipelined": (959, COPIES),
     "forward/mma_slices": (995, SLICES),
-    "forward/merge_splits": (621, REPAIR),
+    "forward/steps/merge_splits": (621, REPAIR),
     "forward/mma_split_kv": (
         1554,
         COPIES + ", in pages too; products of e4m3; results of splits and of warps",
@@ -181,7 +183,7 @@ def lines(text):
 
 def limit(name):
     """The most lines that a reader of one kernel is asked to read."""
-    folder, kernel = name.split("/")
+    folder, *_, kernel = name.split("/")
     is_gradient = folder == "backward"
     if kernel.startswith("wgmma") or kernel == "finish_dQ":
         return 1100 if is_gradient else 900
@@ -190,7 +192,8 @@ def limit(name):
     return 264 if kernel == "fa2" else 600
 
 
-NAMES = sorted(f"{path.parent.name}/{path.stem}" for path in KERNELS.glob("*/*.cu"))
+FILES = (path.relative_to(KERNELS) for path in KERNELS.rglob("*.cu"))
+NAMES = sorted(path.with_suffix("").as_posix() for path in FILES)
 
 
 @pytest.mark.parametrize("name", NAMES)

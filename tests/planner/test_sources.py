@@ -35,8 +35,8 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool causal = true;",
         "constexpr bool windowed = false;",
         "constexpr bool positive_scale = true;",
-        "constexpr bool has_score_text = false;",
-        "constexpr bool has_mask_text = false;",
+        "constexpr bool has_score_mod = false;",
+        "constexpr bool has_mask_mod = false;",
         "constexpr bool has_sink = false;",
         "constexpr bool has_dropout = false;",
         "constexpr bool has_key_tiles = false;",
@@ -59,7 +59,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
 def test_texts_of_scores_and_masks_are_declared_together(given):
     # Compilers look up the names of a branch that they discard.
     made = text(**given)
-    assert " score_text(" in made and " mask_text(" in made
+    assert " score_mod(" in made and " mask_mod(" in made
 
 
 def test_a_launch_is_compiled_once_for_all_constants_that_it_does_not_name():
@@ -184,7 +184,7 @@ def test_a_long_text_is_a_function_that_kernels_call():
     """Compilers take minutes for hundreds of operations at each pair of a tile."""
     for text, how in ((LONG, "__noinline__ Score"), ("tanh(score)", "__forceinline__ Score")):
         p = Problem.of_sizes(M=64, N=64, d=16, score_mod=f"score + {text}")
-        assert f"__device__ {how} score_text(" in mods.header(p)
+        assert f"__device__ {how} score_mod(" in mods.header(p)
 
 
 def test_too_many_derivatives_by_elements_are_refused():

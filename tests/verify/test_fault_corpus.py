@@ -80,7 +80,7 @@ def test_a_ring_that_wraps_needs_few_samples(tmp_path, monkeypatch, fault):
 def test_a_fault_of_gradients_of_arrays_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     right, wrong = "extent.dropped(dP, row, key) - delta", "extent.dropped(dP, row, key)"
-    file = "backward/text_gradients.cu"
+    file = "backward/steps/expression_gradients.cu"
     fault = broken_kernels.Fault("two_pass", file, "delta is left out", right, wrong, "", None)
     how = {"bias": "1hmn", "sink": "h", "wrt": "q,bias,sink", "samples": 2}
     first = found(broken_kernels.broken(tmp_path, fault), **how)

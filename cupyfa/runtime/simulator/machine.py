@@ -258,7 +258,7 @@ class _Report(ctypes.Structure):
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
 _DIVIDES = "divides an integer by zero"  # which runtime.cpp says
-_TEXTS = re.compile(r"\b(score|mask)_text\(")  # the functions that texts of calls become
+_EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # the functions that expressions become
 
 
 def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
@@ -286,8 +286,8 @@ def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
     own = re.compile(re.escape(f"{_UNPLACED}/{kernel.entry}.cu:") + r"(\d+)$")
     for number in (int(x[1]) for x in map(own.match, found) if x):
         before = "\n".join(kernel.text.splitlines()[:number])
-        if "\n#line " not in before and (options := _TEXTS.findall(before)):
-            return f" in {options[-1]}_mod"
+        if "\n#line " not in before and (options := _EXPRESSIONS.findall(before)):
+            return f" in {options[-1]}"
     return ""
 
 

@@ -5,13 +5,13 @@
 // meanwhile. For long sequences or few heads a launch does it: many multiprocessors would wait.
 
 #include <backward/parts/finish_dQ.cuh>
-#include <backward/parts/own_keys.cuh>
+#include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
 
-// Named barriers: a warpgroup's part is there; it was read; all additions of the block have ended.
+// Named barriers: a warpgroup's part is written; it was read; all additions have ended.
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }
@@ -28,7 +28,8 @@ constexpr int few_blocks = 32;
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.
 template <int steps, int Br, int Bc>
 __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
-                                         TmaTile<scalar, Br, Bc>& dS, const Own& own, int row = 0) {
+                                         TmaTile<scalar, Br, Bc>& dS, const KeyRows& own,
+                                         int row = 0) {
   const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
   scalar* const first = dS.at(row + lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
@@ -63,9 +64,9 @@ __device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<c
 
 // What a warp does for a warpgroup: it has parts `first` … `end` - 1 of dQ of each tile added to
 // the sums in memory.
-template <class Parts, class Task>
-__device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
-                                       RegisterTile<Parts::width>* dQ_sum, const Task& task,
+template <class Layout, class Task>
+__device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
+                                       RegisterTile<Layout::width>* dQ_sum, const Task& task,
                                        int warpgroup, int first, int end) {
   const bool elected = elect_one();
   task.for_tiles([&](int, int, long long tile) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Parts::width>& part,
       barrier_sync(dQ_full(warpgroup), adding_threads);
       wait_for_launch_before();  // which clears the sums; sooner it would hold up the block
       if (elected) {
-        bulk_add(&dQ_sum[tile * Parts::count + i].fours[0][0].x, &part.fours[0][0].x,
+        bulk_add(&dQ_sum[tile * Layout::count + i].fours[0][0].x, &part.fours[0][0].x,
                  sizeof part / sizeof(float));
         bulk_commit_group();
         bulk_wait_group_read();
@@ -108,7 +109,7 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;
-  constexpr int warps = consuming_threads / warp_size, parts = Rows::Parts::count;
+  constexpr int warps = consuming_threads / warp_size, parts = Rows::Layout::count;
   const int tiles = cdiv(in.repair.extent.M, Br), pieces = group * tiles * parts * Rows::in_part;
   const auto piece = [&](int number) {
     const int rest = number / Rows::in_part, head = rest / parts / tiles;

@@ -1,7 +1,7 @@
 #pragma once
 // Products of the backward pass of doubles on tensor cores, and what becomes of their sums.
 
-#include <backward/parts/call_rarely.cuh>
+#include <backward/parts/cold_path.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <tile/f64_fragments.cuh>
 #include <timeline.cuh>

@@ -5,7 +5,7 @@
 // and its lanes exchange elements of a row until each writes 16 bytes of it.
 
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <backward/parts/query_parts.cuh>
+#include <backward/parts/query_layout.cuh>
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
@@ -14,33 +14,33 @@
 template <int Br, int d, int dv>
 struct QuerySums {
   Repair<d, dv, scalar, StatsOfTiles<Br>> repair;
-  const RegisterTile<QueryParts<Br, d, dv>::width>* parts;
+  const RegisterTile<QueryLayout<Br, d, dv>::width>* parts;
   Tensor<result> dQ;
 };
 
 // 16 rows of a part of a tile, number `own` of a warp; they may lie outside the array.
 template <int Br, int d, int dv>
 struct Piece {
-  using Parts = QueryParts<Br, d, dv>;
+  using Layout = QueryLayout<Br, d, dv>;
   static constexpr int in_part = warpgroup_rows / step;
 
   int head, first_row, first_col;
-  bool is_there;
-  Sums<Parts::width> sums;
+  bool exists;
+  Sums<Layout::width> sums;
 
   __device__ __forceinline__ Piece(const QuerySums<Br, d, dv>& in, int head, int tile, int part,
                                    int own)
       : head(head),
-        first_row(tile * Br + own * step + (Parts::by_rows ? part * warpgroup_rows : 0)),
-        first_col(Parts::by_columns ? part * Parts::width : 0) {
+        first_row(tile * Br + own * step + (Layout::by_rows ? part * warpgroup_rows : 0)),
+        first_col(Layout::by_columns ? part * Layout::width : 0) {
     const int M = in.repair.extent.M, heads = in.repair.stats.number.heads;
-    is_there = head < heads && first_row < M;
-    if (!is_there) return;
+    exists = head < heads && first_row < M;
+    if (!exists) return;
     const long long index = in.repair.stats.number(head, tile * Br);
     const int thread = own * warp_size + threadIdx.x % warp_size;
 #pragma unroll
-    for (int i = 0; i < Parts::width / 8; ++i) {
-      const float4 four = __ldcg(&in.parts[index * Parts::count + part].fours[i][thread]);
+    for (int i = 0; i < Layout::width / 8; ++i) {
+      const float4 four = __ldcg(&in.parts[index * Layout::count + part].fours[i][thread]);
       sums[4 * i] = four.x, sums[4 * i + 1] = four.y;
       sums[4 * i + 2] = four.z, sums[4 * i + 3] = four.w;
     }
@@ -48,11 +48,11 @@ struct Piece {
 
   __device__ __forceinline__ void finish(const QuerySums<Br, d, dv>& in) const {
     const auto& repair = in.repair;
-    if (!is_there) return;
+    if (!exists) return;
     if (all_finite(fragments(sums)))
       store_gradient<d>(fragments(sums), repair.scorer.scale, in.dQ, repair.batch, head, first_row,
                         repair.extent.M, threadIdx.x % warp_size, first_col);
     else
-      repair.template rows<Parts::width>(in.dQ, head, first_row, first_row + step, first_col);
+      repair.template rows<Layout::width>(in.dQ, head, first_row, first_row + step, first_col);
   }
 };

@@ -1,6 +1,6 @@
 #pragma once
-// What the launches of `mma_slices_backward` share: tiles of sums in registers, a ring of slices
-// that they are summed from, and P and dS of a round of heads in memory.
+// Shared by the launches of `mma_slices_backward`: accumulators in registers, a ring of slices that
+// are their operands, and P and dS of a round of heads in memory.
 
 #include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
@@ -69,7 +69,7 @@ struct Ring {
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();
-    __syncthreads();  // the slice is there, and the one before it is no longer read
+    __syncthreads();  // the slice has arrived, and the one before it is no longer read
     if (!late()) begin(stage == 0 ? stages - 1 : stage - 1);
     return ring[stage];
   }

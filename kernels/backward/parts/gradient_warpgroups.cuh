@@ -10,7 +10,7 @@ using Sums = float[columns / 2];  // of a product of 64 rows
 template <int columns>
 using Operands = unsigned[columns / step][4];  // the same in 16 bits, as operands of products
 
-// The same as fragments of 16 rows (mma.cuh).
+// Accumulators as fragments of 16 rows (mma.cuh).
 template <int count>
 __device__ __forceinline__ const float (&fragments(const float (&sums)[count]))[1][count / 4][4] {
   return reinterpret_cast<const float (&)[1][count / 4][4]>(sums);

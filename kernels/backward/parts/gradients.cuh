@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_row_sums(real (&tile_lse)[tile_rows],
   });
 }
 
-// Q or dO of a row tile whose lse is there.
+// Q or dO of a row tile whose lse has arrived.
 template <int threads, int width, int rows, int stride>
 __device__ __forceinline__ void load_rows(scalar (&tile)[rows][stride], Tensor<const scalar> tensor,
                                           const real (&lse)[rows], int batch, int head,

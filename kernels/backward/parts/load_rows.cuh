@@ -2,7 +2,7 @@
 // What two warps load for warpgroups that own keys: K and V of each tile of keys that some row
 // sees, and, tile by tile, the rows. task_of() is the KeyTile with a number.
 
-#include <backward/parts/own_keys.cuh>
+#include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
@@ -12,9 +12,9 @@ constexpr int reading_threads = consuming_threads + warp_size;
 // The tile of keys of a block that has one.
 struct OneTile {
   int number = blockIdx.x;
-  bool is_there = true;
+  bool has_tile = true;
 
-  __device__ __forceinline__ void advance() { is_there = false; }
+  __device__ __forceinline__ void advance() { has_tile = false; }
 };
 
 // A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
@@ -31,7 +31,7 @@ __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf ta
   PipelineState<stages> rows;
   int begun = 0;
 #pragma unroll 1
-  for (; tiles.is_there; tiles.advance()) {
+  for (; tiles.has_tile; tiles.advance()) {
     const auto task = task_of(tiles.number);
     if (task.first_row >= task.end_row) continue;
     const int packed = task.extent.packed_batch(task.batch);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void produce_dO(Shared& shared, Tiles tiles, TaskOf t
   PipelineState<1> keys;
   PipelineState<sizeof(Shared::dO) / sizeof(Shared::dO[0])> rows;
 #pragma unroll 1
-  for (; tiles.is_there; tiles.advance()) {
+  for (; tiles.has_tile; tiles.advance()) {
     const auto task = task_of(tiles.number);
     if (task.first_row >= task.end_row) continue;
     const int packed = task.extent.packed_batch(task.batch);

@@ -1,7 +1,7 @@
 #pragma once
 // The order of tiles. Under a causal mask the first tiles of a head are the longest. Those of the
-// last heads are dealt out together, the longest first, so that multiprocessors end at about the
-// same time. Earlier heads follow each other, so that blocks which run together share rows in L2.
+// last heads are assigned together, the longest first, so that multiprocessors end at about the
+// same time. Earlier heads follow each other, so that concurrent blocks share rows in L2.
 
 #include <attention/extent.cuh>
 

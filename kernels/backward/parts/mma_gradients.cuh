@@ -7,7 +7,7 @@
 #include <timeline.cuh>
 
 // S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
-// modification's slope, before dropout. hides: whether the mask's text may hide a pair.
+// modification's slope, before dropout. hides: whether the mask expression may hide a pair.
 template <bool masked, bool hides, class Own, int m, int n, int rows, int keys>
 __device__ __forceinline__ void compute_P_if(real (&S)[m][n][4], real (&PS)[m][n][4],
                                              const RowStats (&stats)[rows], const Own& own,

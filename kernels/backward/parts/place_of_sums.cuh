@@ -1,5 +1,5 @@
 #pragma once
-// Which tile of rows a block sums up.
+// The tile of rows that a block sums up.
 
 #include <attention/ragged.cuh>
 #include <tile/tensor.cuh>

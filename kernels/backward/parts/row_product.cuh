@@ -18,14 +18,14 @@ __device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
   return sum;
 }
 
-// rowsum(dO * O) of a row, for all of its lanes; 0 for one that is not there.
+// rowsum(dO * O) of a row, for all of its lanes; 0 for one that does not exist.
 template <int dv, int lanes>
 __device__ __forceinline__ float row_product(const Tensor<const result>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,
-                                             int row, bool is_there) {
+                                             int row, bool exists) {
   const int lane = threadIdx.x % lanes;
   float sum = 0;
-  if (is_there) {
+  if (exists) {
     const result* output = O.row(batch, head, row);
     const scalar* gradient = dO.row(batch, head, row);
     if (dv % 8 == 0 && is_aligned(O) && is_aligned(dO)) {

@@ -1,7 +1,7 @@
 #pragma once
-// What the forward pass left of a row: lse in powers of two, and delta. A row that sees no key has
-// infinity and 0, which make its P 0. A huge lse becomes NaN: sums are computed again from
-// RawStats.
+// The statistics of a row from the forward pass: lse in powers of two, and delta. A row that sees
+// no key has infinity and 0, which make its P 0. A huge lse becomes NaN: sums are computed again
+// from RawStats.
 
 #include <attention/weight.cuh>
 

@@ -36,7 +36,7 @@ __device__ __forceinline__ TilesOfRows<Br> tiles_of([[maybe_unused]] const Array
     return {batch, heads, M};
 }
 
-// What the forward pass left of any row of a batch element, for repairs.
+// lse and delta of any row of a batch element, for repairs.
 template <int Br>
 struct StatsOfTiles {
   const RowSums<Br>* tiles;

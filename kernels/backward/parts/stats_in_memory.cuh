@@ -1,5 +1,5 @@
 #pragma once
-// What the forward pass left of any row of a batch element.
+// lse and delta of any row of a batch element.
 
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>

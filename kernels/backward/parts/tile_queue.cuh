@@ -1,7 +1,7 @@
 #pragma once
-// The tiles of a block that stays on its multiprocessor. The first has the block's own number. The
-// others come from a counter in memory when the block is about to be free, in the order in which
-// blocks with one tile would begin. One warp counts, and passes the numbers to the others.
+// The dynamic tile scheduler of a persistent block. Its first tile has the block's own number. The
+// next ones come from an atomic counter in memory when the block is about to be free, in the order
+// in which blocks with one tile would begin. One warp counts, and passes the numbers to the others.
 
 #include <ptx/dependent_launch.cuh>
 #include <tile/pipeline.cuh>
@@ -12,21 +12,21 @@ struct TileQueue {
   Pipeline<depth> pipeline;  // its consumers are warps
 };
 
-// Iterates over a warp's tiles, out of `all`. The number is warp-uniform: otherwise the compiler
+// Iterates over a warp's tiles, of `all`. The number is warp-uniform: otherwise the compiler
 // treats the loop as divergent, and descriptors of products take vector registers.
 struct QueuedTiles {
   TileQueue& queue;
   int all;
   int* counter;  // of the warp that counts
   int number = blockIdx.x;
-  bool is_there = true;
+  bool has_tile = true;
   PipelineState<TileQueue::depth> place = {};
 
   __device__ __forceinline__ void advance() {
     __syncwarp();
     if (threadIdx.x % warp_size == 0) number = counter ? count() : read();
     number = warp_uniform(number);
-    is_there = number < all;
+    has_tile = number < all;
     place.advance();
   }
   __device__ __forceinline__ int count() {

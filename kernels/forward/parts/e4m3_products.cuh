@@ -7,8 +7,8 @@
 // bytes of a pair of columns are those of two keys, and O has even columns of each 16 in one
 // fragment, odd ones in the next.
 
+#include <attention/kv_dtype.cuh>
 #include <attention/paged_head.cuh>
-#include <attention/stored.cuh>
 #include <forward/parts/mma_products.cuh>
 #include <ptx/unpack_e4m3.cuh>
 #include <timeline.cuh>

@@ -1,7 +1,7 @@
 #pragma once
 // Copies of doubles into shared memory, for products on tensor cores.
 
-#include <attention/place.cuh>
+#include <attention/score_context.cuh>
 #include <ptx/pack.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/warp.cuh>

@@ -1,27 +1,27 @@
 #pragma once
-// Which row tiles a block computes that stays on its multiprocessor.
+// The static tile scheduler: the row tiles of a persistent block.
 
 #include <attention/extent.cuh>
 #include <ptx/opaque.cuh>
 
-// Row tiles are dealt out in rounds. With a causal mask, where tiles differ in length, the tiles of
-// as many heads as make two rounds are dealt out together, the longest first; the second round goes
-// from the last block to the first, which evens out the first round. So all blocks have about the
-// same to do, and heads whose K and V are in the cache are finished before others. By the map of a
-// block mask it is the same, and the map has the order of the tiles. Where the batch elements share
-// what a text reads, those of a head follow each other.
+// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of as
+// many heads as make two rounds are assigned together, the longest first, and the second round goes
+// from the last block to the first. All blocks then have about the same work, and heads whose K and
+// V are in the cache are finished before others. With the map of a block mask, which has the order
+// of the tiles, it is the same. Where batch elements share an array that an expression reads, the
+// batch elements of a head follow each other.
 //
-// Heads of few tiles are dealt out one by one, and in each round a block has another tile: in as
-// many rounds as a head has tiles, all blocks have the same to do. A tile loads Q and stores O
-// however few its keys. So long tiles and short ones share the memory, and those of a head its K.
-// A few blocks may have no tile of them if `may_skip`, because a head's number of tiles does not
-// divide that of blocks: up to d = 64 this is slower.
+// Heads of few tiles are assigned one by one, and a block moves on to the next tile index in each
+// round: after as many rounds as a head has tiles, all blocks have done the same work. Long and
+// short tiles then share the memory bandwidth (even a short one loads Q and stores O), and the
+// tiles of a head its K. With `may_skip` the tiles of a head need not divide the number of blocks,
+// a few of which have no tile in such rounds: up to d = 64 this is slower.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip, bool by_lengths = ragged>
 struct Schedule {
   Sizes sizes;
   const Mods* mods;
-  int heads, all_heads, tiles, together, seats, turned, first;
-  int round = 0, seat = blockIdx.x, index = 0;
+  int heads, all_heads, tiles, together, slots, turned, first;
+  int round = 0, slot = blockIdx.x, index = 0;
 
   __device__ __forceinline__ Schedule(const Sizes& sizes, const Mods& mods, int heads, int batch)
       : sizes(sizes),
@@ -30,14 +30,15 @@ struct Schedule {
         all_heads(heads * batch),
         tiles(cdiv(sizes.M, Br)),
         together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
-        seats(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
+        slots(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
         turned(heads_in_turn()),
-        first(may_skip && blockIdx.x >= seats ? turned : 0) {}
+        first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // How many heads are dealt out so (with more tiles it is no faster): whole groups of an even
-  // number of rounds, after which a block's seat is the same. The last may lack a 32nd of heads.
+  // The number of heads that are assigned one by one (no faster with more tiles): whole groups of
+  // an even number of rounds, after which a block has the same slot. The last may lack a 32nd of
+  // heads.
   __device__ __forceinline__ int heads_in_turn() const {
-    const int blocks = gridDim.x, group = tiles % 2 ? 2 * seats : seats;
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
     if (blocks % tiles > (may_skip ? blocks / 32 : 0)) return 0;
     return (all_heads + all_heads / 32) / group * group;
@@ -45,7 +46,7 @@ struct Schedule {
 
   __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
-  // How many heads are dealt out together, from `first` on.
+  // The number of heads that are assigned together, from `first` on.
   __device__ __forceinline__ int count() const {
     return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
@@ -57,13 +58,13 @@ struct Schedule {
       return index < all_heads * tiles;
     } else {
       for (; first < all_heads; first += count(), round = 0) {
-        const int blocks = in_turn() ? seats : gridDim.x;
-        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - seat : seat);
+        const int blocks = in_turn() ? slots : gridDim.x;
+        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
         round += 1;
         if (index < count() * tiles) return true;
         // The blocks that had one tile less begin with the next heads.
         const int left = count() * tiles % blocks;
-        seat = (seat + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
+        slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
       return false;
     }
@@ -107,7 +108,7 @@ struct Schedule {
   }
 };
 
-// The same of elements of different lengths, in their order. A number of a tile may stand for none.
+// The schedule of ragged batches, in batch order. A tile index may be past the end of its sequence.
 template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
 struct Schedule<Br, Bc, by_length, batch_first, may_skip, true> {
   Sizes sizes;

@@ -1,7 +1,7 @@
 #pragma once
-// An index that the user's text computes, and that may leave its axis. On a device it is clamped,
-// so that no kernel reads outside an array; the simulator's header of this name reports it, with
-// the array and the text.
+// An index that the user's expression computes, and that may leave its axis. On a device it is
+// clamped, so that no kernel reads outside an array; the simulator's header of this name reports
+// it, with the array and the expression.
 
 template <class T>
 struct Bounded {

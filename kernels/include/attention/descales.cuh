@@ -1,7 +1,7 @@
 #pragma once
 // What Q, K and V of e4m3 are multiplied by: a number for each batch element and key head.
 //
-// The host writes above a kernel's text has_q_descale, has_k_descale and has_v_descale: whether
+// The host writes above a kernel has_q_descale, has_k_descale and has_v_descale: whether
 // struct Mods has
 //   q_descale_, k_descale_, v_descale_  float32 [batch, kv_heads]
 
@@ -10,7 +10,7 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// Those of a head; one that is not given is 1.
+// The descales of a head; one that is not given is 1.
 struct Descales {
   float q = 1, k = 1, v = 1;
 };

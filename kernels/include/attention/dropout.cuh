@@ -171,8 +171,8 @@ __device__ __forceinline__ void for_dropped_weights(const real (&P)[m][n][4], in
                           });
 }
 
-// In the backward pass dP needs it, too, when it is there. Until then PS, P times the slope of the
-// modification, says whether the weight is kept: by its sign where the slope is 1, for P is not
+// In the backward pass dP needs it, too, once it is complete. Until then PS, P times the slope of
+// the modification, says whether the weight is kept: by its sign where the slope is 1, for P is not
 // negative; else by its last bit, which is less than a rounding error.
 template <int bytes>
 struct WordOf {

@@ -1,11 +1,11 @@
 #pragma once
-// The numbers that a text of the user computes with. The host prints a text as C++ of these types:
+// The number types of expressions. The host prints a user's expression as C++ of these types:
 //
 //  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
 //    backward ones with Dual<1>, whose derivative is that by the score;
 //  - Index, a position among queries, keys, heads or batch; Whole, what follows from positions;
-//    int and long long, whole numbers of arrays and of the text; __int128, elements of uint64 and
-//    what follows from them;
+//    int and long long, whole numbers of arrays and of the expression; __int128, elements of uint64
+//    and what follows from them;
 //  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
 //
 // Numbers are of the host's type real. In double all functions are exact. In float they take few
@@ -18,7 +18,7 @@
 //  - a position is converted to float once for all elements of a tile.
 
 #include <attention/bounded.cuh>
-#include <attention/place.cuh>
+#include <attention/score_context.cuh>
 #include <ptx/min_or_nan.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/math.cuh>
@@ -121,8 +121,8 @@ __device__ __forceinline__ float capped(float x, float cap) {
 __device__ __forceinline__ double capped(double x, double cap) {
   return cap * ::tanh(x / cap);
 }
-// The same of x = scale * products, any of them. Four share one reciprocal, of the product of their
-// powers: these end at 2^31, where tanh is 1, so that it is finite.
+// Caps x = scale * products, of any size. Four share one reciprocal, of the product of their
+// powers, which are limited to 2^31, where tanh is 1, so that the product is finite.
 __device__ __forceinline__ void cap_four(float* products, float scale, float by, float cap) {
   const float exponent = fabs(by) * float(2 * log2e);
   float power[4], far[4];
@@ -142,8 +142,8 @@ __device__ __forceinline__ void cap_four(float* products, float scale, float by,
     products[i] = fabs(t) >= small_tanh ? copysign(far[i], x) : near;
   }
 }
-// The same of a warp's products: as a rule all are small, and then nothing else is computed. What
-// both branches compute would be kept for all products, so one has numbers of its own.
+// Caps a warp's products. Mostly all are small, and then nothing else is computed. Values that both
+// branches compute would be kept for all products, so one branch has opaque copies.
 template <int count>
 __device__ __forceinline__ void cap_products(float (&products)[count], float scale, float cap) {
   const float by = scale * reciprocal(cap);
@@ -166,9 +166,10 @@ __device__ __forceinline__ void cap_products(float (&products)[count], float sca
     }
   }
 }
-// The same with an absolute error, of 2^-22 of the cap.
+// Caps products with an absolute error of 2^-22 of the cap.
 template <int count>
-__device__ __forceinline__ void cap_roughly(float (&products)[count], float scale, float cap) {
+__device__ __forceinline__ void cap_approximately(float (&products)[count], float scale,
+                                                  float cap) {
   const float by = scale * (2 * log2e * reciprocal(cap));
 #pragma unroll
   for (int i = 0; i < count; i += 4) {
@@ -632,7 +633,7 @@ __device__ __forceinline__ auto floor_mod(const A& a) {
 // -------------------------------------------------------------------------------------------------
 // Captured arrays
 
-// What an element is in a text: bool; int or long long; or a Real.
+// The type of an element in an expression: bool; int or long long; or a Real.
 __device__ __forceinline__ bool element(bool x) {
   return x;
 }
@@ -713,8 +714,8 @@ struct Array {
   long long stride[rank];
   int size[rank];
 
-  // The element at as many indices as there are axes: Index, Whole, int, long long, each of them
-  // perhaps in bounded(), which keeps it within its axis.
+  // Loads one element. Takes one index per axis: Index, Whole, int or long long, or bounded() of
+  // one, which keeps it within its axis.
   template <class... Indices>
   __device__ __forceinline__ auto read(const Indices&... indices) const {
     static_assert(sizeof...(Indices) == rank, "an index for each axis");
@@ -789,7 +790,7 @@ struct Array {
   __device__ __forceinline__ long long inside(long long index, int) const { return index; }
 };
 
-// The elements that a text reads of arrays, each with the derivative of the score by it.
+// The array elements that an expression reads, each with the derivative of the score by it.
 template <int count>
 struct Tape {
   using Number = Dual<1 + count>;  // derivatives by the score, then by each element

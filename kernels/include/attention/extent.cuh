@@ -3,19 +3,19 @@
 // sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: kv_end is what a causal mask and the ends of
 // the keys leave, kv_begin is the left end of a window.
 //
-// What the host writes above the text of every kernel:
+// What the host writes above every kernel:
 //  - types: scalar, that of the tensors; result, of O, dQ, dK and dV; real, of sums and lse (float;
 //    double for float64); operand, what tensor cores multiply, which may be narrower than scalar;
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
-//  - options: causal and windowed here, positive_scale in score.cuh, and what place.cuh says.
+//  - options: causal and windowed here, positive_scale in score.cuh, those of score_context.cuh.
 
 #include <attention/pages.cuh>
-#include <attention/place.cuh>
 #include <attention/ragged.cuh>
+#include <attention/score_context.cuh>
 #include <tile/math.cuh>
 
 // Whether a row may not see all keys of a tile that lie in the arrays.
-constexpr bool has_mask = causal || windowed || has_mask_text || ragged;
+constexpr bool has_mask = causal || windowed || has_mask_mod || ragged;
 
 // What the host passes, the argument `sizes` of a record.
 struct Sizes {
@@ -26,11 +26,11 @@ struct Sizes {
                       // the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-struct Extent : Seat<has_seat>, PackedOrigin<packed> {
+struct Extent : HeadContext<has_context>, PackedOrigin<packed> {
   int M, N, causal_offset, window_offset;
 
-  // The same for a head of the batch element. Without texts, sinks and dropout no copy is made.
-  template <bool used = has_seat>
+  // The extent of another head. Without expressions, sinks and dropout no copy is made.
+  template <bool used = has_context>
   __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
     if constexpr (used) {
       Extent extent = *this;
@@ -75,15 +75,15 @@ struct Extent : Seat<has_seat>, PackedOrigin<packed> {
     return key < kv_end(row);
   }
 
-  // What the text of a mask says, of a pair in reach or not.
+  // Whether mask expressions show a pair, in reach or not.
   __device__ __forceinline__ bool shown(int row, int key, int more = 0) const {
-    return !has_mask_text || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
+    return !has_mask_mod || shows(index_of<true>(row, 0, M), index_of<true>(key, 0, N), more);
   }
 
-  // Whether the text of a mask hides a pair that exists.
+  // Whether mask expressions hide a pair that exists.
   template <class Key>
   __device__ __forceinline__ bool hides(Index row, Key key, int more = 0) const {
-    return has_mask_text && !shows(row, key, more);
+    return has_mask_mod && !shows(row, key, more);
   }
 
   // in_reach() for a key that exists, by its distance from the row's number.
@@ -118,7 +118,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   return {{}, {}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
 }
 
-// The same in launches that may be ragged, where masks are aligned for each batch element.
+// The extent in launches that may be ragged, where masks are aligned for each batch element.
 template <class Arrays>
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] const Arrays& mods,
                                             int batch) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]]
   }
 }
 
-// The same of one head, whose texts, sink and dropout may be read.
+// The extent of one head, whose expressions, sink and dropout may be read.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
                                             int head) {
   Extent extent = extent_of(sizes, mods, batch);
@@ -146,8 +146,8 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods
   return extent;
 }
 
-// Where the tile of `size` rows is that has this number among those of all heads; the number of the
-// tile with a row; and how many numbers a head has. `together` heads share a tile.
+// Converts between a tile index over all heads and the tile, head and batch element; counts the
+// tiles of a head. A tile has `size` rows; `together` heads share it.
 template <int size, int together = 1, class Arrays>
 __device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
   else
     return cdiv(sizes.M, size);
 }
-// The same of keys.
+// Converts an index of a tile of keys.
 template <int size, class Arrays>
 __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {
@@ -184,8 +184,8 @@ __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
     return place(index, max(cdiv(sizes.N, size), 1), heads);
 }
 
-// Of a tile of keys a row sees `first` … `end` - 1, counted from the tile's first, without those
-// that the text of a mask hides. A row past the end sees none.
+// The keys `first` … `end` - 1 of a tile that a row sees, counted from the tile's first, without
+// those that a mask expression hides. A row past the end sees none.
 struct Seen {
   Extent extent;
   int row, first_key, first, end;
@@ -239,7 +239,7 @@ struct TilePair {
     return extent.sees(first_row + row, first_key + key);
   }
 
-  // The numbers of a row and a key, for texts.
+  // The indices of a row and a key, for expressions.
   template <bool at_end = true>
   __device__ __forceinline__ Index row(int row, int more = 0) const {
     return index_of<at_end>(first_row + row, more, extent.M);
@@ -252,7 +252,7 @@ struct TilePair {
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     return extent.in_reach(first_row + row, first_key + key);
   }
-  // Whether the text of a mask hides a pair.
+  // Whether mask expressions hide a pair.
   template <bool at_end>
   __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
     return extent.hides(this->row(row), this->key<at_end>(key, more));
@@ -270,9 +270,9 @@ struct TilePair {
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Whether every row sees every key, of those that exist; or may, if no text hides it.
+  // Whether every row sees every key, of those that exist; or may, if no expression hides it.
   __device__ __forceinline__ bool sees_all() const {
-    return (!has_mask_text || is_full()) && reaches_all();
+    return (!has_mask_mod || is_full()) && reaches_all();
   }
   __device__ __forceinline__ bool reaches_all() const {
     if constexpr (!causal && !windowed) return true;

@@ -1,10 +1,10 @@
 #pragma once
-// Rows that come out wrong are computed again, one score after the other. That is rare, and keeps
-// the products simple: they take all keys of a tile. Two things make a row wrong:
+// Computes wrong rows again, one score after the other. They are rare, and products stay simple:
+// they take all keys of a tile. Two things make a row wrong:
 //  - P of a masked key is 0, but 0 * NaN and 0 * infinity are NaN, so its V shows in O.
-//  - S * scale2 - maximum is rounded once, and the maximum before that. For the largest score it is
-//    then up to half an ulp of the maximum, 4 from 2^26 on: P, 2 to the power of it, may overflow.
-//    Near the ends of the range S * scale2 itself overflows.
+//  - S * scale2 - maximum is rounded twice. For the largest score it may be half an ulp of the
+//  maximum,
+//    4 from 2^26 on, and P overflow. Near the ends of the range S * scale2 itself overflows.
 
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
@@ -17,10 +17,10 @@ __device__ __forceinline__ bool is_huge(real exponent) {
 }
 
 // Whether scores of a row were too large, or N is 0. A row that sees a key may have no score only
-// where texts hide keys; of products (place.cuh) they do not.
-__device__ __forceinline__ bool is_overflown(real maximum, real sum, bool sees_key) {
-  const bool may_have_none = (has_texts && !of_products) || !sees_key;
-  const bool has_none = has_seat && maximum == -largest && sum == 0 && may_have_none;
+// where expressions hide keys; of products (score_context.cuh) they do not.
+__device__ __forceinline__ bool has_overflowed(real maximum, real sum, bool sees_key) {
+  const bool may_have_none = (has_expressions && !of_products) || !sees_key;
+  const bool has_none = has_context && maximum == -largest && sum == 0 && may_have_none;
   return !(sum < infinity) || ((has_sink || sees_key) && !has_none && is_huge(maximum));
 }
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool overflows(const Rows<Wr, pack_gqa>& rows) {
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int query = rows.row(i / 2, i % 2) / pack_gqa;
     const bool sees_key = !has_mask || rows.extent.kv_begin(query) < rows.extent.kv_end(query);
-    wrong |= is_overflown(rows.maximum[i / 2][i % 2], rows.sum[i / 2][i % 2], sees_key);
+    wrong |= has_overflowed(rows.maximum[i / 2][i % 2], rows.sum[i / 2][i % 2], sees_key);
   }
   return wrong;
 }

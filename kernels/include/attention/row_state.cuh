@@ -32,15 +32,14 @@ struct Rows {
   __device__ __forceinline__ int row(int i, int half) const {
     return opaque(first) + i * step + half * 8;
   }
-  // The same for texts, whose arrays end with the rows.
+  // The row for expressions, whose arrays end with the rows.
   __device__ __forceinline__ int existing(int i, int half) const {
     return min(first + i * step + half * 8, extent.M * pack_gqa - 1);
   }
-  // A maximum as an exponent of two. Of texts, that of finite scores may be below all numbers, as
-  // if a text hid their keys; it stays above -largest, and the row is computed again
-  // (nonfinite.cuh).
+  // A maximum as an exponent of two. That of finite modified scores may be below all numbers, as if
+  // their keys were hidden; it stays above -largest, and the row is computed again (nonfinite.cuh).
   __device__ __forceinline__ real exponent_of(real maximum) const {
-    if constexpr (!has_texts) return maximum * scale2;
+    if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {

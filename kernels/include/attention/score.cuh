@@ -2,36 +2,36 @@
 // From a product of Q and K to the score that the softmax takes, and the derivative of that step.
 // Every kernel, forward and backward, asks here. Without modifications only the scale remains.
 //
-//   score = scale * q·k  ->  the texts of softcap, score_mod, ALiBi and bias, one after the other
+//   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key
 //
-// The host writes above a kernel's text: positive_scale (whether the scale is known to be above 0)
-// and what place.cuh says. Where an argument is __grid_constant__, the compiler makes no copy of
-// it.
+// The host writes above a kernel: positive_scale (whether the scale is known to be above 0)
+// and what score_context.cuh says. Where an argument is __grid_constant__, the compiler makes no
+// copy of it.
 
+#include <attention/bias_tile.cuh>
 #include <attention/extent.cuh>
-#include <attention/pairs.cuh>
 
-// In texts.cuh, which is there if there are texts.
-template <bool hides, class Scorer, class T, int m, int n, class Rows, class Pairs>
-__device__ __forceinline__ void apply_texts(const Scorer& scorer, T (&products)[m][n][4],
-                                            const Rows& rows, int first_key, const Pairs& pairs);
+// In score_mod.cuh, which the host includes where there are expressions.
+template <bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
+__device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
+                                                  const Rows& rows, int first_key,
+                                                  const Bias& bias);
 
 template <class T>
 struct Scorer {
   T scale;
   Mods mods;
 
-  // Kernels that compute scores one by one take them from here; -infinity where a text hides the
-  // pair.
+  // The score of one product, -infinity where a mask expression hides the pair.
   __device__ __forceinline__ T operator()(T product, const Extent& extent, int row, int key) const {
     const T score = modified(product, extent, index_of<true>(row, 0, extent.M),
                              index_of<true>(key, 0, extent.N));
     return extent.shown(row, key) ? score : T(-infinity);
   }
-  // The same for kernels that take only texts that do not ask where a pair is.
+  // The score for kernels whose expressions do not depend on the index of a pair.
   __device__ __forceinline__ T operator()(T product) const {
-    Seat<has_score_text> nowhere;
+    HeadContext<has_score_mod> nowhere;
     nowhere.take(0, 0, 0, 0, mods);
     return nowhere.modified(product * scale, 0, 0, 0);
   }
@@ -45,18 +45,18 @@ struct Scorer {
   __device__ __forceinline__ T modified(T product, const Extent& extent, Index row, Key key) const {
     return extent.template modified<of_products>(product * scale, row, key, 0);
   }
-  // The same with the score as an exponent of two. is_capped: of a product after cap().
+  // The score as an exponent of two, and its slope. is_capped: of a product after cap().
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product, const Extent& extent,
                                                            Index row, Key key) const {
-    if constexpr (!has_score_text) return {product * (scale * T(log2e)), T(1)};
+    if constexpr (!has_score_mod) return {product * (scale * T(log2e)), T(1)};
     if constexpr (of_products)
       return {extent.modified(product, row, key, 0) * (scale * T(log2e)), T(1)};
     const auto [score, slope] = with_slope<is_capped>(product, extent, row, key);
     return {score * T(log2e), slope};
   }
 
-  // The same of a pair in tiles of rows and keys; key + more may be past the end.
+  // For a pair in tiles of rows and keys; key + more may be past the end.
   template <bool at_end, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
@@ -72,7 +72,7 @@ struct Scorer {
   //    with the scale in scale2.
   // If the scale is 0, x is 0, and scale2 is not: -infinity * 0, of a masked key, would be NaN.
   __device__ __forceinline__ T scale2() const {
-    return T(log2e) * (has_score_text   ? (of_products ? scale : T(1))
+    return T(log2e) * (has_score_mod    ? (of_products ? scale : T(1))
                        : positive_scale ? scale
                        : scale == 0     ? T(1)
                                         : fabs(scale));
@@ -81,23 +81,23 @@ struct Scorer {
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
-    if constexpr (has_score_text)
+    if constexpr (has_score_mod)
       return extent.template modified<is_capped>(
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // The same for the lane's products in a tile of keys; is_full: the mask's text hides none.
-  template <int m, int n, class Rows, class Pairs = NoPairs>
+  // Applies that to the lane's products in a tile of keys; is_full: no pair is hidden.
+  template <int m, int n, class Rows, class Bias = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,
-                                        [[maybe_unused]] const Pairs& pairs = {}) const {
+                                        [[maybe_unused]] const Bias& bias = {}) const {
     if constexpr (has_key_tiles) {
       if (!is_full)
-        apply_texts<true>(*this, products, rows, first_key, pairs);
-      else if constexpr (has_score_text || !positive_scale)
-        apply_texts<false>(*this, products, rows, first_key, pairs);
-    } else if constexpr (has_texts) {
-      apply_texts<true>(*this, products, rows, first_key, pairs);
+        apply_expressions<true>(*this, products, rows, first_key, bias);
+      else if constexpr (has_score_mod || !positive_scale)
+        apply_expressions<false>(*this, products, rows, first_key, bias);
+    } else if constexpr (has_expressions) {
+      apply_expressions<true>(*this, products, rows, first_key, bias);
     } else if constexpr (!positive_scale) {
 #pragma unroll
       for (int i = 0; i < m * n * 4; ++i) {

@@ -1,6 +1,6 @@
 #pragma once
-// By a block mask's map a kernel visits only tiles that show a pair, and evaluates the mask's text
-// only in partial ones: where it hides a pair, too. Without a map all tiles are visited.
+// By a block mask's map a kernel visits only tiles that show a pair, and evaluates the mask
+// expression only in partial ones: where it hides a pair, too. Without a map all tiles are visited.
 //
 // The host writes above every kernel has_key_tiles and has_row_tiles: whether the launch has a map
 // of the tiles of keys for each tile of rows, or of the tiles of rows for each tile of keys.

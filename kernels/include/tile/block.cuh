@@ -9,7 +9,7 @@ template <class T, int warps, class Combine>
 __device__ __forceinline__ T reduce_warps(T value, T (&partial)[warps], Combine combine) {
   __syncthreads();  // before the last reduction's partial values are overwritten
   if (threadIdx.x % warp_size == 0) partial[threadIdx.x / warp_size] = value;
-  __syncthreads();  // every warp's value is there
+  __syncthreads();  // every warp's value is written
   value = partial[0];
   for (int warp = 1; warp < warps; ++warp) value = combine(value, partial[warp]);
   return value;

@@ -17,7 +17,7 @@ struct alignas(box_alignment) TmaTile {
   }
 };
 
-// Starts to copy a tile from a row and column on; the barrier's phase completes when it is there.
+// Starts to copy a tile from a row and column on; the barrier's phase completes on arrival.
 template <class T, int rows, int columns>
 __device__ __forceinline__ void load_async(TmaTile<T, rows, columns>& tile, const TensorMap& map,
                                            Barrier& barrier, int row, int head, int batch,

@@ -1,6 +1,0 @@
-#pragma once
-// Calls a body that is rarely needed, so that the kernel's loop keeps the registers it would take.
-template <class Body>
-__device__ __noinline__ void call_rarely(const Body& body) {
-  body();
-}

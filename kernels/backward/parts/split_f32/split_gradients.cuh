@@ -1,0 +1,223 @@
+#pragma once
+// P and dS as split operands (split_pair.cuh) of gradients, in the fragments of mma.cuh and wgmma.
+// Each row of fragments gets a power of two in each tile, and a flag where its sums are not
+// accurate.
+
+#include <attention/score.cuh>
+#include <backward/parts/split_f32/split_exponents.cuh>
+#include <tile/share_out_rows.cuh>
+#include <tile/warp.cuh>
+#include <timeline.cuh>
+
+constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
+
+// The statistics of a row: lse in powers of two; delta * 2^60; and units, by which split products
+// become exponents of two and dP * 2^60. A row that sees no key has lse2 = infinity, which makes
+// its P 0; one with a flag or a huge lse has NaN, which shows in all sums, and these get flags.
+struct alignas(16) SplitStats {
+  float lse2, unit, delta, dO_unit;
+};
+
+// The statistics of any row of a batch element.
+struct SplitStatsInMemory {
+  Tensor<const real> lse, delta, scale2, dO_units;
+  Tensor<const unsigned char> flags;
+  int batch;
+
+  __device__ __forceinline__ SplitStats operator()(int head, int row) const {
+    const float sum = *lse.row(batch, head, row);
+    const bool flagged = *flags.row(batch, head, row) != 0 || fabs(sum) >= 0x1p25f;
+    SplitStats own = {sum * log2e, *scale2.row(batch, head, row), *delta.row(batch, head, row),
+                      *dO_units.row(batch, head, row)};
+    own.delta *= 1LL << dS_exponent;
+    if (flagged) own.lse2 = not_a_number, own.delta = 0;
+    if (sum == -infinity) own.lse2 = infinity;
+    return own;
+  }
+};
+
+// Loads the statistics of a tile's rows from global memory and stores them in shared memory.
+template <int threads, int rows>
+struct SplitStatsLoads {
+  SplitStats stats[cdiv(rows, threads)];
+
+  __device__ __forceinline__ void load(const SplitStatsInMemory& from, int head, int first_row,
+                                       int M) {
+    share_out_rows<threads, rows, 1>([&](int i, int, int turn) {
+      stats[turn] = first_row + i < M ? from(head, first_row + i) : SplitStats{infinity, 0, 0, 0};
+    });
+  }
+  __device__ __forceinline__ void store(SplitStats (&to)[rows]) const {
+    share_out_rows<threads, rows, 1>([&](int i, int, int turn) { to[i] = stats[turn]; });
+  }
+};
+
+// The scores of a lane in a tile: its first row and key, and body(x, row_more, key_more) for
+// each, at that distance from them. The fragments' rows are those of Q, or keys.
+template <bool of_keys>
+struct OwnScores {
+  int row, key;
+
+  template <int m, int n, class Body>
+  __device__ __forceinline__ void for_each(float (&S)[m][n][4], Body body) const {
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * n; ++j) {
+        const int down = i * 8, across = j / 2 * 8 + j % 2;
+        body(i / 2, j / 2, i % 2 * 2 + j % 2, of_keys ? across : down, of_keys ? down : across);
+      }
+    }
+  }
+};
+
+// Numbers of fragments times a unit of each row.
+template <auto unit, bool of_keys, int m, int n, int rows>
+__device__ __forceinline__ void multiply_units(float (&numbers)[m][n][4],
+                                               const SplitStats (&stats)[rows],
+                                               const OwnScores<of_keys>& own) {
+  own.for_each(numbers, [&](int i, int j, int e, int down, int) {
+    numbers[i][j][e] *= stats[own.row + down].*unit;
+  });
+}
+
+// S becomes P = 2^(S * unit - lse2), or 0 where masked or dropped; PS is P times the slope of the
+// modification, before dropout. hides: whether mask expressions may hide a pair.
+template <bool masked, bool hides, bool of_keys, int m, int n, int rows, int keys>
+__device__ __forceinline__ void compute_P_if(float (&S)[m][n][4], float (&PS)[m][n][4],
+                                             const SplitStats (&stats)[rows],
+                                             const OwnScores<of_keys>& own,
+                                             const TilePair<rows, keys>& pair,
+                                             const Scorer<float>& scorer) {
+  own.for_each(S, [&](int i, int j, int e, int down, int across) {
+    float& x = S[i][j][e];
+    const float lse2 = stats[own.row + down].lse2, unit = stats[own.row + down].unit;
+    const Index query = pair.template row<masked>(own.row, down);
+    const Index key = pair.template key<masked>(own.key, across);
+    Scored<float> scored = {x * unit, 1.0f};
+    if constexpr (has_score_mod)
+      scored = scorer.exponent_with_slope<caps_tiles>(caps_tiles ? x : x * unit, pair.extent, query,
+                                                      key);
+    x = exp2f(scored.score - lse2);
+    if (masked && !pair.in_reach(own.row + down, own.key + across)) x = 0;
+    if (hides && pair.extent.hides(query, key)) x = 0;
+    PS[i][j][e] = score_gradient(x, 1.0f, scored.slope);
+  });
+  const int row = pair.first_row + own.row, key = pair.first_key + own.key;
+  if constexpr (has_dropout && of_keys)
+    mark_transposed(reinterpret_cast<float (&)[m * n * 4]>(PS), pair.extent, row, key);
+  else
+    mark(PS, pair.extent, row, key);
+  drop_marked(S, PS);
+  if constexpr (has_dropout && !unit_slope)  // else NaN counts as kept
+    own.for_each(S, [&](int i, int j, int e, int, int) {
+      if (isnan(PS[i][j][e])) S[i][j][e] = PS[i][j][e];
+    });
+}
+template <bool masked, bool of_keys, int m, int n, int rows, int keys>
+__device__ __forceinline__ void compute_P(float (&S)[m][n][4], float (&PS)[m][n][4],
+                                          const SplitStats (&stats)[rows],
+                                          const OwnScores<of_keys>& own,
+                                          const TilePair<rows, keys>& pair,
+                                          const Scorer<float>& scorer) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
+  if constexpr (caps_tiles) multiply_units<&SplitStats::unit>(S, stats, own);
+  pair.extent.cap(reinterpret_cast<float (&)[m * n * 4]>(S), scorer.scale);
+  if (pair.is_full())
+    compute_P_if<masked, false>(S, PS, stats, own, pair, scorer);
+  else
+    compute_P_if<masked, true>(S, PS, stats, own, pair, scorer);
+}
+
+// dP, a split product, becomes dS * 2^60 = PS * (dP - delta) * 2^60, without the scale.
+template <bool of_keys, int m, int n, int rows>
+__device__ __forceinline__ void compute_dS(float (&dP)[m][n][4], const float (&PS)[m][n][4],
+                                           const SplitStats (&stats)[rows],
+                                           const OwnScores<of_keys>& own, float factor) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
+  own.for_each(dP, [&](int i, int j, int e, int down, int) {
+    const float unit = stats[own.row + down].dO_unit, delta = stats[own.row + down].delta;
+    dP[i][j][e] = weighted_gradient(PS[i][j][e], dP[i][j][e] * unit, delta, factor);
+  });
+}
+
+// The largest weights of a lane's rows of fragments so far.
+template <int m>
+struct Largest {
+  static constexpr int least = -112;  // of exponents: 2^(14 - least) is a float
+  float weight[m][2] = {};
+
+  // Scales the largest weight of each row of fragments to 2^14 … 2^15; `factor` undoes that.
+  template <int n>
+  __device__ __forceinline__ void raise(float (&weights)[m][n][4], float (&factor)[m][2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i) {
+      float largest = 0;
+#pragma unroll
+      for (int j = 0; j < 2 * n; ++j)
+        largest = fmax(largest, fabs(weights[i / 2][j / 2][i % 2 * 2 + j % 2]));
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 1));
+      largest = fmax(largest, __shfl_xor_sync(full_warp, largest, 2));
+      weight[i / 2][i % 2] = fmax(weight[i / 2][i % 2], largest);
+      const int power = split_exponent - max(exponent_of(largest), least);
+      factor[i / 2][i % 2] = two_to(-power);
+#pragma unroll
+      for (int j = 0; j < 2 * n; ++j) weights[i / 2][j / 2][i % 2 * 2 + j % 2] *= two_to(power);
+    }
+  }
+
+  // The least accurate element of a row's sums: below it the errors of low parts, 2^-36 of each of
+  // two factors below 2^15, may exceed the rounding of a float. Without weights sums are 0.
+  __device__ __forceinline__ float least_sum(int i, int half) const {
+    const float largest = weight[i][half];
+    return largest == 0 ? 0 : fmax(largest, 0x1p-112f) * (0x1p-25f * 0x1p15f);
+  }
+};
+
+// Whether a row of fragments is not accurate; has_numbers(col) says that a sum of 0 is wrong in a
+// column. The sums' columns begin at first_col. All lanes of the row get the answer.
+template <int cols, int m, int n, class HasNumbers>
+__device__ __forceinline__ bool is_wrong(const float (&sums)[m][n][4], int i, int half, float least,
+                                         int lane, HasNumbers has_numbers, int first_col = 0) {
+  static_assert(2 * n <= 64, "a bit for each column of a lane");
+  bool wrong = false, zero = false;
+  const auto at = [&](int j) { return sums[i][j / 2][half * 2 + j % 2]; };
+  const auto column = [&](int j) { return first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2; };
+#pragma unroll
+  for (int j = 0; j < 2 * n; ++j) {
+    const bool held = fabs(at(j)) >= least && fabs(at(j)) < infinity;
+    wrong |= !held && at(j) != 0 && column(j) < cols;
+    zero |= !held && at(j) == 0 && column(j) < cols;
+  }
+  if (zero && !wrong) {  // rarely, and with one copy of what has_numbers() does
+    unsigned long long zeros = 0;
+#pragma unroll
+    for (int j = 0; j < 2 * n; ++j) zeros |= (unsigned long long)(at(j) == 0) << j;
+#pragma unroll 1
+    for (int j = 0; zeros != 0 && !wrong; ++j, zeros >>= 1)
+      wrong = zeros % 2 != 0 && column(j) < cols && has_numbers(column(j));
+  }
+  wrong |= __shfl_xor_sync(full_warp, int(wrong), 1) != 0;
+  wrong |= __shfl_xor_sync(full_warp, int(wrong), 2) != 0;
+  return wrong;
+}
+
+// Writes rows of a gradient, of sums times factor * 2^power(column).
+template <int cols, int m, int n, class Power>
+__device__ __forceinline__ void store_scaled(const float (&sums)[m][n][4], float factor,
+                                             Tensor<result> gradient, int batch, int head,
+                                             int first, int end, int lane, Power power,
+                                             int first_col = 0) {
+#pragma unroll
+  for (int j = 0; j < 2 * n; ++j) {
+    const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
+    if (col >= cols) continue;
+    const int all = power(col), half = all >> 1;
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i) {
+      const int row = first + i * 8 + lane / 4;
+      const float x = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * two_to(half) * two_to(all - half);
+      if (row < end) gradient.row(batch, head, row)[col] = x * factor;
+    }
+  }
+}

@@ -1,0 +1,164 @@
+#pragma once
+// dK and dV whose accumulators do not fit into the registers of a warp. A team of four warps shares
+// 32 keys, the rows here, of which each warp accumulates 64 columns, or 32. Of each tile, of 16 or
+// 32 across, a warp computes 16 x 16 weights (of 16, two warps do) and passes them to the team as
+// split operands, with a power of two for each row.
+
+#include <backward/parts/split_f32/split_gradients.cuh>
+#include <forward/parts/split_f32/split_products.cuh>
+#include <ptx/named_barrier.cuh>
+#include <ptx/opaque.cuh>
+#include <timeline.cuh>
+
+constexpr int team = 4, team_rows = 2 * step;
+template <int columns>
+constexpr int own_columns = columns <= team * 32 ? 32 : 64;
+template <int columns>
+using TeamSums = float[2][own_columns<columns> / 8][4];
+using Weights = float[1][2][4];
+
+// The team of a warp, its rank there (`turn`), and the first row and column (`number`) of the
+// weights that it computes.
+struct TeamPlace {
+  int group, turn, row, number, lane;
+
+  __device__ __forceinline__ TeamPlace() {
+    const int warp = opaque(int(threadIdx.x)) / warp_size;
+    group = warp / team;
+    turn = warp % team;
+    row = group * team_rows + turn / 2 * step;
+    number = turn % 2 * step;
+    lane = threadIdx.x % warp_size;
+  }
+};
+
+struct alignas(16) Registers {
+  unsigned of[4];
+};
+
+// The weights of a tile as operands of each lane, and the factors of their rows' accumulators.
+template <int rows, int across>
+struct TeamWeights {
+  static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
+  static constexpr int block = rows / team_rows * team * warp_size;  // its threads
+  Registers parts[rows / step][across / step][2][warp_size];         // high, low
+  float factors[across / step][rows];
+  unsigned char wrong[team][rows];
+
+  // Whether this warp computes weights.
+  static __device__ __forceinline__ bool has_own() {
+    return across == 2 * step || TeamPlace().number < across;
+  }
+  // A lane's place for what belongs to a row: the first two of four lanes have one.
+  __device__ __forceinline__ float& own_factor(const TeamPlace& own) {
+    return factors[own.number / step][own.row + own.lane / 4 + own.lane % 4 * 8];
+  }
+
+  __device__ __forceinline__ void give(Weights& weights, Largest<1>& largest) {
+    const TeamPlace own;
+    float factor[1][2];
+    largest.raise(weights, factor);
+    Registers high, low;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&pair)[4] = weights[0][i / 2];
+      split_pair<operand>(pair[i % 2 * 2], pair[i % 2 * 2 + 1], high.of[i], low.of[i]);
+    }
+    Registers(&to)[2][warp_size] = parts[own.row / step][own.number / step];
+    to[0][own.lane] = high;
+    to[1][own.lane] = low;
+    if (own.lane % 4 < 2) own_factor(own) = factor[0][own.lane % 4 == 1];
+  }
+
+  // Waits until the team has all weights.
+  static __device__ __forceinline__ void meet_team() {
+    barrier_sync(1 + TeamPlace().group, team * warp_size);
+  }
+
+  // sums += weights B, of the team's rows, for the warp's columns of B.
+  template <int columns>
+  __device__ __forceinline__ void multiply(TeamSums<columns>& sums,
+                                           operand (&B)[2][across][columns]) const {
+    const timeline::Phase phase(timeline::products);
+    constexpr int width = own_columns<columns>, steps = width / step;
+    static_assert(columns <= team * width && steps % 2 == 0, "what is loaded last has place 0");
+    const TeamPlace own;
+    const int col = own.turn * width;
+    constexpr bool whole = columns == team * width;
+    if (!whole && col >= columns) return;
+    ChunkAddresses values(B[0], own.lane % 16, col / in_chunk + own.lane / 16);
+    unsigned B_high[2][4], B_low[2][4];  // of a step, and of the next
+    const auto has = [&](int j) { return whole || col + j * step < columns; };
+    const auto load = [&](int i, int j) {
+      if (!has(j)) return;
+      ldmatrix_trans(B_high[i], values(0, j * 2));
+      ldmatrix_trans(B_low[i], values(across, j * 2));
+    };
+    load(0, 0);
+#pragma unroll 1
+    for (int k = 0; k < across / step; ++k) {
+      unsigned high[2][4], low[2][4];
+      float factor[2][2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = own.group * 2 + i;
+        const Registers a = parts[row][k][0][own.lane], b = parts[row][k][1][own.lane];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) high[i][e] = a.of[e], low[i][e] = b.of[e];
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          factor[i][half] = factors[k][row * step + half * 8 + own.lane / 4];
+      }
+#pragma unroll
+      for (int j = 0; j < steps; ++j) {
+        // From the last columns on to the next numbers, or back to the first, which is not used.
+        constexpr int down = step * columns * int(sizeof(operand));
+        if (j == steps - 1) values.first.bytes += k + 1 < across / step ? down : -k * down;
+        load((j + 1) % 2, (j + 1) % steps);
+        if (!has(j)) continue;
+        float main[2][2][4] = {};
+        LowSums<2, 2, false> C;
+        multiply_split(main, C, 0, high, low, B_high[j % 2], B_low[j % 2]);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          const int row = i / 8, half = i / 4 % 2, e = i % 4;
+          float& x = sums[row][2 * j + half][e];
+          x = fmaf(fmaf(C(row, half, e), low_unit, main[row][half][e]), factor[row][e / 2], x);
+        }
+      }
+    }
+  }
+
+  // Stores the warp's columns of a gradient's rows, the first of which is first_row, and calls
+  // flag(row, whether parts did not hold it) for each of the block's. The others are as in
+  // is_wrong() and store_scaled(); a `least` of false takes any sum.
+  template <int cols, int columns, class HasNumbers, class Power, class Flag>
+  __device__ __forceinline__ void store(const TeamSums<columns>& sums, const Largest<1>& largest,
+                                        bool has_least, float factor, Tensor<result> gradient,
+                                        int batch, int head, int first_row, int end,
+                                        HasNumbers has_numbers, Power power, Flag flag) {
+    const TeamPlace own;
+    const int first = own.group * team_rows, col = own.turn * own_columns<columns>;
+    if (has_own() && own.lane % 4 < 2) own_factor(own) = largest.weight[0][own.lane % 4 == 1];
+    __syncthreads();  // the largest weights are written
+    Largest<2> of_all;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first + i * 8 + own.lane / 4;
+      float& weight = of_all.weight[i / 2][i % 2];
+      for (int k = 0; k < across / step; ++k) weight = fmax(weight, factors[k][row]);
+      const float least = has_least ? of_all.least_sum(i / 2, i % 2) : 0;
+      const bool is_not_held =
+          col < cols && is_wrong<cols>(sums, i / 2, i % 2, least, own.lane, has_numbers, col);
+      if (own.lane % 4 == 0) wrong[own.turn][row] = is_not_held;
+    }
+    store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
+                       col);
+    __syncthreads();  // what is wrong is known
+    for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
+      bool is_not_held = false;
+      for (int i = 0; i < team; ++i) is_not_held |= wrong[i][row] != 0;
+      flag(first_row + row, is_not_held);
+    }
+  }
+};

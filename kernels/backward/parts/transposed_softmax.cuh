@@ -1,0 +1,215 @@
+#pragma once
+// The softmax of transposed tiles: a block owns Bc keys and goes through tiles of Br rows. A thread
+// has two keys of each tile, and two of each 8 rows.
+
+#include <backward/parts/gradient_warpgroups.cuh>
+#include <backward/parts/longest_first.cuh>
+#include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/row_sums.cuh>
+#include <ptx/opaque.cuh>
+#include <timeline.cuh>
+
+// A block's keys, and the tiles of rows that see some of them, in each head of the group.
+template <int Br, int Bc>
+struct KeyTile {
+  Extent extent;
+  int first_key, kv_head, batch, first_row, end_row, group;
+  TilesOfRows<Br> number;
+
+  // body(head, first row, number of the tile) for each tile.
+  template <class Body>
+  __device__ __forceinline__ void for_tiles(Body body) const {
+#pragma unroll 1
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      const auto map = map_of(head);
+#pragma unroll 1
+      for (int row = map.template from<Br>(first_row); row < end_row;
+           row = map.template after<Br>(row))
+        body(head, row, number(head, row));
+    }
+  }
+  // Whether it is a head's first tile; where the next one begins, or -1 if there is none.
+  __device__ __forceinline__ int after(int head, int row) const {
+    const int next = map_of(head).template after<Br>(row);
+    return next < end_row ? next : -1;
+  }
+  __device__ __forceinline__ bool is_first(int head, int row) const {
+    return row == map_of(head).template from<Br>(first_row);
+  }
+  __device__ __forceinline__ auto map_of(int head) const {
+    return extent.of_head(head).row_tiles(first_key / Bc);
+  }
+};
+
+// The tile with a number, of `all`; by default that of a block which has one.
+template <int Br, int Bc, bool batch_first = false>
+__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
+                                                    int kv_heads, int group, int heads,
+                                                    int number = blockIdx.x, int all = gridDim.x) {
+  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
+  const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
+                                                       mods, batch_first ? batches : kv_heads);
+  const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
+  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
+  const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
+  const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
+  const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
+  return {extent, first_key, kv_head, batch, first_row, end_row, group, numbers};
+}
+
+// Whether causal masks, windows or the end of the keys hide some of the pairs.
+template <int Br, int Bc>
+__device__ __forceinline__ bool is_masked(const TilePair<Br, Bc>& pair) {
+  return pair.first_key + Bc > pair.extent.N || !pair.reaches_all();
+}
+
+struct NothingBetween {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// The keys and rows of a thread in a tile: the first of its two keys, and the first of its two rows
+// of each 8. Rows are opaque where they are computed, so that loads of row sums in a loop keep
+// their addresses. Indices are unsigned where they are divided: signed ones take more instructions.
+struct KeyRows {
+  int warpgroup, warp, lane, rows;
+
+  __device__ __forceinline__ KeyRows(int warpgroup)
+      : warpgroup(warpgroup),
+        warp(threadIdx.x / warp_size % 4),
+        lane(threadIdx.x % warp_size),
+        rows(opaque(int(2 * (threadIdx.x % 4)))) {}
+
+  __device__ __forceinline__ int first_key() const {
+    return opaque(warpgroup * warpgroup_rows + warp * step);
+  }
+  __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
+  __device__ __forceinline__ int row() const { return rows; }
+
+  // S^T becomes P^T, and dP^T becomes dS^T without the scale, once their products are complete.
+  // Slopes that differ are multiplied into dP, to take no registers of their own. When the bias is
+  // read, that of the tile of next_row is copied. `masks` is false if no pair is hidden. If it
+  // `overlaps`, dP may be in flight while P is computed, and between() is called then.
+  template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
+            class Bias = const NoBias&, class Between = NothingBetween>
+  __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
+                                                   const StoredSums& sums,
+                                                   const Scorer<float>& scorer,
+                                                   const TilePair<Br, Bc>& pair,
+                                                   Bias&& bias = no_bias, int next_row = -1,
+                                                   Between between = {}) const {
+    wgmma_wait_group<overlaps ? 1 : 0>(S);
+    bias.complete();
+    if constexpr (unit_slope || has_dropout) {
+      Sums<Br> PS;
+      compute_P<masks>(S, PS, sums, scorer, pair, bias);
+      bias.load(pair, next_row, first_key());
+      between();
+      wgmma_wait_group<0>(dP);
+      compute_dS(PS, dP, sums, pair.extent.kept_factor());
+      drop_marked(S, PS);
+    } else {
+      wgmma_wait_group<0>(dP);
+      Sums<Br> ones;
+      for (float& x : ones) x = 1;
+      compute_dS(ones, dP, sums, 1.0f);
+      weigh<masks>(S, dP, sums, scorer, pair, bias);
+      bias.load(pair, next_row, first_key());
+    }
+  }
+
+  // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
+  template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
+  __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
+                                            const Scorer<float>& scorer,
+                                            const TilePair<Br, Bc>& pair,
+                                            Bias&& bias = no_bias) const {
+    for (float& x : PS) x = 1;
+    weigh<masks>(S, PS, sums, scorer, pair, bias);
+    if constexpr (has_dropout)
+      mark_transposed(PS, pair.extent, pair.first_row + row(), pair.first_key + key());
+  }
+  // Computes P, and multiplies `factors` by P and the slope.
+  template <bool masks, int Br, int Bc, class StoredSums, class Bias>
+  __device__ __forceinline__ void weigh(Sums<Br>& S, Sums<Br>& factors, const StoredSums& sums,
+                                        const Scorer<float>& scorer, const TilePair<Br, Bc>& pair,
+                                        Bias&& bias) const {
+    const timeline::Phase phase(timeline::softmax, Br / 2);
+    pair.extent.cap(S, scorer.scale);
+    if (reads_places && !pair.is_whole())
+      exponentiate<true, true>(S, factors, sums, scorer, pair, bias);
+    else if (pair.is_full())
+      exponentiate<false, false>(S, factors, sums, scorer, pair, bias);
+    else
+      exponentiate<false, true>(S, factors, sums, scorer, pair, bias);
+    if (masks && is_masked(pair)) mask(S, pair);
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) factors[i] = score_gradient(S[i], 1.0f, factors[i]);
+  }
+  template <bool at_end, bool hides, int Br, int Bc, class StoredSums, class Bias>
+  __device__ __forceinline__ void exponentiate(Sums<Br>& S, Sums<Br>& factors,
+                                               const StoredSums& sums, const Scorer<float>& scorer,
+                                               const TilePair<Br, Bc>& pair, Bias&& bias) const {
+    const int own_row = reads_places ? row() : 0, own_key = reads_places ? key() : 0;
+    decltype(bias.part(0)) part;
+#pragma unroll
+    for (int n = 0; n < Br / 8; ++n) {
+      if (n % 2 == 0) part = bias.part(n);
+      const float2 lse2 = *reinterpret_cast<const float2*>(&sums.lse2[n * 8 + row()]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const Index query = pair.template row<at_end>(own_row, n * 8 + e % 2);
+        const Index own = pair.template key<at_end>(own_key, e / 2 * 8);
+        const auto key = bias.index(own, part, e / 2, n, e % 2 != 0);
+        const auto [exponent, slope] =
+            scorer.exponent_with_slope<caps_tiles>(S[n * 4 + e], pair.extent, query, key);
+        S[n * 4 + e] = exp2f(exponent - (e % 2 ? lse2.y : lse2.x));
+        if (hides && pair.extent.hides(query, key)) S[n * 4 + e] = 0;
+        factors[n * 4 + e] *= slope;
+      }
+    }
+  }
+
+  // Sets P of masked pairs to 0. The mask depends only on the distance of the key from the row,
+  // which Extent::sees would compute for each pair anew.
+  template <int Br, int Bc>
+  __device__ __forceinline__ void mask(Sums<Br>& P, const TilePair<Br, Bc>& pair) const {
+    const Extent& extent = pair.extent;
+    const int first = pair.first_key + key(), distance = first - pair.first_row - row();
+#pragma unroll
+    for (int i = 0; i < Br / 2; ++i) {
+      const int more = i / 2 % 2 * 8, down = i / 4 * 8 + i % 2;
+      const bool seen = first + more < extent.N && extent.sees_distance(distance + more - down);
+      if (!seen) P[i] = 0;
+    }
+  }
+
+  // dP^T becomes dS^T = PS^T * (dP^T - delta), without the scale.
+  template <int count, class StoredSums>
+  __device__ __forceinline__ void compute_dS(const float (&PS)[count], float (&dP)[count],
+                                             const StoredSums& sums, float factor) const {
+    const timeline::Phase phase(timeline::softmax, count);
+#pragma unroll
+    for (int n = 0; n < count / 4; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(&sums.delta[n * 8 + row()]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        dP[n * 4 + e] =
+            weighted_gradient(PS[n * 4 + e], dP[n * 4 + e], e % 2 ? delta.y : delta.x, factor);
+    }
+  }
+};
+
+// Stores the warp's 16 keys of dK or dV, or computes them again if they are not finite.
+template <bool of_V, int count, class Task, int d, int dv, class Stats>
+__device__ __forceinline__ void store_or_repair(const float (&sums)[count], Tensor<result> gradient,
+                                                const KeyRows& own, const Task& task,
+                                                const Repair<d, dv, scalar, Stats>& repair) {
+  const timeline::Phase phase(timeline::epilogue);
+  const int first = task.first_key + own.first_key();
+  if (all_finite(fragments(sums)))
+    store_gradient<of_V ? dv : d>(fragments(sums),
+                                  of_V ? task.extent.kept_factor() : repair.scorer.scale, gradient,
+                                  task.batch, task.kv_head, first, task.extent.N, own.lane);
+  else
+    repair.template keys<of_V, of_V ? dv : d>(gradient, task.group, first, first + step, 0);
+}

@@ -1,0 +1,33 @@
+// begin_rows: row statistics for `wgmma_columns`, tile by tile: lse * log2(e), D = rowsum(dO * O),
+// and zeros for the sums of dQ, and for the counts of blocks that have added to them or of tiles.
+//
+// `delta` and `clear_sums` do the same in two launches, and read and write less at a time.
+//
+//   O, dO [batch, heads, M, dv]    lse [batch, heads, M]
+//   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
+//   counts [batch, kv_heads]
+//   grid (cdiv(M, Br) * heads * batch)    block (threads)
+//   the host sets: scalar, result, real, Br, d, dv, threads, shared_bytes, has_dlse
+#include <backward/parts/query_layout.cuh>
+#include <backward/parts/register_tile.cuh>
+#include <backward/parts/sum_tile.cuh>
+#include <ptx/dependent_launch.cuh>
+
+using Layout = QueryLayout<Br, d, dv>;
+using Part = RegisterTile<Layout::width>;
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+extern "C" __global__ __launch_bounds__(threads) void begin_rows(
+    Tensor<const result> O, Tensor<const scalar> dO, Tensor<const real> lse, RowSums<Br>* row_sums,
+    Part* dQ_sum, int* counts, int M, int heads, int group, Mods mods) {
+  launch_dependents();
+  const auto [tile, head, batch] = place_of_sums<Br>(M, heads, mods);
+  float4* clear = reinterpret_cast<float4*>(dQ_sum + (long long)blockIdx.x * Layout::count);
+  for (int i = threadIdx.x; i < int(Layout::count * sizeof(Part) / sizeof(float4)); i += threads)
+    clear[i] = float4{0, 0, 0, 0};
+  if (!ragged && threadIdx.x == 0 && tile == 0 && head % group == 0)
+    counts[(batch * heads + head) / group] = 0;
+
+  sum_tile<dv, threads>(O, dO, lse, row_sums[blockIdx.x], tile, head, batch, M, mods);
+}

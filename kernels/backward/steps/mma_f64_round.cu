@@ -1,0 +1,48 @@
+// mma_f64_round: dQ from its finished sums, which lie in the order of mma_f64_columns's registers.
+//
+//   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
+//   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
+//   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
+//   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
+//   options (score.cuh)
+#include <backward/parts/f64_products.cuh>
+#include <backward/parts/query_partition.cuh>
+#include <backward/parts/stats_in_memory.cuh>
+#include <ptx/red.cuh>
+
+static_assert(shared_bytes == 0, "nothing is shared");
+
+constexpr int depth = cdiv(d, step) * step;
+constexpr int query_slices = depth > 128 ? 2 : 1;
+using Queries = QueryPartition<Br, depth, warps, query_slices>;
+
+extern "C" __global__ __launch_bounds__(threads) void mma_f64_round(
+    Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const real* dQ_sum,
+    Tensor<result> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
+  const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  if (!extent.has_tile_of_rows(tile * Br)) return;
+  constexpr int fours = Queries::fours, blocks = Queries::cols / 8;
+  const real* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
+  for (int slice = 0; slice < query_slices; ++slice) {
+    const Queries own(slice);
+    Queries::Sums sums;
+#pragma unroll
+    for (int n = 0; n < fours; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        sums[n / blocks][n % blocks][e] = from[place_of_sum<threads>(slice * fours + n, e)];
+    }
+    const int first = tile * Br + own.row;
+    if (all_finite(sums)) {
+      // Columns behind the end of a warp's part are another warp's, of the next slice.
+      write_gradient(sums, scale, dQ, batch, head, first, extent.M, threadIdx.x % warp_size,
+                     own.col, min(own.end, d));
+      continue;
+    }
+    const Repair<d, dv, operand, StatsInMemory> repair = {
+        extent, Q, K, V, dO, {lse, delta, batch}, {scale, mods}, batch, head / group};
+    repair.rows<Queries::cols>(dQ, head, first, first + Queries::rows, own.col, own.end);
+  }
+}

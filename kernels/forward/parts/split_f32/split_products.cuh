@@ -1,0 +1,152 @@
+#pragma once
+// Products of split float32 operands (split_pair.cuh) by warps that own their rows.
+//
+// x y = (xh + xl / 2^11) (yh + yl / 2^11), without xl yl, which is below the precision of a float.
+// The two products with a low part have accumulators of their own, which are 2^11 times larger.
+
+#include <forward/parts/split_f32/split_pair.cuh>
+#include <ptx/mma.cuh>
+#include <tile/chunk_addresses.cuh>
+#include <timeline.cuh>
+
+static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
+
+// Accumulators of the products with a low part. With `apart` each operand's low part has its own,
+// so that the products do not wait for each other, which matters where few are in flight.
+template <int m, int n, bool apart>
+struct LowSums {
+  static constexpr int kinds = apart ? 2 : 1;
+  float sums[kinds][m][n][4] = {};
+
+  __device__ __forceinline__ float operator()(int i, int j, int e) const {
+    return kinds == 1 ? sums[0][i][j][e] : sums[0][i][j][e] + sums[kinds - 1][i][j][e];
+  }
+};
+
+// D += A B, with the products of low parts in C, for 16 columns of A and 16 of B: fragments 2 j and
+// 2 j + 1 of D.
+template <int m, int n, bool apart>
+__device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n, apart>& C, int j,
+                                               const unsigned (&high)[m][4],
+                                               const unsigned (&low)[m][4],
+                                               const unsigned (&B_high)[4],
+                                               const unsigned (&B_low)[4]) {
+  const auto multiply = [&](float (&sums)[m][n][4], const unsigned (&a)[m][4],
+                            const unsigned (&b)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2 * m; ++i)
+      multiply_add<operand>(sums[i / 2][2 * j + i % 2], a[i / 2], b[i % 2 * 2], b[i % 2 * 2 + 1]);
+  };
+  multiply(C.sums[0], high, B_low);
+  multiply(D, high, B_high);
+  multiply(C.sums[apart], low, B_high);
+}
+
+// The split fragments of a step of a product of a warp's rows with keys.
+template <int m, int n>
+struct StepFragments {
+  unsigned high[m][4], low[m][4], key_high[n / 2][4], key_low[n / 2][4];
+};
+
+// S = Q K^T for the warp's rows and the tile's keys from first_key on, with at_once steps unrolled.
+// With four, the fragments of a step are loaded during the one before.
+template <int at_once = 1, bool apart = false, int Br, int Bc, int depth, int m, int n>
+__device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
+                                                operand (&K)[2][Bc][depth], float (&S)[m][n][4],
+                                                int first_row, int lane, int first_key = 0) {
+  const timeline::Phase phase(timeline::products);
+  const int own_row = first_row + lane % 16, own_key = first_key + lane / 16 * 8 + lane % 8;
+  ChunkAddresses queries(Q[0], own_row, lane / 16), keys(K[0], own_key, lane / 8 % 2);
+  LowSums<m, n, apart> C;
+  const auto load = [&](StepFragments<m, n>& to, int k) {
+#pragma unroll
+    for (int i = 0; i < m; ++i) {
+      ldmatrix(to.high[i], queries(i * step, 2 * k));
+      ldmatrix(to.low[i], queries(Br + i * step, 2 * k));
+    }
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      ldmatrix(to.key_high[j], keys(j * step, 2 * k));
+      ldmatrix(to.key_low[j], keys(Bc + j * step, 2 * k));
+    }
+  };
+  const auto multiply = [&](const StepFragments<m, n>& from) {
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j)
+      multiply_split(S, C, j, from.high, from.low, from.key_high[j], from.key_low[j]);
+  };
+  constexpr int steps = depth / step;
+  if constexpr (at_once == 4 && steps % 4 == 0) {
+    constexpr int span = 4 * step * int(sizeof(operand));  // within which addresses are swizzled
+    StepFragments<m, n> fragments[2];
+    load(fragments[0], 0);
+#pragma unroll 1
+    for (int left = steps / 4; left > 0; --left) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        if (k == 3) {  // from the last step on to the first one, which is not used then
+          const int on = left > 1 ? span : span - depth * int(sizeof(operand));
+          queries.first.bytes += on;
+          keys.first.bytes += on;
+        }
+        load(fragments[(k + 1) % 2], (k + 1) % 4);
+        multiply(fragments[k % 2]);
+      }
+    }
+  } else {
+#pragma unroll at_once
+    for (int k = 0; k < steps; ++k) {
+      StepFragments<m, n> fragments;
+      load(fragments, k);
+      multiply(fragments);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < m * n * 4; ++i) {
+    float& x = S[i / (4 * n)][i / 4 % n][i % 4];
+    x = fmaf(C(i / (4 * n), i / 4 % n, i % 4), low_unit, x);
+  }
+}
+
+// O += weight * P V, with V from first_row on, 16 columns at a time, each accumulated from zero.
+// With `ahead` the fragments of V of a step are loaded during the one before.
+template <bool ahead, int Bc, int width, int m, int n>
+__device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
+                                                const float (&P)[m][n][4],
+                                                float (&O)[m][width / 8][4],
+                                                const float (&weight)[m][2], int lane,
+                                                int first_row = 0) {
+  const timeline::Phase phase(timeline::products);
+  unsigned high[n / 2][m][4], low[n / 2][m][4];
+#pragma unroll
+  for (int i = 0; i < n / 2 * m * 4; ++i) {
+    const int k = i / (4 * m), row = i / 4 % m;
+    const float (&p)[4] = P[row][2 * k + i % 4 / 2];
+    split_pair<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1], high[k][row][i % 4], low[k][row][i % 4]);
+  }
+  const ChunkAddresses values(V[0], first_row + lane % 16, lane / 16);
+  unsigned b_high[2][4], b_low[2][4];  // of a step, and of the next
+  const auto load = [&](int i) {
+    const int j = i / (n / 2), k = i % (n / 2);
+    ldmatrix_trans(b_high[i % 2], values(k * step, 2 * j));
+    ldmatrix_trans(b_low[i % 2], values(Bc + k * step, 2 * j));
+  };
+  if (ahead) load(0);
+#pragma unroll
+  for (int j = 0; j < width / step; ++j) {
+    float sums[m][2][4] = {};
+    LowSums<m, 2, false> C;
+#pragma unroll
+    for (int k = 0; k < n / 2; ++k) {
+      const int i = j * (n / 2) + k;
+      if (i + ahead < width / step * (n / 2)) load(i + ahead);
+      multiply_split(sums, C, 0, high[k], low[k], b_high[i % 2], b_low[i % 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < m * 8; ++i) {
+      const int row = i / 8, half = i / 4 % 2, e = i % 4;
+      float& o = O[row][2 * j + half][e];
+      o = fmaf(fmaf(C(row, half, e), low_unit, sums[row][half][e]), weight[row][e / 2], o);
+    }
+  }
+}

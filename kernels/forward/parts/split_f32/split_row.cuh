@@ -1,0 +1,74 @@
+#pragma once
+// Splits rows of Q or dO: the exponents of a key head's columns, which rows absorb before each gets
+// a power of two of its own.
+
+#include <forward/parts/split_f32/split_pair.cuh>
+#include <tile/warp_max.cuh>
+
+// Reads the exponents of the columns of K and V of a head from its lines of split_maxima's table.
+// Returns whether it has NaN or infinity.
+template <int threads, int slabs, int columns>
+__device__ __forceinline__ bool read_exponents(const float* maxima, int (&exponents)[columns]) {
+  constexpr int line = columns + 1;
+  for (int col = threadIdx.x; col < columns; col += threads) {
+    float largest = 0;
+#pragma unroll 8
+    for (int slab = 0; slab < slabs; ++slab) largest = fmax(largest, maxima[slab * line + col]);
+    exponents[col] = exponent_of(largest);
+  }
+  bool special = false;
+  for (int slab = threadIdx.x; slab < slabs; slab += threads)
+    special |= maxima[slab * line + columns] != 0;
+  return __syncthreads_or(special);
+}
+
+__device__ __forceinline__ bool is_finite(float x) {
+  return fabs(x) < infinity;
+}
+
+// A row of Q or dO, of which a lane has every 32nd pair.
+template <int cols>
+struct SplitRow {
+  static constexpr int pairs = cdiv(cols, step) * step / 2, count = cdiv(pairs, warp_size);
+  float x[count][2];
+  int exponent = -254;  // of the largest number, after the columns
+  bool finite = true;
+
+  __device__ __forceinline__ SplitRow(const scalar* from, const int* exponents, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * count; ++i) {
+      const int col = 2 * (lane + i / 2 * warp_size) + i % 2;
+      const float number = col < cols ? from[col] : 0.0f;
+      finite &= is_finite(number);
+      x[i / 2][i % 2] = is_finite(number) ? number : 0.0f;
+      if (col < cols) exponent = max(exponent, exponent_of(x[i / 2][i % 2]) + exponents[col]);
+    }
+    exponent = int(warp_max(float(exponent)));
+    finite = __all_sync(full_warp, finite);
+  }
+
+  __device__ __forceinline__ bool is_zero() const {
+    bool zero = true;
+#pragma unroll
+    for (int i = 0; i < 2 * count; ++i) zero &= x[i / 2][i % 2] == 0;
+    return __all_sync(full_warp, zero);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void split(T* high, T* low, const int* exponents, float sign,
+                                        int lane) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const int col = 2 * (lane + i * warp_size);
+      const auto at = [&](int j) {
+        if (col + j >= cols) return 0.0f;
+        return sign * times_two_to(x[i][j], split_exponent + exponents[col + j] - exponent);
+      };
+      unsigned high_pair, low_pair;
+      split_pair<T>(at(0), at(1), high_pair, low_pair);
+      if (col >= 2 * pairs) break;
+      *reinterpret_cast<unsigned*>(high + col) = high_pair;
+      *reinterpret_cast<unsigned*>(low + col) = low_pair;
+    }
+  }
+};

@@ -1,0 +1,87 @@
+#pragma once
+// The softmax between two products of split float32 operands (split_pair.cuh).
+
+#include <attention/row_softmax.cuh>
+#include <attention/score.cuh>
+#include <forward/parts/split_f32/split_pair.cuh>
+#include <timeline.cuh>
+
+constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
+
+// The rows of a warp. Products times `units` are scores, as exponents of two. Maxima are those of
+// the scores minus 15.
+template <int Wr, int pack_gqa>
+struct SplitRows : Rows<Wr, pack_gqa> {
+  real units[Wr / step][2];
+
+  __device__ __forceinline__ SplitRows(int first, const Extent& extent, real scale2,
+                                       bool takes_sink = true)
+      : Rows<Wr, pack_gqa>(first, extent, scale2, takes_sink) {
+    move_maxima(-weight_exponent);
+  }
+  __device__ __forceinline__ void move_maxima(real by) {
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) this->maximum[i / 2][i % 2] += by;
+  }
+  // Reads the units. A row past the end has that of the last one.
+  __device__ __forceinline__ void read_units(Tensor<const real> from, int batch, int head) {
+#pragma unroll
+    for (int i = 0; i < 2 * (Wr / step); ++i) {
+      const int row = this->existing(i / 2, i % 2);
+      units[i / 2][i % 2] = *from.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa);
+    }
+  }
+};
+
+// Prepares products for the softmax: they become scores where an expression modifies them.
+template <class T, int m, int n, int pack_gqa, class Bias = NoBias>
+__device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
+                                             const SplitRows<m * step, pack_gqa>& rows,
+                                             int first_key, bool is_full, const Bias& bias = {}) {
+  if constexpr (has_score_mod) {
+#pragma unroll
+    for (int i = 0; i < m * n * 4; ++i)
+      S[i / (4 * n)][i / 4 % n][i % 4] *= rows.units[i / (4 * n)][i % 4 / 2];
+  }
+  scorer.apply(S, rows, first_key, is_full, bias);
+}
+
+// S becomes P = 2^(S * unit - origin), 2^15 in the largest place of each row: relative to the
+// maximum of the tile, not of all tiles, so that weights far below the latter keep their precision.
+// Rescales O and the sums; `weight` is what the tile's product with V is multiplied by.
+template <bool masked, int m, int n, int cols, int pack_gqa>
+__device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],
+                                      SplitRows<m * step, pack_gqa>& rows, int first_key, int lane,
+                                      float (&weight)[m][2]) {
+  const timeline::Phase phase(timeline::softmax, m * n * 4);
+  float maximum[m][2], factor[m][2], unit[m][2], sum[m][2] = {};
+  find_maxima<masked>(S, rows, first_key, lane, maximum);
+  bool risen = false;
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+    float& origin = maximum[i / 2][i % 2];
+    unit[i / 2][i % 2] = has_score_mod ? rows.scale2 : rows.units[i / 2][i % 2];
+    const float least = has_expressions && origin != -infinity ? -largest / 2 : -largest;
+    origin = fmax(fmaf(origin, unit[i / 2][i % 2], -float(weight_exponent)), least);
+    const float before = rows.maximum[i / 2][i % 2], now = fmax(before, origin);
+    factor[i / 2][i % 2] = exp2f(before - now);
+    weight[i / 2][i % 2] = exp2f(origin - now) * (1.0f / (1 << weight_exponent));
+    risen |= now != before;
+    rows.maximum[i / 2][i % 2] = now;
+  }
+  if (__any_sync(full_warp, risen)) {
+    rows.scale(factor);
+    scale_rows(O, factor);
+  }
+#pragma unroll
+  for (int i = 0; i < m * n * 4; ++i) {
+    const int row = i / (4 * n), half = i % 4 / 2;
+    float& x = S[row][i / 4 % n][i % 4];
+    x = exp2f(fmaf(x, unit[row][half], -maximum[row][half]));
+    sum[row][half] += x;
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) sum[i / 2][i % 2] *= weight[i / 2][i % 2];
+  rows.add(sum);
+  for_dropped(S, 0, n / 2, rows, first_key, [&](int i, int j, int e) { S[i][j][e] = 0; });
+}

@@ -1,0 +1,111 @@
+#pragma once
+// wgmma products of split float32 operands (split_pair.cuh). The two products with a low part have
+// accumulators of their own, which are 2^11 times larger.
+
+#include <forward/parts/split_f32/split_pair.cuh>
+#include <tile/warpgroup.cuh>
+
+// Each box has rows of high parts, then as many of low ones.
+template <int rows, int columns>
+using SplitTile = TmaTile<operand, 2 * rows, columns>;
+// The high or low part of weights in registers, as operands.
+template <int rows>
+using SplitOperands = unsigned[rows / step][4];
+
+// The tensor maps of the high and low parts of an array.
+struct SplitMaps {
+  const TensorMap &high, &low;
+};
+
+template <int all_rows, int columns>
+__device__ __forceinline__ void load_split(TmaTile<operand, all_rows, columns>& tile,
+                                           const SplitMaps& maps, Barrier& barrier, int row,
+                                           int head, int batch) {
+  arrive_expect_tx(barrier, sizeof tile);
+#pragma unroll
+  for (int i = 0; i < tile.count; ++i) {
+    tma_load(tile.box[i], maps.high, barrier, i * tile.in_row, row, head, batch);
+    tma_load(tile.box[i][all_rows / 2], maps.low, barrier, i * tile.in_row, row, head, batch);
+  }
+}
+
+// S = A B^T for 64 rows of A and n of B. If `joined`, A's high parts meet both of B in one product,
+// so that they are read once; else the sums take a third fewer registers.
+template <int n, bool joined = true>
+struct SplitScores {
+  float high[joined ? n : n / 2];  // high high | high low
+  float low[n / 2];                // low high
+
+  template <int A_rows, int B_rows, int columns>
+  __device__ __forceinline__ void begin(const TmaTile<operand, A_rows, columns>& A,
+                                        const TmaTile<operand, B_rows, columns>& B) {
+    static_assert(A_rows == 2 * warpgroup_rows && B_rows == 2 * n, "both parts of whole tiles");
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < cdiv(columns, step); ++k) {
+      const int col = k % 4 * wgmma_bytes;
+      const Matrix a = by_rows(A.box[k / 4]) + col, b = by_rows(B.box[k / 4]) + col;
+      if constexpr (!joined) multiply<operand>(low, a, by_rows(B.box[k / 4][n]) + col, k > 0);
+      multiply<operand>(high, a, b, k > 0);
+      multiply<operand>(low, by_rows(A.box[k / 4][warpgroup_rows]) + col, b, !joined || k > 0);
+    }
+    wgmma_commit_group();
+  }
+  // Waits until at most `pending` groups that began later are under way.
+  template <int pending = 0>
+  __device__ __forceinline__ void wait(float (&S)[1][n / 8][4]) {
+    wgmma_wait_group<pending>(high);
+    read_after_here(low);
+#pragma unroll
+    for (int i = 0; i < n / 2; ++i) {
+      const float small = joined ? high[n / 2 + i] + low[i] : low[i];
+      flat(S)[i] = fmaf(small, low_unit, high[i]);
+    }
+  }
+};
+
+// Splits weights.
+template <int n>
+__device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
+                                               unsigned (&high)[n / 2][4],
+                                               unsigned (&low)[n / 2][4]) {
+#pragma unroll
+  for (int i = 0; i < 2 * n; ++i)
+    split_pair<operand>(flat(weights)[2 * i], flat(weights)[2 * i + 1], high[i / 4][i % 4],
+                        low[i / 4][i % 4]);
+}
+
+// O += weight * P V, with P in registers, 64 columns at a time, with sums from zero. Calls
+// begun(part, is_last) when the products of a part have begun, and read() when V is not read any
+// more.
+template <int part = 0, int all_rows, int columns, int n, class Begun, class Read>
+__device__ __forceinline__ void add_split_products(const TmaTile<operand, all_rows, columns>& V,
+                                                   const unsigned (&P_high)[all_rows / 32][4],
+                                                   const unsigned (&P_low)[all_rows / 32][4],
+                                                   const float (&weight)[1][2], float (&O)[1][n][4],
+                                                   Begun begun, Read read) {
+  constexpr int left = 8 * n - part * box_columns, width = left < box_columns ? left : box_columns;
+  constexpr bool is_last = width == left;
+  float high[width / 2], low[width / 2];
+  const auto& box = V.box[part];
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < all_rows / 32; ++k) {
+    const Matrix V_high = by_columns(box[k * step], all_rows),
+                 V_low = by_columns(box[all_rows / 2 + k * step], all_rows);
+    multiply<operand>(low, P_high[k], V_low, k > 0);
+    multiply<operand>(low, P_low[k], V_high, true);
+    multiply<operand>(high, P_high[k], V_high, k > 0);
+  }
+  wgmma_commit_group();
+  begun(part, is_last);
+  wgmma_wait_group<0>(high);
+  read_after_here(low);
+  if (is_last) read();
+#pragma unroll
+  for (int i = 0; i < width / 2; ++i) {
+    float& x = flat(O)[part * box_columns / 2 + i];
+    x = fmaf(fmaf(low[i], low_unit, high[i]), weight[0][i % 4 / 2], x);
+  }
+  if constexpr (!is_last) add_split_products<part + 1>(V, P_high, P_low, weight, O, begun, read);
+}

@@ -1,0 +1,124 @@
+// append_keys: writes the keys and values of new tokens into a cache, before attention to it, and
+// rotates these keys, and the queries, by their positions.
+//
+// Token i of a batch element stands at position lengths[batch] + shift + i. Rotary embedding takes
+// columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x turns by
+// an angle of which row `position` of two tables has the cosine and the sine. If the sequence has a
+// prefix in another cache, its keys count too. Columns after these pairs stay as they are. (Su et
+// al., 2021, arXiv:2104.09864, equation 34)
+//
+//   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
+//   new_K, new_V [batch, kv_heads, tokens, d | dv]: if `appends`
+//   K, V [batch, kv_heads, capacity, d | dv], or in pages [pages, kv_heads, page_size, d | dv]
+//   k_scale, v_scale [batch, kv_heads], or [pages, kv_heads] if k_scale_by_page, v_scale_by_page:
+//   if K and V are e4m3 (`has_e4m3`), by which new rows are divided
+//   cosines, sines [positions, angles]: if `rotates`
+//   prefix_keys [batch]: the keys before those of the cache, if `has_prefix`
+//   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
+//   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
+//   written
+//   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
+//   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
+//   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
+#include <attention/kv_dtype.cuh>
+#include <tile/math.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int pairs = angles > 0 ? angles : 1;
+static_assert(2 * angles <= d, "pairs are columns of a row");
+static_assert(threads % warp_size == 0, "a warp writes a row");
+
+template <bool of_sums>
+struct AngleOf {
+  using Type = scalar;
+};
+template <>
+struct AngleOf<true> {
+  using Type = real;
+};
+using Angle = AngleOf<angles_of_sums>::Type;
+
+// Writes the numbers of a row as the cache stores them.
+template <int cols, class T, class Number>
+__device__ __forceinline__ void store_row(T* to, int lane, [[maybe_unused]] float scale,
+                                          Number number) {
+  for (int col = lane; col < cols; col += warp_size) {
+    if constexpr (sizeof(T) == 1)
+      to[col] = {static_cast<unsigned char>(pack_e4m3(float(number(col)) / scale, 0, 0, 0))};
+    else
+      to[col] = number(col);
+  }
+}
+
+// The scale of a row of a head.
+template <bool by_page>
+__device__ __forceinline__ float scale_of(Tensor<const float> scales, int batch, int page,
+                                          int head) {
+  return has_e4m3 ? *scales.row(by_page ? page : batch, head, 0) : 1.0f;
+}
+
+struct Rotation {
+  Tensor<const Angle> cosines, sines;
+  int positions;
+
+  // A column of a row at a position.
+  __device__ __forceinline__ scalar turned(const scalar* row, int col, int position) const {
+    if (col >= 2 * angles) return row[col];
+    const int pair = interleaved ? col / 2 : col % pairs;
+    const int other = interleaved ? col ^ 1 : col < angles ? col + angles : col - angles;
+    const int line = max(0, min(position, positions - 1));
+    const real cosine = real(cosines.row(0, 0, line)[pair]),
+               sine = real(sines.row(0, 0, line)[pair]);
+    const real x = real(row[col]), y = real(row[other]);
+    return scalar(col < other ? x * cosine - y * sine : x * cosine + y * sine);
+  }
+};
+
+extern "C" __global__ __launch_bounds__(threads) void append_keys(
+    Tensor<const scalar> Q, Tensor<scalar> turned_Q, Tensor<const scalar> new_K,
+    Tensor<const scalar> new_V, Tensor<Stored> K, Tensor<Stored> V, Tensor<const Angle> cosines,
+    Tensor<const Angle> sines, int positions, const int* lengths, int* used, const int* numbers,
+    long long number_stride, int most, int page_count, int capacity, int shift, int tokens,
+    int heads, int kv_heads, int batches, const int* prefix_keys, Tensor<const float> k_scale,
+    Tensor<const float> v_scale) {
+  const int own_heads = (appends ? 2 * kv_heads : 0) + (rotates ? heads : 0);
+  const long long index = blockIdx.x * (long long)(threads / warp_size) + threadIdx.x / warp_size;
+  const int token = int(index % tokens), unit = int(index / tokens % own_heads);
+  const long long batch_of = index / tokens / own_heads;
+  if (batch_of >= batches) return;
+  const int batch = int(batch_of), lane = threadIdx.x % warp_size;
+  const int before = max(0, min(lengths[batch], capacity));
+  const int position = min(before + shift, capacity - token) + token;
+  const Rotation rotation = {cosines, sines, positions};
+  const int angle = position + (has_prefix ? max(0, min(prefix_keys[batch], positions)) : 0);
+
+  if (appends && unit < 2 * kv_heads) {
+    if (unit == 0 && token == 0 && lane == 0) used[batch] = min(before, capacity - tokens) + tokens;
+    if (position < 0 || position >= capacity) return;
+    int page = batch, row = position;
+    if constexpr (paged) {
+      const Pages own = {numbers + batch * number_stride, most, page_count};
+      page = own.listed(position), row = position % page_rows;
+      if (!own.has(page)) return;
+    }
+    if (unit < kv_heads) {
+      const scalar* from = new_K.row(batch, unit, token);
+      Stored* to = K.row(page, unit, row);
+      const float scale = scale_of<k_scale_by_page>(k_scale, batch, page, unit);
+      store_row<d>(to, lane, scale, [&](int col) {
+        return rotates ? rotation.turned(from, col, angle) : from[col];
+      });
+    } else {
+      const scalar* from = new_V.row(batch, unit - kv_heads, token);
+      Stored* to = V.row(page, unit - kv_heads, row);
+      const float scale = scale_of<v_scale_by_page>(v_scale, batch, page, unit - kv_heads);
+      store_row<dv>(to, lane, scale, [&](int col) { return from[col]; });
+    }
+  } else {
+    const int head = unit - (appends ? 2 * kv_heads : 0);
+    const scalar* from = Q.row(batch, head, token);
+    scalar* to = turned_Q.row(batch, head, token);
+    for (int col = lane; col < d; col += warp_size) to[col] = rotation.turned(from, col, angle);
+  }
+}

@@ -1,0 +1,121 @@
+// merge_splits: rows of O from the results of several blocks, one for each split of the keys.
+//
+// A split's sums are relative to its own maximum. They are rescaled to the largest maximum so far,
+// added up, always in the same order, and divided once: the online softmax of splits instead of
+// tiles. A split without a visible key has sums 0 and the lowest maximum, and adds nothing. A row
+// that comes out wrong is computed again here, from Q, K and V.
+//
+//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
+//   O_splits [batch, heads, M, num_splits, width]
+//   max_splits, sum_splits [batch, heads, M, num_splits]
+//   O [batch, heads, M, dv]    lse [batch, heads, M]
+//   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
+//   split, `at_once` of them at a time, a lane four columns of each 128
+//   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
+//   (score.cuh)
+#include <attention/kv_dtype.cuh>
+#include <attention/nonfinite.cuh>
+#include <attention/score.cuh>
+#include <ptx/dependent_launch.cuh>
+#include <tile/math.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+#include <tile/warp.cuh>
+
+constexpr int width = cdiv(dv, 16) * 16;
+constexpr int rounds = cdiv(width, 4 * warp_size);
+constexpr int warps = threads / warp_size;
+static_assert(threads % warp_size == 0, "a warp takes whole splits");
+
+struct Shared {
+  float O[warps][width];
+  float maximum[warps], sum[warps];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+extern "C" __global__ __launch_bounds__(threads) void merge_splits(
+    const float* O_splits, const float* max_splits, const float* sum_splits, Tensor<result> O,
+    Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
+    Sizes sizes, int heads, int group, real scale, Mods mods) {
+  wait_for_launch_before();
+  if (num_splits == 1) return;  // its block has written the rows
+  Shared& shared = shared_memory<Shared>();
+  const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
+  if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
+  const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+  const long long first = (long long)blockIdx.x * num_splits;
+
+  float maximum = -largest, sum = 0;
+  float4 o[rounds] = {};
+  for (int split = warp; split < num_splits; split += warps * at_once) {
+    float maxima[at_once], sums[at_once];
+    float4 x[at_once][rounds];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      // In place of those that do not exist the last ones: so no load waits for a condition.
+      const long long place = first + min(split + i * warps, num_splits - 1);
+      maxima[i] = max_splits[place], sums[i] = sum_splits[place];
+#pragma unroll
+      for (int j = 0; j < rounds; ++j) {
+        const int col = min(4 * (lane + j * warp_size), width - 4);
+        x[i][j] = *reinterpret_cast<const float4*>(O_splits + place * width + col);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i)
+      if (split + i * warps >= num_splits) maxima[i] = -largest, sums[i] = 0;
+    const float before = maximum;
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) maximum = fmax(maximum, maxima[i]);
+    const float kept = exp2f(before - maximum);
+    sum *= kept;
+#pragma unroll
+    for (int j = 0; j < rounds; ++j) {
+      o[j].x *= kept, o[j].y *= kept, o[j].z *= kept, o[j].w *= kept;
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const bool exists = split + i * warps < num_splits;
+      const float factor = exists ? exp2f(maxima[i] - maximum) : 0.0f;
+      sum += factor * sums[i];
+#pragma unroll
+      for (int j = 0; j < rounds; ++j) {
+        o[j].x += factor * x[i][j].x, o[j].y += factor * x[i][j].y;
+        o[j].z += factor * x[i][j].z, o[j].w += factor * x[i][j].w;
+      }
+    }
+  }
+  if (lane == 0) shared.maximum[warp] = maximum, shared.sum[warp] = sum;
+#pragma unroll
+  for (int i = 0; i < rounds; ++i) {
+    const int col = 4 * (lane + i * warp_size);
+    if (col < width) *reinterpret_cast<float4*>(&shared.O[warp][col]) = o[i];
+  }
+  __syncthreads();  // every warp's sums are written
+
+  float factor[warps];
+#pragma unroll
+  for (int i = 0; i < warps; ++i) maximum = fmax(maximum, shared.maximum[i]);
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < warps; ++i) {
+    factor[i] = exp2f(shared.maximum[i] - maximum);
+    sum += factor[i] * shared.sum[i];
+  }
+  const Extent extent = extent_of(sizes, mods, batch, head);
+  const float inverse = sum == 0 ? 0.0f : extent.kept_factor() / sum;
+  bool wrong = has_overflowed(maximum, sum, extent.kv_begin(row) < extent.kv_end(row));
+  result* out = O.row(batch, head, row);
+  for (int col = threadIdx.x; col < dv; col += threads) {
+    float total = 0;
+#pragma unroll
+    for (int i = 0; i < warps; ++i) total += factor[i] * shared.O[i][col];
+    out[col] = result(total * inverse);
+    wrong |= total != total;
+  }
+  if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
+  // The barrier comes before the repair overwrites what other threads wrote.
+  if (__syncthreads_or(wrong) && warp == 0)
+    repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, extent, row, batch, head,
+                      head / group, Scorer<real>{scale, mods});
+}

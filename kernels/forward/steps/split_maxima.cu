@@ -1,0 +1,64 @@
+// split_maxima: the largest finite magnitude in each column of K and V, or of Q and dO.
+//
+// The keys, or rows, of a head are divided among `slabs` blocks, each of which writes a line of a
+// table; readers take the maximum of all lines. So nothing has to be cleared, and no
+// atomics are needed. The last element of a line says whether the slab has NaN or infinity.
+//
+//   X, Y [batch, heads, rows, d | dv]    maxima [batch, heads, slabs, d + dv + 1]
+//   grid (slabs * heads * batch)    block (threads)
+//   the host sets: scalar, real, of_rows (whether it is Q and dO), slabs, d, dv, threads,
+//   shared_bytes and options (extent.cuh)
+#include <attention/extent.cuh>
+#include <tile/share_out_rows.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+
+struct Shared {
+  float largest[threads];
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+
+// Writes the maxima of `cols` columns of some rows of a head. Returns whether the thread has met
+// NaN or infinity.
+template <int cols>
+__device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int first_row, int end,
+                             Shared& shared, float* maxima) {
+  constexpr int columns = power_of_two(cols), rows = threads / columns;
+  static_assert(rows > 0, "a block has a thread for each column");
+  const int col = threadIdx.x % columns;
+  float largest = 0;
+  bool finite = true;
+  if (col < cols) {
+#pragma unroll 8
+    for (int row = first_row + threadIdx.x / columns; row < end; row += rows) {
+      const float x = fabs(X.row(batch, head, row)[col]);
+      finite &= x < infinity;
+      largest = fmax(largest, x < infinity ? x : 0.0f);
+    }
+  }
+  __syncthreads();  // before the maxima of other columns are overwritten
+  shared.largest[threadIdx.x] = largest;
+  __syncthreads();
+  if (threadIdx.x < cols) {
+    for (int i = 1; i < rows; ++i)
+      largest = fmax(largest, shared.largest[threadIdx.x + i * columns]);
+    maxima[threadIdx.x] = largest;
+  }
+  return !finite;
+}
+
+extern "C" __global__ __launch_bounds__(threads) void split_maxima(Tensor<const scalar> X,
+                                                                   Tensor<const scalar> Y,
+                                                                   float* maxima, Sizes sizes,
+                                                                   int heads, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  const auto [slab, head, batch] = place(blockIdx.x, slabs, heads);
+  const Extent extent = extent_of(sizes, mods, batch);
+  const int rows = of_rows ? extent.M : extent.N, size = cdiv(rows, slabs);
+  const int first = min(slab * size, rows), end = min(first + size, rows);
+  float* line = maxima + (long long)blockIdx.x * (d + dv + 1);
+  bool special = write_maxima<d>(X, batch, head, first, end, shared, line);
+  special |= write_maxima<dv>(Y, batch, head, first, end, shared, line + d);
+  special = __syncthreads_or(special);
+  if (threadIdx.x == 0) line[d + dv] = special ? 1.0f : 0.0f;
+}

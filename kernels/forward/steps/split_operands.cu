@@ -1,0 +1,132 @@
+// split_operands: splits Q, K and V into high and low parts in float16.
+//
+// A float32 has 24 bits of mantissa, two float16 hold 22 to 23 of them. Powers of two bring the
+// numbers into the range of float16: one for each column of K and of V, found by `split_maxima`,
+// and one for each row of Q, after those of K's columns were taken into it. Let e be the exponents
+// of the largest numbers of columns j, and r that of row i (see split_pair.cuh):
+//
+//   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
+//   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
+//   Q[i][j] * 2^(e[j]) * 2^(14 - r[i]) * sign     = Q_high + Q_low / 2^11
+//   scale2[i] = |scale| * log2(e) * 2^(r[i] - 28) * (1 + mean_cut)
+//
+// A split product of Q and K times scale2 is a score, as an exponent of two; sign is that of scale.
+// Where an expression modifies scores, sign is 1 and scale2 = 2^(r[i] - 28) * (1 + mean_cut), so
+// that the product is q·k. NaN and infinity become 0. flags are 1 for rows whose split is not
+// accurate:
+//  - a number of the row, or of K or V of its head, is NaN or infinite;
+//  - scores are so large that the error of the row's largest number would show.
+// The flags of all other rows are 0, and nothing has to be cleared.
+// small_values counts the small numbers of a block's rows of V in each column (cancellation.cuh).
+//
+//   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]    maxima: see split_maxima
+//   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
+//   contiguous, columns filled up with zeros to a multiple of 16
+//   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
+//   of packed rows (ragged.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
+//   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
+//   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
+//   options (extent.cuh)
+#include <attention/score.cuh>
+#include <forward/parts/split_f32/cancellation.cuh>
+#include <forward/parts/split_f32/split_row.cuh>
+#include <ptx/resident_threads.cuh>
+#include <tile/block_copy.cuh>
+#include <tile/shared.cuh>
+#include <tile/tensor.cuh>
+
+struct Shared {
+  int exponents[d + dv];                      // of the columns of K, then of V
+  unsigned small[cdiv(dv, step) * step / 2];  // small values of a pair of columns: in 16 bits each
+};
+static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
+static_assert(sizeof(operand) == 2, "two parts are packed into a word");
+static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
+constexpr float largest_score = 0x1p22f;              // of a row's largest numbers alone
+constexpr int resident = resident_threads / threads;  // blocks; memory bounds this launch
+
+// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of parts.
+template <int cols, class See>
+__device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
+                           int batch, int head, int first_row, int end, const int* exponents,
+                           See see) {
+  constexpr int pairs = cdiv(cols, step) * step / 2;
+  share_out<threads, rows_of_block * pairs, 4>([&](int i, int) {
+    const int row = first_row + i / pairs, col = i % pairs * 2;
+    if (row >= end) return;
+    const scalar* x = from.row(batch, head, row) + col;
+    const auto at = [&](int j) {
+      if (col + j >= cols || !is_finite(x[j])) return 0.0f;
+      return times_two_to(x[j], split_exponent - exponents[col + j]);
+    };
+    const float pair[2] = {at(0), at(1)};
+    see(i % pairs, pair[0], pair[1]);
+    unsigned high_pair, low_pair;
+    split_pair<operand>(pair[0], pair[1], high_pair, low_pair);
+    *reinterpret_cast<unsigned*>(high.row(batch, head, row) + col) = high_pair;
+    *reinterpret_cast<unsigned*>(low.row(batch, head, row) + col) = low_pair;
+  });
+}
+
+// What turns products of a row's parts into scores, corrected for truncation: above 0, for 0
+// times a hidden score, -infinity, would be NaN.
+__device__ __forceinline__ float unit_of(int exponent, float scale) {
+  const float factor = has_score_mod ? 1.0f : fabs(scale) * log2e;
+  const float whole = fmaf(factor, mean_cut(d), factor);
+  const float unit = times_two_to(whole, exponent - 2 * split_exponent);
+  return fmin(fmax(unit, 0x1p-126f), 0x1.fffffep127f);
+}
+
+extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
+    Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, const float* maxima,
+    Tensor<operand> Q_high, Tensor<operand> Q_low, Tensor<operand> K_high, Tensor<operand> K_low,
+    Tensor<operand> V_high, Tensor<operand> V_low, int* V_exponents, Tensor<real> scale2,
+    Tensor<unsigned char> flags, unsigned char* small_values, Sizes sizes, int query_blocks,
+    int heads, int kv_heads, int group, real scale, Mods mods) {
+  Shared& shared = shared_memory<Shared>();
+  constexpr int table = slabs * (d + dv + 1);
+  const int lane = threadIdx.x % warp_size, index = blockIdx.x;
+  if (index < query_blocks) {
+    const auto [tile, head, batch] = place_of_rows<rows_of_block>(index, sizes, mods, heads);
+    const int M = extent_of(sizes, mods, batch).M, first = tile * rows_of_block;
+    if (first < 0 || first >= M) return;
+    const long long kv_head = (long long)batch * kv_heads + head / group;
+    const bool special = read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
+    const float sign = has_score_mod ? 1.0f : float((scale > 0) - (scale < 0));
+    for (int row = first + threadIdx.x / warp_size; row < min(first + rows_of_block, M);
+         row += threads / warp_size) {
+      const SplitRow<d> q(Q.row(batch, head, row), shared.exponents, lane);
+      q.split<operand>(Q_high.row(batch, head, row), Q_low.row(batch, head, row), shared.exponents,
+                       sign, lane);
+      if (lane > 0) continue;
+      *scale2.row(batch, head, row) = unit_of(q.exponent, scale);
+      const bool too_large = !(times_two_to(fabs(scale), q.exponent) <= largest_score);
+      *flags.row(batch, head, row) = special || !q.finite || too_large;
+    }
+  } else {
+    const auto [tile, head, batch] =
+        place_of_keys<rows_of_block>(index - query_blocks, sizes, mods, kv_heads);
+    const int N = extent_of(sizes, mods, batch).N, first = tile * rows_of_block;
+    if (first < 0 || (first >= N && first > 0)) return;
+    const long long kv_head = (long long)batch * kv_heads + head;
+    read_exponents<threads, slabs>(maxima + kv_head * table, shared.exponents);
+    if (tile == 0)
+      for (int col = threadIdx.x; col < dv; col += threads)
+        V_exponents[kv_head * dv + col] = shared.exponents[d + col];
+    for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
+    __syncthreads();  // before they are counted
+    split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
+                  [](int, float, float) {});
+    const float least = small_value(N);
+    split_rows<dv>(V, V_high, V_low, batch, head, first, N, shared.exponents + d,
+                   [&](int pair, float x, float y) {
+                     const unsigned small = (fabs(x) < least) + ((fabs(y) < least) << 16);
+                     if (counts_values && small > 0) atomicAdd(&shared.small[pair], small);
+                   });
+    if constexpr (!counts_values) return;
+    __syncthreads();  // all are counted
+    const long long place = kv_head * max(cdiv(N, rows_of_block), 1) + tile;
+    for (int col = threadIdx.x; col < dv; col += threads)
+      small_values[place * dv + col] = shared.small[col / 2] >> 16 * (col % 2);
+  }
+}
