@@ -1,6 +1,6 @@
 """The pages: their commands run in order and print the text shown below them.
 
-A page is README.md (README.zh-CN.md has the same code), CONTRIBUTING.md or one in docs/. A comment
+A page is README.md, CONTRIBUTING.md or one in docs/ (translations have the same code). A comment
 before a block, on a line of its own, says more:
 
 - ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
@@ -33,7 +33,8 @@ import cupyfa
 from cupyfa.planner.source import ROOT
 
 MAIN = runpy.run_path(str(ROOT / "cli.py"))["main"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [x for x in sorted((ROOT / "docs").rglob("*.md")) if x.parent.name != "zh"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 BLOCK = re.compile(
@@ -45,8 +46,9 @@ BLOCK = re.compile(
     """,
     re.M | re.X,
 )
-# Sections whose commands are left to others: .ci/run tests, and `cupyfa ladder` measures.
-ELSEWHERE = ("test", "measured")
+# Sections and commands that are left to .ci/run, which installs and tests.
+ELSEWHERE = ("test",)
+INSTALLS = ("pip ", "make ")
 OPTIONAL = ("compute-sanitizer", "ncu", "nsys")
 COMMAND = re.compile(r"(?:cupyfa|python)\s\S")
 IN_A_PARAGRAPH = re.compile(r"(?<!`)`((?:cupyfa|python)\s[^`]+)`(?!`)")
@@ -89,7 +91,7 @@ class Block:
             return []
         if self.kind == "paragraph":
             return [x for x in self.lines if len(x.split()) > 2 and not PLACEHOLDER.search(x)]
-        return [line for line in self.lines if not line.startswith("pip ")]
+        return [line for line in self.lines if not line.startswith(INSTALLS)]
 
 
 def blocks(text):
