@@ -1,4 +1,5 @@
 import numpy as np
+
 import cupyfa
 
 rng = np.random.default_rng(0)

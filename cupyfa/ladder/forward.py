@@ -874,7 +874,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
     made = rung(
         before,
         "wgmma_fp16x2",
-        "float32 accuracy with wgmma: operands split into hi and lo, an accumulator for each tile's O",
+        "float32 accuracy with wgmma: hi and lo of operands, an accumulator of O for each tile",
         launch={
             "args": f"{PARTS.replace(OPERANDS, maps)} O lse sizes heads group scale batch mods",
             "boxes": {

@@ -127,7 +127,9 @@ def test_no_page_is_written_unless_all_can_be(checkout):
 
 def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
     where = {**WHERE, "backend": "simulator"}
-    with pytest.raises(ValueError, match="times of the simulator must not be written to docs/ladder.md"):
+    with pytest.raises(
+        ValueError, match="times of the simulator must not be written to docs/ladder.md"
+    ):
         pages.publish(checkout, Results(where, ROWS), ROWS)
     Results(where, ROWS).save(checkout / "a.json")
     message = refused("ladder", "--from", checkout / "a.json", "--docs", code=2)

@@ -113,7 +113,8 @@ def test_the_example_of_the_readme_is_the_one_that_make_runs():
 
 def test_the_requirements_of_cuda_13_are_every_dependency():
     """Its packages are installed without the dependencies of pyproject.toml, so it repeats them."""
-    dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", read(ROOT / "pyproject.toml"), re.M | re.S)
+    project = read(ROOT / "pyproject.toml")
+    dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
     expected = set()
     for dependency in re.findall(r'"(.+?)"', dependencies[1]):
         name = dependency.replace("cuda12x", "cuda13x")
