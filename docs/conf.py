@@ -93,7 +93,7 @@ def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
 
 def translated_include(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
     """A file of the repository as part of a page in docs/."""
-    content[0] = _with_links(content[0], ROOT / path.name, (DOCS / parent).parent)
+    content[0] = _with_links(content[0], ROOT / path.name, (DOCS / app.env.docname).parent)
 
 
 def _with_links(text: str, page: Path, folder: Path) -> str:
