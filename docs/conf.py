@@ -72,8 +72,7 @@ python_maximum_signature_line_length = 80
 LINK = re.compile(r"\[(?P<text>[^]]+)\]\((?!http)(?P<target>[^)#]+)(?P<anchor>#[^)]*)?\)")
 INCLUDED = {
     "README.md": "index",
-    "README.md#install": "install",
-    "README.md#the-ladder": "ladder",
+    "README.zh-CN.md": "zh/README",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
     "SECURITY.md": "security",
@@ -86,28 +85,26 @@ LEXERS = {".cu": "cuda", ".cuh": "cuda", ".py": "python", ".diff": "diff"}
 
 def translated_page(app: Sphinx, name: str, source: list[str]) -> None:
     """Markdown for Sphinx: links to files and folders outside of docs/, and all rungs' pages."""
-    source[0] = _with_links(source[0], DOCS / name)
+    source[0] = _with_links(source[0], DOCS / name, (DOCS / name).parent)
     if name == "rungs/README":
         rungs = "\n".join(rung for operation in LADDER.values() for rung in operation)
         source[0] += f"\n```{{toctree}}\n:hidden:\n{rungs}\n```\n"
 
 
 def translated_include(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
-    """A file of the repository as part of a page in docs/; sections of the README are pages."""
-    content[0] = _with_links(content[0], ROOT / path.name)
-    if path.name == "README.md":
-        content[0] = re.sub(r"^###", "##", content[0], flags=re.M)
+    """A file of the repository as part of a page in docs/."""
+    content[0] = _with_links(content[0], ROOT / path.name, (DOCS / app.env.docname).parent)
 
 
-def _with_links(text: str, page: Path) -> str:
-    return LINK.sub(lambda link: _translated_link(link, page), text)
+def _with_links(text: str, page: Path, folder: Path) -> str:
+    return LINK.sub(lambda link: _translated_link(link, page, folder), text)
 
 
-def _translated_link(link: re.Match[str], page: Path) -> str:
+def _translated_link(link: re.Match[str], page: Path, folder: Path) -> str:
+    """A link of a page, as a page in a folder of the site writes it."""
     target, text, anchor = _target(link, page), link["text"], link["anchor"] or ""
-    folder = page.parent if page.is_relative_to(DOCS) else DOCS
-    if included := INCLUDED.get(f"{target.relative_to(ROOT)}{anchor}"):
-        target, anchor = DOCS / f"{included}.md", ""
+    if included := INCLUDED.get(str(target.relative_to(ROOT))):
+        target = DOCS / f"{included}.md"
     if target.is_relative_to(DOCS):
         return f"[{text}]({relpath(target, folder)}{anchor})"
     if target.suffix in LEXERS:

@@ -130,10 +130,15 @@ def _answer(process: subprocess.Popen[str], seconds: float) -> tuple[Any, str | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process that still runs, without waiting: it may hang in a driver."""
+    """Kills a process that still runs, and hardly waits for its end: it may hang in a driver."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+    for pipe in (process.stdout, process.stderr):
+        if pipe:
+            pipe.close()
 
 
 def _package(name: str) -> Finding:

@@ -35,7 +35,7 @@ _PATIENCE = 5  # budgets
 @options.problem_options(dtype="float16")
 @budget_option
 @timeout_option
-@click.option("--readme", is_flag=True, help="Write the table into README.md of this checkout.")
+@click.option("--docs", is_flag=True, help="Write the table into docs/ladder.md of this checkout.")
 @click.option(
     "--plot", type=options.FILE, help="Draw TFLOP/s over N, 256 to 4096, to an .svg or .png file."
 )
@@ -52,7 +52,7 @@ def ladder(
     backward: bool,
     budget: float,
     timeout: float | None,
-    readme: bool,
+    docs: bool,
     plot: Path | None,
     save: Path | None,
     saved: str | None,
@@ -77,7 +77,7 @@ def ladder(
     results = Results.load(saved) if saved else None
     on = None if results else backend_to_measure(backend)
     check_target(save, on)
-    if readme:  # raises before time is spent on measuring
+    if docs:  # raises before time is spent on measuring
         name = on.name if on else results.environment.get("backend", "") if results else ""
         publish.pages_of(source.ROOT, name)
 
@@ -97,7 +97,7 @@ def ladder(
     rows = show(results, sizes["M"])
     if plot:
         plots.draw(results.rows, plot, publish.title(results, publish.problem_of(rows)))
-    if readme:
+    if docs:
         for page in publish.publish(source.ROOT, results, rows):
             options.note(f"wrote {page}")
     sys.exit(WRONG if any(row.passed is False for row in results.rows) else 0)

@@ -485,7 +485,7 @@ def has_narrow_sums(p: Problem) -> bool:
 MMA_FP16X2_TWO_PASS = rung(
     MMA_TWO_PASS,
     "mma_fp16x2_two_pass",
-    "float32 at its own accuracy: two passes on operands as two parts in float16",
+    "float32 accuracy on tensor cores: two passes, operands split into float16 hi and lo",
     launches=(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns("mma_fp16x2_two_pass_columns", fp16x2_columns_shared, has_narrow_sums),
@@ -891,7 +891,7 @@ WGMMA_FP16X2_ROWS = Launch(
 WGMMA_FP16X2_TWO_PASS = rung(
     MMA_FP16X2_TWO_PASS,
     "wgmma_fp16x2_two_pass",
-    "float32 at its own accuracy with wgmma: parts in float16, each tile's sums by themselves",
+    "float32 accuracy with wgmma: operands split into hi and lo, accumulators for each tile",
     launches=(
         *SPLIT_FOR_GRADIENTS,
         Launch(

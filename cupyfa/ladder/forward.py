@@ -635,7 +635,7 @@ def mma_fp16x2(before: Kernel) -> Kernel:
     made = rung(
         before,
         "mma_fp16x2",
-        "float32 at its own accuracy: operands as two parts in float16, products as three",
+        "float32 accuracy on tensor cores: operands split into float16 hi and lo, three products",
         launch={
             "args": f"{PARTS} O lse sizes heads group scale mods",
             "shared": mma_fp16x2_shared,
@@ -805,7 +805,7 @@ WGMMA_LAUNCH = Launch(
 )
 WGMMA = Kernel(
     "wgmma",
-    "Hopper (sm_90a): warpgroups multiply from shared memory, one warp loads with TMA",
+    "Hopper (sm_90a), warp specialization: one warp loads with TMA, warpgroups multiply (wgmma)",
     (WGMMA_LAUNCH,),
     tiles=TileChoice.of(
         "Br Bc stages",
@@ -881,7 +881,7 @@ def wgmma_fp16x2(before: Kernel) -> Kernel:
     made = rung(
         before,
         "wgmma_fp16x2",
-        "float32 at its own accuracy with wgmma: parts in float16, each tile's O summed by itself",
+        "float32 accuracy with wgmma: hi and lo of operands, an accumulator of O for each tile",
         launch={
             "args": f"{PARTS.replace(OPERANDS, maps)} O lse sizes heads group scale batch mods",
             "boxes": {

@@ -1,4 +1,4 @@
-"""The generated tables of measurements in README.md and its translations."""
+"""The generated tables of measurements in the page of the ladder and its translation."""
 
 import re
 from collections import Counter
@@ -13,10 +13,10 @@ from cupyfa.ladder import LADDER
 from cupyfa.problem import Problem
 from cupyfa.report.tables import markdown
 
-README, ITS_TRANSLATIONS = "README.md", ("README.zh-CN.md",)
+PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(readme|(save|plot|from)[ =]\S+)")  # without influence on times
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # without influence on times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
@@ -104,19 +104,19 @@ def title(results: Results, problem: Problem) -> str:
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """README.md and its translations. Raises ValueError without them, or for the simulator."""
-    pages = [folder / name for name in (README, *ITS_TRANSLATIONS) if (folder / name).is_file()]
-    if not pages or pages[0].name != README:
-        raise ValueError(f"{folder} has no {README}; run this in a checkout of the project")
+    """The pages with the ladder. Raises ValueError if one is missing, or for the simulator."""
+    for name in PAGES:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
     if backend == "simulator":
         raise ValueError(
-            f"times of the simulator must not be written to {README}; measure on a GPU"
+            f"times of the simulator must not be written to {PAGES[0]}; measure on a GPU"
         )
-    return pages
+    return [folder / name for name in PAGES]
 
 
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
-    """Writes a ladder between the markers of README.md and its translations; returns the files.
+    """Writes a ladder between the markers of its pages; returns the files.
 
     The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
     """

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
@@ -171,6 +172,7 @@ class _Started:
     def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
         self.pipe, theirs = Pipe()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._log.close)  # not in `end`: another thread may still read it
         package = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START, str(package), str(theirs.fileno())],
@@ -203,6 +205,8 @@ class _Started:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
 
     def cause_of_death(self) -> str:
         """Its signal or exit code, and the last line of its output."""

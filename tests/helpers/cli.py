@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,9 @@ X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
 
 def cli(*args, code=0):
     """Runs a command in this process; returns its exit code and output."""
-    done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)  # which commands print as notes
+        done = CliRunner().invoke(MAIN, [str(arg) for arg in args], prog_name="cupyfa")
     assert isinstance(done.exception, (SystemExit, type(None))), done.exception
     assert done.exit_code == code, done.output
     return done

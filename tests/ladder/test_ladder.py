@@ -1,4 +1,4 @@
-"""The ladder measured: its table, its place in the README, its picture."""
+"""The ladder measured: its table, its place in the pages, its picture."""
 
 import re
 import sys
@@ -22,9 +22,9 @@ WHERE = {
     "device": "a card",
     "cuda": "12.9",
     "cupyfa": "0.1",
-    "command": "cupyfa ladder --readme --save x.json",
+    "command": "cupyfa ladder --docs --save x.json",
 }
-README = "# Title\n<!-- measured forward -->\nold\n<!-- /measured forward -->\nrest\n"
+PAGE = "# Title\n<!-- measured forward -->\nold\n<!-- /measured forward -->\nrest\n"
 
 
 def measured(name, ms, M=2048, factors=None, **more):
@@ -69,15 +69,18 @@ def test_figures_of_a_rung():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    (tmp_path / "docs" / "zh").mkdir(parents=True)
+    for name in pages.PAGES:
+        (tmp_path / name).write_text(PAGE, encoding="utf-8")
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     return tmp_path
 
 
-def test_the_table_is_written_between_the_markers_of_every_readme(checkout):
-    (checkout / "README.zh-CN.md").write_text(README.replace("Title", "标题"), encoding="utf-8")
+def test_the_table_is_written_between_the_markers_of_every_page(checkout):
+    english, chinese = pages.PAGES
+    (checkout / chinese).write_text(PAGE.replace("Title", "标题"), encoding="utf-8")
     assert len(pages.publish(checkout, Results(WHERE, ROWS), ROWS)) == 2
-    for name, title in (("README.md", "Title"), ("README.zh-CN.md", "标题")):
+    for name, title in ((english, "Title"), (chinese, "标题")):
         text = (checkout / name).read_text(encoding="utf-8")
         assert text.startswith(
             f"# {title}\n<!-- measured forward -->\n| rung | adds | ms | TFLOP/s |"
@@ -92,58 +95,62 @@ def test_the_table_is_written_between_the_markers_of_every_readme(checkout):
 
 def test_publishing_again_changes_nothing(checkout):
     pages.publish(checkout, Results(WHERE, ROWS), ROWS)
-    once = (checkout / "README.md").read_bytes()
+    once = (checkout / pages.PAGES[0]).read_bytes()
     pages.publish(checkout, Results(WHERE, ROWS), ROWS)
-    assert (checkout / "README.md").read_bytes() == once
+    assert (checkout / pages.PAGES[0]).read_bytes() == once
 
 
 def test_gradients_have_their_own_markers(checkout):
-    page = checkout / "README.md"
     gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
     with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
         pages.publish(checkout, Results(WHERE, gradients), gradients)
-    page.write_text(README + README.replace("forward", "backward"), encoding="utf-8")
+    for name in pages.PAGES:
+        both = PAGE + PAGE.replace("forward", "backward")
+        (checkout / name).write_text(both, encoding="utf-8")
     pages.publish(checkout, Results(WHERE, gradients), gradients)
-    before, after = page.read_text(encoding="utf-8").split("rest\n")[:2]
-    assert before == README.removesuffix("rest\n")
+    written = (checkout / pages.PAGES[0]).read_text(encoding="utf-8")
+    before, after = written.split("rest\n")[:2]
+    assert before == PAGE.removesuffix("rest\n")
     assert "| rows |" in after
 
 
 def test_no_page_is_written_unless_all_can_be(checkout):
-    (checkout / "README.zh-CN.md").write_text("no markers")
-    with pytest.raises(ValueError, match=r"README\.zh-CN\.md needs one <!-- measured forward -->"):
+    english, chinese = pages.PAGES
+    (checkout / chinese).write_text("no markers")
+    with pytest.raises(ValueError, match=r"zh/ladder\.md needs one <!-- measured forward -->"):
         pages.publish(checkout, Results(WHERE, ROWS), ROWS)
-    assert (checkout / "README.md").read_text() == README
-    (checkout / "README.md").unlink()
-    with pytest.raises(ValueError, match="has no README.md; run this in a checkout"):
+    assert (checkout / english).read_text() == PAGE
+    (checkout / english).unlink()
+    with pytest.raises(ValueError, match="has no docs/ladder.md; run this in a checkout"):
         pages.publish(checkout, Results(WHERE, ROWS), ROWS)
 
 
 def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
     where = {**WHERE, "backend": "simulator"}
-    with pytest.raises(ValueError, match="times of the simulator must not be written to README.md"):
+    with pytest.raises(
+        ValueError, match="times of the simulator must not be written to docs/ladder.md"
+    ):
         pages.publish(checkout, Results(where, ROWS), ROWS)
     Results(where, ROWS).save(checkout / "a.json")
-    message = refused("ladder", "--from", checkout / "a.json", "--readme", code=2)
+    message = refused("ladder", "--from", checkout / "a.json", "--docs", code=2)
     assert "times of the simulator" in message
-    assert (checkout / "README.md").read_text() == README
+    assert (checkout / pages.PAGES[0]).read_text() == PAGE
 
 
-@pytest.mark.parametrize("has_readme, word", [(True, "measure on a GPU"), (False, "in a checkout")])
-def test_nothing_is_measured_that_cannot_be_published(checkout, monkeypatch, has_readme, word):
+@pytest.mark.parametrize("has_page, word", [(True, "measure on a GPU"), (False, "in a checkout")])
+def test_nothing_is_measured_that_cannot_be_published(checkout, monkeypatch, has_page, word):
     monkeypatch.setattr("cupyfa.commands.ladder.bench", lambda *_, **__: pytest.fail("measured"))
-    if not has_readme:
-        (checkout / "README.md").unlink()
-    assert word in refused("ladder", "--readme", "--backend", "simulator", code=2)
+    if not has_page:
+        (checkout / pages.PAGES[0]).unlink()
+    assert word in refused("ladder", "--docs", "--backend", "simulator", code=2)
 
 
 def test_the_pages_of_the_project_have_the_markers():
-    for name in (pages.README, *pages.ITS_TRANSLATIONS):
-        if (sources.ROOT / name).is_file():
-            text = (sources.ROOT / name).read_text(encoding="utf-8")
-            for operation in ("forward", "backward"):
-                assert text.count(f"<!-- measured {operation} -->") == 1, name
-                assert text.count(f"<!-- /measured {operation} -->") == 1, name
+    for name in pages.PAGES:
+        text = (sources.ROOT / name).read_text(encoding="utf-8")
+        for operation in ("forward", "backward"):
+            assert text.count(f"<!-- measured {operation} -->") == 1, name
+            assert text.count(f"<!-- /measured {operation} -->") == 1, name
 
 
 def test_rows_of_one_length():
@@ -260,16 +267,23 @@ def test_data_of_a_ladder_is_not_rounded(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["ladder", "ladder_backward"])
-def test_the_pictures_of_the_readme_show_the_kept_measurements(name, tmp_path):
+def test_the_pictures_and_tables_of_the_pages_show_the_kept_measurements(name, tmp_path):
     kept = Results.load(sources.ROOT / "docs" / f"{name}.json")
     title = pages.title(kept, pages.problem_of(pages.at_length(kept.rows, None)))
     plotting.draw(kept.rows, tmp_path / "a.svg", title)
     files = tmp_path / "a.svg", sources.ROOT / "docs" / f"{name}.svg"
     drawn, shown = (re.search("<title>.*</desc>", x.read_text(), re.S)[0] for x in files)
     assert drawn == shown
-    table = (sources.ROOT / "README.md").read_text(encoding="utf-8")
-    for row in pages.shown_rungs(pages.at_length(kept.rows, None)):
-        assert re.search(rf"^\| {row['rung']} \| .* \| {row['TFLOP/s']:g} \|", table, re.M), row
+    rungs = pages.shown_rungs(pages.at_length(kept.rows, None))
+    for page in pages.PAGES:
+        table = (sources.ROOT / page).read_text(encoding="utf-8")
+        for row in rungs:
+            assert re.search(rf"^\| {row['rung']} \| .* \| {row['TFLOP/s']:g} \|", table, re.M), row
+    for page in ("README.md", "README.zh-CN.md"):
+        table = (sources.ROOT / page).read_text(encoding="utf-8")
+        for row in rungs:
+            shown = re.search(rf"^\| \[{row['rung']}\]\(.* \| (\S+) \|$", table, re.M)
+            assert shown is None or shown[1] == f"{row['TFLOP/s']:g}", row
 
 
 @pytest.mark.parametrize("suffix, magic", [(".svg", b"<?xml"), (".png", b"\x89PNG")])
@@ -335,11 +349,11 @@ def test_from_a_file_nothing_is_measured(tmp_path, checkout):
     rows = [row for row in CROWD if row.kernel in ("fa2", "v1")]
     Results(WHERE, rows).save(tmp_path / "a.json")
     picture = tmp_path / "a.svg"
-    done = cli("ladder", "--from", tmp_path / "a.json", "--plot", picture, "--readme", "-M", 1024)
+    done = cli("ladder", "--from", tmp_path / "a.json", "--plot", picture, "--docs", "-M", 1024)
     assert ">fa2</text>" in picture.read_text()
     assert ">TFLOP/s on a card: batch=4 heads=16 d=64 float16</text>" in picture.read_text()
-    assert "M=1024" in (checkout / "README.md").read_text()
-    assert f"note: wrote {checkout / 'README.md'}" in done.stderr
+    assert "M=1024" in (checkout / pages.PAGES[0]).read_text()
+    assert f"note: wrote {checkout / pages.PAGES[0]}" in done.stderr
 
 
 def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):

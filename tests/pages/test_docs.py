@@ -1,6 +1,6 @@
 """The pages: their commands run in order and print the text shown below them.
 
-A page is README.md (README.zh-CN.md has the same code), CONTRIBUTING.md or one in docs/. A comment
+A page is README.md, CONTRIBUTING.md or one in docs/ (translations have the same code). A comment
 before a block, on a line of its own, says more:
 
 - ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
@@ -33,7 +33,8 @@ import cupyfa
 from cupyfa.planner.source import ROOT
 
 MAIN = runpy.run_path(str(ROOT / "cli.py"))["main"]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [x for x in sorted((ROOT / "docs").rglob("*.md")) if x.parent.name != "zh"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 BLOCK = re.compile(
@@ -45,8 +46,9 @@ BLOCK = re.compile(
     """,
     re.M | re.X,
 )
-# Sections whose commands are left to others: .ci/run tests, and `cupyfa ladder` measures.
-ELSEWHERE = ("test", "measured")
+# Sections and commands that are left to .ci/run, which installs and tests.
+ELSEWHERE = ("test",)
+INSTALLS = ("pip ", "make ")
 OPTIONAL = ("compute-sanitizer", "ncu", "nsys")
 COMMAND = re.compile(r"(?:cupyfa|python)\s\S")
 IN_A_PARAGRAPH = re.compile(r"(?<!`)`((?:cupyfa|python)\s[^`]+)`(?!`)")
@@ -89,7 +91,7 @@ class Block:
             return []
         if self.kind == "paragraph":
             return [x for x in self.lines if len(x.split()) > 2 and not PLACEHOLDER.search(x)]
-        return [line for line in self.lines if not line.startswith("pip ")]
+        return [line for line in self.lines if not line.startswith(INSTALLS)]
 
 
 def blocks(text):
@@ -252,42 +254,67 @@ def test_roofline_tables_are_complete(environment, folder):
             assert printed.split() == block.text.split()
 
 
-@EACH_PAGE
-def test_every_option_in_a_page_exists(page):
-    for line in (line for block in blocks(read(page)) for line in block.lines):
-        words = line.partition(" > ")[0].split()
-        command = MAIN if words.pop(0) == "cupyfa" else None
-        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
-            assert words[0] in command.commands, line
-            command = command.commands[words.pop(0)]
-        if command is not None:
-            main = click.Context(MAIN, **MAIN.context_settings)  # which has -h
+def unknown_part(line):
+    """The command or option of a command line that does not exist, or None."""
+    words = line.partition(" > ")[0].split()
+    command = MAIN if words.pop(0) == "cupyfa" else None
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return words[0]
+        command = command.commands[words.pop(0)]
+    if command is not None:
+        main = click.Context(MAIN, **MAIN.context_settings)  # which has -h
+        try:
             command.make_parser(click.Context(command, parent=main)).parse_args(words)
+        except click.UsageError as error:
+            return error.format_message()
+    return None
 
 
-@EACH_PAGE
-def test_every_library_name_in_a_page_exists(page):
-    for name in re.findall(r"(?<![\w/.])cupyfa\.([A-Za-z]\w*)", read(page)):
-        assert hasattr(cupyfa, name) or find_spec(f"cupyfa.{name}"), name
+def test_every_option_in_a_page_exists():
+    lines = [(page, x) for page in PAGES for block in blocks(read(page)) for x in block.lines]
+    unknown = [(page.name, line, what) for page, line in lines if (what := unknown_part(line))]
+    assert not unknown
 
 
-@EACH_PAGE
-def test_every_command_line_is_recognised(page):
-    found = blocks(read(page))
-    fences = [block for block in found if block.kind not in ("paragraph", "indented")]
-    assert 2 * len(fences) == len(re.findall(r"^\s*(?:```|~~~)", read(page), re.M))
-    for before, block in zip([None, *found], found):
-        if block.kind.startswith("{"):  # for Sphinx
-            continue
-        assert block.kind in ("sh", "text", "python", "cuda", "", "paragraph", "indented")
-        if block.kind in ("cuda", ""):  # without a kind: drawings and formulas
-            assert not re.search(r"^\s*(?:\$ )?(?:cupyfa|python3?|pip) ", block.text, re.M)
-        if block.kind == "sh":
-            assert not re.search(r"^\$ ", block.text, re.M), "commands stand without a prompt"
-        if block.kind == "indented":
-            assert not IN_A_PARAGRAPH.search(block.text), "indent a list by less than four"
-        if block.kind == "text" and block.file is None:
-            assert before is not None and before.kind in ("sh", "python"), "what prints this?"
+def test_every_library_name_in_a_page_exists():
+    name = re.compile(r"(?<![\w/.])cupyfa\.([A-Za-z]\w*)")
+    named = {(page.name, x) for page in PAGES for x in name.findall(read(page))}
+    unknown = [x for x in named if not (hasattr(cupyfa, x[1]) or find_spec(f"cupyfa.{x[1]}"))]
+    assert not unknown
+
+
+def mistake(before, block):
+    """What is wrong with a block of a page, or None."""
+    if block.kind.startswith("{"):  # for Sphinx
+        return None
+    if block.kind not in ("sh", "text", "python", "cuda", "", "paragraph", "indented"):
+        return f"a block of kind {block.kind}"
+    # Without a kind: drawings and formulas.
+    is_command = re.search(r"^\s*(?:\$ )?(?:cupyfa|python3?|pip) ", block.text, re.M)
+    if block.kind in ("cuda", "") and is_command:
+        return "a command outside of a block of kind sh"
+    if block.kind == "sh" and re.search(r"^\$ ", block.text, re.M):
+        return "a prompt before a command"
+    if block.kind == "indented" and IN_A_PARAGRAPH.search(block.text):
+        return "a list that is indented by four or more"
+    is_shown = before is not None and before.kind in ("sh", "python")
+    if block.kind == "text" and block.file is None and not is_shown:
+        return "output after nothing that prints it"
+    return None
+
+
+def test_every_command_line_is_recognised():
+    wrong = []
+    for page in PAGES:
+        found = blocks(read(page))
+        fences = [block for block in found if block.kind not in ("paragraph", "indented")]
+        if 2 * len(fences) != len(re.findall(r"^\s*(?:```|~~~)", read(page), re.M)):
+            wrong.append((page.name, "a fence that is not at the beginning of a line"))
+        for before, block in zip([None, *found], found):
+            if what := mistake(before, block):
+                wrong.append((page.name, what, block.text))
+    assert not wrong
 
 
 PAGE = Path(__file__).with_name("page.md").read_text()

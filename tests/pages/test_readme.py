@@ -1,19 +1,30 @@
-"""The README: its table comes from the records, and the translation matches it."""
+"""The README and what left it: tables come from the records, and translations match."""
 
 import re
 import runpy
 
-import pytest
 from click.testing import CliRunner
 
 from cupyfa.ladder import LADDER
 from cupyfa.planner.source import ROOT
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-ENGLISH, TRANSLATION = (page.read_text(encoding="utf-8") for page in (README, CHINESE))
+DOCS = ROOT / "docs"
+TRANSLATIONS = sorted((DOCS / "zh").glob("*.md"))
+PAIRS = [(README, CHINESE), *((DOCS / x.name, x) for x in TRANSLATIONS if x.name != "README.md")]
 KERNELS = [(operation, name) for operation in LADDER for name in LADDER[operation]]
 LINK = re.compile(r"\]\((?!http)([^)#]+)")
+# What a page and its translation have in common, outside of code: a pattern and how it is compared.
+STRUCTURE = {
+    "headings": (r"^(#+) (?=\D)", list),
+    "marks": (r"^<!-- .* -->$", list),
+    "tables": (r"^\| --- .*", len),  # the ladder has fewer columns in Chinese
+    "lists": (r"^- ", list),
+}
+
+
+def read(page):
+    return page.read_text(encoding="utf-8")
 
 
 def marked(text, name):
@@ -28,68 +39,96 @@ def code(text):
     return re.findall(r"^```.*?^```$", re.sub(r"^# .*\n", "", text, flags=re.M), re.M | re.S)
 
 
+def without_code(text):
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def targets(page):
+    """The files that a page links to, in English."""
+    links = ((page.parent / link).resolve() for link in LINK.findall(without_code(read(page))))
+    english = {CHINESE: README, **{x: DOCS / x.name for x in TRANSLATIONS}}
+    return {english.get(link, link) for link in links} - {README}
+
+
+def test_the_readme_is_short():
+    assert all(len(read(page).splitlines()) <= 150 for page in (README, CHINESE))
+
+
 def test_the_ladder_matches_the_records():
     main = runpy.run_path(str(ROOT / "cli.py"))["main"]
     table = CliRunner().invoke(main, ["list", "--format", "md", "--backend", "simulator"]).stdout
-    assert marked(ENGLISH, "ladder") == table, "paste the output of: cupyfa list --format md"
+    shown = marked(read(DOCS / "ladder.md"), "ladder")
+    assert shown == table, "paste the output of: cupyfa list --format md"
 
 
 def test_the_translated_ladder_has_the_same_rungs():
-    rows = re.findall(r"^\| ([a-z]+) \| ([a-z0-9_]+) \| ", marked(TRANSLATION, "ladder"), re.M)
-    assert rows == KERNELS, "add the kernel to README.zh-CN.md, with its idea in Chinese"
+    table = marked(read(DOCS / "zh" / "ladder.md"), "ladder")
+    rows = re.findall(r"^\| ([a-z]+) \| ([a-z0-9_]+) \| ", table, re.M)
+    assert rows == KERNELS, "add the kernel to docs/zh/ladder.md, with its idea in Chinese"
 
 
 def test_measurements_are_the_same_in_both():
-    assert marked(ENGLISH, "measured forward") == marked(TRANSLATION, "measured forward")
+    pages = [read(DOCS / "ladder.md"), read(DOCS / "zh" / "ladder.md")]
+    for operation in ("forward", "backward"):
+        english, chinese = (marked(page, f"measured {operation}") for page in pages)
+        assert english == chinese
 
 
 def test_the_code_is_the_same_in_both():
-    assert code(ENGLISH) == code(TRANSLATION)
-    in_text = [set(re.findall(r"`(?:cupyfa|pip) [^`]+`", text)) for text in (ENGLISH, TRANSLATION)]
-    assert in_text[0] == in_text[1]
+    for page, translation in PAIRS:
+        english, chinese = read(page), read(translation)
+        assert code(english) == code(chinese), translation
+        inline = [{*re.findall(r"`(?:cupyfa|pip) [^`]+`", text)} for text in (english, chinese)]
+        assert inline[0] - {"`cupyfa list --format md`"} == inline[1] - {
+            "`cupyfa list --format md`"
+        }, translation
 
 
-@pytest.mark.parametrize(
-    "what",
-    [r"^#+ (?=\D)", r"^<!-- .* -->$", r"^\| --- .*", r"^- ", r"\]\((?!README)([^)]+)"],
-    ids=["headings", "marks", "tables", "lists", "links"],
-)
-def test_the_structure_is_the_same_in_both(what):
-    english, translation = (
-        re.findall(what, re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), re.M)
-        for text in (ENGLISH, TRANSLATION)
-    )
-    if what.startswith(r"^\|"):
-        english, translation = len(english), len(translation)  # the ladder has fewer columns there
-    assert english == translation
+def test_the_structure_is_the_same_in_both():
+    for page, translation in PAIRS:
+        texts = without_code(read(page)), without_code(read(translation))
+        for name, (pattern, compared) in STRUCTURE.items():
+            english, chinese = (compared(re.findall(pattern, text, re.M)) for text in texts)
+            assert english == chinese, f"{name} of {translation}"
+
+
+def test_the_links_are_the_same_in_both():
+    different = {}
+    for page, translation in PAIRS:
+        if missing := targets(page) ^ targets(translation):
+            different[translation.name] = missing
+    assert different in ({}, {"ladder.md": {DOCS / "ladder.md"}})  # whose table has more columns
 
 
 def test_the_readmes_link_to_each_other():
-    assert f"]({CHINESE.name})" in ENGLISH.split("\n## ")[0]
-    assert f"]({README.name})" in TRANSLATION.split("\n## ")[0]
+    assert f"]({CHINESE.name})" in read(README).split("\n## ")[0]
+    assert f"]({README.name})" in read(CHINESE).split("\n## ")[0]
 
 
-def test_ci_finds_what_it_runs():
-    for name in ("run", "test", "cuda13"):
-        assert marked(ENGLISH, name).startswith("```sh\npip install")
+def test_the_example_of_the_readme_is_the_one_that_make_runs():
+    example = read(ROOT / "examples" / "attention.py")
+    assert f"<!-- attention.py -->\n```python\n{example}```\n" in read(README)
+    assert "python examples/attention.py" in read(ROOT / "Makefile")
 
 
-def test_the_recipe_for_cuda_13_names_every_dependency():
+def test_the_requirements_of_cuda_13_are_every_dependency():
     """Its packages are installed without the dependencies of pyproject.toml, so it repeats them."""
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)[1]
-    named = set(re.findall(r'"(.+?)"', marked(ENGLISH, "cuda13")))
-    for dependency in re.findall(r'"(.+?)"', dependencies):
-        expected = dependency.replace("cuda12x", "cuda13x")
-        if "-cu12" in expected:
-            expected = expected.partition("-cu12")[0] + "==13.*"
-        assert expected in named
+    project = read(ROOT / "pyproject.toml")
+    dependencies = re.search(r"^dependencies = \[\n(.*?)^\]", project, re.M | re.S)
+    expected = set()
+    for dependency in re.findall(r'"(.+?)"', dependencies[1]):
+        name = dependency.replace("cuda12x", "cuda13x")
+        expected.add(name.partition("-cu12")[0] + "==13.*" if "-cu12" in name else name)
+    lines = read(ROOT / "requirements-cuda13.txt").splitlines()
+    assert {line for line in lines if not line.startswith("#")} == expected
 
 
-@pytest.mark.parametrize(
-    "page, link",
-    [(page, link) for page in PAGES for link in LINK.findall(page.read_text(encoding="utf-8"))],
-    ids=lambda x: str(x.relative_to(ROOT)) if hasattr(x, "relative_to") else x,
-)
-def test_links_have_targets(page, link):
-    assert (page.parent / link).exists()
+def test_links_have_targets():
+    pages = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)}: {link}"
+        for page in pages
+        for link in LINK.findall(read(page))
+        if not (page.parent / link).exists()
+    ]
+    assert not broken
