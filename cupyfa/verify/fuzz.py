@@ -592,7 +592,7 @@ class Fuzz:
 
     def _repairs(self, p: Problem) -> bool:
         """Whether a launch computes rows and keys again that float16 could not hold."""
-        return any(x.entry.startswith("repair_part") for x in self._record(p).launches)
+        return any(x.entry.startswith("repair_split") for x in self._record(p).launches)
 
     @property
     def _arrays(self) -> dict[str, Any]:
