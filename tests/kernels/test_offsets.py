@@ -8,11 +8,11 @@ from helpers.problems import FORWARD, check_case, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Unsupported
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.shrink import shrunk
+from cupyfa.ladder.operations import visible_scores
 from cupyfa.numerics import tolerance
-from cupyfa.operations import visible_scores
-from cupyfa.verify.case import Case
-from cupyfa.verify.shrink import shrunk
 
 OFFSETS = (-80, -3, 0, 11, 60)
 LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
