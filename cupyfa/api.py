@@ -21,7 +21,7 @@ from cupyfa.ladder.forward import for_decoding
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import forms, optional_inputs
+from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named, name_of
 from cupyfa.problem.optional_inputs import Operand, is_array
 from cupyfa.problem.options import (
@@ -41,6 +41,7 @@ from cupyfa.problem.options import (
     read_size,
 )
 from cupyfa.problem.problem import MOST, TEXTS, Problem, rows_of, sizes_of
+from cupyfa.problem.wrt import QKV, names_of, refuse_without_gradients
 from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
@@ -124,7 +125,7 @@ _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and op
 
 
 Array = np.ndarray[Any, Any]
-_QKV = forms.QKV
+_QKV = QKV
 
 
 def attention(
@@ -477,7 +478,7 @@ def attention_vjp(
     options = _with_arrays_of_lists(options)  # type: ignore[assignment]
     if wrt is not _QKV:
         *_, wrt = _own_of(wrt)
-        forms.refuse_without_gradients(wrt, _dtypes_of(options))
+        refuse_without_gradients(wrt, _dtypes_of(options))
     return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
     forward, backward = _shared_own(own, kernel, backward_kernel)
     lse, of_forward = None, dict[str, Any](kernel=kernel, tiles=tiles, own=forward, **options)
@@ -1761,14 +1762,14 @@ def _with_forms(
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
     _, kv_heads, N, _ = sizes_of("k", inputs["k"], layout)
-    blocks, given = _blocks(forms.of_heads(given, batch, kv_heads))
+    blocks, given = _blocks(shape_language.of_heads(given, batch, kv_heads))
     packed, is_empty = _shapes_of_sequences(given)
     elements = packed[optional_inputs.STARTS[0]][0] - 1 if packed else batch
     sizes = elements, heads, M, N
     unread = () if _has_dropout(how) else optional_inputs.SEEDS
     others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
     others |= packed
-    found = list(forms.operands(others, sizes, dtype))
+    found = list(shape_language.operands(others, sizes, dtype))
     if is_empty:  # as ``ragged.with_elements`` has it
         captured = given.get("captured") or ()
         grown = [tuple(max(size, 1) for size in x.shape) for x in found]
@@ -1855,7 +1856,7 @@ def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
         return _NO_OWN
     if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
         raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
-    names = forms.names_of(wrt)
+    names = names_of(wrt)
     if len(set(names)) < len(names) or not names:
         raise ValueError(f"wrt is {names}; give at least one name, and each once")
     return (*_NO_OWN[:-1], names)
@@ -1873,7 +1874,7 @@ def _refuse_gradients(dtype: DType | None) -> None:
 def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
     read = [x for x in inputs if x.startswith("mods.")]
     dtypes = {x.removeprefix("mods."): str(inputs[x].dtype) for x in read}
-    forms.refuse_without_gradients(wrt, dtypes)
+    refuse_without_gradients(wrt, dtypes)
 
 
 def _dtypes_of(keywords: Mapping[str, Any]) -> dict[str, str]:

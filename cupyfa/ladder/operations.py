@@ -13,7 +13,7 @@ import numpy as np
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.problem.dtypes import E4M3, E4M3_INPUTS
-from cupyfa.problem.forms import pairs_of
+from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.optional_inputs import (
     DESCALES,
     LENGTHS,

@@ -13,24 +13,21 @@ from typing import Any, Unpack
 import numpy as np
 
 from cupyfa.errors import Unsupported, described
-from cupyfa.problem import forms, optional_inputs
+from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_named
+from cupyfa.problem.lengths import Lengths, Packed, lengths_of, pairs_of, shown_lengths
 from cupyfa.problem.optional_inputs import (
     ALIBI,
     BIAS,
     DESCALES,
-    DLSE,
     LENGTHS,
     MAPS,
     MASK,
-    OWN_ARRAYS,
     PADDED,
     PAGE_TABLE,
     SCALES,
-    SEED,
     SEEDS,
     STARTS,
-    USED,
     Modifiers,
     Operand,
 )
@@ -42,6 +39,8 @@ from cupyfa.problem.options import (
     OptionKeywords,
     read_size,
 )
+from cupyfa.problem.resizing import resized
+from cupyfa.problem.wrt import differentiated
 from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -50,7 +49,6 @@ MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
 PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
-_BY_NAMES = (*PADDED, *DESCALES)  # operands whose names say all about them
 # Of a batch element of a ragged batch: it is none.
 _ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
 
@@ -83,9 +81,9 @@ class Problem:
     is_softmax: bool = False
     operands: tuple[Operand, ...] = ()
     block_mask: bool = False
-    lengths: forms.Packed | None = None
+    lengths: Packed | None = None
     pages: int = 0
-    cached: forms.Lengths | None = None
+    cached: Lengths | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -157,57 +155,33 @@ class Problem:
 
         alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
         captured, wrt, dlse: forms of arrays, those whose gradients a backward kernel gives, and
-        whether it takes a gradient of lse, as ``forms.operands`` has them; dropout_seed and
+        whether it takes a gradient of lse, as ``shape_language`` has them; dropout_seed and
         dropout_offset may be arrays, or forms such as "u64[1]". With block_mask, mask and mask_mod
         are a block mask. With page_size, keys lie in pages of so many: see ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
-        packed = None if lengths is None else forms.lengths_of(lengths)
+        packed = None if lengths is None else lengths_of(lengths)
         batch, M, N = _sizes_of_rows(packed, batch, M, N)
         asked = dict[str, Any](keywords)
-        seeds = forms.seeds_in_memory(asked)
+        seeds = shape_language.seeds_in_memory(asked)
         asked |= dict.fromkeys(seeds, 0)
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
         given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
         given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
         descales = dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
-        given |= forms.of_heads(descales, batch, kv_heads)
+        given |= shape_language.of_heads(descales, batch, kv_heads)
         given |= {
             "captured": captured,
             "wrt": wrt,
             "dlse": dlse,
             **(seeds if chosen.dropout else {}),
-            **_forms_of(packed),
+            **shape_language.forms_of_lengths(packed),
         }
-        arrays = forms.operands(given, (batch, heads, M, N), known.name)
+        arrays = shape_language.operands(given, (batch, heads, M, N), known.name)
         batch = 1 if packed else batch
         sizes = batch, heads, kv_heads, M, N, d, dv
         p = cls(*sizes, known, chosen, operands=arrays, lengths=packed)
         return p.in_blocks(block_mask).in_pages(page_size)
-
-    @classmethod
-    def of_cache(
-        cls, lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
-    ) -> Problem:
-        """The problem of decoding: M new tokens of sequences with so many keys, these included.
-
-        capacity: for how many keys of each there is room, at least for the longest. page: how many
-        keys a page has; None is a contiguous cache. The other arguments are those of ``of_sizes``.
-        """
-        if page is not None:
-            check_page_size("page", page)
-        cached = forms.Lengths(tuple(lengths))
-        capacity = max(capacity, *cached.rows)
-        most = 0 if page is None else max(-(-capacity // page), 1)
-        p = cls.of_sizes(
-            **{"M": 1, **sizes}, batch=len(cached.rows), N=most * page if page else capacity,
-            lengths_k=True,
-        ).with_options(causal="bottom-right")  # fmt: skip
-        if page is None:
-            return replace(p, cached=cached)
-        table = Operand(PAGE_TABLE, "int32", (p.batch, most))
-        pages = max(sum(-(-n // page) for n in cached.rows), 1)
-        return replace(p, cached=cached, pages=pages, operands=(*p.operands, table))
 
     @classmethod
     def of(
@@ -258,8 +232,8 @@ class Problem:
         others["operands"] = tuple(
             optional_inputs.of_record(*x) for x in others.get("operands", ())
         )
-        others["lengths"] = forms.lengths_of(x) if (x := others.get("lengths")) else None
-        others["cached"] = forms.Lengths.of(x) if (x := others.get("cached")) else None
+        others["lengths"] = lengths_of(x) if (x := others.get("lengths")) else None
+        others["cached"] = Lengths.of(x) if (x := others.get("cached")) else None
         return cls(**others, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
@@ -268,7 +242,7 @@ class Problem:
         plain["operands"] = tuple(
             (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
         )
-        plain["lengths"] = self.lengths and forms.shown_lengths(self.lengths)
+        plain["lengths"] = self.lengths and shown_lengths(self.lengths)
         plain["cached"] = self.cached and str(self.cached)
         texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
@@ -283,50 +257,12 @@ class Problem:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
         sizes["batch"] = self.sequences or sizes["batch"]
-        lengths = self.known_lengths and forms.shown_lengths(self.known_lengths)
+        lengths = self.known_lengths and shown_lengths(self.known_lengths)
         arrays = " ".join(self._arrays_shown) or None
         return {**sizes, "lengths": lengths, "dtype": self.dtype.name, **options, "arrays": arrays}
 
     def with_options(self, **changes: Any) -> Problem:
         return replace(self, options=replace(self.options, **changes))
-
-    def modified(self, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-        """The problem with other options; with texts or forms of arrays in place of all its own.
-
-        With lengths among the arrays, it is a ragged batch of such sequences; with a page_size, its
-        keys lie in pages.
-        """
-        arrays = dict(arrays)
-        size = arrays.pop(forms.PAGE_SIZE, None) or self.page_size
-        if size:
-            return self.in_pages(None).modified(options, arrays).in_pages(size)
-        packed = arrays.pop(forms.LENGTHS_OF, None)
-        seeds = forms.seeds_in_memory(options)
-        options = {**options, **dict.fromkeys(seeds, 0)}
-        arrays = {**arrays, **(seeds if options.get("dropout", self.options.dropout) else {})}
-        if not arrays and not any(name in options for name in TEXTS):
-            p = self.with_options(**options)
-            return p if packed is None else p.ragged(packed)
-        in_blocks = arrays.pop(forms.BLOCK_MASK, None)
-        of_self = {**arrays, **_forms_of(self.lengths)}
-        given = forms.operands(of_self, self.of_scores, self.dtype.name)
-        changed = {**dict.fromkeys(TEXTS), **options}
-        p = replace(self, options=replace(self.options, **changed), operands=given)
-        return (p if packed is None else p.ragged(packed)).in_blocks(in_blocks)
-
-    def without(self, name: str) -> Problem:
-        """The problem without an option or an array, and without what that alone reads."""
-        options = self.options
-        if name in OPTIONS and name != SEED:  # which dropout needs
-            options = replace(options, **{name: OPTIONS[name].default})
-        texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-        known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
-        own = (*known, *(SEEDS if options.dropout else ()))
-        read = {*own, *(x for text in texts for x in text.captured)} - {name}
-        kept = tuple(x for x in self.operands if x.name in read)
-        found = replace(self, options=replace(options, offset=None), operands=kept)
-        needed = found.is_masked or found.reads_position
-        return found.with_options(offset=options.offset) if needed else found
 
     @property
     def has_mask(self) -> bool:
@@ -351,71 +287,7 @@ class Problem:
 
     def with_wrt(self, names: Sequence[str]) -> Problem:
         """The problem with the gradients of these arrays, besides those of q, k and v."""
-        return replace(self, operands=forms.differentiated(self.operands, names))
-
-    def resized(self, **sizes: int) -> Problem:
-        """The problem with other sizes, and with arrays that fit them.
-
-        Of a ragged batch the first sequences and rows are kept, as many as these sizes are.
-        """
-        if size := self.page_size:
-            return self.in_pages(None).resized(**sizes).in_pages(size)
-        if names := self._descales:
-            return self.descaled(()).resized(**sizes).descaled(names)
-        if self.lengths is not None:
-            batch = sizes.pop("batch", None)
-            q, k = (x.first(batch) for x in self.lengths)
-            q, k = q.cut(sizes.pop("M", q.total)), k.cut(sizes.pop("N", k.total))
-            return self.ragged((q, k), **sizes)
-        if not self.operands:
-            return replace(self, **sizes)  # type: ignore[arg-type]
-        after = tuple(sizes.get(x, getattr(self, x)) for x in ("batch", "heads", "M", "N"))
-        made = forms.resized(self.operands, self._texts, self.of_scores, after)  # type: ignore[arg-type]
-        return replace(self, operands=made, **sizes)  # type: ignore[arg-type]
-
-    def with_arrays(self, arrays: Mapping[str, Any]) -> Problem:
-        """The problem with arrays of these forms, and with the largest sizes that these allow.
-
-        A form with a number, f32[4], keeps it: where a text indexes it with key, N is at most 4.
-        """
-        if size := arrays.get(forms.PAGE_SIZE) or self.page_size:
-            others = {name: x for name, x in arrays.items() if name != forms.PAGE_SIZE}
-            return self.in_pages(None).with_arrays(others).in_pages(size)
-        sizes, p = ("batch", "heads", "M", "N"), self
-        while True:
-            of_self = {**arrays, **_forms_of(p.lengths)}
-            given = forms.operands(of_self, p.of_scores, p.dtype.name)
-            given += tuple(x for x in p.operands if x.name in SEEDS)
-            p = replace(p, operands=given)
-            most = forms.limits(given, p._texts)
-            now = dict(zip(sizes, p.of_scores))
-            fewer = {x: most[x] for x in sizes if most.get(x, math.inf) < now[x]}
-            if not fewer:
-                return p
-            if "heads" in fewer:
-                group = max(min(p.group, fewer["heads"]), 1)
-                fewer["kv_heads"] = min(p.kv_heads, fewer["heads"] // group)
-                fewer["heads"] = group * fewer["kv_heads"]
-            p = p.resized(**fewer)
-
-    def ragged(self, lengths: Any, **heads: int) -> Problem:
-        """The problem of sequences of these lengths, with arrays that fit them, or other heads."""
-        q, k = packed = forms.lengths_of(lengths)
-        after = len(q.rows), heads.get("heads", self.heads), q.total, k.total
-        others = [x for x in self.operands if x.name not in LENGTHS]
-        made = forms.resized(others, self._texts, self.of_scores, after)
-        own = [x for x in made if x.name in OWN_ARRAYS]
-        given = {DLSE: any(x.name == DLSE for x in made), **_forms_of(packed)}
-        own += forms.operands(given, after, self.dtype.name)
-        rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE)]
-        sizes: dict[str, Any] = {"batch": 1, "M": q.total, "N": k.total, **heads}
-        return replace(self, **sizes, operands=(*own, *rest), lengths=packed)
-
-    def dense(self) -> Problem:
-        """The problem of one sequence that has the rows of all of a ragged batch."""
-        others = [x for x in self.operands if x.name not in LENGTHS]
-        made = forms.resized(others, self._texts, self.of_scores, (1, self.heads, self.M, self.N))
-        return replace(self, operands=made, lengths=None)
+        return replace(self, operands=differentiated(self.operands, names))
 
     def padded(self, sides: Collection[str]) -> Problem:
         """The problem whose batch elements have lengths of their own, of queries ("q"), of keys
@@ -445,7 +317,7 @@ class Problem:
         if size is None:
             kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
             return replace(self, operands=kept, pages=0) if self.pages else self
-        check_page_size(forms.PAGE_SIZE, size)
+        check_page_size(shape_language.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
                 "page_size is for batch elements, and lengths for packed sequences; "
@@ -454,9 +326,10 @@ class Problem:
         most = max(-(-self.N // size), 1)
         lengths = Operand(PADDED[1], "int32", (self.batch,))
         table = Operand(PAGE_TABLE, "int32", (self.batch, most))
-        dense = self.in_pages(None).resized(N=most * size)
-        operands = (*dense.operands, lengths, table)
-        return replace(dense, operands=operands, pages=self.batch * most + 1)
+        dense, after = self.in_pages(None), (*self.of_scores[:3], most * size)
+        fitting = resized(dense.operands, self.expressions, self.of_scores, after)
+        operands = (*fitting, lengths, table)
+        return replace(dense, N=most * size, operands=operands, pages=self.batch * most + 1)
 
     @property
     def pairs(self) -> int:
@@ -465,36 +338,26 @@ class Problem:
             return self.M * self.cached.total
         if self.lengths is None:
             return self.batch * self.M * self.N
-        return sum(x * y for x, y in forms.pairs_of(*self.lengths))
+        return sum(x * y for x, y in pairs_of(*self.lengths))
 
     @property
-    def known_lengths(self) -> forms.Packed | None:
+    def known_lengths(self) -> Packed | None:
         """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
         return self.lengths if self.cached is None else (self.cached, self.cached)
 
     @property
-    def _descales(self) -> list[str]:
-        """Which of "q", "k" and "v" have descales."""
-        return [x.name[0] for x in self.operands if x.name in DESCALES]
-
-    @property
-    def _padded(self) -> list[str]:
-        """Which of "q" and "k" have lengths for each batch element, that are not known."""
-        names = () if self.pages or self.cached is not None else PADDED
-        return [x.name[-1] for x in self.operands if x.name in names]
-
-    @property
-    def _texts(self) -> list[Expression]:
+    def expressions(self) -> list[Expression]:
+        """The caller's expressions, of score_mod and of mask_mod."""
         return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
 
     @property
     def reads_position(self) -> bool:
         """Whether slopes or a text read the positions of queries, also where there is no pair."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
-        return has_slopes or any("position" in x.positions for x in self._texts)
+        return has_slopes or any("position" in x.positions for x in self.expressions)
 
     @property
-    def of_scores(self) -> forms.Sizes:
+    def of_scores(self) -> shape_language.Sizes:
         """Batch, or how many sequences there are, heads, M and N: the sizes that forms go by."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
@@ -537,7 +400,7 @@ class Problem:
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
         return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
-    def _check_lengths(self, q: forms.Lengths, k: forms.Lengths) -> None:
+    def _check_lengths(self, q: Lengths, k: Lengths) -> None:
         """Raises ValueError for lengths that are not those of the packed arrays."""
         sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
@@ -596,13 +459,13 @@ class Problem:
     @property
     def _arrays_shown(self) -> list[str]:
         p = self.without_maps()
-        found = forms.shown(p.shown_operands, self.of_scores).items()
+        found = shape_language.shown(p.shown_operands, self.of_scores).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
         if self.cached is not None:
             pages = f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
         else:
-            pages = f"{forms.PAGE_SIZE}={self.page_size}" if self.pages else ""
-        return [*shown, *[pages] * bool(pages), *[forms.BLOCK_MASK] * self.block_mask]
+            pages = f"{shape_language.PAGE_SIZE}={self.page_size}" if self.pages else ""
+        return [*shown, *[pages] * bool(pages), *[shape_language.BLOCK_MASK] * self.block_mask]
 
     @property
     def shown_operands(self) -> tuple[Operand, ...]:
@@ -616,21 +479,6 @@ class Problem:
     def _in_memory(self) -> list[str]:
         """The options whose values kernels read from arrays."""
         return [x.name for x in self.operands if x.name in SEEDS]
-
-    def command_line(self) -> list[str]:
-        """The options of the command line for its options and arrays."""
-        q, k = self.lengths or (None, None)
-        lengths = {"lengths": q} if q == k else {"lengths-q": q, "lengths-k": k}
-        named = {"padded": self._padded, "descales": self._descales}
-        others = (x for x in self.without_maps().shown_operands if x.name not in _BY_NAMES)
-        return [
-            *(f"--{name}={x}" for name, x in lengths.items() if x),
-            *self.options.command_line(self._in_memory),
-            *forms.command_line(others, self.of_scores),
-            *(f"--{name}={','.join(x)}" for name, x in named.items() if x),
-            *["--block-mask"] * self.block_mask,
-            *[f"--page-size={self.page_size}"] * bool(self.pages),
-        ]
 
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
@@ -772,7 +620,7 @@ class Problem:
         arrays = "".join(f" {x}" for x in self._arrays_shown)
         batch = self.batch if self.lengths is None else self.sequences
         lengths = (
-            f" lengths={forms.shown_lengths(self.known_lengths, short=True)}"
+            f" lengths={shown_lengths(self.known_lengths, short=True)}"
             if self.known_lengths
             else ""
         )
@@ -805,7 +653,7 @@ def _reader() -> Callable[[Any], dict[str, Any]]:
 
 
 def _sizes_of_rows(
-    packed: forms.Packed | None,
+    packed: Packed | None,
     batch: int | None,
     M: int | None,
     N: int | None,
@@ -821,15 +669,6 @@ def _sizes_of_rows(
         )
     q, k = packed
     return len(q.rows), q.total, k.total
-
-
-def _forms_of(packed: forms.Packed | None) -> dict[str, tuple[int]]:
-    """The shapes of the offsets of a ragged batch, and of the lengths that are given besides."""
-    if packed is None:
-        return {}
-    count = len(packed[0].rows)
-    used = {name: (count,) for name, x in zip(USED, packed) if x.used is not None}
-    return dict.fromkeys(STARTS, (count + 1,)) | used
 
 
 def _refuse_others(what: str, names: Collection[str], known: str) -> None:

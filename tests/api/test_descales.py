@@ -14,6 +14,7 @@ import cupyfa
 from cupyfa import Problem
 from cupyfa.errors import Unsupported, WrongResult
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.lab.verify import transforms
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import choose_kernel as planning
@@ -215,13 +216,13 @@ def test_auto_takes_the_kernel_that_can(monkeypatch):
     assert record.name == "wgmma_fp8"
     plan = planning.plan(record, p, limits_of("90"))
     assert [x.entry for x in plan.launches] == ["transpose_e4m3", "wgmma_fp8"]
-    assert planning.can(record, p.resized(N=0), limits_of("90"))
+    assert planning.can(record, transforms.resize(p, N=0), limits_of("90"))
     for arch, d, words in (
         ("80", 64, "it runs on sm_90a alone, this is sm_80; convert q, k and v to float16"),
         ("90", 300, "its head dimensions end at 256; convert q, k and v to float16"),
     ):
         with pytest.raises(Unsupported, match=f"wgmma_fp8 takes float8_e4m3fn, and {words}"):
-            planning.select("auto", "forward", p.resized(d=d, dv=d), limits_of(arch))
+            planning.select("auto", "forward", transforms.resize(p, d=d, dv=d), limits_of(arch))
     with pytest.raises(Unsupported, match="kernels that can: wgmma_fp8"):
         planning.plan(cupyfa.kernel("fa2"), p, limits_of("90"))
 

@@ -5,6 +5,7 @@ import pytest
 
 import cupyfa
 from cupyfa.errors import Unsupported
+from cupyfa.lab.verify import transforms
 
 F = np.float32
 ROWS, KEYS = (9, 0, 4), (5, 11, 0)
@@ -102,7 +103,7 @@ def test_plans_have_forms_of_lengths(form):
     p = cupyfa.plan(M=9, N=11, d=16, batch=3, lengths_k=form, **HOW).problem
     assert [(x.name, x.dtype, x.shape) for x in p.operands] == [("lengths_k", "int32", (3,))]
     assert "lengths_k=i32[3]" in str(p)
-    assert p.resized(batch=5).operands[0].shape == (5,)
+    assert transforms.resize(p, batch=5).operands[0].shape == (5,)
 
 
 @pytest.mark.parametrize("form", ["batch", "i32[rows]"])

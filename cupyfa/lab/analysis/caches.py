@@ -127,7 +127,7 @@ def warm(
 
     Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
     short ones, for few queries and for few heads. ``group`` query heads share a key head.
-    ``arrays`` are the forms of arrays that texts read, from ``forms.operands``. A kernel is a
+    ``arrays`` are the forms of arrays that texts read, from ``shape_language``. A kernel is a
     record, a name, or "auto": the kernels that calls without a name use on this device. Raises
     Unsupported if no kernel supports any of these problems.
     """

@@ -17,7 +17,7 @@ from cupyfa.numerics.shown import Shown
 from cupyfa.planner import source
 from cupyfa.planner.choose_kernel import plan, select
 from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.options import OPTIONS, AttentionOptions
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
@@ -158,13 +158,13 @@ def problem_to_compile(
 ) -> Problem:
     """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles.
 
-    arrays: forms, as ``forms.operands`` has them, of arrays that texts read.
+    arrays: forms, as ``shape_language`` has them, of arrays that texts read.
     """
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
     kv, M, N = sizes
     of: dict[str, Any] = {"heads": kv * group, "kv_heads": kv, "M": M, "N": N, "d": d, "dv": dv}
-    if forms.LENGTHS_OF in (arrays or {}):
+    if shape_language.LENGTHS_OF in (arrays or {}):
         del of["M"], of["N"]
     return Problem.of_sizes(**of, dtype=dtype, options=options, **(arrays or {}))
 

@@ -36,9 +36,11 @@ from cupyfa.numerics.shown import Rows, ShownRow
 from cupyfa.planner.choose_kernel import plan, select
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.planner.source import headers
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.lengths import lengths_of
 from cupyfa.problem.problem import SIZES, Problem
+from cupyfa.problem.wrt import WRT, names_of
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
@@ -271,12 +273,12 @@ def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
 
 def _has_one(p: Problem, name: str, value: Any) -> bool:
     """Whether a problem has this size, option or form of an array."""
-    if name == forms.WRT:
-        return set(forms.names_of(value)) - set("qkv") == set(p.wrt)
-    if name == forms.LENGTHS_OF:
-        return p.lengths == forms.lengths_of(value)
-    if name in forms.NAMES and name != forms.BLOCK_MASK:
-        asked = forms.operands({name: value}, p.of_scores, p.dtype.name)
+    if name == WRT:
+        return set(names_of(value)) - set("qkv") == set(p.wrt)
+    if name == shape_language.LENGTHS_OF:
+        return p.lengths == lengths_of(value)
+    if name in shape_language.NAMES and name != shape_language.BLOCK_MASK:
+        asked = shape_language.operands({name: value}, p.of_scores, p.dtype.name)
         return set(asked) <= {replace(x, gradient=False) for x in p.operands}
     return bool({**vars(p), "dtype": p.dtype.name, **vars(p.options)}[name] == value)
 
@@ -399,8 +401,10 @@ def _with_measurements(
         return list(rows)
     follow = ("batch", "M", "N") if p.lengths else ()
     sizes = {x: getattr(p, x) for x in SIZES if x not in follow} | vars(p.options)
-    sizes |= forms.arguments(p.shown_operands, p.of_scores) | {forms.LENGTHS_OF: p.lengths}
-    sizes[forms.BLOCK_MASK] = p.block_mask
+    sizes |= shape_language.arguments(p.shown_operands, p.of_scores) | {
+        shape_language.LENGTHS_OF: p.lengths
+    }
+    sizes[shape_language.BLOCK_MASK] = p.block_mask
     found = bench(
         list(timed.values()),
         backend=backend,

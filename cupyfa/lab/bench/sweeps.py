@@ -1,6 +1,7 @@
 """Sweeps: sizes with several values, and the problems of all combinations."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, product
 from math import prod
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 from cupyfa.errors import described, nearest
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES
-from cupyfa.problem.optional_inputs import BIAS, MASK, OWN_ARRAYS
+from cupyfa.problem.lengths import Lengths, lengths_of
+from cupyfa.problem.optional_inputs import BIAS, MASK, OWN_ARRAYS, PAGE_TABLE, Operand
 from cupyfa.problem.options import OPTIONS, PLAIN
-from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem
+from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem, check_page_size
+from cupyfa.problem.wrt import WRT
 
 # Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
 _ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
@@ -23,7 +26,7 @@ SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
 MOST = 10_000  # problems in one go
 CACHES = "contiguous", "paged"
 _OF_CACHE = "cache", "page"
-AXES = (*SIZES, "dtype", *OPTIONS, *forms.NAMES, *_OF_CACHE)
+AXES = (*SIZES, "dtype", *OPTIONS, *shape_language.NAMES, *_OF_CACHE)
 _SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
 _OF_SOFTMAX = ("M", "N", "dtype")
 
@@ -48,11 +51,11 @@ def parsed(text: str) -> tuple[str, list[Any]]:
     if name in OPTIONS:
         option = OPTIONS[name]
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
-    if name in (forms.WRT, forms.LENGTHS_OF):
+    if name in (WRT, shape_language.LENGTHS_OF):
         return name, [value.strip() for value in values.split(";")]
-    if name in (forms.BLOCK_MASK, forms.DLSE):
+    if name in (shape_language.BLOCK_MASK, shape_language.DLSE):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
-    if name == forms.CAPTURED:
+    if name == shape_language.CAPTURED:
         raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")
     if name in OWN_ARRAYS:
         return name, [value.strip() for value in values.split(",")]
@@ -73,7 +76,7 @@ def problems(
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
     heads * d. Several values are a list or a tuple; several windows, shapes and values of ``wrt``,
     which may be tuples, are a list.
-    ``options`` is an AttentionOptions. Arrays that change scores are forms of ``forms.operands``:
+    ``options`` is an AttentionOptions. Arrays that change scores are forms of ``shape_language``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
     masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
     and N; several are a list of them. A softmax has M rows of N.
@@ -101,13 +104,13 @@ def problems(
 
 def _is_several(name: str, value: Any) -> bool:
     """Whether these are several values of a size, and not a tuple that is one."""
-    if name == forms.LENGTHS_OF:  # whole numbers are one list
+    if name == shape_language.LENGTHS_OF:  # whole numbers are one list
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
         return isinstance(value, list)
     if name in OWN_ARRAYS:  # a shape, or forms
         return not all(isinstance(n, int) for n in value)
-    return name != forms.WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
+    return name != WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
 
 
 def refuse_foreign(
@@ -134,7 +137,7 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
         return _of_cache(operation, sizes, given, cache, page)
     if page is not None:
         raise ValueError(f"page is {page}, and there is no cache; give cache='paged' too")
-    if given.get(forms.LENGTHS_OF) is not None:
+    if given.get(shape_language.LENGTHS_OF) is not None:
         if given.get("tokens") is not None:
             raise ValueError(
                 "lengths and tokens are given; leave out tokens, which follow from lengths"
@@ -160,22 +163,24 @@ def _of_cache(
         raise ValueError(f"decoding has no {operation} kernels; leave cache out, or name others")
     if cache == "contiguous" and page is not None:
         raise ValueError(f"page is {page}, and the cache is contiguous; give cache='paged'")
-    if (size := sizes.get(forms.PAGE_SIZE)) is not None:
+    if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
         raise ValueError(
-            f"{forms.PAGE_SIZE} is {size}, and cache is {cache!r}; the pages of a cache are page="
+            f"page_size is {size}, and cache is {cache!r}; the pages of a cache are page="
         )
     _refuse_in_decoding(sizes)
     if cache == "paged" and page is None:
         page = PAGE_SIZES[0]
-    own = {x: y for x, y in sizes.items() if x not in ("batch", "M", "N", forms.LENGTHS_OF)}
+    own = {
+        x: y for x, y in sizes.items() if x not in ("batch", "M", "N", shape_language.LENGTHS_OF)
+    }
     tokens = given.get("M", 1)
-    if (asked := given.get(forms.LENGTHS_OF)) is None:
+    if (asked := given.get(shape_language.LENGTHS_OF)) is None:
         room = given.get("N", sizes["M"])
         lengths = [room] * sizes["batch"]
     elif "batch" in given:
         raise ValueError("lengths and batch are given; leave out batch, which follows from lengths")
     else:
-        q, k = forms.lengths_of(asked)
+        q, k = lengths_of(asked)
         if q != k or k.used or k.before or k.after:
             raise ValueError(
                 f"lengths are {described(asked)}; the lengths of a cache are whole numbers, one "
@@ -187,13 +192,36 @@ def _of_cache(
             f"M is {tokens}, and a sequence has {few[0]} keys, the new ones included; give at most "
             "that many"
         )
-    return Problem.of_cache(lengths, capacity=room, page=page, M=tokens, **own)
+    return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
+
+
+def problem_of_cache(
+    lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
+) -> Problem:
+    """The problem of decoding: M new tokens of sequences with so many keys, these included.
+
+    capacity: for how many keys of each there is room, at least for the longest. page: how many
+    keys a page has; None is a contiguous cache. The others are those of ``Problem.of_sizes``.
+    """
+    if page is not None:
+        check_page_size("page", page)
+    cached = Lengths(tuple(lengths))
+    capacity = max(capacity, *cached.rows)
+    most = 0 if page is None else max(-(-capacity // page), 1)
+    room = most * page if page else capacity
+    p = Problem.of_sizes(**{"M": 1, **sizes}, batch=len(cached.rows), N=room, lengths_k=True)
+    p = replace(p.with_options(causal="bottom-right"), cached=cached)
+    if page is None:
+        return p
+    table = Operand(PAGE_TABLE, "int32", (p.batch, most))
+    pages = max(sum(-(-n // page) for n in cached.rows), 1)
+    return replace(p, pages=pages, operands=(*p.operands, table))
 
 
 def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
     """Raises ValueError for what ``decode`` does not take."""
     options = sizes.get("options") or PLAIN
-    asked = {name: sizes.get(name) for name in (BIAS, MASK, forms.BLOCK_MASK)}
+    asked = {name: sizes.get(name) for name in (BIAS, MASK, shape_language.BLOCK_MASK)}
     for name in ("causal", "precision", "dropout"):
         value = sizes.get(name)
         asked[name] = getattr(options, name) if value is None else OPTIONS[name].read(value)
@@ -222,7 +250,7 @@ def _range(text: str) -> Iterator[int]:
 
 
 def _truth(name: str, text: str) -> bool:
-    value = forms.value_of(text)
+    value = shape_language.value_of(text)
     if not isinstance(value, bool):
         raise ValueError(f"{name}={text!r} is neither true nor false")
     return value

@@ -11,8 +11,8 @@ from cupyfa.lab.bench import sweeps
 from cupyfa.lab.commands import UNSUPPORTED, command_options
 from cupyfa.lab.report.tables import render
 from cupyfa.ladder.lookup import operation_of
-from cupyfa.problem.forms import NAMES
 from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.shape_language import NAMES
 from cupyfa.runtime.choose_backend import backend_named
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]

@@ -26,10 +26,11 @@ from cupyfa.lab.report.tables import FORMATS
 from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels, unknown_kernel
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.optional_inputs import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
 from cupyfa.problem.options import OPTIONS, Option
+from cupyfa.problem.wrt import WRT
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import NAMES, backend_named
 from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS, MULTIPROCESSORS, Simulator
@@ -212,8 +213,8 @@ def array_options(command: Command) -> Command:
             _long(name),
             metavar="AXES",
             is_flag=False,
-            flag_value=forms.USUAL[name],
-            help=f"{_HELP[name]}  [default if given alone: {forms.USUAL[name]}]",
+            flag_value=shape_language.USUAL[name],
+            help=f"{_HELP[name]}  [default if given alone: {shape_language.USUAL[name]}]",
         )
         for name in OWN_ARRAYS
     ]
@@ -226,31 +227,31 @@ def array_options(command: Command) -> Command:
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
     wrt = click.option(
-        _long(forms.WRT),
+        _long(WRT),
         metavar="NAMES",
         help="Backward kernels: arrays whose gradients are computed besides those of q, k and v, "
         "as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
     )
     blocks = click.option(
-        _long(forms.BLOCK_MASK),
+        _long(shape_language.BLOCK_MASK),
         is_flag=True,
         default=None,
         help="Make --mask and --mask-mod a block mask, whose empty tiles kernels skip.",
     )
     dlse = click.option(
-        _long(forms.DLSE),
+        _long(shape_language.DLSE),
         is_flag=True,
         default=None,
         help="Backward kernels: a gradient of lse, which is one more input.",
     )
     pages = click.option(
-        _long(forms.PAGE_SIZE),
+        _long(shape_language.PAGE_SIZE),
         type=int,
         help="Batch elements have lengths of their own, and their keys lie in pages of this many: "
         "16, 32, 64, 128 or 256.",
     )
     return _with(
-        _combined(command, tuple(_LENGTHS), forms.LENGTHS_OF, _lengths),
+        _combined(command, tuple(_LENGTHS), shape_language.LENGTHS_OF, _lengths),
         *(*made, captured, blocks, wrt, dlse, pages),
         *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
     )
@@ -287,7 +288,7 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
             )
         if name in found:
             raise ValueError(f"captured {name} is given twice; leave one out")
-        found[name] = forms.value_of(value)
+        found[name] = shape_language.value_of(value)
     return found or None
 
 
@@ -301,7 +302,10 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
     if x.flag
-} | {_long(name): (flag, forms.is_form, f"axes, as {flag}") for name, flag in forms.USUAL.items()}
+} | {
+    _long(name): (flag, shape_language.is_form, f"axes, as {flag}")
+    for name, flag in shape_language.USUAL.items()
+}
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
@@ -324,7 +328,7 @@ def misplaced_value(message: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-_ARGUMENTS = "|".join((*OPTIONS, *forms.NAMES, "backward", "page"))
+_ARGUMENTS = "|".join((*OPTIONS, *shape_language.NAMES, "backward", "page"))
 _REMEDY = re.compile(rf"\b({_ARGUMENTS})=(?:True\b)?(?=[ ,;]|$)", re.MULTILINE)
 _REMEDY_BACKEND = re.compile(r'\bbackend="(\w+)"')
 _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
@@ -465,7 +469,7 @@ def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
     """Raises ValueError if all operations are softmax and an option that it lacks was given."""
     if set(operations) == {"softmax"}:
-        given = given_options(*names, *(_LENGTHS if forms.LENGTHS_OF in names else ()))
+        given = given_options(*names, *(_LENGTHS if shape_language.LENGTHS_OF in names else ()))
         sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
 
 

@@ -10,8 +10,8 @@ from cupyfa.ladder.common import HALF
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.problem.dtypes import DTYPES
-from cupyfa.problem.forms import NAMES
 from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.shape_language import NAMES
 
 
 @click.command("compile")

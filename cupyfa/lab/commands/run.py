@@ -17,7 +17,7 @@ from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.tokens import written
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner.choose_kernel import passed_over, plan, select
-from cupyfa.problem import forms
+from cupyfa.problem.wrt import names_of
 from cupyfa.runtime.backend import Backend
 
 _STEPS = TRIAL_STEPS + 1  # the inputs are drawn here
@@ -60,9 +60,9 @@ def run(
     small = backend.name == "simulator"
     (problem,) = sweeps.problems(operation, sizes, *records, small=small)
     if padded:
-        problem = problem.padded(forms.names_of(padded))
+        problem = problem.padded(names_of(padded))
     if descales:
-        problem = problem.descaled(forms.names_of(descales))
+        problem = problem.descaled(names_of(descales))
     case = Case(operation, problem, seed, values, layout, tokens)
     chosen = select(records[0] if records else "auto", operation, problem, backend.limits)
     planned = plan(chosen, problem, backend.limits, **tiles)

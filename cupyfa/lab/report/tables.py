@@ -22,7 +22,7 @@ from cupyfa.lab.verify.failures import RIGHT, Outcome
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.numerics.tolerance import Verdict
 from cupyfa.planner.plan import Plan, PlannedLaunch
-from cupyfa.problem.forms import lengths_of, shown_lengths
+from cupyfa.problem.lengths import lengths_of, shown_lengths
 from cupyfa.runtime.backend import Backend
 
 _LONG = 20  # characters; shorter values are not wrapped

@@ -1,7 +1,8 @@
 """A case: a problem, and the seed, values and memory layout of its inputs."""
 
+import ast
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -12,11 +13,12 @@ import ml_dtypes
 import numpy as np
 
 from cupyfa.errors import DeviceError, Unsupported, nearest
+from cupyfa.lab.verify import transforms
+from cupyfa.lab.verify.command_line import words_of_problem
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.operations import OPERATIONS, Arrays, Input, exact_attention
 from cupyfa.numerics.deviation import as_float64
 from cupyfa.planner import choose_kernel
-from cupyfa.problem import forms
 from cupyfa.problem.dtypes import E4M3
 from cupyfa.problem.optional_inputs import (
     ALIBI,
@@ -33,10 +35,12 @@ from cupyfa.problem.optional_inputs import (
     Operand,
 )
 from cupyfa.problem.problem import Problem, whole
+from cupyfa.problem.resizing import indices_of
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.prepared import fill
+from cupyfa.score.expressions import Expression
 
 # Kinds of numbers: each finds other faults.
 VALUES = {
@@ -262,7 +266,7 @@ class Case:
             return drawn
         if x.captured.kind == "int":
             texts = (*p.modifiers.score, *p.modifiers.mask)
-            end = forms.largest_index(x, p.operands, texts)
+            end = _largest_index(x, p.operands, texts)
             most = _GROUPS - 1 if end is None else max(min(end, _GROUPS - 1), 0)
             return np.sort(rng.integers(0, most + 1, x.shape), axis=-1).astype(dtype)
         if x.name == ALIBI:
@@ -315,7 +319,7 @@ class Case:
         about |= {"--values": self.values} if self.values != "normal" else {}
         about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
         about |= {"--new-keys": self.tokens} if self.tokens != "cached" else {}
-        options = [*chain(*sizes.items()), *p.command_line(), *chain(*about.items())]
+        options = [*chain(*sizes.items()), *words_of_problem(p), *chain(*about.items())]
         return [str(option) for option in options]
 
     def __repr__(self) -> str:
@@ -325,6 +329,19 @@ class Case:
         values = f" values={self.values}" if self.values != "normal" else ""
         tokens = f" tokens={self.tokens}" if self.tokens != "cached" else ""
         return f"{self.problem}{values}{tokens} layout={self.layout} seed={self.seed}"
+
+
+def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
+    """The largest element that an array may have where it is part of an index; else None."""
+    ends = [
+        array.shape[axis] - 1
+        for text in texts
+        for array in found
+        for axis in range(len(array.shape))
+        for index in indices_of(text, array.name, axis)
+        if any(isinstance(node, ast.Name) and node.id == x.name for node in ast.walk(index))
+    ]
+    return min(ends, default=None)
 
 
 def _drawn(
@@ -401,7 +418,7 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
     """O and lse of the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None).with_wrt(())
-    p = p.without(DLSE)
+    p = transforms.leave_out(p, DLSE)
     kernel = choose_kernel.select("auto", "forward", p, backend.limits)
     plan = choose_kernel.plan(kernel, p, backend.limits)
     outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}

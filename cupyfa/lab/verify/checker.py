@@ -33,9 +33,17 @@ from cupyfa.numerics.shown import Shown, ShownRow, html_table
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Plan
 from cupyfa.problem.dtypes import DTYPES
-from cupyfa.problem.forms import DLSE, LENGTHS_OF, NAMES, PAGE_SIZE, WRT, Keywords, seeds_in_memory
 from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.problem.problem import TEXTS, Problem, whole
+from cupyfa.problem.shape_language import (
+    DLSE,
+    LENGTHS_OF,
+    NAMES,
+    PAGE_SIZE,
+    Keywords,
+    seeds_in_memory,
+)
+from cupyfa.problem.wrt import WRT
 from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_named
@@ -155,7 +163,7 @@ def check(
     dtypes: in place of the grid's.
     options: of attention, in place of the grid's own; with a precision, inputs are float32, and
         with an out_dtype of float32 of 16 bits, unless dtypes are given. Arrays that change scores
-        are forms of ``forms.operands``. With ``lengths`` every case is a ragged batch of such
+        are forms of ``shape_language``. With ``lengths`` every case is a ragged batch of such
         sequences.
     schedules: in how many orders of threads the simulator runs each case, each compared with the
         reference.

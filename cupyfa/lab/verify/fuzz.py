@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from cupyfa.errors import Unsupported
+from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES, some_arrays, some_expressions
 from cupyfa.lab.verify.sizes import (
@@ -35,8 +36,9 @@ from cupyfa.lab.verify.tasks import refuse_long
 from cupyfa.ladder.kernel import FEATURES, Kernel
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
+from cupyfa.problem.lengths import Packed, lengths_of, pairs_of
 from cupyfa.problem.optional_inputs import (
     ALIBI,
     BIAS,
@@ -50,6 +52,7 @@ from cupyfa.problem.optional_inputs import (
 )
 from cupyfa.problem.options import OPTIONS
 from cupyfa.problem.problem import TEXTS, Problem, can_give
+from cupyfa.problem.wrt import WRT
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.simulator import Simulator
 
@@ -167,7 +170,7 @@ class Fuzz:
             "sequences": "ragged",
             "sequences of texts": "ragged",
         }
-        refused = {BIAS, MASK, forms.BLOCK_MASK, forms.WRT, forms.PAGE_SIZE}
+        refused = {BIAS, MASK, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
         is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
         if kind in needed and refused & {*(self.arrays or {})}:
             return "plain"
@@ -217,10 +220,10 @@ class Fuzz:
         return feature in (self.kernel.features if self.kernel else FEATURES)
 
     @cached_property
-    def _lengths(self) -> forms.Packed | None:
+    def _lengths(self) -> Packed | None:
         """The lengths of sequences that replace drawn ones."""
-        given = (self.arrays or {}).get(forms.LENGTHS_OF)
-        return None if given is None else forms.lengths_of(given)
+        given = (self.arrays or {}).get(shape_language.LENGTHS_OF)
+        return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
         """Whether a group of many arrays has a block mask in any case, as the first one has."""
@@ -311,7 +314,11 @@ class Fuzz:
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
             size = turns.choose("page size", sizes)
-            few = p if kind == "pages" else p.resized(M=min(max(p.M, 1), max(p.N, 1), size))
+            few = (
+                p
+                if kind == "pages"
+                else transforms.resize(p, M=min(max(p.M, 1), max(p.N, 1), size))
+            )
             return few.in_pages(size)
         if kind == "padded":
             p = p.padded(turns.choose("padded", _SIDES_PADDED))
@@ -325,7 +332,7 @@ class Fuzz:
     def _plain(self, i: int) -> Drawn:
         """A sample for a kernel whose tiles are not known; running it gives the reason."""
         turns = _Turns(self.seed, i // TOGETHER)
-        p = self._problem(turns).resized(M=i + 1, N=i + 2)
+        p = transforms.resize(self._problem(turns), M=i + 1, N=i + 2)
         p = self._in_form(p)
         return Drawn(Case(self._operation, p, i), self._record(p), {})
 
@@ -351,7 +358,7 @@ class Fuzz:
             d, given = min(_PLAIN_DIM, self._most_dims), dict(self.options or {})
             arrays = self._arrays
             p = Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given, **arrays)
-            return p.ragged(self._lengths) if self._lengths else p
+            return transforms.make_ragged(p, self._lengths) if self._lengths else p
         d = self._dim(turns, "d")
         other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
         dv = self._dim(turns, "dv") if other else d
@@ -359,11 +366,15 @@ class Fuzz:
             d, dv = min(d, _NARROW), min(dv, _NARROW)
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
-        sizes |= {"batch": 2} if given.keys() & {*TEXTS, *forms.NAMES} else {}  # 1 is no broadcast
+        sizes |= (
+            {"batch": 2} if given.keys() & {*TEXTS, *shape_language.NAMES} else {}
+        )  # 1 is no broadcast
         given = {DLSE: self._has_dlse(turns)} | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return p.ragged(self._lengths or some_lengths(used=self._has_unused_rows))
+            return transforms.make_ragged(
+                p, self._lengths or some_lengths(used=self._has_unused_rows)
+            )
         if self.arrays:
             return p
         if self._kind(turns) in ("pages", "padded", "new tokens"):
@@ -519,9 +530,9 @@ class Fuzz:
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
             drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
-            p = p.ragged(p.lengths if self._lengths else drawn, **heads)
+            p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
         else:
-            p = p.resized(batch=batch, M=M, N=N, **heads)
+            p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
         p = self._smaller(p, values)
         if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self._limits):
             p = self._crowded(p, plan)
@@ -579,31 +590,35 @@ class Fuzz:
         least = 2 if p.operands else 1  # batch elements and heads
         while work_of(p, self._operation) > most:
             if p.batch > least:
-                p = p.resized(batch=least)
+                p = transforms.resize(p, batch=least)
             elif p.kv_heads > 1 and p.heads > p.kv_heads:
-                p = p.resized(heads=p.group, kv_heads=1)
+                p = transforms.resize(p, heads=p.group, kv_heads=1)
             elif p.kv_heads > least:
-                p = p.resized(heads=least, kv_heads=least)
+                p = transforms.resize(p, heads=least, kv_heads=least)
             elif p.group > 2 and not p.operands:
-                p = p.resized(heads=2)
+                p = transforms.resize(p, heads=2)
             elif self._lengths:
                 break
             elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # whose last rows would go
-                p = p.resized(M=p.M // 2)
+                p = transforms.resize(p, M=p.M // 2)
             else:
-                p = p.resized(N=p.N // 2)
+                p = transforms.resize(p, N=p.N // 2)
         return p
 
     @property
     def _arrays(self) -> dict[str, Any]:
         """The forms that replace drawn ones, without the lengths of sequences."""
         given = (self.arrays or {}).items()
-        return {name: x for name, x in given if name != forms.LENGTHS_OF}
+        return {name: x for name, x in given if name != shape_language.LENGTHS_OF}
 
     def _in_form(self, p: Problem) -> Problem:
         """The problem with the given forms of arrays, and with sizes for which they suffice."""
-        given = {x: y for x, y in self._arrays.items() if x != forms.BLOCK_MASK}
-        return p.with_arrays(given) if given and not (p.is_softmax or self._lengths) else p
+        given = {x: y for x, y in self._arrays.items() if x != shape_language.BLOCK_MASK}
+        return (
+            transforms.replace_arrays(p, given)
+            if given and not (p.is_softmax or self._lengths)
+            else p
+        )
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
         """The problem with so many batch elements that blocks have several tasks, if it may be."""
@@ -613,7 +628,7 @@ class Fuzz:
             if is_on_few_blocks(now, self._limits) or 2 * work_of(p, self._operation) > most:
                 break
             more = p.lengths and tuple(x.twice for x in p.lengths)
-            p = p.ragged(more) if more else p.resized(batch=2 * p.batch)
+            p = transforms.make_ragged(p, more) if more else transforms.resize(p, batch=2 * p.batch)
         return p
 
     def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:
@@ -634,7 +649,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
     """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
     p, tile = plan.problem, Tile(plan)
     arrays = {x.name for x in p.operands}
-    sizes = list(forms.pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
+    sizes = list(pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
     lengths = [(M, tile.rows) for M, _ in sizes if tile.rows > 1]
     lengths += [(N, tile.keys) for _, N in sizes if tile.keys > 1]
     return {

@@ -15,14 +15,16 @@ from dataclasses import replace
 from itertools import combinations, islice, product
 from typing import Any
 
+from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.lab.verify.fuzz import other_options
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, INPUTS
 from cupyfa.problem.optional_inputs import BIAS, MASK
 from cupyfa.problem.options import OPTIONS, Window
 from cupyfa.problem.problem import Problem, can_give
+from cupyfa.problem.wrt import WRT
 
 GRIDS = {
     "fuzz": "random cases, with sizes near those of a kernel's tiles",
@@ -66,12 +68,12 @@ def cases(
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     if operation == "backward":
-        chosen = (x for x in chosen if forms.PAGE_SIZE not in x)
+        chosen = (x for x in chosen if shape_language.PAGE_SIZE not in x)
     found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
     if (options or arrays) and operation != "softmax":
         given = options or {}, arrays or {}
         found = [x for x in found if _takes(x.problem, *given)]
-        found = [replace(x, problem=x.problem.modified(*given)) for x in found]
+        found = [replace(x, problem=transforms.modify(x.problem, *given)) for x in found]
         found = list(dict.fromkeys(found))
     if samples is None:
         return found
@@ -85,14 +87,14 @@ def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False
-    is_ragged = p.lengths is not None or forms.LENGTHS_OF in arrays
-    is_paged = p.pages or forms.PAGE_SIZE in arrays
+    is_ragged = p.lengths is not None or shape_language.LENGTHS_OF in arrays
+    is_paged = p.pages or shape_language.PAGE_SIZE in arrays
     if p.offset is not None and (is_ragged or is_paged or options.keys() & {"causal", "window"}):
         return False
     named = {*arrays, *(x.name for x in p.operands)}
-    if is_paged and (is_ragged or named & {forms.BLOCK_MASK, forms.WRT}):
+    if is_paged and (is_ragged or named & {shape_language.BLOCK_MASK, WRT}):
         return False
-    return not (is_ragged and named & {BIAS, MASK, forms.BLOCK_MASK, forms.WRT})
+    return not (is_ragged and named & {BIAS, MASK, shape_language.BLOCK_MASK, WRT})
 
 
 # FlashAttention's tests

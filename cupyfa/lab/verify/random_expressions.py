@@ -50,7 +50,7 @@ def draw_expression(
     kind: "score" gives a text for ``score_mod``, which names the score; "mask" one for
          ``mask_mod``, which hides a part of the pairs, never all keys of a query.
     names: the captured arrays and numbers that the text may read, by name. A form is one that
-        ``forms.operands`` takes under "captured": a number, or a text such as "f32[heads]",
+        ``shape_language`` takes under "captured": a number, or a text such as "f32[heads]",
         "bool[batch,N]" or "i32[M|N]". An axis of a size by name is indexed with its place alone, so
         arrays fit problems of any size; one of a size by number may have any index.
 

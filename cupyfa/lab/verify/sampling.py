@@ -9,11 +9,12 @@ from math import inf, nan
 
 import numpy as np
 
+from cupyfa.lab.verify import transforms
 from cupyfa.ladder.operations import Arrays, Excerpt, Operation
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected, Verdict
 from cupyfa.planner.plan import Plan
-from cupyfa.problem.forms import pairs_of
+from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 
@@ -133,5 +134,5 @@ def smaller(plan: Plan) -> Problem:
     heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
     if p.lengths:
         q, k = (x.first(_SEQUENCES).limited(n) for x, n in zip(p.lengths, (M, N)))
-        return p.ragged((q, k), heads=heads, kv_heads=kv_heads)
-    return p.resized(batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)
+        return transforms.make_ragged(p, (q, k), heads=heads, kv_heads=kv_heads)
+    return transforms.resize(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)

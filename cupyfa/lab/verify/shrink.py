@@ -4,8 +4,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import Case
-from cupyfa.problem.forms import Lengths
+from cupyfa.problem.lengths import Lengths
 from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, SEEDS
 from cupyfa.problem.problem import Problem
 
@@ -43,16 +44,18 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     yield from _of_fewer_rows(p) if p.lengths else ()
     if p.pages:
         yield from (p.in_pages(None), p.in_pages(16))
-    yield from (p.resized(batch=batch) for batch in _sizes(p.batch))
+    yield from (transforms.resize(p, batch=batch) for batch in _sizes(p.batch))
     for kv_heads in _sizes(p.kv_heads):
-        yield p.resized(heads=kv_heads * p.group, kv_heads=kv_heads)
-    yield from (p.resized(heads=p.kv_heads * group) for group in _sizes(p.group))
+        yield transforms.resize(p, heads=kv_heads * p.group, kv_heads=kv_heads)
+    yield from (transforms.resize(p, heads=p.kv_heads * group) for group in _sizes(p.group))
     if not p.lengths:
-        yield from (p.resized(M=M) for M in _sizes(p.M))
-        yield from (p.resized(N=N) for N in _sizes(p.N))
+        yield from (transforms.resize(p, M=M) for M in _sizes(p.M))
+        yield from (transforms.resize(p, N=N) for N in _sizes(p.N))
     able = (*OWN_ARRAYS, DLSE, *SEEDS)
-    yield from (p.without(x.name) for x in p.operands if x.name in able)
-    yield from (p.without(name) for name in p.options.changed if name not in SEEDS[:1])
+    yield from (transforms.leave_out(p, x.name) for x in p.operands if x.name in able)
+    yield from (
+        transforms.leave_out(p, name) for name in p.options.changed if name not in SEEDS[:1]
+    )
     if p.offset:
         yield p.with_options(offset=0)
     if p.block_mask:
@@ -62,7 +65,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             window = [smaller if at == side else x for at, x in enumerate(p.window)]
             is_left = p.causal or window != [None, None]
-            yield p.with_options(window=window) if is_left else p.without("window")
+            yield p.with_options(window=window) if is_left else transforms.leave_out(p, "window")
     if p.dv == p.d:
         yield from (replace(p, d=d, dv=d) for d in _sizes(p.d))
         return
@@ -76,15 +79,15 @@ def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
     """Dense ones, those of one sequence or without one, without unused rows; then fewer rows."""
     assert p.lengths is not None
     q, k = p.lengths
-    yield p.dense()
+    yield transforms.make_dense(p)
     count = len(q.rows)
     for some in (*({i} for i in range(count)), *({*range(count)} - {i} for i in range(count))):
         if 0 < len(some) < count:
-            yield p.ragged(tuple(x.only(some) for x in p.lengths))
+            yield transforms.make_ragged(p, tuple(x.only(some) for x in p.lengths))
     for side, one in enumerate(p.lengths):
 
         def like(other: Lengths, side: int = side) -> Problem:
-            return p.ragged((other, k) if side == 0 else (q, other))
+            return transforms.make_ragged(p, (other, k) if side == 0 else (q, other))
 
         if one.before or one.after:
             yield like(replace(one, before=0, after=0))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from cupyfa.ladder.common import WARP
 from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import forms
+from cupyfa.problem.lengths import Lengths, Packed
 from cupyfa.problem.options import Window
 from cupyfa.problem.problem import Problem
 
@@ -132,15 +132,13 @@ def longest(p: Problem) -> int:
     return max(p.lengths[1].counts) if p.lengths else p.N
 
 
-def some_lengths(used: bool) -> forms.Packed:
+def some_lengths(used: bool) -> Packed:
     """Lengths in whose place others are drawn, with seqused or without."""
-    one = forms.Lengths((64, 64), (64, 64) if used else None)
+    one = Lengths((64, 64), (64, 64) if used else None)
     return one, one
 
 
-def lengths_near(
-    tile: "Tile", like: forms.Packed, pick: random.Random, *, is_full: bool
-) -> forms.Packed:
+def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
     """Sequences without rows, with one, near a tile and with several; and rows of no sequence.
 
     is_full: of few sequences the last one starts at an edge of tiles and ends the array, so that
@@ -151,7 +149,7 @@ def lengths_near(
     if is_full:
         kinds = [kinds[0], ("edge", "edge")]
 
-    def drawn(of: Sequence[str], size: int, is_used: bool) -> forms.Lengths:
+    def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
         # The longest one has rows that are not used, others may.
@@ -160,7 +158,7 @@ def lengths_near(
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
         if is_full:
             before, after = -sum(rows[:-1]) % size, 0
-        return forms.Lengths(tuple(rows), used, before, after)
+        return Lengths(tuple(rows), used, before, after)
 
     sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
     q, k = (drawn(*x) for x in zip(zip(*kinds), sizes, used))

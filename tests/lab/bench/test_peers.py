@@ -12,6 +12,7 @@ import pytest
 
 from cupyfa import Problem, Simulator, Unsupported
 from cupyfa.lab.bench import peers, torch_masks
+from cupyfa.lab.bench.sweeps import problem_of_cache
 from cupyfa.lab.bench.timing import placed
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.operations import OPERATIONS, exact_attention, modifications, without_pages
@@ -330,7 +331,7 @@ def test_sequences_that_peers_cannot_have_are_refused(simulator, name, sizes, re
 @pytest.mark.parametrize("lengths", [(20, 20), (7, 20, 1)])
 @pytest.mark.parametrize("M", [1, 3])
 def test_peers_get_caches_as_dense_keys(page, lengths, M):
-    p = Problem.of_cache(lengths, page=page, M=M, heads=4, kv_heads=2, d=8)
+    p = problem_of_cache(lengths, page=page, M=M, heads=4, kv_heads=2, d=8)
     inputs = Case("forward", p).inputs()
     wanted = exact_attention(*(without_pages(inputs, p) if page else (inputs, p)))
     dense, theirs = peers.without_cache(p, inputs)

@@ -11,8 +11,9 @@ from helpers.cli import SIMULATOR, cli
 import cupyfa
 from cupyfa import Problem
 from cupyfa.errors import Unsupported
-from cupyfa.lab.verify import checker as checking, grids, shrink
+from cupyfa.lab.verify import checker as checking, grids, shrink, transforms
 from cupyfa.lab.verify.case import LAYOUTS, Case
+from cupyfa.lab.verify.command_line import words_of_problem
 
 SIZES = {"batch": 6, "heads": 4, "kv_heads": 2, "M": 3, "N": 70, "d": 8, "page_size": 16}
 P = Problem.of_sizes(**SIZES, causal=True)
@@ -21,17 +22,17 @@ P = Problem.of_sizes(**SIZES, causal=True)
 def test_a_problem_in_pages_is_the_one_of_its_record_and_of_its_options():
     assert (P.N, P.page_size, P.pages) == (80, 16, 31)
     assert Problem.of_record(json.loads(json.dumps(P.record()))) == P
-    assert "--page-size=16" in P.command_line() and "page_size=16" in str(P)
-    assert not any("table" in x or "lengths" in x for x in P.command_line())
+    assert "--page-size=16" in words_of_problem(P) and "page_size=16" in str(P)
+    assert not any("table" in x or "lengths" in x for x in words_of_problem(P))
     assert P.in_pages(None) == Problem.of_sizes(
         **{**SIZES, "N": 80, "page_size": None}, causal=True
     )
-    smaller = P.resized(batch=2, N=33)
+    smaller = transforms.resize(P, batch=2, N=33)
     assert (smaller.batch, smaller.N, smaller.pages, smaller.page_size) == (2, 48, 7, 16)
     texts = {"mask_mod": "key != n", "captured": {"n": 3}}
     options = {"mask_mod": texts.pop("mask_mod")}
-    assert P.in_pages(None).modified(options, {**texts, "page_size": 32}).page_size == 32
-    assert P.modified(options, texts).page_size == 16
+    assert transforms.modify(P.in_pages(None), options, {**texts, "page_size": 32}).page_size == 32
+    assert transforms.modify(P, options, texts).page_size == 16
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ from helpers.cli import SIMULATOR, cli
 import cupyfa
 from cupyfa import Problem
 from cupyfa.lab.bench import sweeps
-from cupyfa.lab.verify import checker as checking, sampling
+from cupyfa.lab.verify import checker as checking, sampling, transforms
 from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.command_line import words_of_problem
 from cupyfa.ladder.operations import OPERATIONS, Excerpt
-from cupyfa.problem import forms
+from cupyfa.problem.lengths import lengths_of, shown_lengths
 from cupyfa.problem.optional_inputs import LENGTHS
 
 BATCH = "_2,5,0,9,3/7,_4:9,4,5,20"
@@ -45,17 +46,17 @@ CASE = Case("backward", Problem.of_sizes(lengths=BATCH, **OPTIONS), seed=3)
 def test_lengths_are_texts_or_lists(given, text):
     if text is None:
         with pytest.raises(ValueError, match="give"):
-            forms.lengths_of(given)
+            lengths_of(given)
         return
-    lengths = forms.lengths_of(given)
-    assert forms.shown_lengths(lengths) == text
-    assert forms.lengths_of(text) == lengths
+    lengths = lengths_of(given)
+    assert shown_lengths(lengths) == text
+    assert lengths_of(text) == lengths
 
 
 def test_many_lengths_have_a_short_form():
-    lengths = forms.lengths_of([130, *range(200, 214), 3978])
-    assert forms.shown_lengths(lengths, short=True) == "16 of 130-3978"
-    assert forms.shown_lengths(forms.lengths_of([7] * 9), short=True) == "9 of 7"
+    lengths = lengths_of([130, *range(200, 214), 3978])
+    assert shown_lengths(lengths, short=True) == "16 of 130-3978"
+    assert shown_lengths(lengths_of([7] * 9), short=True) == "9 of 7"
     (offsets, *_), counts = lengths[0].offsets, lengths[0].counts
     assert offsets == 0 and counts[-1] == 3978
 
@@ -63,7 +64,7 @@ def test_many_lengths_have_a_short_form():
 def test_a_problem_is_the_one_of_its_record_and_of_its_options():
     p = CASE.problem
     assert Problem.of_record(json.loads(json.dumps(p.record()))) == p
-    options = {x.partition("=")[0]: x.partition("=")[2] for x in p.command_line()}
+    options = {x.partition("=")[0]: x.partition("=")[2] for x in words_of_problem(p)}
     assert (
         options["--lengths-q"] == "_2,5/5,0/0,9/9,3/7,_4" and options["--lengths-k"] == "9,4,5,20"
     )
@@ -88,7 +89,9 @@ def test_rows_of_no_sequence_are_poison():
         assert np.isnan(inputs[name][:, :, unused]).all()
         assert np.isfinite(inputs[name][:, :, ~unused]).all()
     assert not inputs["O"][:, :, unused].any() and (inputs["lse"][:, :, unused] == -np.inf).all()
-    (kind,) = {Case("forward", CASE.problem.without("dlse"), values=x) for x in ("nan",)}
+    (kind,) = {
+        Case("forward", transforms.leave_out(CASE.problem, "dlse"), values=x) for x in ("nan",)
+    }
     keys = np.isnan(kind.inputs()["V"][0, 0]).all(-1)
     starts, counts = CASE.problem.lengths[1].offsets, CASE.problem.lengths[1].counts
     assert any(keys[a : a + n].all() for a, n in zip(starts, counts, strict=False) if n)
@@ -96,7 +99,7 @@ def test_rows_of_no_sequence_are_poison():
 
 @pytest.mark.parametrize("operation", ["forward", "backward"])
 def test_an_excerpt_is_a_part_of_the_whole(operation):
-    p = CASE.problem if operation == "backward" else CASE.problem.without("dlse")
+    p = CASE.problem if operation == "backward" else transforms.leave_out(CASE.problem, "dlse")
     inputs, of = Case(operation, p, seed=3).inputs(), OPERATIONS[operation]
     whole = of.reference(inputs, p, [None])[None]
     for head, rows in ((0, slice(0, 6)), (3, slice(4, 20)), (2, slice(19, 27))):

@@ -7,7 +7,9 @@ from helpers import cli
 from cupyfa import Problem, Simulator
 from cupyfa.arrays import kv_cache
 from cupyfa.errors import WrongResult
+from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import TOKENS, WRITTEN, Case
+from cupyfa.lab.verify.command_line import words_of_problem
 from cupyfa.lab.verify.tasks import Task
 from cupyfa.lab.verify.tokens import written
 from cupyfa.lab.verify.workers import Here
@@ -87,11 +89,11 @@ def test_the_command_of_a_case_repeats_it():
 
 def test_padded_lengths_and_descales_have_options():
     p = Problem.of_sizes(**SIZES, dtype="float16").padded(["q", "k"])
-    assert [x.name for x in p.resized(batch=2).operands] == ["lengths_q", "lengths_k"]
-    assert "--padded=q,k" in p.command_line()
+    assert [x.name for x in transforms.resize(p, batch=2).operands] == ["lengths_q", "lengths_k"]
+    assert "--padded=q,k" in words_of_problem(p)
     p = Problem.of_sizes(**SIZES, dtype="float8_e4m3fn").descaled("qv")
-    assert [x.shape for x in p.resized(batch=2).operands] == [(2, 2), (2, 2)]
-    assert "--descales=q,v" in p.command_line()
+    assert [x.shape for x in transforms.resize(p, batch=2).operands] == [(2, 2), (2, 2)]
+    assert "--descales=q,v" in words_of_problem(p)
     done = cli.cli(
         *("run", "fa2", "-B", "3", "-M", "9", "-N", "21", "-d", "8", "--padded=q,k"),
         *("--backend", "simulator"),

@@ -13,7 +13,7 @@ from cupyfa.arrays import block_mask
 from cupyfa.lab.analysis.resources import Compiled, compiled_row
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.tuning import Candidate
-from cupyfa.lab.verify import failures
+from cupyfa.lab.verify import failures, transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.failures import RIGHT, Stored
 from cupyfa.lab.verify.shrink import _smaller, shrunk
@@ -21,7 +21,7 @@ from cupyfa.lab.verify.tasks import Task, perform
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source
 from cupyfa.planner.choose_kernel import plan
-from cupyfa.problem import forms
+from cupyfa.problem import shape_language
 
 SIZES = {"batch": 2, "heads": 4, "M": 10, "N": 7, "d": 8, "dtype": "float16"}
 MODIFIED = {
@@ -68,7 +68,8 @@ def test_a_bias_is_given_by_letters_a_shape_or_an_array(form, expected):
 
 
 def test_arrays_follow_other_sizes():
-    p = Problem.of_sizes(**SIZES, **MODIFIED).resized(batch=3, heads=6, kv_heads=2, M=5, N=20)
+    p = Problem.of_sizes(**SIZES, **MODIFIED)
+    p = transforms.resize(p, batch=3, heads=6, kv_heads=2, M=5, N=20)
     assert arrays_of(p) == {
         "alibi_slopes": ("float32", (3, 6)),
         "bias": ("float64", (3, 1, 5, 20)),
@@ -83,9 +84,9 @@ def test_arrays_follow_other_sizes():
 
 def test_given_texts_and_arrays_replace_all_others():
     p = Problem.of_sizes(**SIZES, **MODIFIED)
-    assert p.modified({"causal": True}, {}).operands == p.operands
-    assert p.modified({"score_mod": "2 * score"}, {}).modifiers.operands == ()
-    assert arrays_of(p.modified({}, {"mask": True})) == {"mask": ("bool", (1, 1, 10, 7))}
+    assert transforms.modify(p, {"causal": True}, {}).operands == p.operands
+    assert transforms.modify(p, {"score_mod": "2 * score"}, {}).modifiers.operands == ()
+    assert arrays_of(transforms.modify(p, {}, {"mask": True})) == {"mask": ("bool", (1, 1, 10, 7))}
 
 
 @pytest.mark.parametrize("values", ["normal", "nan", "inf", "tiny"])
@@ -189,13 +190,15 @@ def test_a_gradient_of_lse_and_seeds_in_memory_are_left_out_alone(name):
 
 def test_forms_of_a_seed_replace_those_of_a_grid():
     given = {name: x for name, x in IN_MEMORY.items() if name != "dlse"}
-    p = Problem.of_sizes(**SIZES, bias="1hmn").modified(given, {})
+    p = transforms.modify(Problem.of_sizes(**SIZES, bias="1hmn"), given, {})
     assert [x.name for x in p.operands] == ["dropout_seed", "dropout_offset"]
-    drawn = Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed=5).modified(
-        {"dropout_seed": "i32[1]"}, {}
+    drawn = transforms.modify(
+        Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed=5), {"dropout_seed": "i32[1]"}, {}
     )
     assert [x.name for x in drawn.operands] == ["dropout_seed"] and drawn.options.dropout == 0.1
-    without = Problem.of_sizes(**SIZES).modified({"dropout": 0.0, "dropout_seed": "u64[1]"}, {})
+    without = transforms.modify(
+        Problem.of_sizes(**SIZES), {"dropout": 0.0, "dropout_seed": "u64[1]"}, {}
+    )
     assert not without.operands
     with pytest.raises(ValueError, match=r"dropout_seed is 'f32\[1\]'; give a whole number, or a"):
         Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed="f32[1]")
@@ -288,7 +291,7 @@ def test_errors_in_a_text_point_at_the_place(text):
 
 
 def test_numbers_of_the_command_line():
-    assert [forms.value_of(x) for x in ("3", "-0.5", "true", "1e3", "i32[M]")] == [
+    assert [shape_language.value_of(x) for x in ("3", "-0.5", "true", "1e3", "i32[M]")] == [
         *(3, -0.5, True, 1000.0, "i32[M]")
     ]
 
