@@ -12,33 +12,29 @@ from typing import Any
 import click
 
 from cupyfa import __version__
-from cupyfa.commands import BAD_ARGUMENTS, INTERRUPTED, UNSUPPORTED, WRONG, mistakes
-from cupyfa.commands.bench import bench
-from cupyfa.commands.cache import cache
-from cupyfa.commands.check import check
-from cupyfa.commands.compare import compare
-from cupyfa.commands.compile import compile_kernels
-from cupyfa.commands.doctor import doctor
-from cupyfa.commands.ladder import ladder
-from cupyfa.commands.listing import list_kernels
-from cupyfa.commands.memory import memory
-from cupyfa.commands.new import new
-from cupyfa.commands.options import (
-    note,
-    on_command_line,
-    with_flag_values,
-)
-from cupyfa.commands.profile import profile
-from cupyfa.commands.replay import replay
-from cupyfa.commands.roofline import roofline
-from cupyfa.commands.run import run
-from cupyfa.commands.show import show
-from cupyfa.commands.signals import ended_by_signals
-from cupyfa.commands.timeline import timeline
-from cupyfa.commands.tune import tune
-from cupyfa.commands.variables import check_variables
-from cupyfa.commands.watching import own_process
 from cupyfa.errors import printable
+from cupyfa.lab.commands import BAD_ARGUMENTS, INTERRUPTED, UNSUPPORTED, WRONG, mistakes
+from cupyfa.lab.commands.bench import bench
+from cupyfa.lab.commands.cache import cache
+from cupyfa.lab.commands.check import check
+from cupyfa.lab.commands.command_options import note, on_command_line, with_flag_values
+from cupyfa.lab.commands.compare import compare
+from cupyfa.lab.commands.compile import compile_kernels
+from cupyfa.lab.commands.doctor import doctor
+from cupyfa.lab.commands.ladder import ladder
+from cupyfa.lab.commands.listing import list_kernels
+from cupyfa.lab.commands.memory import memory
+from cupyfa.lab.commands.new import new
+from cupyfa.lab.commands.profile import profile
+from cupyfa.lab.commands.replay import replay
+from cupyfa.lab.commands.roofline import roofline
+from cupyfa.lab.commands.run import run
+from cupyfa.lab.commands.show import show
+from cupyfa.lab.commands.signals import ended_by_signals
+from cupyfa.lab.commands.timeline import timeline
+from cupyfa.lab.commands.tune import tune
+from cupyfa.lab.commands.variables import check_variables
+from cupyfa.lab.commands.watching import own_process
 
 # By name, so that CuPy and others are not imported for them.
 EXIT_CODES = {

@@ -18,7 +18,7 @@ from cupyfa.api import (
     plan,
     softmax,
 )
-from cupyfa.blocks import BlockMask, block_mask
+from cupyfa.arrays.block_mask import BlockMask, block_mask
 from cupyfa.errors import (
     CompilerNotFound,
     DeviceError,
@@ -30,27 +30,29 @@ from cupyfa.errors import (
 )
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
 from cupyfa.ladder.lookup import kernel, kernels
+from cupyfa.ladder.operations import Input
 from cupyfa.ladder.tiles import TileChoice, cdiv
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.operations import Input
-from cupyfa.options import AttentionOptions
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime.prepared import Prepared
 from cupyfa.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from cupyfa.analysis.doctor import doctor
-    from cupyfa.analysis.memory import memory
-    from cupyfa.analysis.profile import profile
-    from cupyfa.analysis.roofline import roofline
-    from cupyfa.bench.bench import bench
-    from cupyfa.bench.compare import compare
-    from cupyfa.bench.results import Measurement
-    from cupyfa.bench.trial import accuracy
-    from cupyfa.bench.tune import tune
-    from cupyfa.report.plots import draw_blocks
-    from cupyfa.runtime.decoding import KVCache
+    from cupyfa.arrays.kv_cache import KVCache
+    from cupyfa.lab.analysis.diagnosis import doctor
+    from cupyfa.lab.analysis.footprint import memory
+    from cupyfa.lab.analysis.nsight import profile
+    from cupyfa.lab.analysis.roofline_model import roofline
+    from cupyfa.lab.bench.benchmark import bench
+    from cupyfa.lab.bench.comparison import compare
+    from cupyfa.lab.bench.results import Measurement
+    from cupyfa.lab.bench.trial import accuracy
+    from cupyfa.lab.bench.tuning import tune
+    from cupyfa.lab.report.plots import draw_blocks
+    from cupyfa.lab.verify.case import Case
+    from cupyfa.lab.verify.checker import check, replay
     from cupyfa.runtime.merging import merge, merge_vjp
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.runtime.transfer import (
@@ -59,8 +61,6 @@ if TYPE_CHECKING:
         held as held_buffers,
         release as free_buffers,
     )
-    from cupyfa.verify.case import Case
-    from cupyfa.verify.check import check, replay
 
 __all__ = [
     "AttentionOptions",
@@ -127,27 +127,27 @@ __all__ = [
 # use of the simulator, of caches, of parts or of transfers: they are imported when used. After a
 # colon is the name that they have there.
 _LATER = {
-    "Case": "verify.case",
-    "KVCache": "runtime.decoding",
-    "Measurement": "bench.results",
+    "Case": "lab.verify.case",
+    "KVCache": "arrays.kv_cache",
+    "Measurement": "lab.bench.results",
     "Simulator": "runtime.simulator",
     "Transfer": "runtime.transfer",
-    "accuracy": "bench.trial",
-    "bench": "bench.bench",
-    "check": "verify.check",
-    "compare": "bench.compare",
+    "accuracy": "lab.bench.trial",
+    "bench": "lab.bench.benchmark",
+    "check": "lab.verify.checker",
+    "compare": "lab.bench.comparison",
     "configure_transfer": "runtime.transfer:configure",
-    "doctor": "analysis.doctor",
-    "draw_blocks": "report.plots",
+    "doctor": "lab.analysis.diagnosis",
+    "draw_blocks": "lab.report.plots",
     "free_buffers": "runtime.transfer:release",
     "held_buffers": "runtime.transfer:held",
-    "memory": "analysis.memory",
+    "memory": "lab.analysis.footprint",
     "merge": "runtime.merging",
     "merge_vjp": "runtime.merging",
-    "profile": "analysis.profile",
-    "replay": "verify.check",
-    "roofline": "analysis.roofline",
-    "tune": "bench.tune",
+    "profile": "lab.analysis.nsight",
+    "replay": "lab.verify.checker",
+    "roofline": "lab.analysis.roofline_model",
+    "tune": "lab.bench.tuning",
 }
 
 

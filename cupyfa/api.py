@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from cupyfa import forms, modifiers
-from cupyfa.blocks import BlockMask
-from cupyfa.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named, name_of
+from cupyfa.arrays.block_mask import BlockMask
 from cupyfa.errors import Unsupported, closest, described, nearest
-from cupyfa.expressions import Expression
 from cupyfa.ladder import lookup
 from cupyfa.ladder.forward import for_decoding
 from cupyfa.ladder.kernel import Kernel
-from cupyfa.modifiers import Operand, is_array
-from cupyfa.numerics.dropout import Dropout
-from cupyfa.options import (
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.problem import optional_inputs, shape_language
+from cupyfa.problem.dtypes import DTYPES, E4M3, INPUTS, DType, DTypeLike, dtype_named, name_of
+from cupyfa.problem.optional_inputs import Operand, is_array
+from cupyfa.problem.options import (
     DROPOUT,
     NOT_GIVEN,
     OPTIONS,
@@ -40,14 +40,12 @@ from cupyfa.options import (
     read_flag,
     read_size,
 )
-from cupyfa.planner import select as planning
-from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import MOST, TEXTS, Problem, rows_of, sizes_of
+from cupyfa.problem.problem import MOST, TEXTS, Problem, rows_of, sizes_of
+from cupyfa.problem.wrt import QKV, names_of, refuse_without_gradients
 from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend, recent
-from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
-from cupyfa.runtime.select import (
+from cupyfa.runtime.choose_backend import (
     adopt,
     as_array,
     backend_named,
@@ -56,10 +54,13 @@ from cupyfa.runtime.select import (
     where_q_is,
     writable_view,
 )
+from cupyfa.runtime.prepared import Form, Prepared, Progress, Result, form
+from cupyfa.score.dropout import Dropout
+from cupyfa.score.expressions import Expression
 
 if TYPE_CHECKING:
-    from cupyfa.runtime.decoding import KVCache, Step
-    from cupyfa.runtime.prefixes import Prefixes
+    from cupyfa.arrays.kv_cache import KVCache, Step
+    from cupyfa.arrays.prefixes import Prefixes
 
     class _Modified(OptionKeywords, total=False):
         """All that changes what attention computes."""
@@ -124,7 +125,7 @@ _MOST_KNOWN = 256  # calls that are remembered, each by its arrays' forms and op
 
 
 Array = np.ndarray[Any, Any]
-_QKV = forms.QKV
+_QKV = QKV
 
 
 def attention(
@@ -277,8 +278,8 @@ def attention(
                     return repeated
             given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
             given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
-            given |= dict(zip(modifiers.DESCALES, descales))
-            given |= {"captured": captured, **_arrays_of(dict(zip(modifiers.SEEDS, seeds)))}
+            given |= dict(zip(optional_inputs.DESCALES, descales))
+            given |= {"captured": captured, **_arrays_of(dict(zip(optional_inputs.SEEDS, seeds)))}
             how = *how[: -len(seeds)], *(0 if is_array(x) else x for x in seeds)
             how, arrays = _with_operands(how, arrays, given, check)
         elif isinstance(mask, BlockMask):
@@ -477,7 +478,7 @@ def attention_vjp(
     options = _with_arrays_of_lists(options)  # type: ignore[assignment]
     if wrt is not _QKV:
         *_, wrt = _own_of(wrt)
-        forms.refuse_without_gradients(wrt, _dtypes_of(options))
+        refuse_without_gradients(wrt, _dtypes_of(options))
     return_lse, how = _how_of_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
     forward, backward = _shared_own(own, kernel, backward_kernel)
     lse, of_forward = None, dict[str, Any](kernel=kernel, tiles=tiles, own=forward, **options)
@@ -725,7 +726,7 @@ def decode(
 
     Rotary embedding: Su et al., 2021, arXiv:2104.09864.
     """
-    from cupyfa.runtime import decoding
+    from cupyfa.arrays import kv_cache
 
     # fmt: off
     fixed = (
@@ -735,7 +736,7 @@ def decode(
     # fmt: on
     last = None
     if prefix is None and not check:
-        last = decoding.last_step(q, cache, (k, v), rotary, (interleaved, backend))
+        last = kv_cache.last_step(q, cache, (k, v), rotary, (interleaved, backend))
     if last is not None:
         repeated = _repeated_decode(last, fixed, (alibi_slopes, sink), out)
         if repeated is not None:
@@ -752,7 +753,7 @@ def decode(
     asked |= {"score_mod": score_mod, "mask_mod": mask_mod, "out_dtype": out_dtype}
     chosen = _options_of_decoding(options, asked)
     shared = None if prefix is None else _prefixes(backend, prefix, q, cache, check)
-    step = last or decoding.step(
+    step = last or kv_cache.step(
         *(backend, q, cache, None if k is None else (k, v), rotary),
         interleaved=interleaved,
         look=bool(check),
@@ -764,8 +765,8 @@ def decode(
         chosen = replace(chosen, precision="float32")
     kernel = _kernel_of_tokens(step.q, step.k, kernel, splits)
     given = {"alibi_slopes": alibi_slopes, "sink": sink, "captured": captured}
-    given |= {modifiers.PADDED[1]: step.lengths, modifiers.PAGE_TABLE: step.pages}
-    given |= dict(zip(modifiers.SCALES, step.scales))
+    given |= {optional_inputs.PADDED[1]: step.lengths, optional_inputs.PAGE_TABLE: step.pages}
+    given |= dict(zip(optional_inputs.SCALES, step.scales))
     call = _Decoding(step, chosen, given, kernel, tiles, return_lse, out, check)
     if shared is not None:
         return _decoded_in_parts(shared, call, new=0 if k is None else step.q.shape[2])
@@ -815,7 +816,7 @@ def _repeated_decode(last: Step, fixed: Sequence[Any], own: tuple[Any, Any], out
 def _prefixes(
     backend: BackendName | Backend, prefix: Any, q: Any, cache: KVCache, check: bool
 ) -> Prefixes:
-    from cupyfa.runtime.prefixes import Prefixes
+    from cupyfa.arrays.prefixes import Prefixes
 
     return Prefixes(backend, prefix, q, cache, look=bool(check))
 
@@ -947,11 +948,11 @@ def _sequences(
     _check_packed(named)
     backend, arrays = adopt(keywords.get("backend", "auto"), **named)
     by_name = dict(zip(named, arrays))
-    names = (*modifiers.STARTS, *modifiers.USED)
+    names = (*optional_inputs.STARTS, *optional_inputs.USED)
     given = {name: as_array(backend, name, x) for name, x in zip(names, lengths)}
     if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
         given = {name: where_q_is(backend, by_name["q"], x) for name, x in given.items()}
-    if missing := [name for name in modifiers.STARTS if given[name] is None]:
+    if missing := [name for name in optional_inputs.STARTS if given[name] is None]:
         raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
     look = bool(keywords.get("check"))
     given = ragged.lengths(by_name["q"], by_name["k"], given, look=look, download=backend.download)
@@ -970,9 +971,9 @@ def _without_sequences(
     function: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The offsets and lengths of packed sequences among the arguments of a call, and the others."""
-    names = (*modifiers.STARTS, *modifiers.USED)
+    names = (*optional_inputs.STARTS, *optional_inputs.USED)
     given = {name: x for name, x in keywords.items() if name in names and x is not None}
-    if given and (missing := [name for name in modifiers.STARTS if name not in given]):
+    if given and (missing := [name for name in optional_inputs.STARTS if name not in given]):
         raise TypeError(
             f"{function.__name__}() has {next(iter(given))} and no {missing[0]}; give both offsets"
         )
@@ -983,7 +984,7 @@ def _without_sequences(
 
 
 def _refuse_padded(function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
-    for name, used in zip(modifiers.PADDED, modifiers.USED):
+    for name, used in zip(optional_inputs.PADDED, optional_inputs.USED):
         if keywords.get(name) is not None:
             raise TypeError(
                 f"{function.__name__}() of packed sequences has no argument {name!r}; write {used}="
@@ -1161,7 +1162,14 @@ def _for_lists(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[s
     }
     if isinstance(given.get("options"), AttentionOptions):
         found["options"] = given["options"]
-    for name in ("own", "return_own", "progress", "wrt", *modifiers.PADDED, *modifiers.DESCALES):
+    for name in (
+        "own",
+        "return_own",
+        "progress",
+        "wrt",
+        *optional_inputs.PADDED,
+        *optional_inputs.DESCALES,
+    ):
         if name in found:
             raise Unsupported(
                 f"{name} cannot be used with lists of arrays; pack them and leave it out, or call "
@@ -1273,8 +1281,8 @@ def dropout_mask(
     options = AttentionOptions(dropout=dropout, **{**numbers, **dict.fromkeys(given, 0)})
     sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
     shape = tuple(read_size(name, size, MOST) for name, size in sizes.items())
-    read = tuple(modifiers.of_value(name, x) for name, x in given.items())
-    modifiers.modifiers(options, read, shape)  # raises for arrays that are no seed
+    read = tuple(optional_inputs.of_value(name, x) for name, x in given.items())
+    optional_inputs.modifiers(options, read, shape)  # raises for arrays that are no seed
     arrays = {name.removeprefix("dropout_"): x for name, x in given.items()}
     chosen = Dropout.of(options, shape[1], **arrays)
     if chosen is None or 0 in shape:
@@ -1318,12 +1326,22 @@ _FLAG_AT = 6  # of ``return_lse`` or ``deterministic``
 # Of options that are keys as they are; a Python function is no such type.
 _VALUES = frozenset({type(None), NotGiven, bool, int, float, str, tuple, Expression})
 _NOT_GIVEN = (NOT_GIVEN,) * len(OPTIONS)
-_MORE = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES, "captured")
+_MORE = (
+    *optional_inputs.OWN_ARRAYS,
+    *optional_inputs.PADDED,
+    *optional_inputs.DESCALES,
+    "captured",
+)
 _ARRAYS_OF_CALLS = (
-    *(*modifiers.OWN_ARRAYS, modifiers.DLSE, *modifiers.LENGTHS, modifiers.PAGE_TABLE),
-    *modifiers.SCALES,
-    *modifiers.DESCALES,
-    *modifiers.SEEDS,
+    *(
+        *optional_inputs.OWN_ARRAYS,
+        optional_inputs.DLSE,
+        *optional_inputs.LENGTHS,
+        optional_inputs.PAGE_TABLE,
+    ),
+    *optional_inputs.SCALES,
+    *optional_inputs.DESCALES,
+    *optional_inputs.SEEDS,
 )
 # What attention_vjp hands to both passes.
 _OF_BOTH = dict.fromkeys((*OPTIONS, *_MORE, "options", "backend", "layout", "check", "devices"))
@@ -1424,8 +1442,10 @@ def _repeatable_sequences(
 
     others: the gradient of lse, offsets and lengths.
     """
-    read = keywords.get(modifiers.ALIBI), keywords.get(modifiers.SINK), *others
-    asked = [x for x in keywords.items() if x[0] not in (modifiers.ALIBI, modifiers.SINK)]
+    read = keywords.get(optional_inputs.ALIBI), keywords.get(optional_inputs.SINK), *others
+    asked = [
+        x for x in keywords.items() if x[0] not in (optional_inputs.ALIBI, optional_inputs.SINK)
+    ]
     return _repeatable(function.__name__, (*fixed, *chain.from_iterable(asked)), read), read
 
 
@@ -1524,7 +1544,7 @@ def _adopted(
     theirs = owner(backend, arrays)
     if theirs is not None:
         return theirs, arrays, tuple(map(theirs.form, arrays))
-    theirs, arrays = adopt(backend, **dict(zip(map(modifiers.name_of, names), arrays)))
+    theirs, arrays = adopt(backend, **dict(zip(map(optional_inputs.name_of, names), arrays)))
     return theirs, arrays, tuple([form(theirs, x) for x in arrays])
 
 
@@ -1548,7 +1568,7 @@ def _compiled(
         )
     how, _ = _read(how, False, None)
     inputs = dict(zip(_ARRAYS[operation], given))
-    if modifiers.STARTS[0] in modified:
+    if optional_inputs.STARTS[0] in modified:
         _check_packed(inputs)
     if modified and dtype is None:
         how, given = _with_operands(how, given, modified)
@@ -1616,7 +1636,7 @@ def _prepared(
         results = [_gradient(name, inputs) for name in own[4]]
     elif not flag:  # return_lse
         del results[1]
-    require_one_device(backend, {modifiers.name_of(name): x for name, x in inputs.items()})
+    require_one_device(backend, {optional_inputs.name_of(name): x for name, x in inputs.items()})
     deterministic = operation == "backward" and flag
     with backend.working_on(arrays[0]):
         limits = backend.limits
@@ -1651,23 +1671,25 @@ def _with_operands(
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     blocks, given = _blocks(given)
-    names = _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(modifiers.SEEDS)]
+    names = (
+        _ARRAYS_OF_CALLS if _has_dropout(how) else _ARRAYS_OF_CALLS[: -len(optional_inputs.SEEDS)]
+    )
     found = {x: as_array(how[2], x, given[x]) for x in names if given.get(x) is not None}
-    if lengths := {x: found[x] for x in modifiers.PADDED if x in found}:
-        table = found.get(modifiers.PAGE_TABLE)
+    if lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
+        table = found.get(optional_inputs.PAGE_TABLE)
         most = 1 if table is None else table.shape[1]  # pages
         found |= _padded_lengths(how, arrays, lengths, most, look)
     by_name = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(how[2], str(name), x) for name, x in by_name}
-    if modifiers.STARTS[0] in found:
+    if optional_inputs.STARTS[0] in found:
         found = ragged.as_lengths(found)
         if ragged.has_no_sequence(found):
             captured = {name: ragged.with_elements(x) for name, x in captured.items()}
         found = ragged.with_a_sequence(found)
-    operands = [modifiers.of_value(name, x) for name, x in found.items()]
+    operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
     if numbers := [x.name for x in operands if not x.is_array]:
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
-    operands += [modifiers.operand(name, x) for name, x in captured.items()]
+    operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
     named = [x for x in operands if x.is_array]
     before, asked, _, _, wrt = how[_OWN_AT]
@@ -1690,10 +1712,10 @@ def _padded_lengths(
 
 def _blocks(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
     """The block mask among arrays that texts read, and the others."""
-    mask = given.get(modifiers.MASK)
+    mask = given.get(optional_inputs.MASK)
     if not isinstance(mask, BlockMask):
         return None, dict(given)
-    return mask, {name: x for name, x in given.items() if name != modifiers.MASK}
+    return mask, {name: x for name, x in given.items() if name != optional_inputs.MASK}
 
 
 def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -1702,7 +1724,7 @@ def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     In place of seeds that are arrays the others have 0.
     """
     given = {name: x for name, x in keywords.items() if name in _MORE and x is not None}
-    seeds = _arrays_of({name: keywords.get(name) for name in modifiers.SEEDS})
+    seeds = _arrays_of({name: keywords.get(name) for name in optional_inputs.SEEDS})
     asked = {name: x for name, x in keywords.items() if name not in _MORE}
     return {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
 
@@ -1710,10 +1732,11 @@ def _without_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 def _with_arrays_of_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The same arguments with arrays in place of lists: a pullback reads them again."""
     made = {
-        name: modifiers.of_list(name, x) if name in _MORE else x for name, x in keywords.items()
+        name: optional_inputs.of_list(name, x) if name in _MORE else x
+        for name, x in keywords.items()
     }
     if isinstance(captured := made.get("captured"), Mapping):
-        made["captured"] = {x: modifiers.of_list(str(x), y) for x, y in captured.items()}
+        made["captured"] = {x: optional_inputs.of_list(str(x), y) for x, y in captured.items()}
     return made
 
 
@@ -1739,26 +1762,26 @@ def _with_forms(
     layout = how[4]
     batch, heads, M, _ = sizes_of("q", inputs["q"], layout)
     _, kv_heads, N, _ = sizes_of("k", inputs["k"], layout)
-    blocks, given = _blocks(forms.of_heads(given, batch, kv_heads))
+    blocks, given = _blocks(shape_language.of_heads(given, batch, kv_heads))
     packed, is_empty = _shapes_of_sequences(given)
-    elements = packed[modifiers.STARTS[0]][0] - 1 if packed else batch
+    elements = packed[optional_inputs.STARTS[0]][0] - 1 if packed else batch
     sizes = elements, heads, M, N
-    unread = () if _has_dropout(how) else modifiers.SEEDS
-    others = {name: x for name, x in given.items() if name not in (modifiers.DLSE, *unread)}
+    unread = () if _has_dropout(how) else optional_inputs.SEEDS
+    others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
     others |= packed
-    found = list(forms.operands(others, sizes, dtype))
+    found = list(shape_language.operands(others, sizes, dtype))
     if is_empty:  # as ``ragged.with_elements`` has it
         captured = given.get("captured") or ()
         grown = [tuple(max(size, 1) for size in x.shape) for x in found]
         found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
     shapes = {}
-    if (dlse := given.get(modifiers.DLSE)) is not None:
+    if (dlse := given.get(optional_inputs.DLSE)) is not None:
         lse = inputs["lse"]
-        shapes[modifiers.DLSE] = lse.shape
+        shapes[optional_inputs.DLSE] = lse.shape
         if _shape("the shape of dlse", dlse) != lse.shape:
             raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
-        own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
-        found.insert(own, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
+        own = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
+        found.insert(own, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
     named = [x for x in found if x.is_array]
     before, asked, _, _, wrt = how[_OWN_AT]
     numbers = tuple(x for x in found if not x.is_array)
@@ -1773,13 +1796,13 @@ def _shapes_of_sequences(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int,
     There is at least one sequence, as ``ragged.with_a_sequence`` has it. Also returns whether there
     was none.
     """
-    least = dict.fromkeys(modifiers.STARTS, (2,)) | dict.fromkeys(modifiers.USED, (1,))
+    least = dict.fromkeys(optional_inputs.STARTS, (2,)) | dict.fromkeys(optional_inputs.USED, (1,))
     shapes = {
         name: _shape(f"the shape of {name}", getattr(given[name], "shape", given[name]))
         for name in least
         if name in given
     }
-    is_empty = shapes.get(modifiers.STARTS[0]) == (1,)
+    is_empty = shapes.get(optional_inputs.STARTS[0]) == (1,)
     return {x: max(y, least[x]) if is_empty else y for x, y in shapes.items()}, is_empty
 
 
@@ -1824,7 +1847,7 @@ def _gradient(name: str, inputs: Mapping[str, Any]) -> Result:
     if name in _QKV:
         return Result(f"d{name.upper()}", tuple(inputs[name].shape), f"d{name} of grads")
     shape = tuple(inputs[f"mods.{name}"].shape)
-    return Result(modifiers.gradient_of(name), shape, f"d{name} of grads")
+    return Result(optional_inputs.gradient_of(name), shape, f"d{name} of grads")
 
 
 def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
@@ -1833,7 +1856,7 @@ def _own_of(wrt: Sequence[str]) -> tuple[Any, ...]:
         return _NO_OWN
     if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
         raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
-    names = forms.names_of(wrt)
+    names = names_of(wrt)
     if len(set(names)) < len(names) or not names:
         raise ValueError(f"wrt is {names}; give at least one name, and each once")
     return (*_NO_OWN[:-1], names)
@@ -1851,14 +1874,14 @@ def _refuse_gradients(dtype: DType | None) -> None:
 def _check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
     read = [x for x in inputs if x.startswith("mods.")]
     dtypes = {x.removeprefix("mods."): str(inputs[x].dtype) for x in read}
-    forms.refuse_without_gradients(wrt, dtypes)
+    refuse_without_gradients(wrt, dtypes)
 
 
 def _dtypes_of(keywords: Mapping[str, Any]) -> dict[str, str]:
     """The dtypes, by name, of the arrays that change scores, before any is converted."""
     given, _ = _without_arrays(keywords)
     captured = given.get("captured")
-    own = {name: given[name] for name in modifiers.OWN_ARRAYS if name in given}
+    own = {name: given[name] for name in optional_inputs.OWN_ARRAYS if name in given}
     found = {**own, **(captured if isinstance(captured, Mapping) else {})}
     arrays = {name: x for name, x in found.items() if getattr(x, "shape", ())}
     dtypes = {name: str(getattr(x, "dtype", "")) for name, x in arrays.items()}
@@ -1872,11 +1895,11 @@ def _operands(
     for name, array in inputs.items():
         own, asked_shape = name.removeprefix("mods."), tuple(map(int, array.shape))
         if own in ("bias", "mask") and own != name:
-            array = modifiers.with_four_axes(own, array, lead)
-        if name == f"mods.{modifiers.DLSE}":
+            array = optional_inputs.with_four_axes(own, array, lead)
+        if name == f"mods.{optional_inputs.DLSE}":
             array = array.reshape(prod(lead), *array.shape[-2:])
         if own != name:
-            made = modifiers.of_value(own, array)
+            made = optional_inputs.of_value(own, array)
             asked = own in wrt and own not in _QKV  # these name the inputs
             given.append(replace(made, gradient=asked, given=asked_shape))
     return (*given, *numbers)
@@ -2072,7 +2095,7 @@ _NOT_IN_DECODING = {
         "it is always causal, and the new tokens are the last ones: leave it out",
     ),
     **dict.fromkeys(
-        (modifiers.BIAS, modifiers.MASK),
+        (optional_inputs.BIAS, optional_inputs.MASK),
         "write score_mod= or mask_mod=, which may read a captured array",
     ),
 }

@@ -31,10 +31,7 @@ sys.path.insert(0, str(ROOT))  # of cli.py
 import cupyfa  # noqa: E402
 from cli import main  # noqa: E402
 from cupyfa import errors  # noqa: E402
-from cupyfa.bench.bench import bench  # noqa: E402
 from cupyfa.ladder import LADDER  # noqa: E402
-
-cupyfa.bench = bench  # the function, not the package of the same name
 
 project = "cupyfa"
 author = "The cupyfa authors"

@@ -12,11 +12,11 @@ import pytest
 
 import cupyfa
 from cupyfa import DeviceError
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import backward
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import tuned
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 # Tests compile many kernels and run each for a short time. The compiler's checks of alignment and
 # array bounds take 18 to 47 % of a compilation, so only tests with ``every_check`` have them.
@@ -232,12 +232,12 @@ def backend(request):
 @pytest.fixture
 def no_device(monkeypatch):
     """A machine without a CUDA device, whatever this one has."""
-    from cupyfa.runtime import select
+    from cupyfa.runtime import choose_backend
     from cupyfa.runtime.cuda import device as cuda
 
     monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA device is visible")
-    for choice in (select._cuda, select._automatic):
+    for choice in (choose_backend._cuda, choose_backend._automatic):
         choice.cache_clear()
     yield
-    for choice in (select._cuda, select._automatic):
+    for choice in (choose_backend._cuda, choose_backend._automatic):
         choice.cache_clear()

@@ -28,12 +28,12 @@ import click
 import numpy as np
 
 import cupyfa
-from cupyfa.bench import peers, timing
-from cupyfa.commands.options import backend_option, dtype_choice, format_option
-from cupyfa.dtypes import dtype_named
-from cupyfa.report import tables as report
+from cupyfa.lab.bench import peers, timing
+from cupyfa.lab.commands.command_options import backend_option, dtype_choice, format_option
+from cupyfa.lab.report import tables as report
+from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import environment
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 ROOT = Path(cupyfa.__file__).parents[1]
 WARM_UP = 2  # rounds: kernels are compiled, and from the third call on results lie in pinned memory

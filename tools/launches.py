@@ -14,13 +14,13 @@ import numpy as np
 
 import cupyfa
 from cupyfa import Problem
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.dtypes import dtype_named
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.launcher import run
-from cupyfa.runtime.select import backend_named
 from cupyfa.runtime.workspace import allocated
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

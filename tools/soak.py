@@ -34,7 +34,7 @@ import numpy as np
 
 import cupyfa
 from cupyfa.ladder.lookup import record_named
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import own_kernel

@@ -12,6 +12,6 @@ if getattr(dask.array, "array_expr_enabled", bool)():  # older versions of Dask 
         "array.query-planning to False in dask.config before dask.array is imported"
     )
 
-from cupyfa.dask.calls import attention, attention_vjp
+from cupyfa.dask.array_functions import attention, attention_vjp
 
 __all__ = ["attention", "attention_vjp"]

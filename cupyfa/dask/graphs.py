@@ -13,11 +13,11 @@ import dask.array as da
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cupyfa.dask.tasks import Attend, Differentiate, Merge, output
-from cupyfa.parts.calls import offset_of_part, options_of_parts, unrounded
-from cupyfa.parts.strips import Strip, met_by, ranges, tile_of
-from cupyfa.parts.texts import places
-from cupyfa.problem import Problem
+from cupyfa.dask.chunk_tasks import Attend, Differentiate, Merge, output
+from cupyfa.partition.part_call import offset_of_part, options_of_parts, unrounded
+from cupyfa.partition.position_names import places
+from cupyfa.partition.visible_chunks import Strip, met_by, ranges, tile_of
+from cupyfa.problem.problem import Problem
 
 Key = tuple[Any, ...]  # the name of an array or task, and then its place
 Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an array

@@ -1,9 +1,9 @@
 """Attention of a sequence whose rows are divided among ranks, one for each GPU."""
 
-from cupyfa.distributed.calls import attention, attention_backward, attention_vjp
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.in_threads import threads
 from cupyfa.distributed.joining import group, unique_id
+from cupyfa.distributed.rank_functions import attention, attention_backward, attention_vjp
 from cupyfa.distributed.shards import rows, shard
 
 __all__ = [

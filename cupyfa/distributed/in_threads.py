@@ -20,8 +20,8 @@ from cupyfa.distributed.communicator import (
     waited,
 )
 from cupyfa.errors import DeviceError
-from cupyfa.problem import whole
-from cupyfa.runtime.select import backend_named
+from cupyfa.problem.problem import whole
+from cupyfa.runtime.choose_backend import backend_named
 
 
 def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60) -> list[Any]:

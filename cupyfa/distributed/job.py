@@ -13,10 +13,10 @@ from cupyfa.api import attention, attention_backward
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
-from cupyfa.parts.calls import Call, offset_of_part
-from cupyfa.parts.strips import met_by, tile_of
-from cupyfa.parts.texts import places
-from cupyfa.problem import Problem
+from cupyfa.partition.part_call import Call, offset_of_part
+from cupyfa.partition.position_names import places
+from cupyfa.partition.visible_chunks import met_by, tile_of
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 

@@ -12,9 +12,9 @@ from cupyfa.distributed.communicator import Group, require_seconds
 from cupyfa.distributed.in_threads import alone
 from cupyfa.distributed.rendezvous import ID_BYTES, shared_id
 from cupyfa.errors import DeviceError, described
-from cupyfa.problem import whole
+from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 # Names of rank, ranks, and rank on this host, by launcher.
 _NAMES = (
@@ -90,7 +90,7 @@ def unique_id() -> bytes:
 
 def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
     cuda = _use_device(place)
-    from cupyfa.distributed.nccl import NcclGroup
+    from cupyfa.distributed.nccl_group import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
     nccl.library()  # before ranks meet: where it is missing, the rank says so by itself

@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyfa.distributed.communicator import Group
 from cupyfa.errors import described
-from cupyfa.problem import whole
+from cupyfa.problem.problem import whole
 
 Order = Literal["zigzag", "contiguous"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
-from cupyfa.ladder import rounds
+from cupyfa.ladder import mma_slices_backward
 from cupyfa.ladder.common import (
     ALONG_KEYS,
     DOWN_ROWS,
@@ -21,7 +21,7 @@ from cupyfa.ladder.common import (
 )
 from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
-from cupyfa.ladder.parts import (
+from cupyfa.ladder.split_float32 import (
     GRADIENT,
     GRADIENT_SCRATCH,
     OPERANDS,
@@ -32,8 +32,8 @@ from cupyfa.ladder.parts import (
     row_slabs,
 )
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES, MAPS
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem.optional_inputs import KEY_TILES, MAPS
+from cupyfa.problem.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
 FEATURES = (*ALL_BUT_PLACES, "places", "dropout")
@@ -554,17 +554,22 @@ MMA_SLICES_BACKWARD = rung(
     MMA_COLUMNS,
     "mma_slices_backward",
     "tensor cores for any head dimension; P and dS of some heads at a time in memory",
-    launches=(mma_delta(lambda p, c: 0), rounds.SCORES, rounds.COLUMNS, rounds.ROWS),
-    tiles=rounds.TILES,
-    candidates=rounds.CANDIDATES,
-    rules=rounds.RULES,
+    launches=(
+        mma_delta(lambda p, c: 0),
+        mma_slices_backward.SCORES,
+        mma_slices_backward.COLUMNS,
+        mma_slices_backward.ROWS,
+    ),
+    tiles=mma_slices_backward.TILES,
+    candidates=mma_slices_backward.CANDIDATES,
+    rules=mma_slices_backward.RULES,
     scratch={
         **DELTA_SCRATCH,
-        "P": (rounds.scores, "scalar"),
-        "dS": (rounds.scores, "scalar"),
-        "dQ_sum": (rounds.sums, "real"),
+        "P": (mma_slices_backward.scores, "scalar"),
+        "dS": (mma_slices_backward.scores, "scalar"),
+        "dQ_sum": (mma_slices_backward.sums, "real"),
     },
-    rounds=rounds.count,
+    rounds=mma_slices_backward.count,
     largest_d=None,
     tflops={"float16": {64: 115}, "bfloat16": {512: 229, 1024: 249}},
     unordered=(),

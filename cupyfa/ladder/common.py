@@ -7,8 +7,8 @@ from typing import Any
 
 from cupyfa.ladder.kernel import Kernel, Launch, Walk
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.modifiers import KEY_TILES, ROW_TILES
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem.optional_inputs import KEY_TILES, ROW_TILES
+from cupyfa.problem.problem import Problem, round_up
 
 WARP = 32
 HALF = ("float16", "bfloat16")

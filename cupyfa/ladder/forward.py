@@ -6,7 +6,6 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from cupyfa.dtypes import E4M3_INPUTS
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.common import (
     ALONG_KEYS,
@@ -25,7 +24,8 @@ from cupyfa.ladder.common import (
     warps_of_scores,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
-from cupyfa.ladder.parts import (
+from cupyfa.ladder.softmax import softmax_launch
+from cupyfa.ladder.split_float32 import (
     OPERANDS,
     PARTS,
     REPAIR_SPLIT_OUTPUT,
@@ -33,11 +33,11 @@ from cupyfa.ladder.parts import (
     SPLIT,
     pays_for_few_rows,
 )
-from cupyfa.ladder.softmax import softmax_launch
 from cupyfa.ladder.tiles import TileChoice, cdiv, named
-from cupyfa.modifiers import KEY_TILES
-from cupyfa.options import FLOAT8
-from cupyfa.problem import MOST, Problem, round_up, whole
+from cupyfa.problem.dtypes import E4M3_INPUTS
+from cupyfa.problem.optional_inputs import KEY_TILES
+from cupyfa.problem.options import FLOAT8
+from cupyfa.problem.problem import MOST, Problem, round_up, whole
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv", "out_dtype")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")

@@ -10,8 +10,8 @@ import numpy as np
 from cupyfa.ladder.common import bias_bytes
 from cupyfa.ladder.kernel import Formula, Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.modifiers import BIAS, OWN_ARRAYS, SINK, Operand
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem.optional_inputs import BIAS, OWN_ARRAYS, SINK, Operand
+from cupyfa.problem.problem import Problem, round_up
 
 _THREADS = 256
 _ROWS = _THREADS // 32  # of a block, a warp for each

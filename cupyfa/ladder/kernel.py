@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.errors import described
+from cupyfa.ladder.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
-from cupyfa.modifiers import MAPS
 from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
-from cupyfa.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
-from cupyfa.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
-from cupyfa.problem import Problem
+from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
+from cupyfa.problem.optional_inputs import MAPS
+from cupyfa.problem.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
+from cupyfa.problem.problem import Problem
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too

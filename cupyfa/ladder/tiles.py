@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cupyfa.numerics.shown import Shown
-from cupyfa.options import PLAIN
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem.options import PLAIN
+from cupyfa.problem.problem import Problem, round_up
 
 Tile = Mapping[str, int]
 Tiles = Sequence[Tile]

@@ -39,7 +39,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyfa.numerics.modification import NONE, Modifications, Place
+from cupyfa.score.numpy_evaluation import NONE, Modifications, Place
 
 Array = NDArray[Any]
 

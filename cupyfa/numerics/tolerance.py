@@ -120,12 +120,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyfa.dtypes import INPUTS
 from cupyfa.errors import WrongResult
-from cupyfa.modifiers import SOFTCAP
 from cupyfa.numerics import reference
-from cupyfa.numerics.modification import Modifications
-from cupyfa.options import MOST_USUAL_SOFTCAP
+from cupyfa.problem.dtypes import INPUTS
+from cupyfa.problem.optional_inputs import SOFTCAP
+from cupyfa.problem.options import MOST_USUAL_SOFTCAP
+from cupyfa.score.numpy_evaluation import Modifications
 
 Array = NDArray[Any]
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES
 from cupyfa.errors import Unsupported
 from cupyfa.ladder.kernel import MOST_BOX_ROWS, Constant, Kernel, Launch, Matmul
-from cupyfa.modifiers import MAPS, STARTS
-from cupyfa.operations import Input
-from cupyfa.planner import mods
+from cupyfa.ladder.operations import Input
+from cupyfa.planner import cuda_source
 from cupyfa.planner.plan import (
     FIRST_AXES,
     TENSOR,
@@ -26,7 +24,9 @@ from cupyfa.planner.plan import (
     rounding_of,
 )
 from cupyfa.planner.source import KERNELS
-from cupyfa.problem import MOST_ELEMENTS, Problem
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.optional_inputs import MAPS, STARTS
+from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
 # The struct Sizes of extent.cuh.
@@ -57,7 +57,7 @@ def with_numbers(plan: Plan, problem: Problem) -> Plan:
 
     No formula of the ladder depends on them: only struct Mods has them.
     """
-    value = mods.value(problem)[0]
+    value = cuda_source.value(problem)[0]
 
     def changed(step: PlannedLaunch | Matmul) -> PlannedLaunch | Matmul:
         if isinstance(step, Matmul):
@@ -179,7 +179,7 @@ class _Planner:
                 "dv": p.dv,
                 **p.options.constants,
                 **self.modifiers.constants,
-                "of_products": mods.of_products(p),
+                "of_products": cuda_source.of_products(p),
                 **self.softcap(),
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
@@ -196,7 +196,7 @@ class _Planner:
                 name: self.whole(f"rows of a box of {name}", rows, c, least=1, most=MOST_BOX_ROWS)
                 for name, rows in launch.boxes.items()
             },
-            mods=mods.header(
+            mods=cuda_source.header(
                 p,
                 taped="gradients" in launch.args.split(),
                 copies=bool(own.get("bias_bytes")),
@@ -288,7 +288,7 @@ class _Planner:
 
     def inside(self, name: str) -> tuple[tuple[str, int], ...]:
         """The arrays in an argument that is a struct."""
-        structs = {"mods": mods.value, "gradients": mods.gradients}
+        structs = {"mods": cuda_source.value, "gradients": cuda_source.gradients}
         return structs[name](self.problem)[1] if name in structs else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
@@ -417,8 +417,8 @@ def _values(p: Problem) -> dict[str, Any]:
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
         "sizes": np.array((p.M, p.N, *(p.reach or ends.values())), SIZES),
-        "mods": mods.value(p)[0],
-        "gradients": mods.gradients(p)[0],
+        "mods": cuda_source.value(p)[0],
+        "gradients": cuda_source.gradients(p)[0],
     }
 
 

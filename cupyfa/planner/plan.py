@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DType
 from cupyfa.ladder.kernel import Kernel, Launch, Matmul, cdiv
-from cupyfa.modifiers import LENGTHS
+from cupyfa.ladder.operations import Operation
 from cupyfa.numerics.shown import Shown, html_table
-from cupyfa.operations import Operation
-from cupyfa.problem import Problem, round_up
+from cupyfa.problem.dtypes import DType
+from cupyfa.problem.optional_inputs import LENGTHS
+from cupyfa.problem.problem import Problem, round_up
 
 BOX_ALIGNMENT = 16  # bytes
 FIRST_AXES = (0, 1, 2)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cupyfa import store
+from cupyfa import cache_folder
+from cupyfa.cache_folder import records
 from cupyfa.planner.plan import Tuned
-from cupyfa.problem import MOST
-from cupyfa.store import records
+from cupyfa.problem.problem import MOST
 
 _ENTRY = records.record(
     {
@@ -21,17 +21,17 @@ _ENTRY = records.record(
 
 
 def on(device: str) -> tuple[Tuned, ...]:
-    facts = store.recall(store.facts_file("tuned", device))
+    facts = cache_folder.recall(cache_folder.facts_file("tuned", device))
     return tuple(tuned for tuned in map(_parsed, facts.values()) if tuned)
 
 
 def remember(device: str, tuned: Tuned, about: Mapping[str, Any]) -> None:
     """Keeps an entry, with facts ``about`` it for a person to read."""
-    file = store.facts_file("tuned", device)
+    file = cache_folder.facts_file("tuned", device)
     name = f"{tuned.kernel} {tuned.dtype} d={tuned.d} dv={tuned.dv}"
     name = f"{name} {tuned.folder}" if tuned.folder else name
     fact = {**asdict(tuned), "constants": dict(tuned.constants), **about}
-    store.remember(file, {**store.recall(file), name: fact})
+    cache_folder.remember(file, {**cache_folder.recall(file), name: fact})
 
 
 def _parsed(fact: Any) -> Tuned | None:

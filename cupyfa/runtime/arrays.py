@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import E4M3
 from cupyfa.errors import described
-from cupyfa.modifiers import name_of
 from cupyfa.planner.plan import Plan, aligned_width
-from cupyfa.runtime.arguments import can_be_boxed
+from cupyfa.problem.dtypes import E4M3
+from cupyfa.problem.optional_inputs import name_of
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.kernel_arguments import can_be_boxed
 
 Arrays = Mapping[str, Any]
 

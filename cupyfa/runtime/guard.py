@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from cupyfa.dtypes import DTYPES
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import tolerance
 from cupyfa.planner.plan import Plan
+from cupyfa.problem.dtypes import DTYPES
 from cupyfa.runtime.arrays import address_of, contiguous_strides, extent
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import replay

@@ -20,9 +20,9 @@ import numpy as np
 
 from cupyfa.ladder.kernel import Matmul, cdiv
 from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
-from cupyfa.runtime.arguments import arguments, mapped
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
+from cupyfa.runtime.kernel_arguments import arguments, mapped
 from cupyfa.runtime.workspace import allocated
 
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch

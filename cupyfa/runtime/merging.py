@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.dtypes import DTYPES, DType
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
-from cupyfa.numerics import merging, tolerance
-from cupyfa.options import read_flag
+from cupyfa.numerics import merge_bounds, tolerance
 from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, Plan, PlannedLaunch
-from cupyfa.problem import Problem, four_axes, rows_of, sizes_of
+from cupyfa.problem.dtypes import DTYPES, DType
+from cupyfa.problem.options import read_flag
+from cupyfa.problem.problem import Problem, four_axes, rows_of, sizes_of
 from cupyfa.runtime import workspace
 from cupyfa.runtime.arrays import address_of, columns_contiguous, require_one_device, target
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt, writable_view
 from cupyfa.runtime.launcher import Launcher
-from cupyfa.runtime.select import adopt, writable_view
 
 Arrays = dict[str, Any]  # by the names that launches know
 Pullback = Callable[..., list[tuple[Any, Any]]]
@@ -253,7 +253,7 @@ class _Parts:
 
     def _require_merged(self, out: Any, lse: Any) -> None:
         """Raises WrongResult if they are not the reference's."""
-        right = merging.expected_merge(*self._on_host(), dtype=self.dtype.name)
+        right = merge_bounds.expected_merge(*self._on_host(), dtype=self.dtype.name)
         found = {"out": self._columns_on_host(out), "lse": self._rows_on_host(lse)}
         tolerance.require(tolerance.compare(found, right), f"merge of {self._problem}")
 
@@ -263,7 +263,7 @@ class _Parts:
             for name, x in given.items()
         }
         dlse = on_host.get("dlse", np.zeros_like(on_host["lse"]))
-        right = merging.expected_gradients(
+        right = merge_bounds.expected_gradients(
             *(*self._on_host(), on_host["O"], on_host["lse"], on_host["dO"], dlse),
             dtype=self.dtype.name,
         )

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from cupyfa.errors import OfThisProcess, Unsupported, described
-from cupyfa.modifiers import LENGTHS, MAPS, Operand, gradient_of, name_of
-from cupyfa.operations import OPERATIONS
-from cupyfa.options import DROPOUT, AttentionOptions
-from cupyfa.planner import select as planning
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem import Problem, four_axes
+from cupyfa.problem.optional_inputs import LENGTHS, MAPS, Operand, gradient_of, name_of
+from cupyfa.problem.options import DROPOUT, AttentionOptions
+from cupyfa.problem.problem import Problem, four_axes
 from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import (
     address_of,
@@ -33,10 +33,10 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is, writable_view
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
-from cupyfa.runtime.select import adopt, as_array, where_q_is, writable_view
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 
 if TYPE_CHECKING:

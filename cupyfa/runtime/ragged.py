@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.modifiers import ALIBI, PADDED, SINK, STARTS, USED
+from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them

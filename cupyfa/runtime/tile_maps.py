@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
-from cupyfa.modifiers import KEY_TILES
-from cupyfa.numerics.modification import Modifications
-from cupyfa.planner import mods
+from cupyfa.planner import cuda_source
 from cupyfa.planner.evaluate import SIZES
 from cupyfa.planner.plan import Argument, Plan, PlannedLaunch
-from cupyfa.problem import Problem
+from cupyfa.problem.optional_inputs import KEY_TILES
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime import launcher
 from cupyfa.runtime.backend import Backend
+from cupyfa.score.numpy_evaluation import Modifications
 
 EMPTY, PARTIAL, FULL = range(3)  # states of tiles
 _UNSURE = 3  # of tiles whose pairs have to be looked at
@@ -70,22 +70,22 @@ def _by_ranges(
     p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
 ) -> np.ndarray:
     """Of some lines of tiles: batch, head, the first line and their number."""
-    from cupyfa.numerics import ranges
+    from cupyfa.score import intervals
 
     batch, head, first, lines = at
     query = np.arange(first, first + lines)[:, None] * rows
     key = np.arange(0, p.N, keys)[None]
-    of_queries = ranges.Range(query, np.minimum(query + rows, p.M) - 1)
+    of_queries = intervals.Range(query, np.minimum(query + rows, p.M) - 1)
     places = {
-        **{"batch": ranges.exactly(batch), "head": ranges.exactly(head), "query": of_queries},
-        "key": ranges.Range(key, np.minimum(key + keys, p.N) - 1),
-        "position": ranges.Range(
+        **{"batch": intervals.exactly(batch), "head": intervals.exactly(head), "query": of_queries},
+        "key": intervals.Range(key, np.minimum(key + keys, p.N) - 1),
+        "position": intervals.Range(
             of_queries.low + p.first_position, of_queries.high + p.first_position
         ),
-        **{"queries": ranges.exactly(p.M), "keys": ranges.exactly(p.N)},
+        **{"queries": intervals.exactly(p.M), "keys": intervals.exactly(p.N)},
     }
     (text,) = p.modifiers.mask
-    found = ranges.read(text, places, names)
+    found = intervals.read(text, places, names)
     if found is None:
         return np.full((lines, key.size), _UNSURE, np.uint8)
     state = np.where(found.low == 1, FULL, np.where(found.high == 0, EMPTY, _UNSURE))
@@ -240,7 +240,7 @@ def _ready(
 
 
 def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
-    value, inside = mods.value(p)
+    value, inside = cuda_source.value(p)
     sizes = {"heads": p.heads, "ragged": False, "packed": False, "page_size": 0}
     sizes["caps_tiles"] = sizes["approximates_softcap"] = False  # a mask has no softcap
     options = {**p.options.constants, **p.modifiers.constants, **sizes}
@@ -252,7 +252,7 @@ def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
         Argument("states", "data"),
         Argument("sizes", value=np.array((p.M, p.N, 0, 0), SIZES)),
         Argument("mods", value=value, arrays=inside),
-        mods=mods.header(p),
+        mods=cuda_source.header(p),
     )
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cupyfa.arrays import kv_cache
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import evaluate, source as sources
 from cupyfa.planner.evaluate import source_path
-from cupyfa.runtime import decoding
 
 SCRIPT = """\
 from dataclasses import replace
@@ -73,7 +73,7 @@ def write(folder, fault=()):
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of tests/verify/faults.txt, which says what its lines mean."""
+    """A fault of tests/lab/verify/faults.txt, which says what its lines mean."""
 
     kernel: str
     file: str
@@ -101,8 +101,8 @@ SHARED_SCALE = Fault(
 
 
 def faults() -> list[Fault]:
-    """The faults of tests/verify/faults.txt."""
-    text = (sources.ROOT / "tests/verify/faults.txt").read_text(encoding="utf-8")
+    """The faults of tests/lab/verify/faults.txt."""
+    text = (sources.ROOT / "tests/lab/verify/faults.txt").read_text(encoding="utf-8")
     _, *blocks = text.split("\n\n")
     return [_fault(block.splitlines()) for block in blocks]
 
@@ -138,7 +138,7 @@ def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
     for module in (sources, evaluate):
         monkeypatch.setattr(module, "KERNELS", root)
     monkeypatch.setattr(sources, "INCLUDE", root / "include")
-    monkeypatch.setattr(decoding, "_launchers", {})
+    monkeypatch.setattr(kv_cache, "_launchers", {})
     return record_named(fault.kernel)
 
 

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import cupyfa
-from cupyfa import store
+from cupyfa import cache_folder
 from cupyfa.planner import source as sources
 
 MAIN = runpy.run_path(str(sources.ROOT / "cli.py"))["main"]
@@ -71,7 +71,7 @@ def still_works():
 
 def files():
     """All files in the cache and in the temporary directory, except compiled kernels."""
-    folders = (store.folder(), tempfile.gettempdir())
+    folders = (cache_folder.folder(), tempfile.gettempdir())
     found = {os.path.join(at, x) for folder in folders for at, _, xs in os.walk(folder) for x in xs}
     return {path for path in found if not COMPILED.fullmatch(os.path.basename(path))}
 

@@ -21,7 +21,7 @@ NAMES = "ABCDEFG"  # of a kernel's arrays
 
 def code(name, **values):
     """A piece of device code, from the folder device_code beside its test; ``$name`` is a value."""
-    (file,) = sources.ROOT.glob(f"tests/*/device_code/{name}.cu")
+    (file,) = sources.ROOT.glob(f"tests/**/device_code/{name}.cu")
     return Template(file.read_text()).substitute(values)
 
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from cupyfa.numerics import merging
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics import merge_bounds
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.operations import OPERATIONS
-from cupyfa.problem import can_give
+from cupyfa.problem.problem import can_give
 
 
 @np.errstate(invalid="ignore")
@@ -26,7 +26,7 @@ def merged(parts, whole, dtype):
     of_outs = sum(w * x.bound for w, x in zip(weights, outs))
     apart = sum(w * abs(x.value - whole["O"].value) for w, x in zip(weights, outs))
     largest = np.stack([abs(x.value) + x.bound for x in outs])
-    own = merging.expected_merge(largest, np.stack([x.value for x in lses]), dtype=dtype)
+    own = merge_bounds.expected_merge(largest, np.stack([x.value for x in lses]), dtype=dtype)
     bounds = {
         "O": own["out"].bound + growth * of_outs + (growth - 1) * apart,
         "lse": own["lse"].bound + b,

@@ -3,12 +3,12 @@
 import pytest
 
 from cupyfa import Problem
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.verify.case import Case
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]

@@ -13,9 +13,9 @@ import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import Problem
 from cupyfa.distributed.shards import Shards
+from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.operations import OPERATIONS
 
 SIZES = {"nccl": (1024, 64, "float16", {}), "mpi": (48, 8, "float32", {"backend": "simulator"})}
 

@@ -8,19 +8,19 @@ from helpers.problems import RAGGED, WINDOWED, check_case, in_turn, inputs_of, n
 
 import cupyfa
 from cupyfa import Problem
-from cupyfa.analysis.resources import limits_of
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.bench.trial import trial
-from cupyfa.dtypes import DTYPES
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.trial import trial
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.tasks import difference
 from cupyfa.ladder import backward
 from cupyfa.numerics import reference
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.source import KERNELS as FILES, ROOT
+from cupyfa.problem.dtypes import DTYPES
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.case import Case
-from cupyfa.verify.tasks import difference
 
 KERNELS = pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
 SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}

@@ -15,15 +15,15 @@ import pytest
 from helpers.problems import DTYPES, usual_dtype, usual_first
 
 from cupyfa import Launch, Problem
-from cupyfa.analysis import resources as compiling
-from cupyfa.analysis.resources import Compiled, compile_launch, limits_of
-from cupyfa.dtypes import E4M3_INPUTS
+from cupyfa.lab.analysis import resources as compiling
+from cupyfa.lab.analysis.resources import Compiled, compile_launch, limits_of
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ARCHES
 from cupyfa.ladder.lookup import record_named
-from cupyfa.modifiers import Operand
-from cupyfa.options import AttentionOptions
-from cupyfa.planner import select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, source as sources
+from cupyfa.problem.dtypes import E4M3_INPUTS
+from cupyfa.problem.optional_inputs import Operand
+from cupyfa.problem.options import AttentionOptions
 from cupyfa.runtime import tile_maps
 
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")

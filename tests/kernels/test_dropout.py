@@ -6,10 +6,10 @@ from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Case, Problem, Simulator, Unsupported
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.dtypes import DTYPES
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, source as sources
+from cupyfa.problem.dtypes import DTYPES
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 

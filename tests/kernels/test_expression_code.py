@@ -7,11 +7,11 @@ import pytest
 from helpers.device_code import INCLUDE, fault, launch, launch_on_device, source
 
 from cupyfa import Problem
-from cupyfa.analysis.resources import compile_launch, limits_of
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.expressions import FUNCTIONS, Captured, Expression, cpp_name
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder.lookup import record_named
-from cupyfa.planner import select
+from cupyfa.planner import choose_kernel
+from cupyfa.score.expressions import FUNCTIONS, Captured, Expression, cpp_name
 
 TEXTS = [
     "score * abs(position - key) / -3 - slope[head] * (2 - query) * (key - query)",
@@ -263,6 +263,6 @@ def test_the_largest_texts_compile(kernel, captured, text):
     sizes = {"M": 4096, "N": 4096, "d": 64, "dtype": usual_dtype(kernel)}
     p = Problem.of_sizes(**sizes, score_mod=text, **how)
     begin = time.process_time()
-    for program in select.plan(kernel, p, limits_of("90a")).programs:
+    for program in choose_kernel.plan(kernel, p, limits_of("90a")).programs:
         assert compile_launch(program, "90a").cubin
     assert time.process_time() - begin < 60

@@ -11,7 +11,7 @@ from helpers.problems import FORWARD, inputs_of
 import cupyfa
 from cupyfa import Problem
 from cupyfa.numerics import reference, tolerance
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator

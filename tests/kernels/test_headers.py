@@ -5,10 +5,10 @@ import re
 import pytest
 
 import cupyfa
-from cupyfa.analysis.resources import limits_of, problem_to_compile
-from cupyfa.options import AttentionOptions
-from cupyfa.planner import select as planning
+from cupyfa.lab.analysis.resources import limits_of, problem_to_compile
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.source import INCLUDE, KERNELS
+from cupyfa.problem.options import AttentionOptions
 
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {

@@ -10,11 +10,11 @@ from helpers.left_out import VARIABLE, optional
 from helpers.problems import inputs_of
 
 from cupyfa import Problem, WrongResult
-from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import SimulatorFault
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER, backward
-from cupyfa.options import OPTIONS
-from cupyfa.planner import select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, source as sources
+from cupyfa.problem.options import OPTIONS
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 

@@ -8,11 +8,12 @@ from helpers.problems import FORWARD, check_case, usual_first
 
 import cupyfa
 from cupyfa import AttentionOptions, Problem, Unsupported
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify import transforms
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.shrink import shrunk
+from cupyfa.ladder.operations import visible_scores
 from cupyfa.numerics import tolerance
-from cupyfa.operations import visible_scores
-from cupyfa.verify.case import Case
-from cupyfa.verify.shrink import shrunk
 
 OFFSETS = (-80, -3, 0, 11, 60)
 LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
@@ -168,7 +169,8 @@ def test_decode_has_no_offset():
 
 def test_shrinking_drops_the_offset_with_its_mask():
     p = Problem.of_sizes(M=30, N=40, d=8, causal=True, offset=5)
-    assert p.without("causal").offset is None and p.without("scale").offset == 5
+    assert transforms.leave_out(p, "causal").offset is None
+    assert transforms.leave_out(p, "scale").offset == 5
     kept = shrunk(Case("forward", p), lambda case: case.problem.offset is not None)
     assert kept.problem.options.changed == {"causal": "bottom-right", "offset": 0}
     gone = shrunk(Case("forward", p), lambda case: True)

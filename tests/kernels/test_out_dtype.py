@@ -10,7 +10,7 @@ from helpers.problems import FORWARD, usual_first
 import cupyfa
 from cupyfa import AttentionOptions, Case, Problem, Unsupported
 from cupyfa.numerics import tolerance
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from helpers.problems import usual_dtype
 
-from cupyfa.analysis.resources import limits_of
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
-from cupyfa.problem import Problem
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.case import Case
 
 FORWARD = LADDER["forward"]
 PACKING = ["mma_pipelined", "mma_tf32", "mma_fp16x2"]

@@ -9,12 +9,12 @@ import pytest
 from helpers.problems import FORWARD, name
 
 import cupyfa
-from cupyfa.analysis.resources import compile_launch, limits_of
-from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
-from cupyfa.problem import Problem
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.problem import Problem
 
 F = np.float32
 BACKWARD = LADDER["backward"]

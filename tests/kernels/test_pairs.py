@@ -8,12 +8,13 @@ from functools import cache
 import pytest
 from helpers.problems import LIKE_OTHERS, PAIRED
 
-from cupyfa import Case, Problem, blocks
+from cupyfa import Case, Problem
+from cupyfa.arrays import block_mask
 from cupyfa.ladder import LADDER
-from cupyfa.modifiers import DLSE, Operand
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.optional_inputs import DLSE, Operand
 from cupyfa.runtime import guard
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
 OPTIONS = {
@@ -158,7 +159,7 @@ def check(backend, kernel, at):
     """Runs a case between guard zones; raises if a result is wrong or something else is written."""
     case = case_of(kernel, at)
     plan = planning.plan(kernel, case.problem, backend.limits)
-    guard.checked(backend, plan, blocks.readable(backend, plan, case.inputs()), {})
+    guard.checked(backend, plan, block_mask.readable(backend, plan, case.inputs()), {})
 
 
 @pytest.mark.parametrize(

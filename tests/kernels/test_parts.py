@@ -9,7 +9,7 @@ from helpers.problems import FORWARD, inputs_of
 from cupyfa import Problem
 from cupyfa.ladder import LADDER
 from cupyfa.numerics import tolerance
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime.launcher import replay
 
 F = np.float32

@@ -12,13 +12,13 @@ from helpers.problems import FORWARD, RAGGED, name
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
-from cupyfa.bench import sweeps
+from cupyfa.lab.bench import sweeps
+from cupyfa.lab.verify.case import Case
 from cupyfa.numerics import reference
-from cupyfa.planner import select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.planner.plan import Tuned
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify.case import Case
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 A100 = Limits("an A100", shared_bytes=166912, arch="80")

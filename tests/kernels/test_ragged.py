@@ -8,8 +8,8 @@ import pytest
 from helpers.problems import FORWARD, name
 
 import cupyfa
-from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import Unsupported
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 
 F = np.float32

@@ -10,9 +10,9 @@ import pytest
 from helpers.problems import usual_first
 
 import cupyfa
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.dtypes import INPUTS
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
+from cupyfa.problem.dtypes import INPUTS
 
 M, N, D = 40, 140, 16
 RNG = np.random.default_rng(5)

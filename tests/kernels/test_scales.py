@@ -7,14 +7,14 @@ from helpers.problems import usual_first
 
 import cupyfa
 from cupyfa import Problem, Simulator
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.dtypes import dtype_named
 from cupyfa.errors import WrongResult
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select
+from cupyfa.planner import choose_kernel
+from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.verify.case import Case
 
 GIVES_ARRAYS = [k for k in LADDER["backward"].values() if "places" in k.features]
 ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
@@ -105,7 +105,7 @@ def case_of(kernel, dtype):
 @pytest.mark.parametrize("kernel", usual_first(ALL))
 def test_every_kernel(backend, kernel):
     case = case_of(kernel, usual_dtype(kernel))
-    plan = select.plan(kernel, case.problem, backend.limits)
+    plan = choose_kernel.plan(kernel, case.problem, backend.limits)
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
@@ -114,6 +114,6 @@ def test_every_kernel(backend, kernel):
 def test_bounds_find_a_scale_that_elements_share(tmp_path, dtype):
     simulator, kernel = Simulator(), broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
     case = case_of(kernel, dtype)
-    plan = select.plan(kernel, case.problem, simulator.limits)
+    plan = choose_kernel.plan(kernel, case.problem, simulator.limits)
     with pytest.raises(WrongResult, match="d_bias"):
         guard.checked(simulator, plan, readable_inputs(plan, case.inputs()), {})

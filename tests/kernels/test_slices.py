@@ -8,8 +8,8 @@ from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 import cupyfa
 from cupyfa import Problem
-from cupyfa.analysis.resources import compile_launch, limits_of
-from cupyfa.planner import select as planning
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
 MMA, WGMMA = FORWARD["mma_slices"], FORWARD["wgmma_slices"]

@@ -5,9 +5,9 @@ import pytest
 from helpers.problems import check_case, inputs_of, name, planned
 
 from cupyfa import Problem
-from cupyfa.analysis.resources import compile_launch, limits_of
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
 SLICES = LADDER["backward"]["mma_slices_backward"]

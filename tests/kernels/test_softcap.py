@@ -6,9 +6,9 @@ from helpers.problems import FORWARD, name
 
 import cupyfa
 from cupyfa import Case, Problem
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
 # Of a positive scale, kernels that take all texts have test_texts.

@@ -7,8 +7,8 @@ import pytest
 from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
 from cupyfa import Problem
-from cupyfa.analysis.resources import limits_of
-from cupyfa.planner import select as planning
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 

@@ -6,12 +6,12 @@ from helpers.problems import usual_first
 
 import cupyfa
 from cupyfa import Case, Problem, SimulatorFault
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.runtime.select import backend_named
+from cupyfa.runtime.choose_backend import backend_named
 
 EVERY = [k for group in LADDER.values() for k in group.values()]
 KERNELS, WITH_SCORES = ([k for k in EVERY if x in k.features] for x in ("places", "score"))

@@ -5,8 +5,8 @@ import pytest
 from helpers.problems import PAIRED
 
 import cupyfa
-from cupyfa import blocks
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.arrays import block_mask
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Launch
 
@@ -94,7 +94,7 @@ PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at lea
 def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
     """With a map that says that all tiles are empty all rows are, whatever the text says."""
     monkeypatch.setattr(
-        blocks.BlockMask,
+        block_mask.BlockMask,
         "_states",
         lambda mask, at, sums, rows, keys, _: np.zeros(
             (1, 1, -(-M // rows), -(-N // keys)), np.uint8
@@ -128,8 +128,8 @@ def test_packed_heads_evaluate_the_mask_in_all_tiles(backend):
 
 def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
     found = []
-    map_of = blocks.map_of
-    monkeypatch.setattr(blocks, "map_of", lambda *given: found.append(1) or map_of(*given))
+    map_of = block_mask.map_of
+    monkeypatch.setattr(block_mask, "map_of", lambda *given: found.append(1) or map_of(*given))
     q, k, v = (RNG.standard_normal((2, n, 24)).astype(np.float32) for n in (M, N, N))
     mask = cupyfa.block_mask(mask_mod="key <= position", M=M, N=N)
     how = {"mask": mask, "kernel": "fa2", "backend": backend}

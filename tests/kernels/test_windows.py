@@ -11,17 +11,17 @@ from helpers.problems import FORWARD, inputs_of, name, usual_first
 
 import cupyfa
 from cupyfa import Case, Problem
-from cupyfa.analysis.resources import limits_of
-from cupyfa.bench.sweeps import usual_dtype
 from cupyfa.errors import SimulatorFault
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify import shrink as shrinking
+from cupyfa.ladder.operations import visible_scores
 from cupyfa.numerics import reference
-from cupyfa.operations import visible_scores
-from cupyfa.options import FLOAT8
-from cupyfa.planner import select as planning, source as sources
-from cupyfa.problem import MOST
+from cupyfa.planner import choose_kernel as planning, source as sources
+from cupyfa.problem.options import FLOAT8
+from cupyfa.problem.problem import MOST
 from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import shrink as shrinking
 
 ABLE = [kernel for kernel in FORWARD.values() if "window" in kernel.features]
 UNABLE = [kernel for kernel in FORWARD.values() if "window" not in kernel.features]

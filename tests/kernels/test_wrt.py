@@ -5,12 +5,12 @@ import pytest
 from helpers.problems import inputs_of, planned, usual_first
 
 import cupyfa
-from cupyfa.bench.sweeps import usual_dtype
-from cupyfa.dtypes import dtype_named
+from cupyfa.lab.bench.sweeps import usual_dtype
+from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.operations import OPERATIONS
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import guard
-from cupyfa.verify.case import Case
 
 KERNELS = [k for k in LADDER["backward"].values() if "places" in k.features]
 TEXT = "cap[head] * tanh(score / cap[head]) + slope[head] * score * key + table[head, bucket[key]]"

@@ -10,10 +10,10 @@ from helpers.pictures import assert_readable
 from matplotlib.text import Text
 
 from cupyfa import Problem
-from cupyfa.bench.results import Measurement, Results
+from cupyfa.lab.bench.results import Measurement, Results
+from cupyfa.lab.report import plots as plotting, publish as pages
 from cupyfa.ladder import LADDER
 from cupyfa.planner import source as sources
-from cupyfa.report import plots as plotting, publish as pages
 
 RUNGS = list(LADDER["forward"])
 OTHERS = ("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma_fp16x2", "wgmma_fp8")
@@ -139,7 +139,9 @@ def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
 
 @pytest.mark.parametrize("has_page, word", [(True, "measure on a GPU"), (False, "in a checkout")])
 def test_nothing_is_measured_that_cannot_be_published(checkout, monkeypatch, has_page, word):
-    monkeypatch.setattr("cupyfa.commands.ladder.bench", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "cupyfa.lab.commands.ladder.bench", lambda *_, **__: pytest.fail("measured")
+    )
     if not has_page:
         (checkout / pages.PAGES[0]).unlink()
     assert word in refused("ladder", "--docs", "--backend", "simulator", code=2)
@@ -329,7 +331,7 @@ def test_all_rungs_that_take_the_dtype():
 def test_the_rungs_of_gradients(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "cupyfa.commands.ladder.bench", lambda names, **_: asked.extend(names) or ROWS
+        "cupyfa.lab.commands.ladder.bench", lambda names, **_: asked.extend(names) or ROWS
     )
     cli("ladder", "--backward", "--backend", "simulator")
     of_others = ("mma_fp16x2_two_pass", "mma_f64_columns", "wgmma_fp16x2_two_pass")
@@ -363,7 +365,7 @@ def test_a_sweep_for_a_picture_goes_through_the_lengths(monkeypatch, tmp_path):
         assert (sizes["dtype"], sizes["d"]) == ("float16", 32)
         return [measured("fa2", 1.0, M) for M in sizes["M"]]
 
-    monkeypatch.setattr("cupyfa.commands.ladder.bench", bench)
+    monkeypatch.setattr("cupyfa.lab.commands.ladder.bench", bench)
     args = ("--backend", "simulator", "-d", 32, "-M", 300, "--budget", 2, "--format", "json")
     (row,) = strict(cli("ladder", *args, "--plot", tmp_path / "a.png").stdout)
     assert row["rung"] == "fa2"
@@ -378,7 +380,7 @@ def test_an_interrupted_sweep_prints_and_saves_its_results(monkeypatch, tmp_path
         so_far(rows)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cupyfa.commands.ladder.bench", bench)
+    monkeypatch.setattr("cupyfa.lab.commands.ladder.bench", bench)
     args = ("ladder", "--backend", "simulator", "-M", M, "--plot", tmp_path / "a.svg")
     done = cli(*args, "--save", file, code=130)
     assert done.stdout == ""

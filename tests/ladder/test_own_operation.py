@@ -11,15 +11,15 @@ from helpers.cli import cli
 
 import cupyfa
 from cupyfa import Input, Launch, Limits
+from cupyfa.lab.verify import failures, sampling
+from cupyfa.lab.verify.case import VALUES
+from cupyfa.lab.verify.sampling import Judge
+from cupyfa.lab.verify.tasks import Task, perform
 from cupyfa.numerics import reference, tolerance
-from cupyfa.planner import select
+from cupyfa.planner import choose_kernel
 from cupyfa.planner.evaluate import source_path
 from cupyfa.planner.source import KERNELS, text
 from cupyfa.runtime.simulator import Simulator
-from cupyfa.verify import failures, sampling
-from cupyfa.verify.case import VALUES
-from cupyfa.verify.sampling import Judge
-from cupyfa.verify.tasks import Task, perform
 
 SLOPED, SCRIPT = scripts.sloped, Path(scripts.__file__)
 FULL = SCRIPT.with_suffix(".cu").read_text()
@@ -280,7 +280,7 @@ def test_bounds_may_be_those_of_the_project(tmp_path):
         cupyfa.attention(q, k, v, kernel=replace(kernel, reference=turned), **how)
     p = cupyfa.Problem.of(q, k, v)
     judge = Judge.of(
-        select.plan(replace(kernel, reference=turned), p, Simulator().limits),
+        choose_kernel.plan(replace(kernel, reference=turned), p, Simulator().limits),
         {"Q": q, "K": k, "V": v},
     )
     right = tolerance.expected_attention(q, -k, v, dtype="float16", scale=p.scale)[None]
@@ -426,7 +426,7 @@ def derived(folder, rung, change=("", "")):
 def test_a_kernel_derived_from_a_rung_finds_the_project_s_files(tmp_path):
     kernel = derived(tmp_path, "mma_pipelined")
     p = cupyfa.Problem.of_sizes(M=70, d=16, precision="float16")
-    plan = select.plan(kernel, p, Limits("an A100", 166912, arch="80"))
+    plan = choose_kernel.plan(kernel, p, Limits("an A100", 166912, arch="80"))
     of = {x.entry: x.path for x in plan.launches}
     assert of["mma_pipelined"] == tmp_path / "mma_pipelined.cu"
     assert of["round_operands"] == Path("forward/steps/round_operands.cu")

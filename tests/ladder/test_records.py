@@ -17,7 +17,7 @@ from cupyfa import Kernel, Launch, Limits, Problem
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import ROUNDINGS
 from cupyfa.numerics import reference
-from cupyfa.planner import select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, source as sources
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
 RUNGS = cupyfa.kernels()

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from cupyfa.analysis import profile as profiling, resources as compiling
-from cupyfa.bench import sweeps
+from cupyfa.lab.analysis import nsight as profiling, resources as compiling
+from cupyfa.lab.bench import sweeps
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.source import ROOT
-from cupyfa.problem import Problem
+from cupyfa.problem.problem import Problem
 
 PAGES = ROOT / "docs" / "rungs"
 RUNGS = [kernel for kernels in LADDER.values() for kernel in kernels.values()]

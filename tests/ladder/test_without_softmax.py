@@ -9,9 +9,9 @@ from helpers import sloped as sloped_scripts, squared_relu as scripts
 from helpers.cli import SIMULATOR, cli
 
 import cupyfa
-from cupyfa.verify import failures
-from cupyfa.verify.case import Case
-from cupyfa.verify.tasks import Task, perform
+from cupyfa.lab.verify import failures
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.tasks import Task, perform
 
 FORWARD, BACKWARD = scripts.squared_relu, scripts.squared_relu_backward
 SCRIPT = Path(scripts.__file__)

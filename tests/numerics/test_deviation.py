@@ -5,7 +5,7 @@ import pytest
 
 from cupyfa.numerics import deviation, reference
 from cupyfa.numerics.tolerance import Expected, compare
-from cupyfa.problem import Problem
+from cupyfa.problem.problem import Problem
 
 SIZES = ((1, 1, 1), (7, 45, 16), (33, 203, 64), (3, 799, 128))  # M, N, d
 SCALE = {1: 1.0, 16: 0.25, 64: 0.125, 128: 0.088}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from cupyfa import Problem, Simulator
+from cupyfa.lab.verify import case as cases, sampling
+from cupyfa.lab.verify.case import Case
+from cupyfa.ladder.operations import OPERATIONS, Excerpt, exact_attention
 from cupyfa.numerics import reference, tolerance
-from cupyfa.operations import OPERATIONS, Excerpt, exact_attention
-from cupyfa.verify import case as cases, sampling
-from cupyfa.verify.case import Case
 
 BACKWARD = OPERATIONS["backward"]
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -6,10 +6,10 @@ from helpers import float32
 from helpers.float32 import EPS
 
 from cupyfa import Problem
-from cupyfa.expressions import Expression
+from cupyfa.ladder.operations import OPERATIONS, Excerpt, exact_attention
 from cupyfa.numerics import reference, tolerance
-from cupyfa.numerics.modification import Modifications
-from cupyfa.operations import OPERATIONS, Excerpt, exact_attention
+from cupyfa.score.expressions import Expression
+from cupyfa.score.numpy_evaluation import Modifications
 
 B, H, HK, M, N, DV = 1, 4, 2, 24, 70, 8
 F = np.float32

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from helpers.gradients import reference_gradients
 
-from cupyfa.expressions import Expression
 from cupyfa.numerics import reference
-from cupyfa.numerics.modification import NONE, Modifications
+from cupyfa.score.expressions import Expression
+from cupyfa.score.numpy_evaluation import NONE, Modifications
 
 NAN, INF = np.nan, np.inf
 

@@ -7,10 +7,10 @@ import pytest
 from helpers import e4m3_sums
 from hypothesis import given, settings, strategies as st
 
-from cupyfa.dtypes import dtype_named
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference, tolerance
 from cupyfa.numerics.tolerance import require
+from cupyfa.problem.dtypes import dtype_named
 
 
 def attention_verdicts(results, q, k, v, rounding=None, **options):

@@ -10,10 +10,10 @@ from helpers.cli import table
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, TileChoice, Unsupported
-from cupyfa.analysis.resources import limits_of
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.analysis.resources import limits_of
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.evaluate import with_numbers
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")

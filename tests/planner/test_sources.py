@@ -7,7 +7,7 @@ import pytest
 
 from cupyfa import Limits, Problem
 from cupyfa.ladder import LADDER
-from cupyfa.planner import includes, mods, select as planning, source as sources
+from cupyfa.planner import choose_kernel as planning, cuda_source, includes, source as sources
 
 LIMITS = Limits("a device", shared_bytes=65536)
 HOPPER = Limits("another", shared_bytes=227 * 1024, arch="90")
@@ -184,7 +184,7 @@ def test_a_long_text_is_a_function_that_kernels_call():
     """Compilers take minutes for hundreds of operations at each pair of a tile."""
     for text, how in ((LONG, "__noinline__ Score"), ("tanh(score)", "__forceinline__ Score")):
         p = Problem.of_sizes(M=64, N=64, d=16, score_mod=f"score + {text}")
-        assert f"__device__ {how} score_mod(" in mods.header(p)
+        assert f"__device__ {how} score_mod(" in cuda_source.header(p)
 
 
 def test_too_many_derivatives_by_elements_are_refused():
@@ -192,4 +192,4 @@ def test_too_many_derivatives_by_elements_are_refused():
     sizes = {"M": 64, "N": 99, "d": 16, "captured": {"t": "f32[99]"}}
     p = Problem.of_sizes(**sizes, score_mod=f"score + {sums}", wrt="t")
     with pytest.raises(ValueError, match="^wrt: the texts read elements of t in 70 places"):
-        mods.header(p, taped=True)
+        cuda_source.header(p, taped=True)

@@ -23,12 +23,12 @@ from helpers.threads import in_threads
 
 import cupyfa
 from cupyfa import Problem, Simulator, Unsupported
-from cupyfa.bench.sweeps import usual_dtype
+from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Matmul
-from cupyfa.planner import select as planning, source as sources
-from cupyfa.runtime import launcher, prepared as binding, select, workspace
-from cupyfa.runtime.arguments import arguments
+from cupyfa.planner import choose_kernel as planning, source as sources
+from cupyfa.runtime import choose_backend, launcher, prepared as binding, workspace
+from cupyfa.runtime.kernel_arguments import arguments
 from cupyfa.runtime.launcher import Launcher
 
 
@@ -105,7 +105,7 @@ class Counted(Launcher):
 @pytest.fixture
 def near(monkeypatch):
     device = NearDevice()
-    monkeypatch.setitem(select._owners, Near, device)
+    monkeypatch.setitem(choose_backend._owners, Near, device)
     monkeypatch.setattr(binding, "Launcher", Counted)
     return device
 
@@ -463,8 +463,8 @@ def test_repeated_arrays_are_not_checked_again(near, monkeypatch):
     q, k, v = arrays(2, 3, 20, 16)
     forms, form = [], near.form
     monkeypatch.setattr(near, "form", lambda x: forms.append(x) or form(x))
-    monkeypatch.setitem(select._owners, Near, near)
-    monkeypatch.setattr(select, "_automatic", lambda: near)
+    monkeypatch.setitem(choose_backend._owners, Near, near)
+    monkeypatch.setattr(choose_backend, "_automatic", lambda: near)
 
     def call(*x, **options):
         forms.clear()
@@ -487,7 +487,7 @@ def test_repeated_arrays_are_not_checked_again(near, monkeypatch):
 
 
 def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
-    monkeypatch.setattr(select, "_automatic", lambda: near)
+    monkeypatch.setattr(choose_backend, "_automatic", lambda: near)
     q, k, v = arrays(2, 3, 20, 16)
     o, lse = forward(near, q, k, v)
     for call in (
@@ -519,7 +519,7 @@ def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
 
 
 def test_results_of_a_forward_pass_come_again_after_its_gradients(near, monkeypatch):
-    monkeypatch.setattr(select, "_automatic", lambda: near)
+    monkeypatch.setattr(choose_backend, "_automatic", lambda: near)
     q, k, v = arrays(2, 3, 20, 16)
     dout = arrays(2, 3, 20, 16, seed=1)[0]
 
@@ -612,7 +612,7 @@ def test_a_repeated_call_enters_few_functions(there, most):
 @pytest.fixture
 def plans(monkeypatch):
     """How often something was planned; the simulator knows no call of other tests."""
-    select.backend_named("simulator").known.clear()
+    choose_backend.backend_named("simulator").known.clear()
     made, plan = [], planning.plan
     monkeypatch.setattr(planning, "plan", lambda *a, **k: made.append(a) or plan(*a, **k))
     return made
@@ -958,7 +958,7 @@ def test_device_results_are_reused_only_if_nobody_holds_them(driver, monkeypatch
     engine, (q, k, v) = Driven(), (on_device((1, 1, 5, 8), np.dtype("f4")) for _ in range(3))
     monkeypatch.setattr(type(engine), "limits", Simulator().limits)
     monkeypatch.setattr(type(engine), "working_on", lambda *_: nullcontext())
-    monkeypatch.setitem(select._owners, cupy.ndarray, engine)
+    monkeypatch.setitem(choose_backend._owners, cupy.ndarray, engine)
     with cupy.cuda.using_allocator(allocate):
         prepared = cupyfa.compile(q, k, v, backend=engine, kernel="fa2")
         usual = {prepared(q, k, v).data.ptr for _ in range(6)}
@@ -1064,7 +1064,7 @@ def test_torch_tensors_are_used_in_place(torch, dtype):
     numpy = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = [on_device((2, 5, 6, 8), numpy) for _ in range(3)]
     arrays[1] = arrays[1][:, ::2, 1:, ::2]
-    engine, seen = select.adopt(Driven(), **dict(zip("qkv", map(Tensor, arrays))))
+    engine, seen = choose_backend.adopt(Driven(), **dict(zip("qkv", map(Tensor, arrays))))
     assert engine.name == "cuda"
     for view, array in zip(seen, arrays):
         for fact in ("shape", "strides", "dtype", "data.ptr", "data.device_id"):

@@ -12,17 +12,17 @@ from helpers.problems import inputs_of, planned
 
 import cupyfa
 from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
-from cupyfa.analysis import resources as compiling
-from cupyfa.analysis.resources import compilations, compiled_row
-from cupyfa.bench import timing, trial
+from cupyfa.lab.analysis import resources as compiling
+from cupyfa.lab.analysis.resources import compilations, compiled_row
+from cupyfa.lab.bench import timing, trial
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
-from cupyfa.runtime.arguments import arguments
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.backend import Mapped
+from cupyfa.runtime.choose_backend import backend_named
+from cupyfa.runtime.kernel_arguments import arguments
 from cupyfa.runtime.launcher import Launcher, _Arguments, replay
-from cupyfa.runtime.select import backend_named
 
 SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 37, "N": 21, "d": 40, "dv": 72}
 ODD = {"heads": 2, "M": 19, "N": 11, "d": 33, "dv": 9}

@@ -16,12 +16,12 @@ import helpers.cli
 import pytest
 
 import cupyfa
-from cupyfa import Kernel, Launch, Problem, store
-from cupyfa.analysis import caches, resources as compiling
-from cupyfa.options import AttentionOptions
-from cupyfa.planner import select as planning, source as sources
+from cupyfa import Kernel, Launch, Problem, cache_folder
+from cupyfa.lab.analysis import caches, resources as compiling
+from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.planner.plan import Tuned
-from cupyfa.runtime.select import backend_named
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.runtime.choose_backend import backend_named
 
 HEX = "0123456789abcdef"
 OBJECT = f"fa2-{HEX * 2}.so"
@@ -235,7 +235,7 @@ def compiled(folder, **hours):
     """Files of 400,000 bytes as compiled kernels, last used some hours ago."""
     for name, since in hours.items():
         path = folder / f"{name}-{HEX * 2}.so"
-        store.write_whole(path, store.sealed(bytes(400_000 - 32)))
+        cache_folder.write_whole(path, cache_folder.sealed(bytes(400_000 - 32)))
         os.utime(path, (time.time() - 3600 * since,) * 2)
 
 
@@ -247,22 +247,24 @@ def test_the_least_recently_used_kernels_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
     compiled(tmp_path, a=5, b=4, c=3, d=2, e=0)
     (tmp_path / "mine.so").write_bytes(bytes(10**6))
-    assert store.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses it
-    store.trim(tmp_path)
+    assert cache_folder.compiled(tmp_path / f"b-{HEX * 2}.so") == bytes(400_000 - 32)  # uses it
+    cache_folder.trim(tmp_path)
     assert names(tmp_path) == {"b", "e", "mine.so"}
     monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
-    store.trim(tmp_path)  # those of the last hour stay: another process may be about to load them
+    cache_folder.trim(
+        tmp_path
+    )  # those of the last hour stay: another process may be about to load them
     assert names(tmp_path) == {"b", "e", "mine.so"}
 
 
 def test_new_kernels_displace_old_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_MB", "1")
-    monkeypatch.setattr(store, "_written", count())
+    monkeypatch.setattr(cache_folder, "_written", count())
     compiled(tmp_path, a=5, b=4, c=3)
-    store.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
+    cache_folder.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
     assert names(tmp_path) == {"b", "c", "d"}
     compiled(tmp_path, a=5)
-    store.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
+    cache_folder.keep_compiled(tmp_path / f"d-{HEX * 2}.cubin", b"new")
     assert "a" in names(tmp_path)  # not with every file
 
 
@@ -270,7 +272,7 @@ def test_processes_trim_at_the_same_time(tmp_path, monkeypatch):
     monkeypatch.setenv("CUPYFA_CACHE_MB", "0")
     compiled(tmp_path, **{f"k{i}": 2 for i in range(40)})
     with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(store.trim, tmp_path) for _ in range(4)]:
+        for done in [threads.submit(cache_folder.trim, tmp_path) for _ in range(4)]:
             done.result()
     assert not list(tmp_path.iterdir())
 
@@ -279,7 +281,7 @@ def test_processes_trim_at_the_same_time(tmp_path, monkeypatch):
 def test_a_limit_that_is_no_number_is_named(monkeypatch, limit):
     monkeypatch.setenv("CUPYFA_CACHE_MB", limit)
     with pytest.raises(ValueError, match=f"CUPYFA_CACHE_MB is '{limit}'; give a whole number"):
-        store.limit()
+        cache_folder.limit()
 
 
 @pytest.mark.slow
@@ -352,10 +354,10 @@ def test_warm_refuses_invalid_sizes(wrong):
 def test_a_temporary_folder_replaces_an_unwritable_cache(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert store.chosen_folder() == tmp_path / "file" / "cache"
-    assert store.folder().is_dir() and tmp_path not in store.folder().parents
+    assert cache_folder.chosen_folder() == tmp_path / "file" / "cache"
+    assert cache_folder.folder().is_dir() and tmp_path not in cache_folder.folder().parents
     name = f"fa2-{32 * 'a'}.so"
     with pytest.warns(UserWarning, match="cannot be written, so nothing is stored; set CUPYFA_"):
-        store.keep_compiled(store.folder() / name, b"first")
+        cache_folder.keep_compiled(cache_folder.folder() / name, b"first")
     with warnings.catch_warnings(action="error"):  # once in a process
-        store.keep_compiled(store.folder() / name, b"second")
+        cache_folder.keep_compiled(cache_folder.folder() / name, b"second")

@@ -106,7 +106,7 @@ def test_torch_captures_a_call(name, before):
     )[name]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     if before == "never":
-        from cupyfa.runtime.select import backend_named
+        from cupyfa.runtime.choose_backend import backend_named
 
         backend_named("cuda").trim()  # and nothing is left in CuPy's pool
     else:

@@ -12,13 +12,13 @@ from helpers.far_device import FarDevice, Gate
 from hypothesis import given, settings, strategies as st
 
 import cupyfa
-from cupyfa.dtypes import DTYPES
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
-from cupyfa.problem import Problem
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime import launcher, transfer
-from cupyfa.runtime.transfer import call, devices, pieces, shares
+from cupyfa.runtime.transfer import devices, pieces, shares, streamed_call
 from cupyfa.runtime.transfer.host import hosts
 from cupyfa.runtime.transfer.shares import divided
 
@@ -57,7 +57,7 @@ def small():
     before = transfer.configure()
     transfer.configure(threads=2, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "_INLINE", 512)
+        patch.setattr(streamed_call, "_INLINE", 512)
         yield
     transfer.configure(**vars(before))
 
@@ -275,7 +275,7 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
 
 def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypatch):
     """The first error is raised when all have been waited for."""
-    waited, launch, wait = [], pieces.Layout.launch, call.Call.wait_for_all
+    waited, launch, wait = [], pieces.Layout.launch, streamed_call.Call.wait_for_all
 
     def failing(self, backend, slot):
         if far.device == 0:
@@ -291,7 +291,7 @@ def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypa
     q, k, v = arrays(6, 2, 60)
     with monkeypatch.context() as patch:
         patch.setattr(pieces.Layout, "launch", failing)
-        patch.setattr(call.Call, "wait_for_all", failing_too)
+        patch.setattr(streamed_call.Call, "wait_for_all", failing_too)
         with pytest.raises(cupyfa.DeviceError, match="device 0: launch failed"):
             cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1, 2])
     assert sorted(waited) == [0, 1, 2]

@@ -10,7 +10,7 @@ from helpers.gpu_like import GpuArray, GpuLike
 
 import cupyfa
 from cupyfa import DeviceError
-from cupyfa.runtime import select
+from cupyfa.runtime import choose_backend
 
 F = np.float32
 Q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype(F)
@@ -62,7 +62,7 @@ def device(monkeypatch):
     monkeypatch.setattr(cuda, "_device_error", found)
     monkeypatch.setattr(cuda, "_exchange_of_capture_modes", lambda: lambda mode: None)
     made = Counting()
-    monkeypatch.setitem(select._owners, GpuArray, made)
+    monkeypatch.setitem(choose_backend._owners, GpuArray, made)
     return made
 
 

@@ -12,11 +12,11 @@ from helpers.device_code import code
 from helpers.problems import FORWARD, check_case, name, planned
 
 import cupyfa
+from cupyfa.lab.verify.case import Case
+from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
-from cupyfa.operations import OPERATIONS
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
-from cupyfa.verify.case import Case
 
 pytestmark = pytest.mark.gpu
 KERNELS = pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)

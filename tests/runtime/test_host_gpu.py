@@ -149,7 +149,7 @@ def test_registered_memory_is_pinned_too():
     import cupy
 
     x = arrays(4, 8, 300, 64)[0]
-    cuda = cupyfa.runtime.select.backend_named("cuda")
+    cuda = cupyfa.runtime.choose_backend.backend_named("cuda")
     assert not cuda.is_pinned(x)
     cupy.cuda.runtime.hostRegister(x.ctypes.data, x.nbytes, 0)
     try:
@@ -406,7 +406,7 @@ def test_torch_tensors_are_used_by_their_addresses():
     host = arrays(1, 2, 100, 64)
     right = cupyfa.attention(*on_device(*host))
     tensors = [torch.from_numpy(x).cuda() for x in host]
-    assert cupyfa.runtime.select.backend_named("cuda").adopt_tensors(tensors) is not None
+    assert cupyfa.runtime.choose_backend.backend_named("cuda").adopt_tensors(tensors) is not None
     assert (cupyfa.attention(*tensors) == right).all()
     turned = [x.swapaxes(1, 2).contiguous().swapaxes(1, 2) for x in tensors]
     assert (cupyfa.attention(*turned) == right).all()

@@ -9,7 +9,7 @@ from helpers.gpu_like import GpuArray, GpuLike
 from helpers.inputs import PATHS, Calls, require_equal, sorts_of
 
 import cupyfa
-from cupyfa.runtime import select
+from cupyfa.runtime import choose_backend
 
 
 def on_host(array):
@@ -27,7 +27,7 @@ MEMORIES = [*product(("host", "device"), repeat=2)]  # of q, k and v, and of wha
 @pytest.fixture
 def like_a_gpu(monkeypatch):
     device = GpuLike()
-    monkeypatch.setitem(select._owners, GpuArray, device)
+    monkeypatch.setitem(choose_backend._owners, GpuArray, device)
     return device
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa.numerics import merging, tolerance
+from cupyfa.numerics import merge_bounds, tolerance
 from cupyfa.runtime.merging import MOST_PARTS
 
 pytestmark = pytest.mark.gpu
@@ -130,7 +130,7 @@ def test_tensors_of_torch(cuda):
     into = torch.empty_like(there[0][0])
     out, lse = cupyfa.merge(there, out=into)
     assert out is into
-    right = merging.expected_merge(*map(np.stack, zip(*parts)), dtype="float16")
+    right = merge_bounds.expected_merge(*map(np.stack, zip(*parts)), dtype="float16")
     found = {"out": out.cpu().numpy(), "lse": lse.get()}
     tolerance.require(tolerance.compare(found, right), "merge of tensors")
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.device_arrays import ArrayDevice, DeviceArray
 
 import cupyfa
-from cupyfa.runtime import select
+from cupyfa.runtime import choose_backend
 
 F = np.float32
 
@@ -15,7 +15,7 @@ F = np.float32
 @pytest.fixture
 def device(monkeypatch):
     made = ArrayDevice()
-    monkeypatch.setitem(select._owners, DeviceArray, made)
+    monkeypatch.setitem(choose_backend._owners, DeviceArray, made)
     return made
 
 

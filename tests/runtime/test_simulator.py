@@ -30,7 +30,7 @@ from helpers.threads import in_threads
 import cupyfa
 from cupyfa import Problem, Simulator
 from cupyfa.errors import CompileError, SimulatorFault
-from cupyfa.planner import select, source as sources
+from cupyfa.planner import choose_kernel, source as sources
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 pytestmark = pytest.mark.usefixtures("every_check")
@@ -195,7 +195,7 @@ def test_functions_of_the_ladder_may_be_called_and_those_of_own_files_are_inline
     inlined = []
     monkeypatch.setattr(machine, "build", lambda *_, inlines: inlined.append(inlines))
     kernel, p = cupyfa.kernel("softmax_safe"), Problem.of_row_sizes(2, 7, "float32")
-    (launch,) = select.plan(kernel, p, Simulator().limits).programs
+    (launch,) = choose_kernel.plan(kernel, p, Simulator().limits).programs
     own = tmp_path / "own.cu"
     own.write_text(sources.file_of(launch))
     for one in (launch, replace(launch, path=own)):

@@ -17,11 +17,11 @@ from hypothesis import given, settings, strategies as st
 
 import cupyfa
 from cupyfa.ladder import LADDER
-from cupyfa.planner import select as planning
+from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
-from cupyfa.problem import Problem
+from cupyfa.problem.problem import Problem
 from cupyfa.runtime import transfer
-from cupyfa.runtime.transfer import call, host, pieces
+from cupyfa.runtime.transfer import host, pieces, streamed_call
 from cupyfa.runtime.transfer.host import Buffers, Host, hosts
 
 LIMITS = Limits("a device", shared_bytes=232448)
@@ -38,7 +38,7 @@ def small():
     before = transfer.configure()
     transfer.configure(threads=3, chunk_bytes=4096, buffers=4, piece_bytes=20_000, pieces=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call, "_INLINE", 512)
+        patch.setattr(streamed_call, "_INLINE", 512)
         patch.setattr(host, "_POOLED", 1024)
         yield
     transfer.configure(**vars(before))
@@ -127,7 +127,7 @@ def test_a_problem_that_cannot_be_cut_says_what_it_needs():
 @pytest.mark.parametrize("most", [2048, 1 << 20])
 def test_chunks_grow_with_the_root_of_what_is_moved(far, monkeypatch, most):
     transfer.configure(chunk_bytes=most, piece_bytes=1 << 20)
-    monkeypatch.setattr(call, "_CHUNK_COST", 400)
+    monkeypatch.setattr(streamed_call, "_CHUNK_COST", 400)
     for M in (40, 160):
         far.copied.clear()
         q, k, v = arrays(1, 1, M, 16)
@@ -573,7 +573,7 @@ def test_an_error_with_few_buffers_ends_the_call(far, what):
         else:
             patch.setattr(FarMark, "done", False)
             patch.setattr(FarMark, "wait", fail)
-        thread = threading.Thread(target=call, daemon=True)
+        thread = threading.Thread(target=streamed_call, daemon=True)
         thread.start()
         assert ended.wait(20)
         thread.join()
@@ -628,9 +628,9 @@ def test_a_device_that_stands_still_holds_up_no_other(far, where, kernel):
 
     with ThreadPoolExecutor(2) as pool:
         try:
-            still = pool.submit(call, 0)
+            still = pool.submit(streamed_call, 0)
             assert gate.arrived.acquire(timeout=20)
-            pool.submit(call, 1).result(timeout=20)
+            pool.submit(streamed_call, 1).result(timeout=20)
             assert not still.done()
         finally:
             gate.opened.set()

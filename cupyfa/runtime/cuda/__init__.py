@@ -1,5 +1,5 @@
 """The CUDA backend, on CuPy."""
 
-from cupyfa import store
+from cupyfa import cache_folder
 
-store.give_cupy_a_folder()  # before any module of this package imports CuPy
+cache_folder.give_cupy_a_folder()  # before any module of this package imports CuPy

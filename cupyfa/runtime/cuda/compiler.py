@@ -13,7 +13,7 @@ from cupy.cuda.compiler import CompileException
 from cupy.cuda.function import Module
 from cupy_backends.cuda.api import driver
 
-from cupyfa import store
+from cupyfa import cache_folder
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import PlannedLaunch
 
@@ -47,14 +47,14 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
     arch, to_ptx = _target(launch.target or capability)
     version = ".".join(map(str, nvrtc.getVersion()))
     key = "\0".join((text, arch, version, cupy.__version__))
-    path = store.folder() / f"{launch.entry}-{sha256(key.encode()).hexdigest()[:32]}.cubin"
+    path = cache_folder.folder() / f"{launch.entry}-{sha256(key.encode()).hexdigest()[:32]}.cubin"
     try:
-        binary = store.compiled(path)
+        binary = cache_folder.compiled(path)
         if binary is None:
             name, folders = f"{launch.entry}.cu", sources.include_folders(launch)
             binary, _ = compile_text(text, name, arch, folders, to_ptx=to_ptx, log=False)
             with suppress(OSError):  # a full disk
-                store.keep_compiled(path, binary)
+                cache_folder.keep_compiled(path, binary)
         return Kernel(binary, launch.entry)
     except driver.CUDADriverError as error:
         if error.status != _NOT_FOUND:

@@ -15,15 +15,15 @@ from cupy.cuda import nvrtc
 from cupy.cuda.stream import get_current_stream
 from cupy_backends.cuda.api import driver, runtime
 
-from cupyfa.dtypes import E4M3, INPUTS
 from cupyfa.errors import DeviceError, DeviceLost, OutOfMemory, Unsupported
 from cupyfa.planner import source as sources, tuned
 from cupyfa.planner.plan import Limits, PlannedLaunch
+from cupyfa.problem.dtypes import E4M3, INPUTS
 from cupyfa.runtime import environment
-from cupyfa.runtime.arguments import BOX_ROW_BYTES, blank_map
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.cuda import compiler
+from cupyfa.runtime.kernel_arguments import BOX_ROW_BYTES, blank_map
 
 ARRAY = cupy.ndarray
 _raw_kernel = cache(cupy.RawKernel)

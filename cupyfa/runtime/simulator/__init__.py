@@ -19,10 +19,10 @@ from numpy.lib.stride_tricks import as_strided
 from cupyfa.errors import CompileError
 from cupyfa.planner import source as sources
 from cupyfa.planner.plan import Limits, PlannedLaunch
-from cupyfa.problem import whole
-from cupyfa.runtime.arguments import blank_map
+from cupyfa.problem.problem import whole
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
+from cupyfa.runtime.kernel_arguments import blank_map
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
 # The struct TensorMap of the simulator's own tma.cuh; strides in bytes.

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cupyfa import store
+from cupyfa import cache_folder
 from cupyfa.errors import CompileError, CompilerNotFound, SimulatorFault, warn
 from cupyfa.planner import includes
 from cupyfa.runtime.backend import Region
@@ -601,7 +601,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
     if started.result().returncode != 0:
         message = told + said or f"{shlex.join(command)} failed without a message"
         if _NO_ROOM.search(message):
-            where = f"{store.folder()} or {tempfile.gettempdir()}"
+            where = f"{cache_folder.folder()} or {tempfile.gettempdir()}"
             raise OSError(errno.ENOSPC, f"the C++ compiler found no room in {where}; make some")
         raise CompileError(message)
     return said + told
@@ -623,10 +623,10 @@ def _environment(folder: Path | None) -> dict[str, str]:
     Temporary files go to ``folder``, which is removed: a linker that is ended leaves some.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
-    base = store.user_cache()
-    if base is None or not store.can_write(base / "zig"):
+    base = cache_folder.user_cache()
+    if base is None or not cache_folder.can_write(base / "zig"):
         for name in ("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"):
-            environment.setdefault(name, str(store.folder() / "zig"))
+            environment.setdefault(name, str(cache_folder.folder() / "zig"))
     return environment
 
 
@@ -646,14 +646,14 @@ def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
 
 
 def _whole_or_made(name: str, make: _Make) -> Path:
-    folder = store.folder()
+    folder = cache_folder.folder()
     path = folder / name
-    if store.compiled(path):
-        return store.place_of(path)
+    if cache_folder.compiled(path):
+        return cache_folder.place_of(path)
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
         made = Path(scratch).resolve() / name
         make(made)
         if not made.is_file():
             raise _useless("makes no objects", "it ended without an error")
-        store.keep_compiled(path, made.read_bytes())
-    return store.place_of(path)
+        cache_folder.keep_compiled(path, made.read_bytes())
+    return cache_folder.place_of(path)

@@ -16,9 +16,9 @@ Several devices get shares of equal work: consecutive pieces, of which those on 
 shares are cut. One thread starts the pieces of all devices in turns.
 """
 
-from cupyfa.runtime.transfer.call import Call
 from cupyfa.runtime.transfer.devices import spread
 from cupyfa.runtime.transfer.host import Transfer, configure, held, new_result, release
 from cupyfa.runtime.transfer.pieces import Pieces
+from cupyfa.runtime.transfer.streamed_call import Call
 
 __all__ = ["Call", "Pieces", "Transfer", "configure", "held", "new_result", "release", "spread"]

@@ -10,10 +10,10 @@ import numpy as np
 from cupyfa.errors import DeviceError
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress
-from cupyfa.runtime.transfer.call import Call, piece_bytes, room, starts_of
 from cupyfa.runtime.transfer.host import host_of
 from cupyfa.runtime.transfer.pieces import Pieces
 from cupyfa.runtime.transfer.shares import shares
+from cupyfa.runtime.transfer.streamed_call import Call, piece_bytes, room, starts_of
 
 Arrays = Mapping[str, np.ndarray]
 

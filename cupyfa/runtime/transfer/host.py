@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from cupyfa.problem import whole
+from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend, Lane, Mark
 
 _POOLED = 1 << 20  # bytes from which a result is worth page-locked memory of its own

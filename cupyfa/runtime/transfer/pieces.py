@@ -15,9 +15,9 @@ import numpy as np
 
 from cupyfa.errors import OutOfMemory
 from cupyfa.ladder.kernel import cdiv
-from cupyfa.modifiers import STARTS
 from cupyfa.planner.plan import Plan
-from cupyfa.problem import Problem, can_give, round_up
+from cupyfa.problem.optional_inputs import STARTS
+from cupyfa.problem.problem import Problem, can_give, round_up
 from cupyfa.runtime.arrays import contiguous_strides
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.launcher import Launcher, compiled

@@ -1,7 +1,7 @@
 #pragma once
 // Dropout. Whether a weight is kept is a function of its batch, head, query and key and of a seed
 // and an offset: the same in every kernel with any tiles, in the backward pass and in NumPy
-// (cupyfa/numerics/dropout.py). The host includes this above a kernel if there is dropout; struct
+// (cupyfa/score/dropout.py). The host includes this above a kernel if there is dropout; struct
 // Mods then has a member `dropout`, and dropout_of(mods) gives it with the seed and offset, which
 // may lie in memory: a captured graph reads them in each launch.
 //

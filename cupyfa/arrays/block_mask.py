@@ -1,0 +1,577 @@
+"""Block masks: masks whose tiles are known to be empty, full or partial before kernels run.
+
+Kernels visit no tile that is empty, and evaluate a mask's text only where a tile is partial.
+"""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property, reduce
+from itertools import count
+from operator import and_
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import Unsupported, described
+from cupyfa.ladder.kernel import cdiv
+from cupyfa.planner import choose_kernel
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
+from cupyfa.problem import optional_inputs, options
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.optional_inputs import KEY_TILES, Operand, is_array
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt, backend_named
+from cupyfa.runtime.tile_maps import (
+    EMPTY,
+    PARTIAL,
+    DeviceMap,
+    launches,
+    map_of,
+    states_of,
+    states_on_device,
+)
+from cupyfa.score.expressions import Expression
+
+_PREFIX = optional_inputs.OF_BLOCKS  # of the names of a block mask's arrays among those of a call
+_DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn
+_MOST_DRAWN = 64  # characters and lines
+_SIGNS = " ░█"  # by states
+
+
+class BlockMask:
+    """A mask with the state of its tiles; ``block_mask`` makes one. Only ``update`` changes it.
+
+    Arrays are copied. What is found out about its tiles is kept in it for later calls, for each
+    device and size of tiles. ``a & b``, ``a | b`` and ``~a`` are block masks.
+    """
+
+    def __init__(
+        self,
+        text: Expression,
+        captured: Mapping[str, Any],
+        sizes: tuple[int, int, int, int],
+        backend: str | Backend,
+    ) -> None:
+        self.text, self.captured, self.sizes, self.backend = text, captured, sizes, backend
+        self._lock = threading.RLock()
+        self._states_kept = dict[Any, np.ndarray]()
+        # Copies of arrays, by place and name, and maps by place and what they are of. Calls keep
+        # their addresses.
+        self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
+        self._updated = set[str]()  # the names of arrays in ``captured`` that may change
+        # What a call with this mask alone says of its arrays (see api.How): one object, which
+        # the next call recognises.
+        self.alone = (), (), (), self, ("q", "k", "v")
+        _ = self._problem  # raises for texts and arrays that do not fit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Made again without what it keeps for calls: maps, places of arrays, a lock."""
+        return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
+
+    @property
+    def batch(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def heads(self) -> int:
+        return self.sizes[1]
+
+    @property
+    def M(self) -> int:
+        return self.sizes[2]
+
+    @property
+    def N(self) -> int:
+        return self.sizes[3]
+
+    @property
+    def density(self) -> float:
+        """The share of tiles of 128 queries and 128 keys that are not empty."""
+        states = self.states(_DRAWN, _DRAWN)
+        return float((states != EMPTY).mean()) if states.size else 0.0
+
+    def states(self, rows: int, keys: int) -> np.ndarray:
+        """The state of each tile of so many rows and keys: 0 is empty, 1 partial, 2 full.
+
+        Of uint8, [batch, heads, cdiv(M, rows), cdiv(N, keys)], where batch and heads are 1 unless
+        the text names them.
+        """
+        return self._states(backend_named(self.backend), "float32", rows, keys, self.N - self.M)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        return self._joined(other, "&")
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        return self._joined(other, "|")
+
+    __rand__, __ror__ = __and__, __or__  # of what is no block mask: they refuse it
+    __array_ufunc__ = None  # NumPy's arrays leave & and | to these
+
+    def __invert__(self) -> BlockMask:
+        text = _expression(f"not ({self.text.text})")
+        return BlockMask(text, self._unchanging(), self.sizes, self.backend)
+
+    def update(self, captured: Mapping[str, Any]) -> None:
+        """Gives captured arrays other elements, and finds out about the tiles again.
+
+        captured: some of its arrays by name, of the same shapes and dtypes; a mask that was given
+        as an array is called ``array``. They are copied. Later calls use them, those of ``compile``
+        and of captured CUDA graphs too. On a GPU two launches make each map that calls have needed
+        so far, in CuPy's current stream, which may be captured; with CuPy arrays the host does not
+        wait for them. Work in other streams has to. Block masks that were joined from this one
+        before stay as they are.
+
+        Raises ValueError or TypeError for arrays unlike those before.
+        """
+        if not isinstance(captured, Mapping):
+            raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+        given = {name: self._like_before(name, _seen(name, x)) for name, x in captured.items()}
+        with self._lock:
+            for (_, name), array in self._placed.items():
+                if name in given:
+                    _write(array, given[name])
+            places = {name: array for (_, name), array in self._placed.items()}
+            new = {
+                name: places[name] if name in places else _copied(name, given[name])
+                for name in given
+            }
+            self.captured = {**self.captured, **new}
+            self._updated |= places.keys() & given.keys()
+            self._states_kept.clear()
+            for made in self._maps.values():
+                made.make()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{x}={getattr(self, x)}" for x in ("batch", "heads", "M", "N"))
+        return f"<block mask {self.text.text!r}: {sizes}>"
+
+    def __str__(self) -> str:
+        """The tiles of 128 queries (lines) and 128 keys, or larger ones: █ full, ░ partial.
+
+        Of several batch elements and heads a tile shows what is alike in all, else partial.
+        """
+        states = self.drawn()
+        return "\n".join(
+            [
+                f"{self!r}, density {self.density:.3g}",
+                *("|" + "".join(_SIGNS[x] for x in line) + "|" for line in states),
+            ]
+        )
+
+    def drawn(self, most: int = _MOST_DRAWN) -> np.ndarray:
+        """The states of at most so many rows and columns of tiles, of all heads together."""
+        states = self.states(_DRAWN, _DRAWN)
+        if not states.size:
+            return np.zeros((0, 0), np.uint8)
+        least, largest = states.min(axis=(0, 1)), states.max(axis=(0, 1))
+        for axis, tiles in enumerate(least.shape):
+            starts = np.arange(0, tiles, cdiv(tiles, most))
+            least = np.minimum.reduceat(least, starts, axis=axis)
+            largest = np.maximum.reduceat(largest, starts, axis=axis)
+        return np.where(least == largest, least, PARTIAL).astype(np.uint8)
+
+    # What a call takes of it
+
+    def masked(self, p: Problem) -> Problem:
+        """The problem of a call with this mask.
+
+        Raises ValueError for one of other sizes, Unsupported for one of elements that have lengths
+        of their own: tiles were found for the sizes of the mask.
+        """
+        if p.is_ragged:
+            raise Unsupported(
+                f"a block mask cannot be used with {p.ragged_by}; give its expression as mask_mod"
+            )
+        self._check(p)
+        text = _renamed(self.text.text, {x: _PREFIX + x for x in self.captured})
+        if p.options.mask_mod is not None:
+            text = f"({text}) and ({p.options.mask_mod.text})"
+        options = replace(p.options, mask_mod=Expression.of("mask_mod", text))
+        mine = [replace(x, name=_PREFIX + x.name) for x in self._operands]
+        mine.sort(key=lambda x: not x.is_array)
+        return replace(p, options=options, operands=(*p.operands, *mine))
+
+    def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
+        """Its arrays by their names in a call, where the call's are."""
+        return {
+            f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
+            for x in self._operands
+            if x.is_array
+        }
+
+    def _check(self, p: Problem) -> None:
+        sizes = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, (p.batch, p.heads, p.M, p.N)))
+        own = ", ".join(f"{name}={x}" for name, x in zip(_SIZES, self.sizes))
+        if (self.M, self.N) != (p.M, p.N):
+            raise ValueError(
+                f"mask is a block mask of {own}, and the call has {sizes}; make one of its M and N"
+            )
+        for name, mine, given in (("batch", self.batch, p.batch), ("heads", self.heads, p.heads)):
+            if mine == given or (mine == 1 and not self._depends(name)):
+                continue
+            why = "" if mine != 1 else f", and its text names {_PLACE_OF[name]}"
+            raise ValueError(
+                f"mask is a block mask of {own}{why}, and the call has {sizes}; make one with "
+                f"{name}={given}"
+            )
+
+    def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
+        """The maps of tiles that the kernel of a plan goes by; none for one that visits all tiles.
+
+        alone: whether no other text hides pairs, so that full tiles need no text.
+        """
+        p, found = plan.problem, dict[str, Any]()
+        if 0 in (p.batch, p.heads, p.M, p.N):
+            return found
+        for name, size in plan.kernel.walks_of(p, plan.constants).items():
+            how = str(p.dtype.sums), *map(int, size), self._position(p), alone
+            found[f"mods.{name}"] = self._map(backend, on_host, name, *how)
+        return found
+
+    def planned(self, plan: Plan, limits: Limits) -> Plan:
+        """The plan of a call with this mask, whose kernel goes by its maps."""
+        return choose_kernel.with_maps(plan, limits, [self.text])
+
+    def makers(self, plan: Plan, backend: Backend) -> list[PlannedLaunch]:
+        """The launches that make those maps on a device; none where the host makes them."""
+        p, found = plan.problem, list[PlannedLaunch]()
+        if _is_host(backend):
+            return found
+        own = self._problem_at(str(p.dtype.sums), self._position(p))
+        for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
+            found += launches(own, name, int(rows), int(keys), alone=True)
+        return found
+
+    # How it is found out
+
+    @cached_property
+    def _operands(self) -> tuple[Operand, ...]:
+        return tuple(optional_inputs.of_value(name, x) for name, x in self.captured.items())
+
+    @cached_property
+    def _problem(self) -> Problem:
+        """A problem of its tiles: a batch element and a head of 1 stand for all."""
+        batch, heads, M, N = self.sizes
+        batch, heads = (
+            batch if self._depends("batch") else 1,
+            heads if self._depends("heads") else 1,
+        )
+        of, chosen = DTYPES["float32"], AttentionOptions(mask_mod=self.text)
+        p = Problem(batch, heads, heads, M, N, 1, 1, of, chosen, operands=self._operands)
+        optional_inputs.refuse_short(p.modifiers, p.of_scores)
+        return p
+
+    def _depends(self, size: str) -> bool:
+        return _PLACE_OF[size] in self.text.positions
+
+    def _position(self, p: Problem) -> int:
+        """The position of query 0, where it matters."""
+        return p.first_position if "position" in self.text.positions else self.N - self.M
+
+    def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
+        """A captured array in the memory of the host or of a backend, kept."""
+        key = _place(backend, on_host), name
+        with self._lock:
+            if key not in self._placed:
+                array = self.captured[name]
+                there = _on_host(array) if on_host else backend.upload(array)
+                self._placed[key] = there.copy()
+            return self._placed[key]
+
+    def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
+        """A map of tiles in the memory of the host or of a backend, kept."""
+        key = _place(backend, on_host), name, *how
+        *tiles, alone = how
+        with self._lock:
+            if key not in self._maps:
+                self._maps[key] = (
+                    _HostMap(lambda: self._states(backend, *tiles), name, alone)
+                    if on_host or _is_host(backend)
+                    else self._device_map(backend, name, *how)
+                )
+            return self._maps[key].array
+
+    def _device_map(
+        self, backend: Backend, name: str, sums: str, rows: int, keys: int, *how: Any
+    ) -> DeviceMap:
+        position, alone = how
+        if backend.is_capturing:
+            raise ValueError(
+                "mask is a block mask whose tiles are not known yet, and they cannot be found out "
+                "while a graph is captured; compile the call before"
+            )
+        p, arrays = self._problem_at(sums, position), self._arrays(backend)
+        made = DeviceMap(backend, p, arrays, name, rows, keys, alone=alone)
+        made.make()
+        made.wait()  # for calls in other streams
+        return made
+
+    def _states(
+        self, backend: Backend, sums: str, rows: int, keys: int, position: int
+    ) -> np.ndarray:
+        key = sums, rows, keys, position
+        with self._lock:
+            if key not in self._states_kept:
+                p = self._problem_at(sums, position)
+                self._states_kept[key] = (
+                    states_of(p, {x: _on_host(y) for x, y in self.captured.items()}, rows, keys)
+                    if _is_host(backend)
+                    else states_on_device(backend, p, self._arrays(backend), rows, keys)
+                )
+            return self._states_kept[key]
+
+    def _problem_at(self, sums: str, position: int) -> Problem:
+        """The problem of its tiles with query 0 at a position, computed in sums of a dtype."""
+        p = replace(self._problem, shift=position - (self.N - self.M))
+        return replace(p, dtype=DTYPES[sums]) if sums == "float64" else p
+
+    def _arrays(self, backend: Backend) -> dict[str, Any]:
+        """Its arrays in the memory of a backend."""
+        return {x.name: self._array(backend, False, x.name) for x in self._operands if x.is_array}
+
+    def _unchanging(self) -> dict[str, Any]:
+        """What it captures, for another block mask."""
+        return {x: y.copy() if x in self._updated else y for x, y in self.captured.items()}
+
+    def _like_before(self, name: str, given: Any) -> Any:
+        mine = {x.name: x for x in self._operands if x.is_array}
+        if name not in mine:
+            raise ValueError(
+                f"captured has {name!r}, and the arrays of this block mask are "
+                f"{', '.join(mine) or 'none'}; make another block mask for other numbers"
+            )
+        before, now = mine[name], optional_inputs.of_value(name, given)
+        if now != before:
+            raise ValueError(
+                f"{name} is {now.dtype} {now.shape}; it must be {before.dtype} {before.shape}, as "
+                "before: convert it, or make another block mask"
+            )
+        return given
+
+    def _joined(self, other: BlockMask, sign: str) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            raise TypeError(
+                f"{sign} joins block masks, and one side is {described(other)}; make a block mask "
+                "of it: block_mask(array)"
+            )
+        if (self.M, self.N) != (other.M, other.N):
+            raise ValueError(f"{self!r} and {other!r} differ in M or N; make them for one size")
+        sizes: list[int] = []
+        for name, a, b in (("batch", self.batch, other.batch), ("heads", self.heads, other.heads)):
+            if 1 not in (a, b) and a != b:
+                raise ValueError(f"{self!r} and {other!r} differ in {name}; make them for one size")
+            short = self if a < b else other
+            if a != b and short._depends(name):
+                raise ValueError(
+                    f"{short!r} names {_PLACE_OF[name]}; make it with {name}={max(a, b)}"
+                )
+            sizes.append(max(a, b))
+        captured, names = self._unchanging(), {}
+        for name, x in other._unchanging().items():
+            if name in captured and captured[name] is not x:
+                names[name] = next(
+                    new
+                    for new in (f"{name}_{i}" for i in count(2))
+                    if new not in captured and new not in other.captured
+                )
+            captured[names.get(name, name)] = x
+        text = f"({self.text.text}) {sign} ({_renamed(other.text.text, names)})"
+        batch, heads = sizes
+        return BlockMask(_expression(text), captured, (batch, heads, self.M, self.N), self.backend)
+
+
+_SIZES = ("batch", "heads", "M", "N")
+_PLACE_OF = {"batch": "batch", "heads": "head"}
+
+
+def block_mask(
+    mask: Any = None,
+    *,
+    mask_mod: options.Text = None,
+    captured: Mapping[str, Any] | None = None,
+    batch: int = 1,
+    heads: int = 1,
+    M: int | None = None,
+    N: int | None = None,
+    backend: str | Backend = "auto",
+) -> BlockMask:
+    """A mask that kernels skip by tiles, to be passed as ``mask=`` of ``attention`` and others.
+
+    mask: an array of bool, broadcastable to [batch, heads, M, N]; True is seen.
+    mask_mod, captured: in place of it an expression and what it names, as of ``attention``.
+        ``position`` is that of the call.
+    batch, heads, M, N: the sizes. M and N are those of the calls. A batch or heads of 1 serve any
+        number, unless the expression names ``batch`` or ``head``. Of an array they follow from its
+        shape, where its axes are not 1.
+    backend: where ``density`` and pictures are computed, by name or as a Simulator.
+
+    A tile of queries and keys is empty, full or partial, which is found out exactly, from all of
+    its pairs, when it is first needed. Most kernels skip empty tiles, and evaluate
+    the mask in partial ones only; the others evaluate it in all tiles. The results are those
+    of the same mask without tiles.
+
+    Raises ValueError or TypeError for wrong arguments.
+    """
+    given = {} if captured is None else captured
+    if not isinstance(given, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+    if (mask is None) == (mask_mod is None):
+        raise TypeError("give a bool array, or an expression as mask_mod=")
+    sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
+    if mask is not None:
+        if given:
+            raise TypeError("captured is for expressions; leave it out")
+        array = _copied("mask", mask)
+        return _of_array(array, (*sizes, M, N), backend)
+    if M is None or N is None:
+        raise TypeError("give M and N, the numbers of queries and keys")
+    sizes += [options.read_size("M", M, 2**31), options.read_size("N", N, 2**31)]
+    for name, x in given.items():
+        optional_inputs.operand(name, _seen(name, x))
+    text = Expression.of("mask_mod", mask_mod)
+    own = {name: _copied(name, x) for name, x in given.items()}
+    return BlockMask(text, own, tuple(sizes), backend)  # type: ignore[arg-type]
+
+
+def of_call(p: Problem) -> tuple[Problem, BlockMask]:
+    """A problem with a block mask as calls have it, and that mask, of arrays of zeros."""
+    text, masks, read = p.options.mask_mod, list[BlockMask](), {optional_inputs.MASK}
+    sizes = p.batch, p.heads, p.M, p.N
+
+    def zeros(x: Operand) -> Any:
+        return np.broadcast_to(np.zeros((), x.numpy), x.shape) if x.is_array else x.value
+
+    for x in p.operands:
+        if x.name == optional_inputs.MASK:
+            own = _expression(f"array[{optional_inputs.indices(x.shape)}]")
+            masks.append(BlockMask(own, {"array": zeros(x)}, sizes, "auto"))
+    if text is not None:
+        captured = {x.name: zeros(x) for x in p.operands if x.name in text.captured}
+        masks.append(BlockMask(text, captured, sizes, "auto"))
+        read |= captured.keys() - (p.options.score_mod.captured if p.options.score_mod else ())
+    kept = tuple(x for x in p.operands if x.name not in read)
+    options = replace(p.options, mask_mod=None)
+    mask = reduce(and_, masks)
+    return mask.masked(replace(p, options=options, operands=kept, block_mask=False)), mask
+
+
+def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs on the host as the kernel of a plan reads them.
+
+    Those of a problem with a block mask get the maps of the plan's tiles.
+    """
+    p, found = plan.problem, dict(inputs)
+    if any(x.name in optional_inputs.MAPS for x in p.operands):
+        found |= _of_inputs(p, inputs, backend).maps(plan, backend, on_host=True, alone=True)
+    return readable_inputs(plan, found)
+
+
+def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> BlockMask:
+    """The block mask of all masks of a problem."""
+    texts, own = p.modifiers.mask, {optional_inputs.MASK: f"{_PREFIX}array"}
+    text = _expression(" and ".join(f"({_renamed(x.text, own)})" for x in texts))
+    captured = {
+        own.get(x.name, x.name): _copied(x.name, inputs[x.input]) if x.is_array else x.value
+        for x in p.modifiers.operands
+        if any(x.name in text.captured for text in texts)
+    }
+    return BlockMask(text, captured, (p.batch, p.heads, p.M, p.N), backend)
+
+
+def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend) -> BlockMask:
+    if isinstance(array, str | Expression) or callable(array):
+        raise TypeError(f"mask is {described(array)}, an expression; write mask_mod=")
+    if not is_array(array) or array.dtype != bool or array.ndim > 4:
+        what = f"{array.dtype}, of {array.ndim} axes" if is_array(array) else described(array)
+        raise TypeError(
+            f"mask is {what}; give an array of bool, broadcastable to [batch, heads, M, N]"
+        )
+    array = array.reshape((1,) * (4 - array.ndim) + array.shape)
+    sizes = []
+    for name, n, asked in zip(_SIZES, array.shape, given):
+        if asked is not None and n not in (1, asked) and not (asked == 1 and name in _PLACE_OF):
+            raise ValueError(f"mask has shape {array.shape}, and {name}={asked}; let them be equal")
+        sizes.append(max(n, asked or 1) if n else 0)
+    text = _expression(f"array[{optional_inputs.indices(array.shape)}]")
+    return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
+
+
+def _expression(text: str) -> Expression:
+    return Expression.of("mask_mod", text)
+
+
+def _seen(name: str, given: Any) -> Any:
+    """Another library's array as NumPy's or CuPy's."""
+    if isinstance(given, np.ndarray) or hasattr(given, "get") or not hasattr(given, "shape"):
+        return given
+    return given if isinstance(given, np.generic) else adopt("auto", **{name: given})[1][0]
+
+
+def _copied(name: str, given: Any) -> Any:
+    """A number, or a copy of an array where it is, which nobody changes."""
+    seen = _seen(name, given)
+    if not is_array(seen):
+        return seen
+    if not seen.shape:
+        return seen.item()
+    if hasattr(seen, "get"):
+        return seen.copy(order="C")
+    array = np.array(seen, order="C")
+    array.flags.writeable = False
+    return array
+
+
+def _on_host(array: Any) -> Any:
+    """An array as NumPy's; numbers stay."""
+    return array.get() if hasattr(array, "get") else array
+
+
+def _is_host(backend: Backend) -> bool:
+    """Whether a backend's memory is the host's."""
+    return backend.owns(np.empty(0))
+
+
+def _place(backend: Backend, on_host: bool) -> Any:
+    return "host" if on_host else (backend.name, backend.device)
+
+
+def _write(array: Any, given: Any) -> None:
+    """Copies elements into an array of NumPy or CuPy from one of either."""
+    if isinstance(array, np.ndarray):
+        array[...] = _on_host(given)
+    elif isinstance(given, np.ndarray):
+        array.set(np.ascontiguousarray(given))
+    elif given.flags.c_contiguous:  # no kernel, which could not be compiled during a capture
+        array.data.copy_from_device_async(given.data, array.nbytes)
+    else:
+        array[...] = given
+
+
+class _HostMap:
+    """A map in host memory."""
+
+    def __init__(self, states: Callable[[], np.ndarray], name: str, alone: bool) -> None:
+        self._find, self._by_keys, self._alone = states, name == KEY_TILES, alone
+        self.array = self._found()
+
+    def make(self) -> None:
+        self.array[...] = self._found()
+
+    def _found(self) -> np.ndarray:
+        states = self._find()
+        return map_of(states if self._by_keys else states.swapaxes(2, 3), self._alone)
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    tree = ast.parse(text, mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = names.get(node.id, node.id)
+    return ast.unparse(tree)

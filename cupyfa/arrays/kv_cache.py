@@ -1,0 +1,839 @@
+"""Decoding: caches of keys and values, and the launch that writes new tokens into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from operator import is_
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa.errors import Unsupported, described
+from cupyfa.ladder.kernel import Kernel, Launch, cdiv
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
+from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.dtypes import DTYPES, E4M3
+from cupyfa.problem.problem import Problem, check_page_size
+from cupyfa.runtime.arrays import (
+    columns_contiguous,
+    is_masked,
+    overlap,
+    require_one_device,
+    share_memory,
+)
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt, where_q_is
+from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.workspace import PER_THREAD, of_graphs
+
+LAYOUTS = ("nhd", "hnd")
+SCALES = optional_inputs.SCALES
+E4M3_SINCE = 89
+_IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
+THREADS = 128  # of a block, of which each warp writes a row
+_MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps until its next step
+_MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
+APPEND = Launch(
+    "append_keys",
+    args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
+    "number_stride most page_count capacity shift tokens heads kv_heads batches "
+    "prefix_keys.data k_scale v_scale",
+    grid=lambda p, c: c.count,
+    threads=lambda p, c: THREADS,
+    file="forward/steps/append_keys.cu",
+)
+_KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPEND,))
+
+
+class KVCache:
+    """Keys and values of the tokens of several sequences, in arrays of the caller's.
+
+    k, v: with ``layout="nhd"``, the default, [batch, capacity, kv_heads, d] and [batch, capacity,
+        kv_heads, dv]; with ``layout="hnd"`` [batch, kv_heads, capacity, d | dv], the order of the
+        arrays of ``attention`` and of q, k and v of ``decode``. With ``pages`` they are pages:
+        [pages, page_size, kv_heads, d | dv], or [pages, kv_heads, page_size, d | dv]; page_size is
+        16, 32, 64, 128 or 256.
+    lengths: [batch] of int32, how many keys each sequence has.
+    pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
+        pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
+        sequence needs are not looked at.
+    k_scale, v_scale: of k and v of float8_e4m3: what their numbers are multiplied by, as float32
+        [kv_heads], [batch, kv_heads] or, with pages, [pages, kv_heads]; None is 1. d and dv are
+        then even. New keys and values are divided by them and rounded to the nearest number of
+        e4m3, to 448 or -448 beyond these.
+
+    All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
+    when ``decode`` runs counts, of lengths and page tables too. A list of lengths, pages or scales
+    becomes a new array where k is. ``decode`` writes into k and v if
+    it is given new keys, so these must not share memory then, and never changes lengths.
+
+    Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
+    of pages.
+
+    Pages: Kwon et al., 2023, arXiv:2309.06180.
+    """
+
+    def __init__(
+        self,
+        k: Any,
+        v: Any,
+        lengths: Any,
+        pages: Any = None,
+        layout: str = "nhd",
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
+        self.layout = layout
+        self.k, self.v = seen("k", k), seen("v", v)
+        self.lengths = _there("lengths", lengths, self.k)
+        self._last: _Last | None = None
+        self.pages = None if pages is None else _there("pages", pages, self.k)
+        check_keys(self.k, self.v, layout)
+        _check_whole("lengths", self.lengths, 1)
+        if self.pages is not None:
+            _check_whole("pages", self.pages, 2)
+            self._check_pages()
+        wanted = len(self.k) if self.pages is None else len(self.pages)
+        if len(self.lengths) != wanted:
+            whose = "k" if self.pages is None else "pages"
+            raise ValueError(
+                f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
+                "sequences; give a number for each"
+            )
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        given = {x: y if y is None else _there(x, y, self.k) for x, y in scales.items()}
+        self.k_scale, self.v_scale = given.values()
+        self._scales = tuple(self._seen_scale(*x) for x in given.items())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the last call's launches, which belong to this process."""
+        return {**self.__dict__, "_last": None}
+
+    @classmethod
+    def from_csr(
+        cls,
+        k: Any,
+        v: Any,
+        indptr: Any,
+        indices: Any,
+        last_page_len: Any,
+        layout: str = "nhd",
+        k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> KVCache:
+        """A cache in pages whose table is given as FlashInfer has it.
+
+        Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1], of which all but
+        the last are full and the last has last_page_len[b] keys. indptr is [batch + 1], indices
+        [all pages of all sequences], last_page_len [batch], all of int32.
+
+        The table and the lengths are new arrays, made from what these contain now. There is room
+        for new keys in the last pages only. In GPU memory nobody waits for the numbers, so the
+        table has a column for each of ``indices``.
+        """
+        keys = seen("k", k)
+        starts, listed, last = (
+            _there(name, x, keys)
+            for name, x in (
+                *(("indptr", indptr), ("indices", indices)),
+                ("last_page_len", last_page_len),
+            )
+        )
+        for name, x in (("indptr", starts), ("indices", listed), ("last_page_len", last)):
+            _check_whole(name, x, 1)
+        if len(starts) != len(last) + 1:
+            raise ValueError(
+                f"indptr has {len(starts)} numbers and last_page_len {len(last)}; give one more "
+                "in indptr: where each sequence's pages begin, and then the end"
+            )
+        counts = starts[1:] - starts[:-1]
+        most = len(listed)
+        if isinstance(counts, np.ndarray):
+            _check_csr(starts, listed)
+            most = int(counts.max(initial=0))
+        steps = np.ones_like(listed, shape=(max(most, 1),)).cumsum() - 1
+        places = np.clip(starts[:-1, None] + steps[None], 0, max(len(listed) - 1, 0))
+        table = listed[places] if len(listed) else 0 * places
+        size = keys.shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
+        lengths = (counts - 1) * size + last
+        lengths *= counts > 0
+        return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout, k_scale, v_scale)
+
+    @property
+    def batch(self) -> int:
+        """How many sequences it has."""
+        return len(self.lengths)
+
+    @property
+    def page_size(self) -> int | None:
+        """How many keys a page has; None if it has no pages."""
+        return None if self.pages is None else self.rows_of(self.k).shape[2]
+
+    @property
+    def capacity(self) -> int:
+        """How many keys a sequence may have."""
+        rows = self.rows_of(self.k).shape[2]
+        return rows if self.pages is None else rows * self.pages.shape[1]
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are float8_e4m3."""
+        return bool(self.k.dtype == E4M3)
+
+    def __repr__(self) -> str:
+        pages = "" if self.pages is None else f" in pages of {self.page_size}"
+        return (
+            f"<KVCache: {self.batch} sequences of up to {self.capacity} keys{pages}, "
+            f"{self.k.dtype} {self.layout} {tuple(self.k.shape)}>"
+        )
+
+    def rows_of(self, array: Any) -> Any:
+        """Keys or values as [batch or pages, kv_heads, rows, columns]."""
+        return array.swapaxes(1, 2) if self.layout == "nhd" else array
+
+    def _seen_scale(self, name: str, scale: Any) -> Any:
+        """A scale as kernels take it: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads]."""
+        if scale is None:
+            return None
+        heads, shape = self.rows_of(self.k).shape[1], tuple(scale.shape)
+        count = 0 if self.pages is None else len(self.k)
+        wanted = f"[kv_heads], here ({heads},), or [batch, kv_heads], {(self.batch, heads)}"
+        if count:
+            wanted += f", or [pages, kv_heads], {(count, heads)}"
+        if not self.is_e4m3:
+            raise ValueError(
+                f"{name} is given, and k is {self.k.dtype}; scales are for {E4M3}: leave it out"
+            )
+        if shape not in ((heads,), (self.batch, heads)) and (not count or shape != (count, heads)):
+            raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
+        if str(scale.dtype) != "float32":
+            raise TypeError(f"{name} is {scale.dtype}; it must be float32: convert it")
+        if not columns_contiguous(scale):
+            raise ValueError(
+                f"{name} has strides {scale.strides}; its last axis must be contiguous"
+            )
+        if len(shape) == 1:
+            return scale[None]
+        if count and count == self.batch:
+            raise ValueError(
+                f"{name} has shape {shape}, and there are as many pages as sequences; give k and v "
+                "a page more, so that the shape says whether scales are those of pages"
+            )
+        return scale[:, None] if count and count == shape[0] else scale
+
+    def _check_pages(self) -> None:
+        count, columns = len(self.k), self.pages.shape[1]  # type: ignore[union-attr]
+        check_page_size("page_size", self.page_size, Unsupported)
+        if not (count and columns):
+            raise ValueError(
+                f"k has {count} pages and the page table {columns} columns; give at least one"
+            )
+
+    @property
+    def _room(self) -> str:
+        """For messages: how many keys a sequence can have, and how the shape is read."""
+        rows = "page_size" if self.pages is not None else "capacity"
+        first = "pages" if self.pages is not None else "batch"
+        axes = f"{rows}, kv_heads" if self.layout == "nhd" else f"kv_heads, {rows}"
+        return (
+            f"the cache has room for {self.capacity} keys of a sequence (its k has shape "
+            f"{tuple(self.k.shape)}, with layout={self.layout!r} [{first}, {axes}, d])"
+        )
+
+    def check_numbers(self, lengths: np.ndarray, pages: np.ndarray | None, new: int) -> None:
+        """Raises ValueError for lengths, with ``new`` keys more, or pages that are not there."""
+        wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
+        if wrong.size:
+            i = int(wrong[0])
+            more = f", and there are {new} new ones" if new else ""
+            raise ValueError(
+                f"lengths[{i}] is {lengths[i]}, {self._room}{more}; give a number from 0 to "
+                f"{self.capacity - new}"
+            )
+        if pages is None:
+            return
+        size, count = int(self.page_size or 1), len(self.k)
+        needed = np.arange(pages.shape[1]) < -(-(lengths[:, None] + new) // size)
+        missing = np.argwhere(needed & ((pages < 0) | (pages >= count)))
+        if len(missing):
+            b, i = map(int, missing[0])
+            raise ValueError(
+                f"pages[{b}, {i}] is {pages[b, i]}, and there are {count} pages; give a number "
+                f"from 0 to {count - 1} for all {lengths[b] + new} keys of sequence {b}"
+            )
+
+
+class _Last(NamedTuple):
+    """The last step of a cache, for a call on the very same arrays."""
+
+    arrays: list[Any]
+    shapes: list[Any]
+    how: tuple[Any, ...]  # how rotary pairs columns, and the backend as the caller names it
+    where: tuple[int, int | None]  # device and stream
+    step: Step
+
+
+@dataclass(frozen=True)
+class Step:
+    """Queries and a cache in a backend's memory, with new tokens that may have to be written.
+
+    q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
+    columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved:
+    whether the caller's arrays are NumPy's, and these are copies.
+    """
+
+    backend: Backend
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any
+    pages: Any
+    scales: tuple[Any, Any]
+    is_moved: bool
+    _new: _New | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self._new is not None
+
+    def write(self) -> None:
+        """Writes the new keys and values, and turns them and the queries."""
+        if self._new is not None:
+            self._new.write()
+
+    def write_and_check(self) -> None:
+        """The same, compared with a reference. Raises WrongResult for what was written wrongly."""
+        if self._new is not None:
+            self._new.write()
+            self._new.check()
+
+
+def last_step(
+    q: Any, cache: Any, new: tuple[Any, Any], rotary: Any, how: tuple[Any, Any]
+) -> Step | None:
+    """The last step of a cache, if that was on these very arrays in the current stream.
+
+    new: keys and values of the new tokens, or None for each. how: as ``_Last`` has it.
+    """
+    last = getattr(cache, "_last", None)
+    if last is None or not all(map(is_, how, last.how)):
+        return None
+    backend, given = last.step.backend, _identified(q, cache, new, rotary)
+    if not all(map(is_, given, last.arrays)) or _shapes_of(given) != last.shapes:
+        return None
+    if backend.current() != last.where or backend.is_capturing:  # a graph has arrays of its own
+        return None
+    return last.step
+
+
+def _identified(q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: Any) -> list[Any]:
+    """All arrays of a call, each None if it is not given."""
+    pair = rotary if isinstance(rotary, tuple | list) and len(rotary) == 2 else (rotary, None)
+    return [q, cache.lengths, cache.pages, *(new or (None, None)), *pair, cache.k, cache.v]
+
+
+def _shapes_of(arrays: Iterable[Any]) -> list[Any]:
+    return [None if x is None else x.shape for x in arrays]
+
+
+def step(
+    backend: str | Backend,
+    q: Any,
+    cache: KVCache,
+    new: tuple[Any, Any] | None,
+    rotary: tuple[Any, Any] | None,
+    *,
+    interleaved: bool,
+    look: bool,
+    prefix_keys: Any = None,
+) -> Step:
+    """Queries and a cache in a backend's memory; nothing is launched yet.
+
+    new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
+    memory, too. prefix_keys: [batch], how many keys stand before those of the cache.
+    """
+    given = _named(q, cache, new, rotary)
+    if prefix_keys is not None:
+        given["prefix_keys"] = prefix_keys
+    where, arrays = adopt(backend, **given)
+    given = dict(zip(given, arrays))
+    require_one_device(where, given)
+    _check_shapes(given, cache)
+    if new is not None and share_memory(given["cache.k"], given["cache.v"]):
+        raise ValueError(
+            "cache.k and cache.v share memory, and new keys and values are written to both; give "
+            "two arrays"
+        )
+    on_host = isinstance(given["lengths"], np.ndarray)
+    if on_host or look:
+        _check_contents(where, given, cache)
+    lengths = given["lengths"]
+    if cache.is_e4m3:
+        _check_arch(where)
+        given = scales_of(where, cache, cache.k, given["q"]) | given
+    if is_moved := not where.owns(lengths):
+        given = {name: where.upload(x) for name, x in given.items()}
+    tokens = given["q"].shape[2]
+    count = tokens if "k" in given else 0
+    made = {}
+    cache._last = None  # the next step may have its memory
+    with where.working_on(given["q"]):
+        if count:
+            known = (lengths + count).astype("i4") if on_host else None
+            made["used"] = (
+                where.empty((cache.batch,), np.dtype(np.int32))
+                if known is None
+                else where.upload(known)
+            )
+        if rotary is not None:
+            made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
+        if made and where.is_capturing:  # a graph writes there whenever it is launched
+            of_graphs.append(made)
+        alike = copy(cache)  # the step refers to this one, and the cache to the step
+        new_tokens = _New(where, given, made, alike, bool(interleaved), is_moved) if made else None
+    found = Step(
+        backend=where,
+        q=made.get("turned", given["q"]),
+        k=given["cache.k"],
+        v=given["cache.v"],
+        lengths=made.get("used", given["lengths"]),
+        pages=given.get("pages"),
+        scales=(given.get("k_scale"), given.get("v_scale")),
+        is_moved=is_moved,
+        _new=new_tokens,
+    )
+    may_repeat = not on_host and where.stream not in (None, PER_THREAD)
+    if may_repeat and prefix_keys is None and not where.is_capturing:
+        arrays = _identified(q, cache, new, rotary)
+        if _may_keep(given, arrays):
+            how = interleaved, backend
+            cache._last = _Last(arrays, _shapes_of(arrays), how, where.current(), found)
+    return found
+
+
+def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
+    """Whether a cache may keep a step: the new tokens are few, and no array is a view.
+
+    A view would not follow another library's array that gets other memory.
+    """
+    are_seen = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
+    return are_seen and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
+
+
+def _named(
+    q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: tuple[Any, Any] | None
+) -> dict[str, Any]:
+    """All arrays that are given, by name; those of the cache as [.., kv_heads, rows, columns]."""
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
+    named = {"q": q, "cache.k": cache.rows_of(cache.k), "cache.v": cache.rows_of(cache.v)}
+    named["lengths"] = cache.lengths
+    if cache.pages is not None:
+        named["pages"] = cache.pages
+    named |= {name: x for name, x in zip(SCALES, cache._scales) if x is not None}
+    if new is not None:
+        named |= zip("kv", new)
+    if rotary is not None:
+        if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+            raise TypeError(
+                f"rotary is {described(rotary)}; give two arrays (cos, sin), each [positions, "
+                "angles]"
+            )
+        named |= zip(("cos", "sin"), rotary)
+    return named
+
+
+def check_keys(k: Any, v: Any, layout: str) -> None:
+    """Raises ValueError and TypeError for keys and values that do not fit together."""
+    shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
+    if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
+        axes = "rows, kv_heads" if layout == "nhd" else "kv_heads, rows"
+        raise ValueError(f"{shapes}; both must be [batch or pages, {axes}, columns]")
+    for name, x in (("k", k), ("v", v)):
+        if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
+            raise TypeError(
+                f"k is {k.dtype} and v is {v.dtype}; both must be one of {', '.join(DTYPES)}, "
+                f"{E4M3}"
+            )
+        if x.dtype == E4M3 and (x.shape[3] % 2 or any(n % 2 for n in x.strides[:3])):
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and strides {x.strides}; rows of {E4M3} must "
+                "have an even number of bytes and begin at even ones: add a column of zeros"
+            )
+        if 0 not in x.shape and not columns_contiguous(x):
+            raise ValueError(
+                f"{name} has strides {x.strides}; the elements of its last axis must lie side by "
+                "side: give an array whose last axis is contiguous"
+            )
+
+
+def _check_whole(name: str, array: Any, axes: int) -> None:
+    if len(array.shape) != axes:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
+    if str(array.dtype) != "int32":
+        raise TypeError(
+            f"{name} is {array.dtype}; it must be int32, as kernels read it in place: give "
+            f"{name}.astype(numpy.int32)"
+        )
+    if not columns_contiguous(array):
+        raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
+
+
+def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
+    """Raises ValueError for offsets that fall or go beyond the pages."""
+    if (np.diff(starts) < 0).any() or (starts[0], starts[-1]) != (0, len(listed)):
+        raise ValueError(
+            f"indptr is {starts.tolist()}, and there are {len(listed)} indices; give offsets from "
+            "0 to that number that do not fall"
+        )
+
+
+def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
+    """Raises ValueError and TypeError for new tokens that do not fit the cache."""
+    q, keys, values = given["q"], given["cache.k"], given["cache.v"]
+    shape = tuple(q.shape)
+    if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
+        raise ValueError(
+            f"q has shape {shape}; it must be [batch, heads, new tokens, d], here "
+            f"({cache.batch}, heads, new tokens, {keys.shape[3]})"
+        )
+    if cache.is_e4m3:
+        if str(q.dtype) not in ("float16", "bfloat16"):
+            raise TypeError(f"q is {q.dtype}; with a cache of {E4M3} it is float16 or bfloat16")
+    elif q.dtype != keys.dtype:
+        raise TypeError(f"q is {q.dtype} and the cache {keys.dtype}; convert one of them")
+    for name, like in (("k", keys), ("v", values)):
+        wanted = cache.batch, keys.shape[1], shape[2], like.shape[3]
+        if name in given and (tuple(given[name].shape), given[name].dtype) != (wanted, q.dtype):
+            x = given[name]
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}; it must be {q.dtype} {wanted}: [batch, "
+                f"kv_heads, new tokens, columns], as q and the cache have them; {cache._room}"
+            )
+    if "k" in given and shape[2] > cache.capacity:
+        raise ValueError(
+            f"there are {shape[2]} new tokens, [batch, kv_heads, new tokens, d], and {cache._room}"
+        )
+    if "cos" in given:
+        _check_angles(given["cos"], given["sin"], q)
+
+
+def _check_angles(cos: Any, sin: Any, q: Any) -> None:
+    d, dtypes = q.shape[3], (q.dtype, DTYPES[str(q.dtype)].sums)
+    shape = tuple(cos.shape)
+    is_table = len(shape) == 2 and shape == tuple(sin.shape) and shape[0] > 0
+    if not is_table or not 0 < 2 * shape[1] <= d:
+        raise ValueError(
+            f"rotary has shapes {shape} and {tuple(sin.shape)}; both must be [positions, angles], "
+            f"with 1 to {d // 2} angles: one for each pair of the {d} columns of q, or fewer"
+        )
+    if cos.dtype not in dtypes or sin.dtype != cos.dtype:
+        either = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise TypeError(
+            f"rotary is of {cos.dtype} and {sin.dtype}; both must be {either}; convert them"
+        )
+
+
+def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) -> None:
+    """Raises ValueError for lengths, pages and memory that cannot be right."""
+
+    def downloaded(name: str) -> Any:
+        array = given.get(name)
+        is_there = array is not None and not isinstance(array, np.ndarray)
+        return backend.download(array) if is_there else array
+
+    lengths, new = downloaded("lengths"), given["q"].shape[2] if "k" in given else 0
+    cache.check_numbers(lengths, downloaded("pages"), new)
+    if "cos" in given and lengths.size:
+        before = downloaded("prefix_keys") if "prefix_keys" in given else 0
+        positions, needed = len(given["cos"]), int((lengths + before).max()) + new
+        if needed > positions:
+            raise ValueError(
+                f"rotary has {positions} positions, and a sequence has {needed} keys; give a row "
+                "for each"
+            )
+    if not new:
+        return
+    for name in ("cache.k", "cache.v"):
+        array = given[name]
+        if isinstance(array, np.ndarray) and not array.flags.writeable:
+            raise ValueError(f"{name} is read-only, and new keys are given; let it be written")
+        for other in ("q", "k", "v"):
+            if overlap(array, given[other]):
+                raise ValueError(
+                    f"{other} shares memory with {name}, into which it is written; give a copy"
+                )
+
+
+class _New:
+    """New tokens: the launch that writes them, and the arrays that it reads and writes."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        given: Mapping[str, Any],
+        made: Mapping[str, Any],
+        cache: KVCache,
+        interleaved: bool,
+        is_moved: bool,
+    ) -> None:
+        self._backend, self._cache, self._is_moved = backend, cache, is_moved
+        self._interleaved = interleaved
+        read = {
+            name: x if columns_contiguous(x) else x.copy()
+            for name, x in given.items()
+            if name in ("q", "k", "v", "cos", "sin")
+        }
+        self._arrays = {**given, **read, **made}
+        self._launcher = _launcher(backend, self._arrays, cache, interleaved)
+
+    def write(self) -> None:
+        backend = self._backend
+        with backend.working_on(self._arrays["q"]):
+            self._launcher(tuple(map(backend.address, self._arrays.values())), backend.stream)
+            if self._is_moved and "k" in self._arrays:
+                self._copy_back()
+
+    def check(self) -> None:
+        """Compares what was written with a reference. Raises WrongResult."""
+        found, expected = {}, {}
+        if "used" in self._arrays:
+            for name, written in self._written().items():
+                given = self._on_host(name.removeprefix("cache.")).swapaxes(1, 2)
+                found[name] = written
+                expected[name] = Expected(given.astype(np.float64), np.zeros(given.shape))
+                if name == "cache.k" and "turned" in self._arrays:
+                    expected[name] = self._turned(given.swapaxes(1, 2), swapped=True)
+                if self._cache.is_e4m3:
+                    scale = self._scales_of_rows(f"{name[-1]}_scale")
+                    expected[name] = tolerance.expected_e4m3(expected[name], scale)
+        if "turned" in self._arrays:
+            found["turned"] = self._on_host("turned")
+            expected["turned"] = self._turned(self._on_host("q"))
+        verdicts = tolerance.compare(found, expected)
+        tolerance.require(verdicts, f"append_keys on {self._cache!r}")
+
+    def _turned(self, rows: np.ndarray, *, swapped: bool = False) -> Expected:
+        """The expected rotation of rows [batch, heads, tokens, d]; with the last axes swapped."""
+        cos, sin = self._on_host("cos"), self._on_host("sin")
+        tokens = rows.shape[2]
+        first = self._on_host("lengths") - (0 if "used" in self._arrays else tokens)
+        if "prefix_keys" in self._arrays:
+            first = first + self._on_host("prefix_keys")
+        at = np.clip(first[:, None, None] + np.arange(tokens), 0, len(cos) - 1)
+        made = tolerance.expected_rotation(
+            rows, cos[at], sin[at], interleaved=self._interleaved, dtype=str(rows.dtype)
+        )
+        return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
+
+    def _scales_of_rows(self, name: str) -> np.ndarray:
+        """The scales of the new rows, [batch, tokens, kv_heads, 1]."""
+        scale, (places, _) = self._on_host(name), self._places()
+        batch, kv_heads = len(places), self._arrays["cache.k"].shape[1]
+        if scale.ndim == 3:
+            return scale[places, 0, :, None]
+        return np.broadcast_to(scale, (batch, kv_heads))[:, None, :, None]
+
+    def _on_host(self, name: str) -> np.ndarray:
+        array = self._arrays[name]
+        return array if isinstance(array, np.ndarray) else self._backend.download(array)
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The batch element or page, and the row in it, of each new token: [batch, tokens]."""
+        size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
+        rows = self._on_host("lengths")[:, None] + np.arange(tokens)
+        batch: np.ndarray = np.arange(len(rows))[:, None]
+        if size is not None:
+            batch, rows = self._on_host("pages")[batch, rows // size], rows % size
+        return tuple(np.broadcast_arrays(batch, rows))  # type: ignore[return-value]
+
+    def _written(self) -> dict[str, np.ndarray]:
+        """The rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
+        there = tuple(map(self._backend.upload, self._places()))
+        found = {}
+        for name in ("cache.k", "cache.v"):
+            array = self._arrays[name].swapaxes(1, 2)
+            bits = array.view(np.uint8) if array.dtype == E4M3 else array  # which CuPy can index
+            found[name] = self._backend.download(bits[there]).view(array.dtype)
+        return found
+
+    def _copy_back(self) -> None:
+        """Copies the rows that were written into the caller's NumPy arrays."""
+        cache, places = self._cache, self._places()
+        for array, written in zip((cache.k, cache.v), self._written().values()):
+            cache.rows_of(array).swapaxes(1, 2)[places] = written
+
+
+_launchers: dict[Any, Launcher] = {}
+
+
+def _launcher(
+    backend: Backend, arrays: Mapping[str, Any], cache: KVCache, interleaved: bool
+) -> Launcher:
+    """The launch for arrays of these forms; they are given to it in this order."""
+    forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
+    key = backend, backend.device, interleaved, forms
+    found = _launchers.get(key)
+    if found is None:
+        if len(_launchers) >= _MOST_KNOWN:
+            _launchers.clear()
+        found = _launchers[key] = Launcher(backend, _plan(arrays, cache, interleaved), arrays)
+    return found
+
+
+def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
+    """The launch that writes and turns new tokens."""
+    q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
+    appends, rotates = "used" in arrays, "turned" in arrays
+    (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
+    p = Problem.of_sizes(M=1, d=d, dv=values.shape[3], dtype=str(q.dtype))
+    rows = batch * tokens * (2 * kv_heads * appends + heads * rotates)
+    angles = arrays["cos"].shape[1] if rotates else 0
+    one = PlannedLaunch(
+        launch=APPEND,
+        path=Path(str(APPEND.file)),
+        dtype=p.dtype,
+        operand=p.dtype,
+        result=p.dtype,
+        constants={
+            **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
+            **{"interleaved": interleaved, "page_size": cache.page_size or 0},
+            **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
+            **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
+            **{"has_prefix": "prefix_keys" in arrays},
+            **{"ragged": False, "packed": False, "threads": THREADS},
+        },
+        grid=(cdiv(rows, THREADS // 32), 1, 1),
+        threads=THREADS,
+        shared_bytes=0,
+        arguments=tuple(_arguments(arrays, cache)),
+    )
+    written = ("turned", "cache.k", "cache.v", "used") if appends else ("turned",)
+    outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
+    return Plan(_KERNEL, p, {}, (one,), {}, outputs)
+
+
+def _scales_by_page(arrays: Mapping[str, Any]) -> dict[str, bool]:
+    """Which scales are those of pages."""
+    return {f"{name}_by_page": name in arrays and len(arrays[name].shape) == 3 for name in SCALES}
+
+
+def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
+    q, kv_heads, tokens = arrays["q"], arrays["cache.k"].shape[1], arrays["q"].shape[2]
+    table, appends = arrays.get("pages"), "used" in arrays
+    tensors: Sequence[tuple[str, bool]] = (
+        *(("q", "turned" in arrays), ("turned", "turned" in arrays)),
+        *(("k", appends), ("v", appends), ("cache.k", appends), ("cache.v", appends)),
+    )
+    made = [
+        Argument(name) if given else Argument(name, value=np.zeros((), TENSOR))
+        for name, given in tensors
+    ]
+    for name in ("cos", "sin"):
+        made.append(
+            Argument(name, strides=(None, None, 0))
+            if name in arrays
+            else Argument(name, value=np.zeros((), TENSOR))
+        )
+    none = np.uint64(0)
+    made += [
+        Argument("positions", value=np.int32(len(arrays["cos"]) if "cos" in arrays else 0)),
+        Argument("lengths", "data"),
+        Argument("used", "data", None if appends else none),
+        Argument("pages", "data", none if table is None else None),
+        Argument("number_stride", value=np.int64(0 if table is None else table.strides[0] // 4)),
+    ]
+    numbers = {
+        "most": 0 if table is None else table.shape[1],
+        "page_count": 0 if table is None else len(arrays["cache.k"]),
+        "capacity": cache.capacity,
+        "shift": 0 if appends else -tokens,
+        "tokens": tokens,
+        "heads": q.shape[1],
+        "kv_heads": kv_heads,
+        "batches": q.shape[0],
+    }
+    made += [Argument(name, value=np.int32(x)) for name, x in numbers.items()]
+    made.append(Argument("prefix_keys", "data", None if "prefix_keys" in arrays else none))
+    return [*made, *(_scale_argument(name, arrays.get(name)) for name in SCALES)]
+
+
+def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
+    """The scales of keys and values in e4m3, 1 where none is given; nothing for others.
+
+    cache: where the keys k lie, if in one. like: an array in the memory where scales have to be.
+    """
+    if k.dtype != E4M3:
+        return {}
+    given = (None, None) if cache is None else cache._scales
+    return {name: _one(backend, like) if x is None else x for name, x in zip(SCALES, given)}
+
+
+def _scale_argument(name: str, scale: Any) -> Argument:
+    """A scale as a Tensor [batch or pages, kv_heads]; one element serves a whole axis."""
+    if scale is None:
+        return Argument(name, value=np.zeros((), TENSOR))
+    axes = (0, len(scale.shape) - 1)
+    strides = (x if scale.shape[x] > 1 else None for x in axes)
+    return Argument(name, strides=(*strides, None))
+
+
+_ONE = np.ones((1, 1), np.float32)  # the scale of all heads
+_ones: dict[Any, Any] = {}  # the same in the memory of devices
+
+
+def _one(backend: Backend, like: Any) -> Any:
+    """A scale of 1 for all heads, in the kind of memory of an array."""
+    if isinstance(like, np.ndarray):
+        return _ONE
+    with backend.working_on(like):
+        key = backend, backend.device
+        if key not in _ones:
+            _ones[key] = backend.upload(_ONE)
+        return _ones[key]
+
+
+def _check_arch(backend: Backend) -> None:
+    """Raises Unsupported for a device without instructions that convert e4m3."""
+    limits = backend.limits
+    if limits.arch is not None and int(limits.arch) < E4M3_SINCE:
+        raise Unsupported(
+            f"{limits.device} is sm_{limits.arch}, and a cache of {E4M3} needs sm_{E4M3_SINCE}; "
+            "keep float16 or bfloat16"
+        )
+
+
+def seen(name: str, given: Any) -> Any:
+    """NumPy's and CuPy's arrays as they are, other libraries' as these, without a copy."""
+    if (isinstance(given, np.ndarray) and not is_masked(given)) or hasattr(given, "get"):
+        return given
+    if not hasattr(given, "shape"):
+        raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array")
+    _, (array,) = adopt("auto", **{name: given})
+    return array
+
+
+_INTEGERS = np.iinfo(np.int32)
+
+
+def _there(name: str, given: Any, keys: Any) -> Any:
+    """An array as ``seen`` has it; a list of numbers as one in the memory of keys."""
+    if not isinstance(given, list | tuple):
+        return seen(name, given)
+    array = optional_inputs.of_list(name, given)
+    if name in SCALES:
+        made = array.astype(np.float32)
+    elif array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has numbers of {array.dtype}; give whole numbers")
+    elif array.size and not _INTEGERS.min <= array.min() <= array.max() <= _INTEGERS.max:
+        raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}; they are int32")
+    else:
+        made = array.astype(np.int32)
+    return where_q_is("auto", keys, made)

@@ -1,0 +1,1 @@
+"""The workshop: check, bench, tune, analyse, report, and the command line."""

@@ -1,0 +1,213 @@
+"""The files of the library and of CuPy on disk: counted, removed, and compiled in advance."""
+
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cupyfa import cache_folder
+from cupyfa.arrays import block_mask
+from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis.resources import problem_to_compile
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import operation_of
+from cupyfa.planner.choose_kernel import plan, select
+from cupyfa.planner.plan import PlannedLaunch
+from cupyfa.planner.source import text
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
+
+FACTS = ("peaks", "tuned", "tuning")
+KINDS = {
+    "compiled": "compiled kernels, at most CUPYFA_CACHE_MB (1000)",
+    "peaks": "measured peak rates of devices",
+    "tuned": "the fastest tile sizes on each device",
+    "tuning": "measurements of `cupyfa tune`",
+    "zig": "the cache of zig, the compiler of the ziglang wheel",
+    "leftovers": "unfinished files of killed processes, at least an hour old",
+    "cupy": "kernels that CuPy compiled, for all programs",
+}
+# Key heads, queries and keys: their tiles and kernels are also those of most other sizes.
+_SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
+_HOUR = 3600
+_RANDOM = "[a-z0-9_]{8}"  # in names by tempfile
+_NAMES = {
+    "compiled": cache_folder.COMPILED.pattern,
+    **{kind: r"[A-Za-z0-9_-][A-Za-z0-9._-]*\.json" for kind in FACTS},
+    "zig": r"zig",
+    "leftovers": rf"build-{_RANDOM}|\..+-{_RANDOM}",
+    "cupy": r"[0-9a-f]{32,64}(_2)?\.(cubin|ltoir)(\.cu)?",
+}
+
+
+class Kept(NamedTuple):
+    """The files of a kind: how many, their bytes, the time of the newest, and the folder."""
+
+    kind: str
+    files: int
+    bytes: int
+    newest: str | None
+    path: str | None
+
+
+class Removed(NamedTuple):
+    """The removed files of a kind, and how many are left."""
+
+    kind: str
+    files: int
+    bytes: int
+    left: int
+
+
+class Warmed(NamedTuple):
+    """The number of kernels, how many of them had to be compiled, and the seconds."""
+
+    kernels: int
+    new: int
+    seconds: float
+
+
+def kept(kind: str) -> Kept:
+    stats = [stat for item in _items(kind) for stat in _files(item).values()]
+    newest = max((datetime.fromtimestamp(stat.st_mtime) for stat in stats), default=None)
+    folder = folder_of(kind)
+    return Kept(
+        kind,
+        files=len(stats),
+        bytes=sum(stat.st_size for stat in stats),
+        newest=newest.isoformat(sep=" ", timespec="seconds") if newest else None,
+        path=str(folder) if folder else None,
+    )
+
+
+def clear(kind: str, *, dry_run: bool = False) -> Removed:
+    """Removes the files of one of KINDS, or counts them; warns of those that cannot be removed."""
+    files = size = left = 0
+    refused: OSError | None = None
+    for item in _items(kind):
+        before = _files(item)
+        try:
+            if item.is_dir() and not dry_run:
+                shutil.rmtree(item)
+            elif not dry_run:
+                item.unlink(missing_ok=True)
+        except OSError as error:
+            refused = error
+        after = {} if dry_run else _files(item)
+        files += len(before) - len(after)
+        size += sum(stat.st_size for path, stat in before.items() if path not in after)
+        left += len(after)
+    if refused is not None:
+        warnings.warn(f"{refused.filename} cannot be removed ({refused.strerror})", stacklevel=2)
+    return Removed(kind, files, size, left)
+
+
+def warm(
+    backend: Backend,
+    kernels: Sequence[Kernel | str],
+    dtypes: Sequence[str],
+    ds: Sequence[int],
+    *,
+    dv: int | None = None,
+    options: Sequence[AttentionOptions] = (AttentionOptions(),),
+    group: int = 1,
+    arrays: Mapping[str, Any] | None = None,
+    progress: Progress = no_progress,
+) -> Warmed:
+    """Compiles kernels for all these dtypes, head dimensions and options in advance.
+
+    Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
+    short ones, for few queries and for few heads. ``group`` query heads share a key head.
+    ``arrays`` are the forms of arrays that texts read, from ``shape_language``. A kernel is a
+    record, a name, or "auto": the kernels that calls without a name use on this device. Raises
+    Unsupported if no kernel supports any of these problems.
+    """
+    found: dict[tuple[str, str], PlannedLaunch] = {}  # launches with different texts
+    refused: Exception = ValueError("there is nothing to compile")
+    for kernel, dtype, d, of_call, sizes in product(kernels, dtypes, ds, options, _SIZES):
+        operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
+        problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group, arrays)
+        try:
+            programs = _programs(kernel, operation, problem, backend)
+        except Unsupported as error:
+            refused = error
+        else:
+            found |= {(text(launch), launch.entry): launch for launch in programs}
+    if not found:
+        raise refused
+    start, new = time.perf_counter(), 0
+    for done, launch in enumerate(found.values()):
+        progress(done, len(found), f"{launch.entry} {launch.dtype.name}")
+        before = set(_items("compiled"))
+        backend.prepare(launch)
+        new += bool(set(_items("compiled")) - before)
+    return Warmed(len(found), new, time.perf_counter() - start)
+
+
+def _programs(
+    kernel: Kernel | str, operation: str, p: Problem, backend: Backend
+) -> Sequence[PlannedLaunch]:
+    """The launches that a call compiles, with a block mask also those that make its maps."""
+    if not p.block_mask:
+        return plan(select(kernel, operation, p, backend.limits), p, backend.limits).programs
+    p, mask = block_mask.of_call(p)
+    record = select(kernel, operation, p, backend.limits)
+    made = mask.planned(plan(record, p, backend.limits), backend.limits)
+    return (*made.programs, *mask.makers(made, backend))
+
+
+def folder_of(kind: str) -> Path | None:
+    """The folder of a kind; None for a user without a home."""
+    if kind == "cupy":
+        return Path(os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache"))
+    base = cache_folder.chosen_folder()
+    return base / kind if base and kind in FACTS else base
+
+
+def _items(kind: str) -> Iterator[Path]:
+    folders = [folder_of(x) for x in (kind, *(FACTS if kind == "leftovers" else ()))]
+    if kind == "cupy" and (base := cache_folder.chosen_folder()):
+        folders.append(base / "cupy")  # the folder if CuPy's own is not writable
+    for entry in (x for folder in dict.fromkeys(folders) if folder for x in _entries(folder)):
+        is_folder = entry.name == "zig" or entry.name.startswith("build-")
+        plain = entry.is_dir if is_folder else entry.is_file
+        if re.fullmatch(_NAMES[kind], entry.name) and plain(follow_symlinks=False):
+            with suppress(FileNotFoundError):  # removed by another process
+                changed = entry.stat(follow_symlinks=False).st_mtime
+                if kind != "leftovers" or time.time() - changed > _HOUR:  # else not yet finished
+                    yield Path(entry.path)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """The entries of a folder; none, with a warning, if it cannot be read."""
+    leads_out = folder.name in FACTS and folder.is_symlink()
+    if leads_out or not os.path.lexists(folder):
+        return []
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        warnings.warn(f"{folder} cannot be read and is skipped ({error})", stacklevel=2)
+        return []
+
+
+def _files(item: Path) -> dict[Path, os.stat_result]:
+    """A file, or all files of a folder, each with its status; links are not followed."""
+    if not item.is_dir():
+        paths = [item]
+    else:
+        paths = [Path(place) / name for place, _, names in os.walk(item) for name in names]
+    found = {}
+    for path in paths:
+        with suppress(FileNotFoundError):  # removed by another process
+            found[path] = path.lstat()
+    return found

@@ -1,0 +1,237 @@
+"""Compiles kernels with NVRTC for any architecture, without a GPU: resources, PTX, machine code."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from cupyfa.errors import DeviceError, Unsupported
+from cupyfa.lab.report.tables import Row, render, table_or_fields
+from cupyfa.ladder.kernel import ARCH_SPECIFIC, Kernel, cdiv
+from cupyfa.ladder.lookup import operation_of
+from cupyfa.numerics.shown import Shown
+from cupyfa.planner import source
+from cupyfa.planner.choose_kernel import plan, select
+from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
+from cupyfa.problem import shape_language
+from cupyfa.problem.options import OPTIONS, AttentionOptions
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import backend_named
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """Limits of a multiprocessor: KiB of shared memory for a block and in all, warps, blocks."""
+
+    shared_of_block: int
+    shared: int
+    warps: int
+    blocks: int
+    reserved: int = 1024  # bytes of shared memory of each block for the system
+
+
+REGISTERS = 16384  # of each quarter of a multiprocessor, allocated to warps in units of 256
+# By compute capability (CUDA C++ programming guide, technical specifications).
+MULTIPROCESSORS = {
+    "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
+    "80": Multiprocessor(163, 164, warps=64, blocks=32),
+    "86": Multiprocessor(99, 100, warps=48, blocks=16),
+    "89": Multiprocessor(99, 100, warps=48, blocks=24),
+    "90": Multiprocessor(227, 228, warps=64, blocks=32),
+    "100": Multiprocessor(227, 228, warps=64, blocks=32),
+    "120": Multiprocessor(99, 100, warps=48, blocks=24),
+}
+
+# Messages of the log on slow code: (C7510) and similar ones, warnings.
+_SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, repr=False)
+class Compiled(Shown):
+    """A launch compiled for an architecture: its cubin and the compiler's log."""
+
+    launch: PlannedLaunch
+    arch: str
+    cubin: bytes = field(repr=False)
+    log: str = field(repr=False)
+
+    @property
+    def registers(self) -> int:
+        return self._number(r"Used (\d+) registers")
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that a thread stores in local memory for lack of registers."""
+        return self._number(r"(\d+) bytes spill stores")
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        found = (re.sub(r" in around line \d+", "", x.strip()) for x in _SLOW.findall(self.log))
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def occupancy(self) -> tuple[int, str]:
+        """Blocks of a multiprocessor at a time, and the resource that limits them."""
+        sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
+        shared = self.launch.shared_bytes + sm.reserved
+        fit = {
+            "warps": sm.warps // warps,
+            "blocks": sm.blocks,
+            "registers": 4 * (REGISTERS // (256 * cdiv(32 * self.registers, 256))) // warps,
+            "shared": 1024 * sm.shared // shared if shared else sm.blocks,
+        }
+        limit = min(fit, key=lambda what: fit[what])
+        return fit[limit], limit
+
+    def _number(self, pattern: str) -> int:
+        found = re.search(pattern, self.log)
+        assert found, f"the compiler's log has no {pattern!r}: {self.log}"
+        return int(found[1])
+
+
+def limits_of(arch: str) -> Limits:
+    """The limits of an architecture's devices, "90" or with its own instructions "90a"."""
+    family = arch.removesuffix("a") if arch in ARCH_SPECIFIC else arch
+    if family not in MULTIPROCESSORS:
+        known = ", ".join([*MULTIPROCESSORS, *ARCH_SPECIFIC])
+        raise ValueError(f"architecture {arch!r} is unknown; there are {known}")
+    return Limits(f"sm_{arch}", 1024 * MULTIPROCESSORS[family].shared_of_block, arch=family)
+
+
+def gpu() -> Backend | None:
+    """The GPU of this machine, if there is one."""
+    try:
+        return backend_named("cuda")
+    except DeviceError:
+        return None
+
+
+def plans(
+    kernels: Sequence[Kernel | str],
+    arches: Sequence[str],
+    dtypes: Sequence[str],
+    d: int,
+    dv: int | None = None,
+    options: AttentionOptions | None = None,
+    tiles: Mapping[str, int] | None = None,
+    arrays: Mapping[str, Any] | None = None,
+) -> list[tuple[Plan, str]]:
+    """(plan, architecture) of all supported combinations; one of 90 and 90a for a kernel of sm_90a.
+
+    A kernel is a record, or "auto" for the one that "auto" chooses on each architecture. ``arrays``
+    are forms of arrays that the texts of ``options`` read. Raises
+    Unsupported with the reason if there is none.
+    """
+    found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
+    refused: Exception = ValueError("there is nothing to compile")
+    for kernel, dtype, arch in product(kernels, dtypes, arches):
+        operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
+        problem = problem_to_compile(operation, dtype, d, dv, options, arrays=arrays)
+        limits = limits_of(arch)
+        try:
+            record = select(kernel, operation, problem, limits)
+            able = plan(record, problem, limits, **(tiles or {}))
+            found.setdefault((id(record), dtype, record.target or arch), (able, arch))
+        except Unsupported as error:
+            dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
+            if isinstance(refused, ValueError) or dtype_fits:  # more than its dtypes
+                refused = error
+    if not found:
+        raise refused
+    return list(found.values())
+
+
+def problem_to_compile(
+    operation: str,
+    dtype: str,
+    d: int,
+    dv: int | None,
+    options: AttentionOptions | None = None,
+    sizes: tuple[int, int, int] = (64, 2048, 2048),
+    group: int = 1,
+    arrays: Mapping[str, Any] | None = None,
+) -> Problem:
+    """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles.
+
+    arrays: forms, as ``shape_language`` has them, of arrays that texts read.
+    """
+    if operation == "softmax":
+        return Problem.of_row_sizes(1, 1, dtype)
+    kv, M, N = sizes
+    of: dict[str, Any] = {"heads": kv * group, "kv_heads": kv, "M": M, "N": N, "d": d, "dv": dv}
+    if shape_language.LENGTHS_OF in (arrays or {}):
+        del of["M"], of["N"]
+    return Problem.of_sizes(**of, dtype=dtype, options=options, **(arrays or {}))
+
+
+def ptx(launch: PlannedLaunch, arch: str) -> str:
+    from cupyfa.runtime.cuda.compiler import compile_text
+
+    text, folders = source.text(launch), source.include_folders(launch)
+    made, _ = compile_text(text, f"{launch.entry}.cu", launch.target or arch, folders, to_ptx=True)
+    return made.rstrip(b"\0").decode()
+
+
+def sass(compiled: Compiled) -> str:
+    """The machine code of a launch. Raises Unsupported without nvdisasm of the CUDA toolkit."""
+    tool = shutil.which("nvdisasm")
+    if tool is None:
+        raise Unsupported(
+            "nvdisasm is not on the PATH; it prints machine code and is part of the CUDA toolkit"
+        )
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.cubin + b"\0")  # CuPy's getCUBIN drops the last byte
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise Unsupported(f"{tool} cannot read sm_{compiled.arch} ({said}); install a newer one")
+    return done.stdout
+
+
+def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
+    """A launch compiled for an architecture, or for the one of its kernel."""
+    from cupyfa.runtime.cuda.compiler import compile_text
+
+    arch = launch.target or arch
+    text, folders = source.text(launch), source.include_folders(launch)
+    cubin, log = compile_text(text, f"{launch.entry}.cu", arch, folders)
+    if f"entry function '{launch.entry}'" not in log:
+        raise source.without_entry(launch)
+    return Compiled(launch, arch, cubin, log)
+
+
+def compiled_row(plan: Plan, compiled: Compiled) -> Row:
+    compiled_in = ("dtype", "d", *(name for name in OPTIONS if name != "scale"), "arrays")
+    row = plan.problem.row()
+    return {
+        "kernel": plan.kernel.name,
+        "entry": compiled.launch.entry,
+        **{name: row[name] for name in compiled_in},
+        "arch": compiled.arch,
+        "registers": compiled.registers,
+        "spilled_bytes": compiled.spilled_bytes,
+        "shared_bytes": compiled.launch.shared_bytes,
+        "blocks_per_sm": compiled.occupancy[0],
+        "limited_by": compiled.occupancy[1],
+        "warnings": "; ".join(compiled.warnings) or None,
+    }
+
+
+def compilations(rows: Sequence[Row], form: str) -> str:
+    """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
+    if form != "table":
+        return render(rows, form)
+    table = [dict(row) for row in rows]
+    warnings = [row.pop("warnings") for row in table]
+    below = [
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
+        for row, words in zip(table, warnings)
+        if words
+    ]
+    return "\n".join([table_or_fields(table), *below])

@@ -1,0 +1,439 @@
+"""The roofline model of attention: what bounds a computation on a device, and its least time.
+
+A computation needs a number of floating-point operations and of exponentials, and moves bytes
+between the device's memory and its chip. Each of the three takes at least its number over the
+device's rate. All may overlap, so the longest is the least time.
+
+Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis.formulas import (
+    NAIVE,
+    TILED,
+    common_operation,
+    input_sizes,
+    naive_bytes,
+    refuse_gradients,
+    tiled_bytes,
+)
+from cupyfa.lab.analysis.resources import gpu, limits_of
+from cupyfa.lab.bench import peaks, sweeps
+from cupyfa.lab.bench.benchmark import bench
+from cupyfa.lab.bench.peaks import Device
+from cupyfa.lab.bench.results import Measurement, Results
+from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.ladder.lookup import record_named
+from cupyfa.ladder.operations import OPERATIONS, visible_scores
+from cupyfa.numerics.shown import Rows, ShownRow
+from cupyfa.planner.choose_kernel import plan, select
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.planner.source import headers
+from cupyfa.problem import shape_language
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.lengths import lengths_of
+from cupyfa.problem.problem import SIZES, Problem
+from cupyfa.problem.wrt import WRT, names_of
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
+
+THIS = "this"
+_COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
+_DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
+_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns, in narrow terminals
+_OF_PARTS = 3  # products of parts for one of their sums
+_TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
+
+
+@dataclass(frozen=True, repr=False)
+class Roof(ShownRow):
+    """The costs of a computation on a device, and its attainable performance.
+
+    computation: "naive", "tiled" (see formulas.py) or a kernel's name.
+    bytes: moved between memory and chip; of a kernel, each array of each launch once.
+    precision: of the operands of its products.
+    parts: the dtype of the parts that these are split into, if they are.
+    measured: the row of a benchmark.
+    note: why a kernel cannot do the problem; it has no figures then.
+    """
+
+    computation: str
+    operation: str
+    problem: Problem
+    device: Device
+    bytes: int = 0
+    precision: str = ""
+    on_tensor_cores: bool = False
+    measured: Measurement | None = None
+    note: str = ""
+    parts: str | None = None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the visible scores, 2 for a multiply-add."""
+        return OPERATIONS[self.operation].flops(self.problem)
+
+    @property
+    def exponentials(self) -> int:
+        """One for each visible score."""
+        return self.problem.batch * self.problem.heads * visible_scores(self.problem)
+
+    @property
+    def peak(self) -> float:
+        """TFLOP/s of the units that compute its products."""
+        if self.parts:
+            return self.device.peak(self.parts, tensor=self.on_tensor_cores) / _OF_PARTS
+        precision = self.precision or self.problem.dtype.name
+        return self.device.peak(precision, tensor=self.on_tensor_cores)
+
+    @property
+    def balance(self) -> float:
+        """FLOP per byte below which memory is the bound."""
+        return 1e3 * self.peak / self.device.bandwidth
+
+    @property
+    def intensity(self) -> float | None:
+        return self.flops / self.bytes if self.bytes else None
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The least milliseconds for each cost.
+
+        Exponentials are left out in double precision, which has no instruction for them.
+        """
+        times = {
+            COMPUTE: self.flops / self.peak / 1e9,
+            MEMORY: self.bytes / self.device.bandwidth / 1e6,
+        }
+        rate = self.device.exponentials
+        if rate and self.problem.dtype.name != "float64":
+            times[EXPONENTIALS] = self.exponentials / rate / 1e9
+        return times
+
+    @property
+    def bound(self) -> str | None:
+        return max(self.times, key=lambda x: self.times[x]) if self.bytes else None
+
+    @property
+    def time(self) -> float | None:
+        """The least milliseconds: the longest of ``times``."""
+        return max(self.times.values()) if self.bytes else None
+
+    @property
+    def tflops(self) -> float | None:
+        return self.flops / self.time / 1e9 if self.time else None
+
+    @property
+    def percent(self) -> float | None:
+        reached = self.measured and self.measured.time
+        return 100 * self.time / reached if self.time and reached else None
+
+    def row(self) -> dict[str, Any]:
+        times = self.times if self.bytes else {}
+        return {
+            "computation": self.computation,
+            "device": self.device.name,
+            **{name: x for name, x in self.problem.row().items() if name != "scale"},
+            "balance": self.balance if self.bytes else None,
+            "GFLOP": self.flops / 1e9,
+            "MB": self.bytes / 1e6 if self.bytes else None,
+            "FLOP/B": self.intensity,
+            **{f"{cost}_ms": times.get(cost) for cost in _COSTS},
+            "bound_by": self.bound,
+            "ms": self.time,
+            "TFLOP/s": self.tflops,
+            "measured_ms": self.measured.time if self.measured else None,
+            "measured_TFLOP/s": self.measured.tflops if self.measured else None,
+            "%_of_roof": self.percent,
+            "note": self.note or (self.measured.note if self.measured else ""),
+        }
+
+
+def roofline(
+    kernels: str | Kernel | Sequence[str | Kernel] = (),
+    *,
+    device: str | Device = "auto",
+    backward: bool = False,
+    measure: bool = True,
+    budget: float = 0.2,
+    progress: Progress = no_progress,
+    **sizes: Any,
+) -> list[Roof]:
+    """Computes what bounds attention on a device, and the least time: a Roof for each computation.
+
+    ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
+    output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
+    is both and every rung that can do the problem.
+    ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
+    its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
+    ``sizes`` are those of ``sweeps.problems``, each one value or several. On the device of this
+    machine kernels are also measured, each for ``budget`` seconds, unless ``measure`` is False.
+
+    Raises ValueError for the arguments, and Unsupported if there is no GPU for "this", or if no
+    named kernel can do any problem.
+    """
+    chosen = _named([kernels] if isinstance(kernels, str | Kernel) else kernels)
+    records = [x for x in chosen if isinstance(x, Kernel)]
+    operation = common_operation(records, backward)
+    if operation == "softmax":
+        names = ", ".join(x.name for x in records)
+        raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
+    sweeps.refuse_foreign([operation], sizes)
+    problems = sweeps.problems(operation, sizes, *records)
+    if all(x in (NAIVE, TILED) for x in chosen):
+        refuse_gradients(operation, problems)
+    backend = gpu()
+    target, is_here = _device(device, backend)
+    limits = backend.limits if backend and is_here else _limits(target)
+    rows: list[Roof] = []
+    for done, problem in enumerate(problems):
+        progress(done, len(problems), str(problem))
+        rungs = [x for x in LADDER[operation].values() if x.takes(problem.dtype.name)]
+        wanted = [select(x, operation, problem, limits) if x == "auto" else x for x in chosen]
+        found = [
+            _roof(x, operation, problem, target, limits) for x in wanted or [NAIVE, TILED, *rungs]
+        ]
+        if not chosen:
+            found = [row for row in found if not row.note]
+        if backend and is_here and measure:
+            found = _with_measurements(found, problem, wanted or rungs, backend, budget)
+        rows += found
+    if rows and all(row.note for row in rows):
+        raise Unsupported(rows[0].note)
+    return Rows(rows)
+
+
+def measured_roofs(
+    results: Results,
+    kernels: Sequence[str | Kernel] = (),
+    *,
+    device: str | Device = "auto",
+    **sizes: Any,
+) -> list[Roof]:
+    """Computes a Roof for each row of a benchmark, after "naive" and "tiled" of each problem.
+
+    ``kernels`` and ``sizes``, as of ``roofline``, select rows. ``device`` is by default the one
+    that the results name. A row of another library has the bytes of tiled attention.
+
+    Raises ValueError if no row is selected, for times of the simulator, or if no data sheet of the
+    device is listed.
+    """
+    if results.environment.get("backend") == "simulator":
+        raise ValueError("times of the simulator lie under no device's roof; measure on a GPU")
+    target = _device_of(results) if device == "auto" else _device(device, gpu())[0]
+    limits, chosen = _limits(target), _named(kernels)
+    asked = [x for x in chosen if x not in (NAIVE, TILED)]
+    given = {x.name: x for x in asked if isinstance(x, Kernel)}
+
+    def is_asked_for(row: Measurement) -> bool:
+        about = row.operation, row.problem
+        names = [x.name if isinstance(x, Kernel) else select(x, *about, limits).name for x in asked]
+        return row.kernel in names or not asked
+
+    rows = [row for row in results.rows if row.operation != "softmax" and _has(row, sizes)]
+    rows = [row for row in rows if is_asked_for(row)]
+    if not rows:
+        found = ", ".join(dict.fromkeys(str(row.problem) for row in results.rows))
+        raise ValueError(f"no kernel of attention has these names and sizes; there are {found}")
+    problems = dict.fromkeys((row.operation, row.problem) for row in rows)
+    bounds = [x for x in (NAIVE, TILED) if x in chosen or not chosen]
+    roofs = [_roof(x, *about, target, limits) for about in problems for x in bounds]
+    for row in rows if asked or not chosen else []:
+        kernel = given.get(row.kernel) or LADDER[row.operation].get(row.kernel) or TILED
+        roof = _roof(kernel, row.operation, row.problem, target, limits, **row.constants)
+        roofs.append(replace(roof, computation=row.kernel, measured=row))
+    return roofs
+
+
+def _named(kernels: Sequence[str | Kernel]) -> list[str | Kernel]:
+    """The records of names, and "naive", "tiled" and "auto" as they are."""
+    words = (NAIVE, TILED, "auto")
+    return [x if isinstance(x, Kernel) or x in words else record_named(x) for x in kernels]
+
+
+def _has(row: Measurement, sizes: Mapping[str, Any]) -> bool:
+    """Whether the problem of a row has these sizes and options, each one value or one of several.
+
+    None stands for any value.
+    """
+    p = row.problem
+    return all(
+        value is None
+        or any(_has_one(p, name, x) for x in (value if isinstance(value, list) else [value]))
+        for name, value in sizes.items()
+    )
+
+
+def _has_one(p: Problem, name: str, value: Any) -> bool:
+    """Whether a problem has this size, option or form of an array."""
+    if name == WRT:
+        return set(names_of(value)) - set("qkv") == set(p.wrt)
+    if name == shape_language.LENGTHS_OF:
+        return p.lengths == lengths_of(value)
+    if name in shape_language.NAMES and name != shape_language.BLOCK_MASK:
+        asked = shape_language.operands({name: value}, p.of_scores, p.dtype.name)
+        return set(asked) <= {replace(x, gradient=False) for x in p.operands}
+    return bool({**vars(p), "dtype": p.dtype.name, **vars(p.options)}[name] == value)
+
+
+def _device_of(results: Results) -> Device:
+    """The device that results name, by its data sheet, or if it is here by its measured rates."""
+    name, backend = results.environment.get("device", ""), gpu()
+    found = peaks.known_as(name)
+    if found is None and backend and backend.limits.device == name:
+        found = measured_device(backend)
+    if found is None:
+        known = ", ".join(peaks.DEVICES)
+        raise ValueError(f"no data sheet of {name!r} is listed; name a device: {known}")
+    return found
+
+
+def _limits(device: Device) -> Limits:
+    limits = limits_of(device.arch)
+    return replace(limits, device=device.name, multiprocessors=device.multiprocessors)
+
+
+def planned_bytes(plan: Plan) -> int:
+    """Bytes moved if each launch and each product moves each of its arrays once."""
+    sizes = input_sizes(plan.kernel.operation, plan.problem)
+    sizes |= {name: plan.stored_bytes(name) for name in (*plan.outputs, *plan.scratch)}
+    moved = 0
+    for step in plan.steps:
+        if isinstance(step, Matmul):
+            names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
+        else:
+            names = {name for name, _ in step.launch.arrays}
+            names |= {name for x in step.arguments for name, _ in x.arrays}  # that texts read
+        moved += sum(sizes.get(name, 0) for name in names)
+    return moved
+
+
+def uses_tensor_cores(plan: Plan) -> bool:
+    """Whether tensor cores compute the products: by their instructions, or in cuBLAS."""
+    if any(isinstance(step, Matmul) for step in plan.steps):
+        return (plan.rounding or plan.problem.dtype.name) != "float32"
+    return any(_TENSOR_HEADERS & headers(launch) for launch in plan.launches)
+
+
+def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool]:
+    """The device of a name, and whether it is the one of this machine."""
+    if device == "auto":
+        device = THIS if backend else "h100"
+    if device == THIS:
+        if backend is None:
+            known = ", ".join(peaks.DEVICES)
+            raise Unsupported(f"there is no GPU here to measure; name a device: {known}")
+        return measured_device(backend), True
+    chosen = device if isinstance(device, Device) else peaks.named(device)
+    here = peaks.known_as(backend.limits.device) if backend else None
+    return chosen, chosen is here
+
+
+def measured_device(backend: Backend) -> Device:
+    """The device here, with its measured rates of large products and copies, which are stored."""
+    measured = {x: peaks.product_rate(backend, x) for x in (*DTYPES, "tf32")}
+    rates = {name: rate for name, rate in measured.items() if rate}
+    bandwidth = peaks.copy_rate(backend)
+    if not bandwidth or "float32" not in rates:
+        why = backend.limits.no_matmul or "its products or copies cannot be timed"
+        raise Unsupported(
+            f"the rates here are unknown: {why}; or name a device: {', '.join(peaks.DEVICES)}"
+        )
+    limits = backend.limits
+    return Device(
+        limits.device,
+        limits.arch or "",
+        limits.multiprocessors,
+        limits.clock,
+        tensor={x: rates[x] for x in rates if x not in ("float32", "float64")},
+        plain={"float32": rates["float32"], "float64": rates.get("float64", math.nan)},
+        bandwidth=bandwidth,
+        source="measured: large products by cuBLAS, large copies",
+    )
+
+
+def _roof(
+    computation: str | Kernel,
+    operation: str,
+    p: Problem,
+    device: Device,
+    limits: Limits,
+    **constants: int,
+) -> Roof:
+    if isinstance(computation, str):
+        count = naive_bytes if computation == NAIVE else tiled_bytes
+        precision = p.precision or p.dtype.name
+        plain = precision == "float32"
+        parts = "float16" if plain and _parts_pay(device) else None
+        about = count(operation, p), precision, not plain or parts is not None
+        return Roof(computation, operation, p, device, *about, parts=parts)
+    try:
+        made = plan(computation, p, limits, **constants)
+    except Unsupported as error:
+        return Roof(computation.name, operation, p, device, note=str(error))
+    problem = replace(made.problem, d=p.d, dv=p.dv)
+    about = planned_bytes(made), made.rounding or p.dtype.name, uses_tensor_cores(made)
+    return Roof(computation.name, operation, problem, device, *about, parts=made.kernel.parts)
+
+
+def _parts_pay(device: Device) -> bool:
+    """Whether tensor cores multiply float32 as parts in float16 faster than the plain units do."""
+    return device.peak("float16", tensor=True) / _OF_PARTS > device.peak("float32", tensor=False)
+
+
+def _with_measurements(
+    rows: Sequence[Roof],
+    p: Problem,
+    kernels: Sequence[str | Kernel],
+    backend: Backend,
+    budget: float,
+) -> list[Roof]:
+    able = {row.computation for row in rows if row.bytes}
+    timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
+    if not timed:
+        return list(rows)
+    follow = ("batch", "M", "N") if p.lengths else ()
+    sizes = {x: getattr(p, x) for x in SIZES if x not in follow} | vars(p.options)
+    sizes |= shape_language.arguments(p.shown_operands, p.of_scores) | {
+        shape_language.LENGTHS_OF: p.lengths
+    }
+    sizes[shape_language.BLOCK_MASK] = p.block_mask
+    found = bench(
+        list(timed.values()),
+        backend=backend,
+        budget=budget,
+        alone=True,
+        dtype=p.dtype.name,
+        **sizes,
+    )
+    by_name = {row.kernel: row for row in found}
+    return [replace(row, measured=by_name.get(row.computation)) for row in rows]
+
+
+def roofs(rows: Sequence[Roof]) -> str:
+    """A table of the columns that differ, in three digits (they are estimates), and notes."""
+    table = [
+        {
+            c: _three_digits(x) if isinstance(x, float) else x
+            for c, x in short_row(row.row()).items()
+        }
+        for row in rows
+    ]
+    one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
+    drop_followers(table, *(["N"] if one_M else []))
+    notes = [f"note: {x['note']}" for x in table if x["note"]]
+    drop(table, "note", *_DETAILS)
+    shown = table_or_fields(table, spare=_SPARE)
+    return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
+
+
+def _three_digits(value: float) -> float | int:
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded >= 1000 else rounded

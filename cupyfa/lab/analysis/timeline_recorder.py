@@ -1,0 +1,703 @@
+"""Timelines: what each warp of a block does and waits for, recorded in one launch of a kernel.
+
+The launch is compiled with the headers of kernels/timeline, which write an entry with the time
+where a phase begins and ends. On a GPU these are the clocks of the multiprocessor and of the
+device; in the simulator the order of the entries, from which ``timeline_model`` computes times.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyfa.arrays import block_mask as block_masks
+from cupyfa.errors import Unsupported, nearest
+from cupyfa.lab.analysis import timeline_model
+from cupyfa.lab.bench import timing
+from cupyfa.lab.verify.case import Case
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.numerics.shown import Shown
+from cupyfa.planner import source
+from cupyfa.planner.choose_kernel import plan as plan_of
+from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.launcher import Launcher, compiled
+from cupyfa.runtime.workspace import allocated
+
+CAPACITY = 65536  # entries of a warp
+_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all kinds
+_MOST_BYTES = 2**28  # of the entries of all blocks
+_ENTRY_BYTES = 16
+_ENDED = 0x80
+_TIMES = 5  # runs with and without a recording, to compare
+_LISTED = 20  # launches in a message
+
+
+class Kind(IntEnum):
+    """The kinds of entries: enum Kind of timeline_kinds.cuh."""
+
+    IN_BLOCK = 0
+    BARRIER_WAIT = 1
+    NAMED_WAIT = 2
+    BLOCK_WAIT = 3
+    COPY_WAIT = 4
+    PRODUCT_WAIT = 5
+    STORE_WAIT = 6
+    PRODUCTS = 7
+    ISSUE = 8
+    SOFTMAX = 9
+    EPILOGUE = 10
+    LOADS = 11
+    ARITHMETIC = 12
+    MARKED = 13
+    BARRIER_ARRIVE = 14
+    NAMED_ARRIVE = 15
+    COPIES_BEGUN = 16
+    SHARED_BEGINS = 17
+    PLACED = 18
+    WORKED_WGMMA = 19
+    WORKED_MMA = 20
+    WORKED_COPIES = 21
+
+
+# What phases are called; one that waits for a barrier also has the barrier's name.
+NAMES = {
+    Kind.IN_BLOCK: "other",
+    Kind.BARRIER_WAIT: "wait",
+    Kind.NAMED_WAIT: "wait",
+    Kind.BLOCK_WAIT: "wait: __syncthreads",
+    Kind.COPY_WAIT: "wait: cp.async",
+    Kind.PRODUCT_WAIT: "wait: wgmma",
+    Kind.STORE_WAIT: "wait: stores",
+    Kind.PRODUCTS: "mma",
+    Kind.ISSUE: "issue: wgmma",
+    Kind.SOFTMAX: "softmax",
+    Kind.EPILOGUE: "epilogue",
+    Kind.LOADS: "loads",
+    Kind.ARITHMETIC: "products",
+    Kind.MARKED: "mark",
+}
+
+
+class Entry(NamedTuple):
+    """What a warp wrote: a kind, whether it ends, and two numbers that the kind explains."""
+
+    time: float
+    block: int
+    warp: int
+    kind: Kind
+    ended: bool
+    amount: int
+    argument: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time of a warp: a phase, or copies or products that are in flight."""
+
+    block: int
+    warp: int
+    kind: Kind
+    name: str
+    start: float
+    end: float
+    bytes: int = 0
+    is_first: bool = True  # the first piece of a phase, which phases inside it cut
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From a warp that starts a copy, or frees a buffer, to the end of another's wait for it."""
+
+    block: int
+    start_warp: int
+    start: float
+    end_warp: int
+    end: float
+    is_copy: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
+    """What warps did: of one block with times in cycles, of all blocks in microseconds."""
+
+    kernel: str
+    entry: str
+    problem: str
+    device: str
+    modelled: bool  # whether times come from the model of the simulator
+    grid: int  # blocks of the launch
+    warps: int  # of a block
+    blocks: tuple[int, ...]  # that were recorded
+    phases: tuple[Span, ...]
+    copies: tuple[Span, ...] = ()
+    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of a wait
+    arrows: tuple[Arrow, ...] = ()
+    places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
+    multiprocessors: int = 1
+    is_detailed: bool = True
+    has_product_times: bool = True  # not where the model does not know how long products take
+    unit: str = "cycles"
+    nanoseconds: float = 1.0  # of a unit
+    lost: int = 0  # entries that the log had no room for
+    milliseconds: float | None = None  # of the call, with all its launches, without a recording
+    recorded_milliseconds: float | None = None  # and with it
+    undisturbed: float | None = None  # cycles of the block if only its ends are recorded
+    operation: str = ""
+    tiles: str = ""  # as "Br=64 Bc=128"
+    other_launches: tuple[str, ...] = ()  # of the call, by their entry points
+    library_products: int = 0  # of the call, by cuBLAS, which cannot be recorded
+
+    @property
+    def overhead(self) -> float | None:
+        """By how much the recording makes the call longer, as a fraction."""
+        if not self.milliseconds or not self.recorded_milliseconds:
+            return None
+        return self.recorded_milliseconds / self.milliseconds - 1
+
+    @property
+    def end(self) -> float:
+        return max((x.end for x in self.phases), default=0.0)
+
+
+def record(
+    kernel: Kernel,
+    case: Case,
+    backend: Backend,
+    *,
+    launch: str | None = None,
+    block: int | None = None,
+    tiles: Mapping[str, int] | None = None,
+    progress: Progress = no_progress,
+) -> Timeline:
+    """Runs a kernel and records one of its launches.
+
+    ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
+    call; by default the entry point named like the kernel, or the first whose name begins so, or
+    that with the most threads.
+    ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
+    only where each begins and ends and stores results.
+
+    Raises ValueError for a launch or a block that does not exist, and if nothing was recorded;
+    Unsupported if a recording of all blocks would take too much memory.
+    """
+    plan = plan_of(kernel, case.problem, backend.limits, **(tiles or {}))
+    chosen = _chosen(plan, launch)
+    recording = _recording(chosen, block, backend)
+    progress(0, 3, "drawing inputs")
+    readable = block_masks.readable(backend, plan, case.inputs(backend, kernel))
+    arrays = dict(timing.placed(backend, readable, {}))
+    arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
+    progress(1, 3, "compiling")
+    call = _Recorded(backend, plan, chosen, recording, arrays)
+    names = source.members(source.file_of(chosen))
+    members = backend.variable(call.program, "timeline_members", 16 * len(names)) if names else None
+    progress(2, 3, "running")
+    times, undisturbed = None, None
+    if backend.name == "cuda":
+        plain = Launcher(backend, plan, arrays)
+        times = [_shortest(backend, call.log, partial(x, *call.given)) for x in (plain, call.run)]
+        if recording.detailed and block is not None:
+            without = replace(recording, detailed=False)
+            undisturbed = _cycles(*_Recorded(backend, plan, chosen, without, arrays).entries())
+    entries, full = call.entries()
+    progress(3, 3, "running")
+    if not entries:
+        raise ValueError(
+            f"no warp of {chosen.entry} recorded anything: the body that {chosen.path} has was not "
+            f"run; put the body of {chosen.entry} into this file"
+        )
+    table = backend.download(members) if members is not None else None
+    texts = source.texts(chosen)
+    barriers = _Barriers.of(names, table, texts)
+    made = Timeline(
+        kernel=kernel.name,
+        entry=_title(plan, chosen),
+        problem=str(plan.problem),
+        device=backend.limits.device,
+        modelled=backend.name != "cuda",
+        grid=_blocks(chosen),
+        warps=chosen.warps,
+        blocks=tuple(sorted({x.block for x in entries})),
+        phases=(),
+        multiprocessors=backend.limits.multiprocessors,
+        is_detailed=block is not None,
+        lost=sum(full.values()),
+        milliseconds=times[0] if times else None,
+        recorded_milliseconds=times[1] if times else None,
+        undisturbed=undisturbed,
+        operation=kernel.operation,
+        tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
+        other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
+        library_products=sum(isinstance(x, Matmul) for x in plan.steps),
+    )
+    marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
+    if block is None:
+        return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
+    return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
+
+
+class _Recorded:
+    """A call with one launch that is recorded, in a program of its own: rounds repeat others'."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        plan: Plan,
+        chosen: PlannedLaunch,
+        recording: Recording,
+        arrays: Mapping[str, Any],
+    ) -> None:
+        self._backend = backend
+        self._launch = replace(chosen, recording=recording, launch=replace(chosen.launch))
+        self._recording = recording
+        steps = tuple(self._launch if x is chosen else x for x in plan.steps)
+        recorded = replace(plan, steps=steps)
+        kernels = compiled(backend, recorded)
+        self.run = Launcher(backend, recorded, arrays, kernels)
+        self.given = tuple(map(backend.address, arrays.values())), backend.stream
+        self.program = kernels[id(self._launch.launch)]
+        self.log = backend.variable(
+            self.program, "timeline_log", _log_bytes(self._launch, recording)
+        )
+
+    def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
+        """What one run writes: see ``_entries``."""
+        self.log[...] = 0
+        self.run(*self.given)
+        self._backend.synchronize()
+        return _entries(self._backend.download(self.log), self._launch, self._recording)
+
+
+def _cycles(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> float | None:
+    """The time of one block from its first to its last entry; None if that was lost."""
+    times = [x.time for x in entries if x.kind is Kind.IN_BLOCK]
+    return max(times) - min(times) if times and not full else None
+
+
+def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
+    """The shortest time of a few runs, each with an empty log: a full one is not written to."""
+    times = []
+    for _ in range(_TIMES):
+        log[...] = 0
+        times.append(backend.time(call))
+    return min(times)
+
+
+def _launches(plan: Plan) -> list[PlannedLaunch]:
+    """The launches of a call in order; CUDA refuses an empty grid."""
+    return [x for x in plan.launches if all(x.grid)]
+
+
+def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
+    """The launch that is recorded: by its number or its entry point, or the kernel's main one."""
+    there = _launches(plan)
+    if not there:
+        raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
+    if name is not None:
+        for number, one in enumerate(there):
+            if name in (one.entry, str(number)):
+                return one
+        known = ", ".join(f"{number}: {x.entry}" for number, x in enumerate(there[:_LISTED]))
+        more = f" and {len(there) - _LISTED} more" if len(there) > _LISTED else ""
+        raise ValueError(
+            f"{plan.kernel.name} has no launch {name!r}{nearest(name, [x.entry for x in there])}; "
+            f"it has {known}{more}; give a number or a name"
+        )
+    usual = plan.kernel.name
+    alike = [x for x in there if x.entry == usual] or [
+        x for x in there if x.entry.startswith(usual)
+    ]
+    return alike[0] if alike else max(there, key=lambda x: _blocks(x) * x.threads)
+
+
+def _title(plan: Plan, launch: PlannedLaunch) -> str:
+    """The entry point of a launch, and its number if others have the same."""
+    there = _launches(plan)
+    if sum(x.entry == launch.entry for x in there) == 1:
+        return launch.entry
+    (number,) = (i for i, x in enumerate(there) if x is launch)
+    return f"{launch.entry} (launch {number})"
+
+
+def _blocks(launch: PlannedLaunch) -> int:
+    x, y, z = launch.grid
+    return x * y * z
+
+
+def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Recording:
+    count = _blocks(launch)
+    if block is not None:
+        if not 0 <= block < count:
+            known = "0" if count == 1 else f"0 to {count - 1}"
+            raise ValueError(f"{launch.entry} has no block {block}; give {known}, or all")
+        return Recording(block, 1, CAPACITY)
+    detailed = backend.name != "cuda"
+    capacity = _MOST_BYTES // (count * launch.warps * _ENTRY_BYTES) - 1
+    capacity = min(capacity, CAPACITY if detailed else _MANY)
+    if capacity < _FEWEST:
+        raise Unsupported(
+            f"a recording of all {count} blocks takes more than {_MOST_BYTES >> 20} MiB; give "
+            "smaller sizes, or one --block"
+        )
+    return Recording(0, count, capacity, detailed)
+
+
+def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
+    return recording.blocks * launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
+
+
+def _entries(
+    log: np.ndarray, launch: PlannedLaunch, recording: Recording
+) -> tuple[list[Entry], dict[tuple[int, int], int]]:
+    """The entries of all warps in their own order; by block and warp how many were lost, if any."""
+    shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
+    words = log.view(np.uint32).reshape(shape)
+    counts = words[:, :, 0, 0]
+    made: list[Entry] = []
+    full = {}
+    for block, warp in np.argwhere(counts > 0).tolist():
+        if counts[block, warp] > recording.capacity:
+            full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
+        own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
+        # An epilogue inside another is one with it, and fences before one commit begin one issue.
+        depths = {Kind.EPILOGUE: 0, Kind.ISSUE: 0}
+        for low, high, kind, argument in own.tolist():
+            ended = bool(kind & _ENDED)
+            what, amount = Kind(kind & (_ENDED - 1)), kind >> 8
+            here = recording.first + block
+            if what in depths:
+                before = depths[what]
+                left = 0 if what is Kind.ISSUE else max(before - 1, 0)
+                depths[what] = left if ended else before + 1
+                if left if ended else before:
+                    continue
+            made.append(Entry(high << 32 | low, here, warp, what, ended, amount, argument))
+    return made, full
+
+
+def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
+    """The entries of each block before the first that it lost. Its warps end at that time."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # of another clock
+    ends: dict[int, float] = {}
+    for (block, warp), own in by_warp.items():
+        if (block, warp) in full:
+            ends[block] = min(own[-1].time, ends.get(block, own[-1].time))
+    made = [x for x in entries if x.block not in ends]
+    for (block, warp), own in by_warp.items():
+        if block not in ends:
+            continue
+        end = ends[block]
+        kept = [x for x in own if x.time <= end]
+        made += kept
+        if kept and (len(kept) < len(own) or (block, warp) in full):
+            made.append(Entry(end, block, warp, Kind.IN_BLOCK, True, 0, 0))
+    return made
+
+
+# Names
+
+
+class _Barriers:
+    """The names of barriers: those in shared memory are members of struct Shared."""
+
+    def __init__(
+        self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
+    ) -> None:
+        self._named = named or {}
+        self._starts = [start for start, *_ in found]
+        self._found = found
+        self.base = 0  # where struct Shared begins
+
+    @classmethod
+    def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
+        """From the sizes and alignments of members, and of elements, as the compiler has them.
+
+        Constants in ``texts`` that barrier_sync or barrier_arrive take name named barriers.
+        """
+        found, at = [], 0
+        rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
+        for name, (size, alignment, element, full) in zip(names, rows):
+            at = -(-at // alignment) * alignment
+            found.append((at, name, element, full))
+            at += size
+        called = {x for text in texts for x in _CALLED.findall(text)}
+        numbers = (x for text in texts for x in _NUMBER.findall(text))
+        return cls(found, {int(number): name for name, number in numbers if name in called})
+
+    def named(self, number: int) -> str:
+        """The name of a named barrier."""
+        return self._named.get(number, f"named barrier {number}")
+
+    def name(self, address: int) -> str:
+        """As "K full", or "barrier +64" where no member is known."""
+        offset = address - self.base
+        index = bisect_right(self._starts, offset) - 1
+        if index < 0:
+            return f"barrier +{offset}"
+        start, name, element, full = self._found[index]
+        name = re.sub(r"_?pipeline$", "", name) or "pipeline"
+        within = (offset - start) % element
+        if not full:
+            return name
+        number = within // 8
+        return f"{name} {'full' if number < full else 'empty'}"
+
+
+_CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
+_NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
+_MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
+
+
+def _unescaped(literal: str) -> str:
+    """What a literal of C stands for, if it has no other escapes than quotes and backslashes."""
+    return re.sub(r"\\([\"'\\])", r"\1", literal)
+
+
+def _hash(name: str) -> int:
+    """FNV-1a, as timeline.cuh has it."""
+    value = 2166136261
+    for byte in name.encode():
+        value = (value ^ byte) * 16777619 % 2**32
+    return value
+
+
+def _name(entry: Entry, barriers: _Barriers, marks: Mapping[int, str]) -> str:
+    if entry.kind is Kind.BARRIER_WAIT:
+        return f"wait: {barriers.name(entry.argument)}"
+    if entry.kind is Kind.NAMED_WAIT:
+        return f"wait: {barriers.named(entry.argument)}"
+    if entry.kind is Kind.MARKED:
+        return marks.get(entry.argument, f"mark {entry.argument:#x}")
+    return NAMES[entry.kind]
+
+
+# From entries to phases
+
+
+def _of_block(
+    made: Timeline,
+    entries: Sequence[Entry],
+    barriers: _Barriers,
+    marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
+    clock: float | None,
+) -> Timeline:
+    """The timeline of one block, in cycles from its beginning."""
+    nanoseconds = 1.0
+    if not made.modelled:
+        rate = _cycles_per_nanosecond(entries) or clock or 1.0
+        nanoseconds = 1 / rate
+    entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
+    if made.modelled:
+        made = replace(made, has_product_times=timeline_model.counts_work(entries))
+        entries = timeline_model.timed(entries)
+    origin = min((x.time for x in entries), default=0)
+    entries = [x._replace(time=x.time - origin) for x in entries]
+    barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
+    by_warp = _by_warp(entries)
+    phases = [x for own in by_warp.values() for x in _phases(own, barriers, marks)]
+    copies, arrows = _copies(by_warp, barriers)
+    return replace(
+        made,
+        phases=tuple(phases),
+        copies=tuple(copies),
+        products=tuple(x for own in by_warp.values() for x in _products(own)),
+        arrows=tuple(arrows),
+        nanoseconds=nanoseconds,
+    )
+
+
+def _by_warp(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
+    found: dict[tuple[int, int], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        found[entry.block, entry.warp].append(entry)
+    return found
+
+
+def _phases(
+    entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
+) -> Iterator[Span]:
+    """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
+    cut: set[int] = set()  # depths at which the open phase has a piece already
+    open_: list[Entry] = []
+    since = entries[0].time if entries else 0
+    own = [x for x in entries if x.kind <= Kind.MARKED]
+
+    def until(now: float) -> Iterator[Span]:
+        if open_ and now > since:
+            top = open_[-1]
+            name = _name(top, barriers, marks)
+            first = len(open_) not in cut
+            cut.add(len(open_))
+            yield Span(top.block, top.warp, top.kind, name, since, now, is_first=first)
+
+    for entry in own:
+        if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
+            continue  # of lanes that end while another one still copies
+        if entry.ended:
+            if not any(x.kind is entry.kind for x in open_):
+                continue  # its beginning was recorded by other lanes, or lost
+            yield from until(entry.time)
+            while open_.pop().kind is not entry.kind:
+                continue
+        else:
+            yield from until(entry.time)
+            open_.append(entry)
+            cut.discard(len(open_))
+        since = entry.time
+    if entries:
+        yield from until(entries[-1].time)
+
+
+def _products(entries: Sequence[Entry]) -> Iterator[Span]:
+    """The groups of wgmma of one warp, each from its fence to the end of the wait for it."""
+    in_flight: list[Entry] = []
+    issue: Entry | None = None
+    pending = 0
+    for entry in entries:
+        if entry.kind is Kind.ISSUE and not entry.ended:
+            issue = entry
+        elif entry.kind is Kind.ISSUE:
+            in_flight.append(issue or entry)
+            issue = None
+        elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
+            pending = entry.argument
+        elif entry.kind is Kind.PRODUCT_WAIT:
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
+                yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
+
+
+def _copies(
+    by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
+) -> tuple[list[Span], list[Arrow]]:
+    """Copies to the end of the first wait for them; arrows to waits for copies and buffers."""
+    copies: list[Span] = []
+    arrows: list[Arrow] = []
+    waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
+    for (block, warp), own in by_warp.items():
+        begun = None
+        for entry in own:
+            if entry.kind is Kind.BARRIER_WAIT and not entry.ended:
+                begun = entry
+            elif entry.kind is Kind.BARRIER_WAIT and begun:
+                waits[block, begun.argument].append((entry.time, warp, entry.time - begun.time))
+        copies += _asynchronous_copies(own)
+    for found in waits.values():
+        found.sort()
+    for (block, warp), own in by_warp.items():
+        for entry in (x for x in own if x.kind is Kind.BARRIER_ARRIVE):
+            found = waits[block, entry.argument]
+            following = found[bisect_left(found, (entry.time, -1, 0)) :]
+            first = next(iter(following), None)
+            if first is None:
+                continue
+            name = barriers.name(entry.argument).removesuffix(" full")
+            if entry.amount:
+                copies.append(
+                    Span(block, warp, Kind.COPIES_BEGUN, name, entry.time, first[0], entry.amount)
+                )
+            if first[1] != warp:
+                arrows.append(
+                    Arrow(block, warp, entry.time, first[1], first[0], bool(entry.amount))
+                )
+    return copies, arrows
+
+
+def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
+    """The groups of cp.async of one warp, each to the end of the wait for it."""
+    in_flight: list[Entry] = []
+    pending = 0
+    for entry in entries:
+        if entry.kind is Kind.COPIES_BEGUN:
+            in_flight.append(entry)
+        elif entry.kind is Kind.COPY_WAIT and not entry.ended:
+            pending = entry.argument
+        elif entry.kind is Kind.COPY_WAIT:
+            while len(in_flight) > pending:
+                begun = in_flight.pop(0)
+                yield Span(
+                    entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
+                )
+
+
+# All blocks
+
+
+def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
+    """The rate of the multiprocessors' clocks, from blocks that were placed twice."""
+    cycles = time = 0.0
+    for own in _by_warp(entries).values():
+        places = [x for x in own if x.kind is Kind.PLACED]
+        ends = [x for x in own if x.kind is Kind.IN_BLOCK]
+        if len(places) >= 2 and len(ends) >= 2:
+            cycles += ends[-1].time - ends[0].time
+            time += places[-1].time - places[0].time
+    return cycles / time if time > 0 and cycles > 0 else None
+
+
+def _of_all_blocks(
+    made: Timeline,
+    entries: Sequence[Entry],
+    marks: Mapping[int, str],
+    full: Container[tuple[int, int]],
+    clock: float | None,
+) -> Timeline:
+    """The timeline of all blocks, in microseconds from the beginning of the first."""
+    if made.modelled:
+        complete = _complete(entries, full)  # else the model lacks what warps wait for
+        entries, places = timeline_model.scheduled(complete, made.multiprocessors)
+        entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
+    else:
+        entries, places = _on_one_clock(entries, clock)
+        entries = _complete(entries, full)
+    kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
+    entries = [x for x in entries if x.kind in kept]
+    origin = min((x.time for x in entries), default=0)
+    entries = [x._replace(time=x.time - origin) for x in entries]
+    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
+    return replace(
+        made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
+    )
+
+
+def _on_one_clock(
+    entries: Sequence[Entry], clock: float | None
+) -> tuple[list[Any], dict[int, int]]:
+    """Entries in microseconds of the device's clock, and the multiprocessor of each block.
+
+    The clocks of multiprocessors differ by constants, which follow from the entries of places:
+    those have the time of the device, and the entries next to them that of the multiprocessor.
+    """
+    rate = _cycles_per_nanosecond(entries) or clock or 1.0
+    by_warp = _by_warp(entries)
+    places: dict[int, int] = {}
+    offsets: dict[int, list[float]] = defaultdict(list)
+    for (block, _), own in by_warp.items():
+        for before, after in pairwise(own):
+            if Kind.PLACED in (before.kind, after.kind) and before.kind is not after.kind:
+                place, other = (before, after) if before.kind is Kind.PLACED else (after, before)
+                places[block] = place.argument
+                offsets[place.argument].append(place.time - other.time / rate)
+    shift = {sm: float(np.median(found)) for sm, found in offsets.items()}
+    return [
+        x._replace(time=(x.time / rate + shift[places[x.block]]) / 1e3)
+        for x in entries
+        if x.kind is not Kind.PLACED and x.block in places
+    ], places

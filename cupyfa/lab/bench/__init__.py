@@ -1,0 +1,1 @@
+"""Timing, results, peers and tuning."""

@@ -1,0 +1,535 @@
+"""Benchmarks: kernels are checked, then timed in alternation with others on the same problem."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from cupyfa.arrays import block_mask
+from cupyfa.errors import (
+    DeviceError,
+    DeviceLost,
+    SimulatorFault,
+    Unsupported,
+    WrongResult,
+    described,
+    nearest,
+    warn,
+)
+from cupyfa.lab.bench import peaks, peers, sweeps, timing
+from cupyfa.lab.bench.results import BASELINE, BEFORE, Measurement
+from cupyfa.lab.bench.watch import Watch
+from cupyfa.lab.verify import sampling
+from cupyfa.lab.verify.case import FINITE, Case
+from cupyfa.lab.verify.sampling import Judge
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.shown import Rows
+from cupyfa.numerics.tolerance import Expected, Verdict
+from cupyfa.planner.choose_kernel import plan as plan_of, select
+from cupyfa.planner.plan import Plan
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import backend_to_measure
+from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.launcher import replay
+
+_NOT_HERE = (Unsupported, DeviceError, MemoryError)
+_WRONG = (WrongResult, SimulatorFault)
+# Features without which a rung is left out of comparisons.
+_OF_SEQUENCES = {"ragged", "lengths", "paged"}
+
+
+def bench(
+    kernels: str | Kernel | Sequence[str | Kernel],
+    *,
+    backend: str | Backend = "auto",
+    against: str | Sequence[str] = (),
+    tiles: Mapping[str, int | Sequence[int]] | None = None,
+    values: str = "normal",
+    layout: str = "bhsd",
+    seed: int = 0,
+    cold: bool = True,
+    graph: bool = False,
+    budget: float = 1.0,
+    alone: bool = False,
+    patience: float | None = None,
+    progress: Progress = no_progress,
+    so_far: Callable[[list[Measurement]], None] | None = None,
+    watch: Watch | None = None,
+    **sizes: Any,
+) -> list[Measurement]:
+    """Checks kernels and times them in alternation, on one problem or on many.
+
+    ``kernels`` are names, ``script.py:name``, "auto" or records. A single one is compared with the
+    operation's baseline and the rung before it, unless ``alone``. ``sizes`` are those of
+    ``sweeps.problems``: each of them, and each of the kernels' ``tiles``, may be a list, and every
+    combination is measured. ``against`` are peers of ``peers.NAMES``.
+
+    Every kernel is first compared with the float64 reference on the same inputs (``values``,
+    ``layout`` and ``seed`` as in ``Case``); if that would take long, on a sample of rows. A wrong
+    kernel is not timed. Kernels and peers then alternate in rounds, each for ``budget`` seconds or
+    until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
+    ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
+    ``patience`` seconds, by an earlier problem, is left out. ``so_far`` gets all rows so far after
+    each problem. ``watch`` is told what runs, and begins after the problems that it has as done.
+
+    Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
+    peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
+    kernel's error if no named kernel can run at all.
+    """
+    backend = backend_to_measure(backend)
+    names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
+    against = (against,) if isinstance(against, str) else tuple(against)
+    named = cache(record_named)  # a script makes another record each time
+    chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
+    if not isinstance(tiles or {}, Mapping):
+        raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
+    given = {x: y if isinstance(y, Sequence) else [y] for x, y in (tiles or {}).items()}
+    by_operation: dict[str, list[str | Kernel]] = defaultdict(list)
+    for x in chosen:
+        by_operation[x.operation if isinstance(x, Kernel) else "forward"].append(x)
+    _check(chosen, list(by_operation), given, sizes, against)
+    labels = _labels(names, chosen, alone)
+    budget = timing.checked_budget(budget)
+    watch = watch or Watch()
+    how = (cold, graph, budget, patience, alone, watch)
+    on = partial(_Measuring, backend, labels, given, against, *how)
+    noted: set[str] = set()
+    cases: list[Case] = []
+    for operation, mine in by_operation.items():
+        able = [x for x in mine if isinstance(x, Kernel)]
+        problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
+        cases += [Case(operation, problem, seed, values, layout) for problem in problems]
+    rows = list(watch.rows)
+    refusals: list[Exception | None] = [None] if any(row.time for row in rows) else []
+    for done, case in enumerate(cases):
+        if done < watch.done:
+            continue
+        watch.done, watch.rows = done, list(rows)
+        progress(done, len(cases), str(case.problem))
+        measuring = on(case, noted)
+        try:
+            contenders = measuring.contenders(by_operation[case.operation])
+        except Unsupported as error:  # no kernel for "auto" to choose
+            refusals.append(error)
+            rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
+            continue
+        entries = measuring.measured(contenders, rows)
+        rows += [entry.row for entry in entries]
+        asked = [entry for entry in entries if entry.kernel in chosen or "auto" in chosen]
+        refusals += [entry.refusal for entry in asked]
+        if so_far and not all(refusals):  # a named kernel was measured
+            so_far(_with_all_factors(rows))
+    if refusals and all(refusals):
+        raise next(error for error in refusals if error)
+    return Rows(_with_all_factors(rows))
+
+
+def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
+    """The rows with the same keys in ``factors``, which are columns of a table."""
+    rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
+    known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
+    return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
+
+
+def _check(
+    kernels: Sequence[str | Kernel],
+    operations: Sequence[str],
+    tiles: Mapping[str, Sequence[int]],
+    sizes: Mapping[str, Any],
+    against: Sequence[str],
+) -> None:
+    """Raises ValueError for unknown names of sizes, tiles and peers."""
+    if not kernels:
+        raise ValueError("there is no kernel to measure; name kernels")
+    peers.check_names(against)
+    sweeps.refuse_foreign(operations, sizes, tiles="tiles")
+    known = {name for x in kernels if isinstance(x, Kernel) for name in x.choice.names}
+    for name in tiles:
+        if "auto" not in kernels and name not in known:
+            raise ValueError(
+                f"{name!r} is neither a size nor a tile size of these kernels"
+                f"{nearest(name, [*sweeps.AXES, *known])}; sizes are "
+                f"{', '.join(sweeps.AXES)}, tile sizes {', '.join(sorted(known)) or 'none'}"
+            )
+
+
+def _labels(
+    names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
+) -> list[tuple[Kernel, str]]:
+    """The kernels and their names in rows: where two names are equal, those that were given."""
+    known: list[tuple[Kernel, str]] = []
+    for name, kernel in zip(names, chosen):
+        if isinstance(kernel, Kernel):
+            known.append((kernel, name if isinstance(name, str) else kernel.name))
+    for operation in LADDER:
+        mine = [kernel for kernel, _ in known if kernel.operation == operation]
+        if len(mine) == 1 and not alone:
+            known += [(kernel, kernel.name) for kernel in _compared_with(mine[0])]
+    labels: list[tuple[Kernel, str]] = []
+    for kernel, given in known:
+        alike = [x for x, _ in known if x.name == kernel.name]
+        alike.append(LADDER[kernel.operation].get(kernel.name, kernel))
+        label = kernel.name if all(x == kernel for x in alike) else given
+        if any((y, x.operation) == (label, kernel.operation) and x != kernel for x, y in labels):
+            raise ValueError(f"two kernels have the name {label!r}; give a record another name")
+        labels.append((kernel, label))
+    return labels
+
+
+def rivals(kernel: Kernel) -> dict[str, Kernel]:
+    """What a kernel is compared with: the first rung, and the one before that shares a dtype."""
+    rungs = list(LADDER[kernel.operation].values())
+    earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
+    alike = [x for x in earlier if set(x.dtypes) & set(kernel.dtypes)]
+    return {BASELINE: rungs[0], **({BEFORE: alike[-1]} if alike else {})}
+
+
+def _compared_with(kernel: Kernel) -> list[Kernel]:
+    """The kernels that are measured with a single one."""
+    return list({x.name: x for x in rivals(kernel).values() if x is not kernel}.values())
+
+
+@dataclass
+class _Entry:
+    """A row in progress: its kernel or peer, the call to time, and the results."""
+
+    row: Measurement
+    kernel: Kernel | None = None  # None for a peer
+    call: timing.Call | None = None
+    capture: Callable[[], timing.Call] | None = None
+    plan: Plan | None = None
+    results: Mapping[str, np.ndarray] = field(default_factory=dict)
+    refusal: Exception | None = None
+
+    def reject(self, why: str) -> None:
+        """Marks the kernel as wrong; it is not timed."""
+        self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
+
+    def fail(self, error: Exception) -> None:
+        """Notes why it is wrong or not timed; raises if the device is lost."""
+        if isinstance(error, DeviceLost):
+            raise error
+        if isinstance(error, _WRONG):
+            return self.reject(str(error))
+        name = self.kernel.name if self.kernel else self.row.kernel
+        about = f"{name} cannot do {self.row.problem}: "
+        note = str(error).partition("; kernels that can")[0].removeprefix(about)
+        self.row, self.call = replace(self.row, note=note), None
+        self.refusal = error.with_traceback(None)
+        error.__context__ = None  # its frames hold references to arrays
+
+
+@dataclass
+class _Measuring:
+    """The arguments of ``bench``, and what the kernels of one case share."""
+
+    backend: Backend
+    labels: Sequence[tuple[Kernel, str]]
+    constants: Mapping[str, Sequence[int]]
+    against: tuple[str, ...]
+    cold: bool
+    graph: bool
+    budget: float
+    patience: float | None
+    alone: bool
+    watch: Watch
+    case: Case
+    noted: set[str] = field(default_factory=set)
+    memory: dict[Any, Any] = field(default_factory=dict, init=False)
+    first_judge: Judge | None = field(default=None, init=False)
+
+    @cached_property
+    def inputs(self) -> dict[str, np.ndarray]:
+        return self.case.inputs(self.backend)
+
+    def judge(self, plan: Plan) -> Judge:
+        """The judge of a kernel with its own reference, or of all others, on the first's inputs.
+
+        It judges the gradients of arrays that change scores only if it judges all rows.
+        """
+        if not self.is_judged_whole:
+            plan = replace(plan, problem=plan.problem.with_wrt(()))
+        excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
+        if not plan.kernel.is_plain:
+            return Judge.of(plan, self.inputs_of(plan.kernel), excerpts)
+        if self.first_judge is None:
+            self.first_judge = Judge.of(plan, self.inputs, excerpts)
+        return self.first_judge
+
+    def inputs_of(self, kernel: Kernel) -> dict[str, np.ndarray]:
+        return self.case.completed(self.inputs, kernel)
+
+    @cached_property
+    def is_judged_whole(self) -> bool:
+        """Whether the reference of all rows does not take long."""
+        case = self.case
+        return sampling.excerpts(case.problem.with_wrt(()), case.seed, case.operation) == [None]
+
+    def note(self, text: str) -> None:
+        """Warns once, even if several problems give the same text."""
+        what = text.replace(str(self.case.problem), "")
+        if what not in self.noted:
+            self.noted.add(what)
+            warn(text)
+
+    def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
+        """The kernels to measure, each with every combination of its constants."""
+        operation, problem = self.case.operation, self.case.problem
+        chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
+        joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
+        asked = _OF_SEQUENCES & {*problem.modifiers.features}
+        joining = [x for x in joining if asked <= {*x.features}]
+        combined: list[tuple[Kernel, dict[str, int]]] = [(kernel, {}) for kernel in joining]
+        for kernel in chosen:
+            own = [name for name in self.constants if name in kernel.choice.names]
+            values = product(*(self.constants[name] for name in own))
+            combined += [(kernel, dict(zip(own, some))) for some in values]
+        entries = []
+        for kernel, constants in combined:
+            label = next((label for x, label in self.labels if x == kernel), kernel.name)
+            entries.append(_Entry(Measurement(label, operation, problem, constants), kernel))
+        return entries
+
+    def measured(self, entries: Sequence[_Entry], earlier: Sequence[Measurement]) -> list[_Entry]:
+        """The entries with their results, and those of peers."""
+        self.backend.trim()
+        peers.trim()
+        for entry in entries:
+            self.check(entry, earlier)
+        entries = [*entries, *self.peers([entry for entry in entries if entry.call])]
+        for entry in entries:
+            self.leave_out(entry)
+        for entry in entries if self.graph else ():
+            self.capture(entry)
+        self.time([entry for entry in entries if entry.call])
+        _compare(entries)
+        return entries
+
+    def check(self, entry: _Entry, earlier: Sequence[Measurement]) -> None:
+        """Checks the kernel of an entry; a correct one gets a call to time."""
+        backend, case, kernel = self.backend, self.case, entry.kernel
+        assert kernel is not None
+        try:
+            plan = plan_of(kernel, case.problem, backend.limits, **entry.row.constants)
+            problem = case.problem.with_options(precision=plan.problem.precision)
+            entry.row = replace(entry.row, problem=problem, constants=dict(plan.constants))
+            self.check_patience(entry.row, earlier)
+        except (Unsupported, ValueError) as error:
+            return entry.fail(error)
+        if self.leave_out(entry):
+            return
+        try:
+            with backend.working_on(None):
+                used: Any = timing.resources(backend, plan)
+                readable = block_mask.readable(backend, plan, self.inputs_of(kernel))
+                with self.watch.calls():
+                    self.watch.begins(_call(entry.row))
+                    results = run_guarded(backend, plan, readable, {})
+                arrays = timing.arrays_of(backend, plan, readable, self.memory)
+        except (*_NOT_HERE, *_WRONG) as error:
+            return entry.fail(error)
+        used = {name: used.get(name) for name in ("registers", "spilled_bytes")}
+        peak = _peak(backend, plan)
+        try:
+            share, verdicts = self.judged(plan, results)
+        except (*_NOT_HERE, *_WRONG) as error:
+            return entry.fail(error)
+        about: Any = {"checked": share, "code": timing.code_of(plan), "peak": peak, **used}
+        entry.row = replace(entry.row, passed=True, **about)
+        if wrong := [str(verdict) for verdict in verdicts if not verdict.passed]:
+            return entry.reject("; ".join(wrong))
+        entry.plan, entry.results = plan, results
+        entry.call = replay(backend, plan, arrays)
+        entry.capture = partial(_captured, backend, plan, entry.call, arrays, results)
+
+    def judged(
+        self, plan: Plan, results: Mapping[str, np.ndarray]
+    ) -> tuple[float, Sequence[Verdict]]:
+        """The share of all rows that are judged, and the verdicts on them.
+
+        A smaller problem is judged instead if the kernel has a reference of its own that takes
+        long, or if gradients are sums over all rows.
+        """
+        case, p = self.case, plan.problem
+        if (plan.kernel.reference or p.wrt) and not self.is_judged_whole:
+            case = replace(case, problem=sampling.smaller(plan))
+            plan = plan_of(plan.kernel, case.problem, self.backend.limits, **plan.constants)
+            inputs = case.inputs(self.backend, plan.kernel)
+            with self.backend.working_on(None):
+                mine = block_mask.readable(self.backend, plan, inputs)
+                results = run_guarded(self.backend, plan, mine, {})
+            judge = Judge.of(plan, inputs)
+        else:
+            judge = self.judge(plan)
+        verdicts = judge.verdicts(results, plan.rounding, finite=case.values in FINITE)
+        small = case.problem
+        part = small.batch * small.heads * small.M / max(p.batch * p.heads * p.M, 1)
+        return judge.share * (part if case is not self.case else 1.0), verdicts
+
+    def leave_out(self, entry: _Entry) -> bool:
+        """Whether the call of an entry did not return in an earlier process; it is not made."""
+        is_hung = _call(entry.row) in self.watch.hung
+        if is_hung:
+            entry.row, entry.call = replace(entry.row, passed=False, note=self.watch.verdict), None
+        return is_hung
+
+    def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
+        """Raises Unsupported if the time on the last problem predicts too long a launch."""
+
+        def kind(x: Measurement) -> tuple[Any, ...]:
+            return x.kernel, x.constants, x.problem.arithmetic
+
+        alike = [x for x in earlier if kind(x) == kind(row) and x.time]
+        if self.patience is None or not alike:
+            return
+        seconds = (alike[-1].time or 0.0) / 1e3 * row.flops / max(alike[-1].flops, 1)
+        if seconds > self.patience:
+            raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
+
+    def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
+        """The peers that can do the problem, after comparing their results with the kernels'."""
+        case, found = self.case, []
+        if case.operation == "softmax" or not entries:
+            return []
+        for name in self.against:
+            try:
+                with self.backend.working_on(None):
+                    problem, inputs, memory = case.problem, self.inputs, self.memory
+                    if problem.cached:
+                        (problem, inputs), memory = peers.without_cache(problem, inputs), {}
+                    arrays = timing.placed(self.backend, inputs, memory)
+                    other = peers.peer(name, self.backend, problem, arrays, case.operation)
+            except _NOT_HERE as error:
+                self.note(str(error))
+                continue
+            row = Measurement(other.label, case.operation, case.problem, peak=entries[0].row.peak)
+            found.append(_Entry(row, call=other.call, capture=other.capture, results=other.outputs))
+            for entry in entries:
+                self.compare_results(entry, found[-1])
+        return found
+
+    def compare_results(self, entry: _Entry, other: _Entry) -> None:
+        """Compares every element with a peer's; where they differ too much, the reference decides.
+
+        The allowed difference is the sum of both error bounds, the largest of the sample; a peer
+        may round float32 to tf32.
+        """
+        plan, p = entry.plan, self.case.problem
+        assert plan is not None
+        if plan.kernel.reference:  # which computes something else
+            return
+        judge = self.judge(plan)
+        roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
+        for name, theirs in other.results.items():
+            if not entry.call:
+                return
+            mine = entry.results[name]
+            allowed = sum(judge.largest_bound(name, x) for x in roundings)
+            expected = Expected(theirs.astype(np.float64), np.full(theirs.shape, allowed))
+            (apart,) = tolerance.compare({name: mine}, {name: expected})
+            if apart.passed:
+                continue
+            here = judge.at(name, apart.index)
+            (ours,), (its,) = (
+                here.verdicts({name: output}, rounding)
+                for output, rounding in zip((mine, theirs), roundings)
+            )
+            farther = other if its.error > ours.error else entry
+            self.note(
+                f"{other.row.kernel} and {entry.row.kernel} differ by {apart.error:.3g} at "
+                f"{list(apart.index)} of {f'{name} of ' if name != 'O' else ''}{p}: "
+                f"{farther.row.kernel} is farther from the reference "
+                f"(errors {its.error:.3g}, {ours.error:.3g})"
+            )
+            if not ours.passed:
+                entry.reject(str(ours))
+
+    def capture(self, entry: _Entry) -> None:
+        """Replaces a call by a CUDA graph; a call without one is not timed."""
+        if not entry.call:
+            return
+        try:
+            if entry.capture is None:
+                raise Unsupported("it cannot be captured as a CUDA graph")
+            with self.backend.working_on(None), self.watch.calls():
+                self.watch.begins(_call(entry.row))
+                entry.call = entry.capture()
+        except (*_NOT_HERE, *_WRONG) as error:
+            entry.fail(error)
+
+    def time(self, entries: Sequence[_Entry]) -> None:
+        calls = [entry.call for entry in entries if entry.call]
+        how: Any = {"budget": self.budget, "cold": self.cold}
+        begins = partial(self.watch.begins_one_of, [_call(entry.row) for entry in entries])
+        try:
+            with self.backend.working_on(None), self.watch.calls():
+                times = timing.measure(self.backend, calls, begins=begins, **how)
+        except DeviceError as error:
+            for entry in entries:
+                entry.fail(error)
+            return
+        for entry, milliseconds in zip(entries, times):
+            entry.row = replace(entry.row, milliseconds=milliseconds)
+
+
+def _call(row: Measurement) -> str:
+    """The name of a call, which another process gives it too."""
+    constants = "".join(f" {name}={value}" for name, value in row.constants.items())
+    return f"{row.kernel}{constants} on {row.problem}"
+
+
+def _peak(backend: Backend, plan: Plan) -> float | None:
+    """The device's peak rate for the operation: products, for a softmax copies, for a cache reads.
+
+    None in the simulator, where a share of such a rate would say nothing.
+    """
+    if backend.name == "simulator":
+        return None
+    if plan.kernel.operation == "softmax":
+        return peaks.copy_rate(backend)
+    if plan.problem.cached:
+        return peaks.read_rate(backend)
+    return peaks.product_rate(backend, plan.rounding or plan.problem.dtype.name)
+
+
+def _captured(
+    backend: Backend,
+    plan: Plan,
+    call: timing.Call,
+    arrays: Mapping[str, Any],
+    results: Mapping[str, np.ndarray],
+) -> timing.Call:
+    """A call as a CUDA graph; one replay checks that it writes all outputs."""
+    replay = backend.capture(call)
+    floats = [name for name, (_, dtype) in plan.outputs.items() if dtype.kind not in "iub"]
+    for name in floats:
+        arrays[name][...] = backend.upload(np.full_like(results[name], np.nan))
+    replay()
+    for name in floats:
+        if (np.isnan(backend.download(arrays[name])) != np.isnan(results[name])).any():
+            raise WrongResult(f"{plan.kernel.name}: its CUDA graph does not write all of {name}")
+    return replay
+
+
+def _compare(entries: Sequence[_Entry]) -> None:
+    """Adds the speedups over the baseline, the rung before and the peers."""
+    times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
+    others = {entry.row.kernel: entry.row.kernel for entry in entries if entry.kernel is None}
+    for entry in entries:
+        row = entry.row
+        mine = rivals(entry.kernel or next(iter(LADDER[row.operation].values())))
+        named = {rival: kernel.name for rival, kernel in mine.items()} | others
+        factors = {
+            rival: timing.ratio(times[name], row.milliseconds)
+            for rival, name in named.items()
+            if times.get(name) and row.milliseconds and name != row.kernel
+        }
+        entry.row = replace(row, factors=factors)

@@ -1,0 +1,207 @@
+"""Comparison of two benchmarks: faster, slower, the same within the noise, or unclear.
+
+The noise of a ratio has three parts. Within a run: the spread of the rounds, and of the medians of
+blocks of consecutive rounds, which a drifting device spreads further than single rounds would.
+Between runs: kernels whose code is the same in both runs show by how much the device has changed;
+with n such kernels the root mean square of their changes counts with Student's t for n degrees of
+freedom. At least: one percent.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import exp, hypot, log, sqrt
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from cupyfa.lab.bench import timing
+from cupyfa.lab.bench.results import Measurement, Results
+from cupyfa.numerics.shown import Rows, ShownRow
+
+FLOOR = 0.01  # the least difference between two runs of the same code
+TELLING = 0.1  # two times are only the SAME if a larger difference would have been seen
+_CERTAIN = 2  # standard errors
+_UNKNOWN = 0.05  # the standard error of a single time
+_FEW = 5  # times: their spread underestimates the noise
+_BLOCKS = 10  # of consecutive rounds, at most
+_IRRELEVANT = ("time", "command", "python", "system")  # differences that are not reported
+# Differences that do not change how fast compiled code runs.
+_OF_THE_HOST = ("cupyfa", "numpy", "cupy", "compiler")
+# Student's t: of 1, 2, … degrees of freedom, exceeded by 2.5 % on each side.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+NOT_ON_A_GPU = "not measured on a GPU"
+UNCHANGED = "unchanged code"
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(ShownRow):
+    """One kernel on one problem, measured before and after.
+
+    ``factor`` is the speedup, ``uncertainty`` its standard error. ``verdict`` is SAME, FASTER,
+    SLOWER, UNCLEAR if the noise hides more than ten percent, or the reason that there is none.
+    """
+
+    before: Measurement | None
+    after: Measurement | None
+    verdict: str
+    factor: float | None = None
+    uncertainty: float | None = None
+
+    @property
+    def measurement(self) -> Measurement:
+        """The later of the two, or the only one."""
+        found = self.after or self.before
+        assert found is not None, "a comparison has at least one side"
+        return found
+
+    @property
+    def change(self) -> str:
+        """The factor in words."""
+        if self.factor is None or self.uncertainty is None:
+            return ""
+        factor, error = self.factor, self.uncertainty
+        if self.verdict == "SLOWER":
+            factor, error = 1 / factor, error / factor**2
+        word = f" {self.verdict.lower()}" if self.verdict in ("FASTER", "SLOWER") else ""
+        return f"{factor:.2f} ± {error:.2f} ×{word}"
+
+    @property
+    def certain_slowdown(self) -> float:
+        """The fraction by which it is slower beyond the noise; 0 if it may not be slower."""
+        if self.verdict == UNCHANGED or self.factor is None or self.uncertainty is None:
+            return 0.0
+        noise = _CERTAIN * self.uncertainty / self.factor
+        return max(0.0, exp(-log(self.factor) - noise) - 1)
+
+    def row(self) -> dict[str, Any]:
+        """One row of a table."""
+        return {
+            **dict(takewhile(lambda column: column[0] != "ms", self.measurement.row().items())),
+            "ms_before": self.before.time if self.before else None,
+            "ms_after": self.after.time if self.after else None,
+            "verdict": self.verdict,
+            "change": self.change,
+            "factor": self.factor,
+            "uncertainty": self.uncertainty,
+        }
+
+
+def compare(
+    before: str | Path | Results | Sequence[Measurement],
+    after: str | Path | Results | Sequence[Measurement],
+) -> list[Comparison]:
+    """Compares two benchmarks: files of ``bench --save``, their content, or rows.
+
+    Rows of the same kernel, problem and constants are compared by their medians, in order if there
+    are several. A verdict needs a difference of more than two standard errors; without one two
+    times are the SAME if these are at most ten percent, else UNCLEAR. Rows of one compiled text on
+    one device with the same versions are "unchanged code", whatever their times: their changes are
+    a part of the standard errors of all others. Times of the simulator are not compared. Rows of
+    only one side come last.
+
+    Raises OSError if a file cannot be read, ValueError if it holds something else.
+    """
+    old, new = _loaded(before), _loaded(after)
+    olds, news = _keyed(old.rows), _keyed(new.rows)
+    pairs = [(olds[key], news[key]) for key in olds if key in news]
+    here = [name for name in _different(old, new) if name not in _OF_THE_HOST]
+    unchanged = [bool(a.code) and a.code == b.code and not here for a, b in pairs]
+    drift = _drift([pair for pair, is_same in zip(pairs, unchanged) if is_same])
+    if "simulator" in {x.environment.get("backend") for x in (old, new)}:
+        both = [_untimed(a, b) or Comparison(a, b, NOT_ON_A_GPU) for a, b in pairs]
+    else:
+        both = [_compared(a, b, drift, same) for (a, b), same in zip(pairs, unchanged)]
+    gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
+    added = [Comparison(None, news[x], "only after") for x in news if x not in olds]
+    return Rows([*both, *gone, *added])
+
+
+def differences(before: Results, after: Results) -> list[str]:
+    """Relevant differences between the environments of two benchmarks."""
+    a, b = before.environment, after.environment
+    return [
+        f"{name}: {a.get(name, 'none')} before, {b.get(name, 'none')} after"
+        for name in _different(before, after)
+    ]
+
+
+def _different(before: Results, after: Results) -> list[str]:
+    a, b = before.environment, after.environment
+    names = dict.fromkeys([*a, *b])
+    return [x for x in names if x not in _IRRELEVANT and a.get(x) != b.get(x)]
+
+
+def _loaded(source: str | Path | Results | Sequence[Measurement]) -> Results:
+    if isinstance(source, str | Path):
+        return Results.load(source)
+    return source if isinstance(source, Results) else Results({}, source)
+
+
+def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
+    """The rows by kernel, operation, problem and constants, and by their number among equals."""
+    found: dict[tuple[Any, ...], Measurement] = {}
+    places: Counter[tuple[Any, ...]] = Counter()
+    for row in rows:
+        key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
+        numbered = (*key, places[key])
+        found[numbered] = row
+        places[key] += 1
+    return found
+
+
+def _untimed(old: Measurement, new: Measurement) -> Comparison | None:
+    """The comparison of two rows of which one has no time."""
+    if old.time and new.time:
+        return None
+    untimed = "before" if new.time else "after" if old.time else "either time"
+    return Comparison(old, new, "WRONG" if new.passed is False else f"not timed {untimed}")
+
+
+def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bool) -> Comparison:
+    if not old.time or not new.time:
+        found = _untimed(old, new)
+        assert found is not None
+        return found
+    factor = old.time / new.time
+    noise = hypot(_within(old, new), drift)
+    if is_unchanged:
+        return Comparison(old, new, UNCHANGED, factor, noise * factor)
+    if abs(log(factor)) > _CERTAIN * noise:
+        verdict = "FASTER" if factor > 1 else "SLOWER"
+    else:
+        verdict = "SAME" if _CERTAIN * noise <= TELLING else "UNCLEAR"
+    return Comparison(old, new, verdict, factor, noise * factor)
+
+
+def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
+    """The standard error that a change of the device between two runs adds to every ratio.
+
+    From kernels of unchanged code: the part of their changes that the noise within the runs does
+    not explain, widened as few of them know it badly.
+    """
+    timed = [(a, b) for a, b in unchanged if a.time and b.time]
+    if not timed:
+        return 0.0
+    excess = fmean(log((a.time or 1) / (b.time or 1)) ** 2 - _within(a, b) ** 2 for a, b in timed)
+    student = _STUDENT[min(len(timed), len(_STUDENT)) - 1]
+    return sqrt(max(0.0, excess)) * student / _CERTAIN
+
+
+def _within(old: Measurement, new: Measurement) -> float:
+    """The relative standard error of the ratio of two medians, of the noise within the runs."""
+    return hypot(_error(old), _error(new), FLOOR)
+
+
+def _error(row: Measurement) -> float:
+    """The relative standard error of the median."""
+    times = row.milliseconds
+    error = timing.standard_error(times)
+    if len(times) < _FEW:
+        return max(error, _UNKNOWN / len(times))
+    size = max(_FEW, -(-len(times) // _BLOCKS))
+    blocks = [median(times[i : i + size]) for i in range(0, len(times) - size + 1, size)]
+    if len(blocks) < _FEW or not row.time:
+        return error
+    return max(error, stdev(blocks) / row.time / sqrt(len(blocks)))

@@ -1,0 +1,407 @@
+"""Attention of other libraries, for comparison of times and results.
+
+All of them are optional: Unsupported says why one cannot be used. Arrays are shared through DLPack
+without a copy; masks mean the same as here.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import Unsupported, nearest
+from cupyfa.lab.bench import torch_masks
+from cupyfa.ladder.operations import without_pages
+from cupyfa.problem.optional_inputs import DLSE, MASK, PADDED, PAGE_TABLE, STARTS, Operand
+from cupyfa.problem.options import DROPOUT, OPTIONS
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import version_of
+
+# torch's names of the kernels of scaled_dot_product_attention.
+_TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+_TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+FLEX = "flex"  # torch's flex_attention
+_RAGGED = ("fa2", "efficient")  # those that take packed sequences
+_OTHERS = {"cudnn-frontend": "nvidia-cudnn-frontend", "jax": "jax"}
+_OF_TORCH = (*_TORCH, FLEX)
+PACKAGES = dict.fromkeys(_OF_TORCH, "torch") | _OTHERS
+NAMES = tuple(PACKAGES)
+OPTIONS_OF_PEERS = ("causal", "scale")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library's attention or gradients on given arrays: ``outputs`` of the first time.
+
+    ``call`` computes them again on the backend's stream, gradients without their forward pass;
+    ``capture`` makes a CUDA graph and returns the function that replays it.
+    """
+
+    label: str
+    call: Callable[[], Any]
+    outputs: Mapping[str, np.ndarray]
+    capture: Callable[[], Callable[[], Any]] | None = None
+
+
+def peer(
+    name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
+) -> Peer:
+    """The peer of a name on arrays of the backend: Q, K, V, dO for gradients, and "mods.bias" etc.
+
+    Raises Unsupported if it is not installed or cannot do the problem.
+    """
+    check_names([name])
+    row = p.options.row()
+    asked = [x for x in p.options.changed if (x, row[x]) != ("precision", "float32")]
+    able = OPTIONS if name == FLEX else (*OPTIONS_OF_PEERS, *["window"] * (name in _TORCH))
+    never = ("precision", "out_dtype", *DROPOUT)
+    others = [f"{x}={row[x]}" for x in asked if x not in able or x in never]
+    others += _foreign(name, p)
+    inputs = [arrays[x] for x in "QKV"]
+    with _reasons(label(name), p):
+        if others:
+            raise Unsupported(f"its attention has no {', '.join(others)} here")
+        if p.wrt:
+            raise Unsupported(f"its gradients of {', '.join(p.wrt)} are not timed here")
+        if name in _OF_TORCH:
+            more = {x: y for x, y in arrays.items() if x.startswith("mods.")}
+            gradient = arrays["dO"] if operation == "backward" else None
+            return _torch(name, backend, p, inputs, more, gradient)
+        if operation != "forward":
+            raise Unsupported("its gradients are not timed here")
+        return {"cudnn-frontend": _cudnn_frontend, "jax": _jax}[name](name, backend, p, inputs)
+
+
+def _foreign(name: str, p: Problem) -> list[str]:
+    """What a problem has besides Q, K and V that a peer does not take."""
+    if p.lengths is None:
+        return [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
+    others = [x.name for x in p.operands if x.name not in STARTS]
+    if name not in _RAGGED:
+        return ["ragged batches", *others]
+    if name == "efficient" and p.window != (None, None):
+        others.append("window")
+    if any(x.before or x.after for x in p.lengths):
+        others.append("rows of no sequence")
+    return others
+
+
+def without_cache(
+    p: Problem, inputs: Mapping[str, np.ndarray]
+) -> tuple[Problem, dict[str, np.ndarray]]:
+    """The problem of a cache without pages and lengths, for libraries that have none, and inputs.
+
+    They have the longest sequence's keys. If lengths differ, a mask hides rows that are no keys.
+    """
+    assert p.cached is not None
+    lengths, most = np.array(p.cached.rows), max(p.cached.rows)
+    dense, p = without_pages(inputs, p) if p.pages else (inputs, p)
+    ours = [f"mods.{x}" for x in (PADDED[1], PAGE_TABLE)]
+    arrays = {name: x for name, x in dense.items() if name not in ours}
+    arrays |= {name: arrays[name][:, :, :most] for name in "KV"}
+    kept = tuple(x for x in p.operands if x.input not in ours)
+    p = replace(p, N=most, cached=None, operands=kept)
+    whole = (lengths == most).all()
+    if whole and p.M > 1:
+        return p, arrays
+    p = p.with_options(causal=None)  # which one query does not need
+    if whole:
+        return p, arrays
+    ends = lengths[:, None] - p.M + 1 + np.arange(p.M)
+    mask = np.arange(p.N) < ends[:, None, :, None]
+    operand = Operand(MASK, "bool", mask.shape)
+    return replace(p, operands=(*p.operands, operand)), {**arrays, operand.input: mask}
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError for a name that is not in NAMES."""
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(
+                f"peer {name!r} is unknown{nearest(name, NAMES)}; there are {', '.join(NAMES)}"
+            )
+
+
+def label(name: str) -> str:
+    """The name of a peer in tables, different from those of kernels."""
+    return f"torch {name}" if name in _OF_TORCH else name
+
+
+def versions(names: Sequence[str]) -> dict[str, str]:
+    """The versions of the installed packages of these peers. Raises as ``check_names`` does."""
+    check_names(names)
+    found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
+    return {package: version for package, version in found.items() if version}
+
+
+def trim() -> None:
+    """Frees the device memory that other libraries hold in reserve."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _reasons(label: str, p: Problem) -> Iterator[None]:
+    """Turns errors of a library into Unsupported, with the reasons from its warnings."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            yield
+        except ImportError as error:
+            raise Unsupported(f"{label} is not installed ({error})") from None
+        except Exception as error:
+            reason = f"{error}".partition("\n")[0]
+            if reason.startswith("No available kernel"):  # torch has warned of the reasons
+                reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
+                telling = [x for x in reasons if not x.endswith(("because:", "runtime disabled."))]
+                reason = "; ".join(dict.fromkeys(telling)) or reason
+            raise Unsupported(f"{label} cannot do {p}: {reason}") from None
+
+
+def _torch(
+    name: str,
+    backend: Backend,
+    p: Problem,
+    arrays: Sequence[Any],
+    more: Mapping[str, Any],
+    gradient: Any,
+) -> Peer:
+    """torch's attention, or its gradients after a forward pass.
+
+    Autograd runs a backward step on the stream of its forward step. So a graph of gradients is
+    captured on a stream on which the forward pass ran once more, with tensors of its own.
+    """
+    torch = import_module("torch")
+    q, k, v = (_tensor(torch, array) for array in arrays)
+    modified = {x: _tensor(torch, array) for x, array in more.items()}
+    make = _packed if p.lengths else _flex if name == FLEX else _scaled_dot_product
+    attend = make(torch, name, p, modified, q.device)
+
+    def on_stream(function: Callable[[], Any]) -> Any:
+        with _torch_stream(torch, backend):
+            return function()
+
+    def differentiable() -> Callable[[], Any]:
+        """Runs the forward pass and returns the function that computes its gradients."""
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    names: tuple[str, ...] = ("O",)
+    compute: Callable[[], Any] = partial(attend, q, k, v)
+    if gradient is not None:
+        dout = _tensor(torch, gradient)
+        names, compute = ("dQ", "dK", "dV"), on_stream(differentiable)
+
+    def capture() -> Callable[[], Any]:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with _reasons(label(name), p):
+            call = compute
+            if gradient is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    call = differentiable()
+                    call()
+                stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                call()
+        return partial(on_stream, graph.replay)
+
+    results = on_stream(compute)
+    results = (results,) if gradient is None else results
+    outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
+    # torch 2.11 fails while it captures these gradients, and with it the device.
+    has_graphs = not (name == "efficient" and p.lengths and gradient is not None)
+    call = partial(on_stream, compute)
+    return Peer(label(name), call, outputs, capture if has_graphs else None)
+
+
+def _scaled_dot_product(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    """scaled_dot_product_attention by the kernel of a name."""
+    attention = import_module("torch.nn.attention")
+    kernel = getattr(attention.SDPBackend, _TORCH[name])
+    mask = torch_masks.one_array(torch, p, arrays, device)
+    options = _usual(p)
+    options |= _causal(name, p) if mask is None else {"attn_mask": mask}
+
+    def attend(*inputs: Any) -> Any:
+        with attention.sdpa_kernel(kernel):
+            return torch.nn.functional.scaled_dot_product_attention(*inputs, **options)
+
+    return attend
+
+
+def _packed(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    """The kernel of a name on packed sequences, by its operator in torch.
+
+    FA2 aligns masks to the last query and key of a sequence, `efficient` to either corner.
+    """
+    assert p.lengths is not None
+    starts = [arrays[f"mods.{x}"] for x in STARTS]
+    longest = [max(x.rows) for x in p.lengths]
+    is_top_left = p.causal == "top-left" and p.lengths[0] != p.lengths[1]
+    if name == "fa2" and is_top_left:
+        raise Unsupported("its causal mask is aligned to the bottom right")
+    if name == "efficient" and p.group > 1:
+        raise Unsupported("every query head needs a key head of its own")
+
+    def fa2(q: Any, k: Any, v: Any) -> Any:
+        sides = zip(("window_size_left", "window_size_right"), p.window)
+        window = {side: keys for side, keys in sides if keys is not None}
+        found = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, *starts, *longest, 0.0, bool(p.causal), False), scale=p.scale, **window
+        )
+        return found[0]
+
+    def efficient(q: Any, k: Any, v: Any) -> Any:
+        mask = 0 if not p.causal else 1 if p.causal == "top-left" else 2
+        found = torch.ops.aten._efficient_attention_forward(
+            *(q[None], k[None], v[None], None, *starts, *longest, 0.0, mask, True), scale=p.scale
+        )
+        return found[0][0]
+
+    def attend(*inputs: Any) -> Any:
+        q, k, v = (x[0].swapaxes(0, 1) for x in inputs)  # [rows, heads, columns]
+        return (fa2 if name == "fa2" else efficient)(q, k, v).swapaxes(0, 1)[None]
+
+    return attend
+
+
+def _flex(
+    torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
+) -> Callable[..., Any]:
+    """flex_attention, compiled on a GPU, with the tiles that its mask needs already found."""
+    module = import_module("torch.nn.attention.flex_attention")
+    on_gpu = device.type == "cuda"
+    attention = torch.compile(module.flex_attention) if on_gpu else module.flex_attention
+    return partial(attention, **_usual(p), **torch_masks.flex(torch, module, p, arrays, device))
+
+
+def _usual(p: Problem) -> dict[str, Any]:
+    """The arguments of both; older versions of torch do not know enable_gqa."""
+    return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
+
+
+def _causal(name: str, p: Problem) -> dict[str, Any]:
+    """A causal mask as an argument of scaled_dot_product_attention."""
+    if not p.causal:
+        return {}
+    if p.causal_offset == 0:
+        return {"is_causal": True}
+    if name == "cudnn":
+        raise Unsupported("its causal mask is aligned to the top left")
+    if p.M > p.N:
+        raise Unsupported("its rows without a key are NaN")
+    bias = import_module("torch.nn.attention.bias")
+    return {"attn_mask": bias.causal_lower_right(p.M, p.N)}
+
+
+def _tensor(torch: Any, array: Any) -> Any:
+    """The array as a torch tensor; bfloat16 as its bits, since NumPy's DLPack does not have it."""
+    if str(array.dtype) == "bfloat16":
+        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(array)
+
+
+def _numpy(torch: Any, tensor: Any, p: Problem) -> np.ndarray:
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.detach().cpu().numpy().view(p.dtype.numpy)
+
+
+def _torch_stream(torch: Any, backend: Backend) -> Any:
+    if backend.stream is None:
+        return nullcontext()
+    stream = torch.cuda.ExternalStream(backend.stream) if backend.stream else None
+    return torch.cuda.stream(stream or torch.cuda.default_stream())
+
+
+def _jax(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+    """JAX's attention, which takes contiguous arrays [batch, rows, heads, columns].
+
+    It has a stream of its own, so each call waits for the result; its time includes the host's.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most memory
+    jax = import_module("jax")
+    if p.dtype.name == "float64":
+        raise Unsupported("its arrays have no float64 by default")
+    if p.causal and p.causal_offset != 0:
+        raise Unsupported("its causal mask is aligned to the top left")
+    inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
+    options = {"scale": p.scale, "is_causal": p.causal is not None}
+
+    def prepared(implementation: str) -> Peer:
+        attention = partial(jax.nn.dot_product_attention, implementation=implementation, **options)
+        function = jax.jit(attention)
+
+        def call() -> Any:
+            backend.synchronize()
+            return function(*inputs).block_until_ready()
+
+        output = np.asarray(call()).swapaxes(1, 2)
+        return Peer(f"jax {implementation}", call, {"O": output})
+
+    try:
+        return prepared("cudnn")
+    except Exception:  # cuDNN does not take all problems, and needs a GPU
+        return prepared("xla")
+
+
+def _jax_array(jax: Any, array: Any) -> Any:
+    array = array if array.flags.c_contiguous else array.copy()
+    if str(array.dtype) != "bfloat16":
+        return jax.dlpack.from_dlpack(array)
+    bits = jax.dlpack.from_dlpack(array.view(np.int16))
+    return jax.lax.bitcast_convert_type(bits, jax.numpy.bfloat16)
+
+
+def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
+    """cuDNN's attention graph, built by its Python interface and run on pointers."""
+    cudnn = import_module("cudnn")
+    if backend.stream is None:
+        raise Unsupported("it needs a GPU")
+    kinds = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}
+    if p.dtype.name not in kinds:
+        raise Unsupported(f"its dtypes are {', '.join(kinds)}")
+    kind, single = kinds[p.dtype.name], cudnn.data_type.FLOAT
+    out = backend.empty((p.batch, p.heads, p.M, p.dv), p.dtype.numpy)
+
+    def layout(array: Any) -> dict[str, list[int]]:
+        strides = [stride // p.itemsize for stride in array.strides]
+        return {"dim": list(array.shape), "stride": strides}
+
+    mask = {}
+    if p.causal:
+        corner = "TOP_LEFT" if p.causal_offset == 0 else "BOTTOM_RIGHT"
+        mask["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, corner)
+        mask["diagonal_band_right_bound"] = 0
+    handle = cudnn.create_handle()
+    sums = {"intermediate_data_type": single, "compute_data_type": single}
+    graph = cudnn.pygraph(io_data_type=kind, handle=handle, **sums)
+    q, k, v = (graph.tensor(name=x, data_type=kind, **layout(y)) for x, y in zip("qkv", arrays))
+    o, _ = graph.sdpa(q=q, k=k, v=v, generate_stats=False, attn_scale=p.scale, **mask)
+    placed = layout(out)
+    o.set_output(True).set_dim(placed["dim"]).set_stride(placed["stride"])
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = backend.empty((max(graph.get_workspace_size(), 1),), np.dtype(np.uint8))
+
+    def call() -> None:
+        cudnn.set_stream(handle=handle, stream=backend.stream)
+        buffers = zip((q, k, v, o), map(backend.address, (*arrays, out)))
+        graph.execute(dict(buffers), backend.address(workspace), handle=handle)
+
+    call()
+    return Peer(label(name), call, {"O": backend.download(out)}, partial(backend.capture, call))

@@ -1,0 +1,167 @@
+"""Measurements of a benchmark, and files of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cupyfa import cache_folder
+from cupyfa.cache_folder import records
+from cupyfa.lab.bench import timing
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics.shown import Shown, ShownRow
+from cupyfa.problem.problem import Problem
+
+_MOST_BYTES = 256 << 20  # of a file of results
+BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
+
+
+@dataclass(frozen=True, repr=False)
+class Measurement(ShownRow):
+    """A kernel, or a peer, on one problem.
+
+    milliseconds: of every timed call, in rounds with the other rows; empty if ``note`` explains why
+        it was not timed.
+    passed: False for a wrong result, None without a result.
+    checked: the fraction of rows compared with the reference.
+    peak: the device's peak rate in TFLOP/s, for a softmax and for decoding in GB/s.
+    factors: speedups over others, medians of the ratios over the rounds.
+    code: a digest of the compiled text and its launches; empty for a peer.
+    """
+
+    kernel: str
+    operation: str
+    problem: Problem
+    constants: Mapping[str, int] = field(default_factory=dict)
+    milliseconds: Sequence[float] = ()
+    passed: bool | None = None
+    checked: float | None = None
+    registers: int | None = None
+    spilled_bytes: int | None = None
+    peak: float | None = None
+    factors: Mapping[str, float | None] = field(default_factory=dict)
+    note: str = ""
+    code: str = ""
+
+    @property
+    def time(self) -> float | None:
+        """The median, in milliseconds."""
+        return median(self.milliseconds) if self.milliseconds else None
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+        return OPERATIONS[self.operation].flops(self.problem)
+
+    @property
+    def tflops(self) -> float | None:
+        """10¹² floating-point operations a second."""
+        return self.flops / self.time / 1e9 if self.time else None
+
+    @property
+    def bandwidth(self) -> float | None:
+        """GB/s, every input read once and every output written once; of a cache the keys and values
+        that sequences have, read once.
+        """
+        p = self.problem
+        moved = OPERATIONS[self.operation].bytes(p)
+        if p.cached is not None:
+            moved = p.cached.total * p.kv_heads * (p.d + p.dv) * p.itemsize
+        return moved / self.time / 1e6 if self.time else None
+
+    @property
+    def percent_of_peak(self) -> float | None:
+        """The rate in percent of the device's peak."""
+        is_memory = self.operation == "softmax" or self.problem.cached is not None
+        rate = self.bandwidth if is_memory else self.tflops
+        return 100 * rate / self.peak if rate and self.peak else None
+
+    def row(self) -> dict[str, Any]:
+        """One row of a table."""
+        return {
+            "kernel": self.kernel,
+            **self.problem.row(),
+            "constants": dict(self.constants),
+            "ms": self.time,
+            "spread_%": 100 * timing.spread(self.milliseconds) if self.milliseconds else None,
+            "launches": len(self.milliseconds),
+            "TFLOP/s": self.tflops,
+            "GB/s": self.bandwidth,
+            "%_of_peak": self.percent_of_peak,
+            "registers": self.registers,
+            "spilled_bytes": self.spilled_bytes,
+            **{f"x_{name.replace(' ', '_')}": factor for name, factor in self.factors.items()},
+            "checked_%": None if self.checked is None else 100 * self.checked,
+            "note": self.note,
+        }
+
+    def record(self) -> dict[str, Any]:
+        """All fields, for a file."""
+        return {**asdict(self), "problem": self.problem.record()}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Measurement:
+        """The measurement of a ``record()``. Raises ValueError or TypeError for other records."""
+        given = _ROW(dict(record))
+        sizes = {**given["problem"], "is_softmax": given["operation"] == "softmax"}
+        made = cls(**{**given, "problem": Problem.of_record(sizes)})
+        made.row()
+        return made
+
+
+# The fields of a file; those that older versions did not write may be missing.
+_POSITIVE = records.number(0.0)
+_ROW = records.record(
+    {
+        "kernel": records.text(),
+        "operation": records.one_of(OPERATIONS),
+        "problem": records.mapping_of(lambda value: value),
+    },
+    {
+        "constants": records.mapping_of(records.whole(0, records.INT32)),
+        "milliseconds": records.list_of(_POSITIVE),
+        "passed": records.optional(records.flag),
+        "checked": records.optional(records.number(0.0, 1.0)),
+        **dict.fromkeys(("registers", "spilled_bytes"), records.optional(records.whole())),
+        "peak": records.optional(_POSITIVE),
+        "factors": records.mapping_of(records.optional(_POSITIVE)),
+        **dict.fromkeys(("note", "code"), records.text()),
+    },
+    only=True,
+)
+_RESULTS = records.record(
+    {
+        "environment": records.mapping_of(records.text()),
+        "rows": records.list_of(records.mapping_of(lambda value: value)),
+    }
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Results(Shown):
+    """Rows, and the device, versions and options they were measured with."""
+
+    environment: Mapping[str, str]
+    rows: Sequence[Measurement]
+
+    @property
+    def device(self) -> str:
+        """The name of the device; files of others may lack it."""
+        return self.environment.get("device", "an unknown device")
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file, whole or not at all."""
+        rows = [row.record() for row in self.rows]
+        content = {"environment": dict(self.environment), "rows": rows}
+        cache_folder.write_whole(Path(path), json.dumps(content, indent=1).encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Results:
+        """Reads a file of ``save``. Raises OSError if that fails, ValueError for other files."""
+        with records.refusing(f"{path} was not written by cupyfa bench --save"):
+            content = _RESULTS(records.parsed(records.read_file(path, _MOST_BYTES)))
+            return cls(content["environment"], list(map(Measurement.of_record, content["rows"])))

@@ -1,0 +1,266 @@
+"""Sweeps: sizes with several values, and the problems of all combinations."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from math import prod
+from typing import Any
+
+from cupyfa.errors import described, nearest
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import tile_remedy
+from cupyfa.problem import shape_language
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.lengths import Lengths, lengths_of
+from cupyfa.problem.optional_inputs import BIAS, MASK, OWN_ARRAYS, PAGE_TABLE, Operand
+from cupyfa.problem.options import OPTIONS, PLAIN
+from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem, check_page_size
+from cupyfa.problem.wrt import WRT
+
+# Default sizes of benchmarks, tuning and profiles, and smaller ones for the simulator.
+_ATTENTION: dict[str, Any] = {"batch": 4, "heads": 16, "M": 2048, "d": 64, "dtype": "float32"}
+_SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
+USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
+_FEW = {"batch": 1, "heads": 2, "M": 128}
+SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
+MOST = 10_000  # problems in one go
+CACHES = "contiguous", "paged"
+_OF_CACHE = "cache", "page"
+AXES = (*SIZES, "dtype", *OPTIONS, *shape_language.NAMES, *_OF_CACHE)
+_SHORT = {"B": "batch", "H": "heads", "kv-heads": "kv_heads"}
+_OF_SOFTMAX = ("M", "N", "dtype")
+
+
+def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
+    """float32, or without a precision the first dtype that all kernels can do."""
+    able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
+    return "float32" if precision or not able or "float32" in able else able[0]
+
+
+def parsed(text: str) -> tuple[str, list[Any]]:
+    """The name, an axis or a kernel's constant, and the values of ``NAME=VALUES``.
+
+    VALUES are a list ``64,128``, or a range with a factor ``512:16384:*2`` or a step
+    ``64:256:+64``. Windows are separated by slashes, ``64,0/128,-``, texts, values of wrt and
+    lengths by semicolons.
+    """
+    name, equals, values = text.partition("=")
+    name = _SHORT.get(name.strip(), name.strip())
+    if not equals or not name or not values.strip():
+        raise ValueError(f"{text!r} is not NAME=VALUES, for example M=512:4096:*2 or d=64,128")
+    if name in OPTIONS:
+        option = OPTIONS[name]
+        return name, [option.parse(value.strip()) for value in values.split(option.separator)]
+    if name in (WRT, shape_language.LENGTHS_OF):
+        return name, [value.strip() for value in values.split(";")]
+    if name in (shape_language.BLOCK_MASK, shape_language.DLSE):
+        return name, [_truth(name, value.strip()) for value in values.split(",")]
+    if name == shape_language.CAPTURED:
+        raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")
+    if name in OWN_ARRAYS:
+        return name, [value.strip() for value in values.split(",")]
+    if ":" in values:
+        several = list(islice(_range(values), MOST + 1))
+        if len(several) > MOST:
+            raise ValueError(f"{text!r} gives more than {MOST:,} values; take a larger step")
+        return name, several
+    return name, [_value(name, value.strip()) for value in values.split(",")]
+
+
+def problems(
+    operation: str, sizes: Mapping[str, Any], *kernels: Kernel, small: bool = False
+) -> list[Problem]:
+    """The problem of every combination of sizes, each of which is a value or several.
+
+    Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
+    the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
+    heads * d. Several values are a list or a tuple; several windows, shapes and values of ``wrt``,
+    which may be tuples, are a list.
+    ``options`` is an AttentionOptions. Arrays that change scores are forms of ``shape_language``:
+    ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
+    masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
+    and N; several are a list of them. A softmax has M rows of N.
+
+    With ``cache``, "contiguous" or "paged", it is decoding: M new tokens, by default one, of each
+    sequence, whose keys, these included, are ``lengths``, or N of each; N is then the room for
+    them. ``page`` is how many keys a page has, by default 16. Defaults are USUAL, with ``small``
+    those of the simulator.
+    """
+    # A record may have an operation that does not exist: the planner refuses it.
+    usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
+    usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
+    several: dict[str, Sequence[Any]] = {}
+    has_options = sizes.get("options") is not None  # beside which no option may be given
+    for name, value in sizes.items():
+        if value is not None or (has_options and name in OPTIONS):
+            several[name] = value if _is_several(name, value) else [value]
+            if not several[name]:
+                raise ValueError(f"{name} is {value}; give at least one")
+    if (count := prod(map(len, several.values()))) > MOST:
+        raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
+    combined = (dict(zip(several, values)) for values in product(*several.values()))
+    return list(dict.fromkeys(_problem(operation, usual, one) for one in combined))
+
+
+def _is_several(name: str, value: Any) -> bool:
+    """Whether these are several values of a size, and not a tuple that is one."""
+    if name == shape_language.LENGTHS_OF:  # whole numbers are one list
+        return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
+    if not isinstance(value, tuple):
+        return isinstance(value, list)
+    if name in OWN_ARRAYS:  # a shape, or forms
+        return not all(isinstance(n, int) for n in value)
+    return name != WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
+
+
+def refuse_foreign(
+    operations: Collection[str], sizes: Mapping[str, Any], *, tiles: str | None = None
+) -> None:
+    """Raises ValueError for given sizes that none of the operations has.
+
+    ``tiles`` is the argument for tile sizes, of a function that has one.
+    """
+    known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
+    unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
+    if names := ", ".join(unknown):
+        remedy = tile_remedy({name: sizes[name] for name in unknown}, tiles) or "leave it out"
+        has = f"{' and '.join(operations)} has no {names}; {remedy}"
+        raise ValueError(f"{has}. The sizes and options are {', '.join(known)}")
+
+
+def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any]) -> Problem:
+    sizes = {**usual, **given}
+    if operation == "softmax":
+        return Problem.of_row_sizes(*(sizes[name] for name in _OF_SOFTMAX))
+    cache, page = (sizes.pop(name, None) for name in _OF_CACHE)
+    if cache is not None:
+        return _of_cache(operation, sizes, given, cache, page)
+    if page is not None:
+        raise ValueError(f"page is {page}, and there is no cache; give cache='paged' too")
+    if given.get(shape_language.LENGTHS_OF) is not None:
+        if given.get("tokens") is not None:
+            raise ValueError(
+                "lengths and tokens are given; leave out tokens, which follow from lengths"
+            )
+        sizes = {x: y for x, y in sizes.items() if x in given or x not in ("batch", "M", "N")}
+    for whole, count, each in (("tokens", "batch", "M"), ("width", "heads", "d")):
+        if (total := sizes.pop(whole, None)) is not None:
+            if count in given:
+                raise ValueError(f"{whole} and {count} are given; leave one of them out")
+            if not sizes[each] or total % sizes[each]:
+                raise ValueError(f"{whole}={total} is not a multiple of {each}={sizes[each]}")
+            sizes[count] = total // sizes[each]
+    return Problem.of_sizes(**sizes)
+
+
+def _of_cache(
+    operation: str, sizes: Mapping[str, Any], given: Mapping[str, Any], cache: str, page: int | None
+) -> Problem:
+    """The problem of new tokens and a cache. Raises ValueError for what does not fit together."""
+    if cache not in CACHES:
+        raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
+    if operation != "forward":
+        raise ValueError(f"decoding has no {operation} kernels; leave cache out, or name others")
+    if cache == "contiguous" and page is not None:
+        raise ValueError(f"page is {page}, and the cache is contiguous; give cache='paged'")
+    if (size := sizes.get(shape_language.PAGE_SIZE)) is not None:
+        raise ValueError(
+            f"page_size is {size}, and cache is {cache!r}; the pages of a cache are page="
+        )
+    _refuse_in_decoding(sizes)
+    if cache == "paged" and page is None:
+        page = PAGE_SIZES[0]
+    own = {
+        x: y for x, y in sizes.items() if x not in ("batch", "M", "N", shape_language.LENGTHS_OF)
+    }
+    tokens = given.get("M", 1)
+    if (asked := given.get(shape_language.LENGTHS_OF)) is None:
+        room = given.get("N", sizes["M"])
+        lengths = [room] * sizes["batch"]
+    elif "batch" in given:
+        raise ValueError("lengths and batch are given; leave out batch, which follows from lengths")
+    else:
+        q, k = lengths_of(asked)
+        if q != k or k.used or k.before or k.after:
+            raise ValueError(
+                f"lengths are {described(asked)}; the lengths of a cache are whole numbers, one "
+                "for each sequence, as 20,5"
+            )
+        lengths, room = list(k.rows), given.get("N", 0)
+    if few := [n for n in lengths if 0 < n < tokens]:  # one of length 0 has no new tokens either
+        raise ValueError(
+            f"M is {tokens}, and a sequence has {few[0]} keys, the new ones included; give at most "
+            "that many"
+        )
+    return problem_of_cache(lengths, capacity=room, page=page, M=tokens, **own)
+
+
+def problem_of_cache(
+    lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
+) -> Problem:
+    """The problem of decoding: M new tokens of sequences with so many keys, these included.
+
+    capacity: for how many keys of each there is room, at least for the longest. page: how many
+    keys a page has; None is a contiguous cache. The others are those of ``Problem.of_sizes``.
+    """
+    if page is not None:
+        check_page_size("page", page)
+    cached = Lengths(tuple(lengths))
+    capacity = max(capacity, *cached.rows)
+    most = 0 if page is None else max(-(-capacity // page), 1)
+    room = most * page if page else capacity
+    p = Problem.of_sizes(**{"M": 1, **sizes}, batch=len(cached.rows), N=room, lengths_k=True)
+    p = replace(p.with_options(causal="bottom-right"), cached=cached)
+    if page is None:
+        return p
+    table = Operand(PAGE_TABLE, "int32", (p.batch, most))
+    pages = max(sum(-(-n // page) for n in cached.rows), 1)
+    return replace(p, pages=pages, operands=(*p.operands, table))
+
+
+def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
+    """Raises ValueError for what ``decode`` does not take."""
+    options = sizes.get("options") or PLAIN
+    asked = {name: sizes.get(name) for name in (BIAS, MASK, shape_language.BLOCK_MASK)}
+    for name in ("causal", "precision", "dropout"):
+        value = sizes.get(name)
+        asked[name] = getattr(options, name) if value is None else OPTIONS[name].read(value)
+    if (causal := asked.pop("causal")) == "top-left":
+        raise ValueError(
+            f"causal is {causal!r}, and new tokens are the last ones of a cache; leave causal out"
+        )
+    for name, value in asked.items():
+        is_off = value is None or value is False or (name == "dropout" and not value)
+        if not is_off:
+            raise ValueError(f"decoding has no {name}; leave it out, or leave cache out")
+
+
+def _range(text: str) -> Iterator[int]:
+    parts: Sequence[str] = [part.strip() for part in text.split(":")]
+    step = parts[-1]
+    whole = [part for part in (*parts[:-1], step[1:]) if part.isdecimal()]
+    if len(parts) != 3 or len(whole) != 3 or step[0] not in "*+":
+        raise ValueError(f"{text!r} is not a range; write FIRST:LAST:*FACTOR or FIRST:LAST:+STEP")
+    first, last, by = map(int, whole)
+    if by < 1 or (step[0] == "*" and (by < 2 or first < 1)) or first > last:
+        raise ValueError(f"range {text!r} never reaches {last}; use FIRST:LAST:+STEP or *FACTOR")
+    while first <= last:
+        yield first
+        first = first * by if step[0] == "*" else first + by
+
+
+def _truth(name: str, text: str) -> bool:
+    value = shape_language.value_of(text)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={text!r} is neither true nor false")
+    return value
+
+
+def _value(name: str, text: str) -> Any:
+    if name in ("dtype", "cache") or text.isdecimal():
+        return text if name in ("dtype", "cache") else int(text)
+    if name not in AXES and (near := nearest(name, AXES)) and not text.lstrip("+-").isdecimal():
+        raise ValueError(f"{name!r} is no size or option{near}")
+    least = 0 if name in AXES else 1
+    example = f"give for example {name}=64"
+    raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")

@@ -1,0 +1,187 @@
+"""Timing: calls alternate in rounds until the median of each is known.
+
+The speed of a device drifts by several percent within seconds. So calls alternate (A B C, A B C,
+…), and ratios compare times of the same round.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf, sqrt
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from cupyfa.planner import source
+from cupyfa.planner.plan import Plan
+from cupyfa.problem.optional_inputs import MAPS
+from cupyfa.runtime.arrays import extent
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.workspace import allocated
+
+Call = Callable[[], Any]
+
+_ACCURACY = 0.005  # the standard error of a median, relative
+_FEWEST = 20  # rounds before a standard error means anything
+_WARM_UP = 0.05  # of the budget
+_SEVERAL = 3  # budgets; a call that takes longer is made once
+_NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard deviations
+
+
+def checked_budget(budget: float) -> float:
+    """The budget. Raises ValueError unless it is a number from 0."""
+    if not budget >= 0:  # NaN is not
+        raise ValueError(f"budget is {budget}; give seconds, a number from 0")
+    return budget
+
+
+def measure(
+    backend: Backend,
+    calls: Sequence[Call],
+    *,
+    budget: float,
+    cold: bool,
+    most: float = inf,
+    begins: Callable[[int], None] = lambda number: None,
+) -> list[list[float]]:
+    """Milliseconds of each call in each of its rounds.
+
+    A call leaves the rounds when its ``budget`` of seconds is spent or after ``most`` rounds; all
+    end when every median is known to half a percent. A call is measured at least twice, or once if
+    it takes longer than three budgets. ``cold`` overwrites the device's caches before each call.
+    ``begins`` is told the number of each call before it is made.
+    """
+    lanes = [
+        _Lane(backend, call, budget, cold, most, partial(begins, number))
+        for number, call in enumerate(calls)
+    ]
+    while not all(lane.ended or lane.known for lane in lanes):
+        for lane in lanes:
+            if not lane.ended:
+                lane.milliseconds.append(lane.timed())
+    return [lane.milliseconds for lane in lanes]
+
+
+class _Lane:
+    """One call, its times so far, and the seconds spent on it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        call: Call,
+        budget: float,
+        cold: bool,
+        most: float,
+        begins: Callable[[], None],
+    ) -> None:
+        self.backend, self.call, self.cold, self.begins = backend, call, cold, begins
+        self.budget, self.most, self.fewest = budget, most, 2
+        self.milliseconds: list[float] = []
+        self.spent = 0.0
+        first = self.timed()
+        if self.spent > _SEVERAL * budget:
+            self.milliseconds, self.fewest = [first], 1
+            return
+        while self.spent < _WARM_UP * budget:
+            self.timed()
+        self.spent = 0.0
+
+    @property
+    def ended(self) -> bool:
+        rounds = len(self.milliseconds)
+        return rounds >= self.most or (self.spent >= self.budget and rounds >= self.fewest)
+
+    @property
+    def known(self) -> bool:
+        times = self.milliseconds
+        return len(times) >= _FEWEST and standard_error(times) < _ACCURACY
+
+    def timed(self) -> float:
+        self.begins()
+        start = perf_counter()
+        milliseconds = self.backend.time(self.call, cold=self.cold)
+        self.spent += perf_counter() - start
+        return milliseconds
+
+
+def spread(milliseconds: Sequence[float]) -> float:
+    """From the 20th to the 80th percentile, as a fraction of the median."""
+    low, high = np.quantile(milliseconds, (0.2, 0.8))
+    return float(high - low) / median(milliseconds) if median(milliseconds) else 0.0
+
+
+def standard_error(milliseconds: Sequence[float]) -> float:
+    """The relative standard error of the median, from the spread: outliers do not matter."""
+    return 1.253 * spread(milliseconds) / _NORMAL_WIDTH / sqrt(len(milliseconds))
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> float:
+    """How many times longer a takes than b: the median over their common rounds."""
+    return median(x / y if y else inf for x, y in zip(a, b))
+
+
+def code_of(plan: Plan) -> str:
+    """A digest of what is compiled and how it is launched."""
+    parts = [str(dict(plan.constants))]
+    for launch in plan.launches:
+        parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
+    return digest(*parts)
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def resources(backend: Backend, plan: Plan) -> dict[str, int]:
+    """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor."""
+    found: dict[str, int] = {}
+    for launch in plan.programs:
+        prepared = backend.prepare(launch)
+        for name, value in backend.resources(prepared).items():
+            column = name.replace(" ", "_")
+            found[column] = max(found.get(column, 0), value)
+        if (blocks := backend.blocks_per_sm(prepared, launch)) is not None:
+            found["blocks_per_sm"] = min(found.get("blocks_per_sm", blocks), blocks)
+    return found
+
+
+def arrays_of(
+    backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+) -> dict[str, Any]:
+    """Every array of a plan on the backend; plans on the same inputs share those in ``memory``."""
+    arrays = placed(backend, inputs, memory)
+    for name, allocation in {**plan.outputs, **plan.scratch}.items():
+        key = (name, *allocation, plan.stored_shape(name))
+        if key not in memory:
+            memory[key] = allocated(backend, plan, name)
+        arrays[name] = memory[key]
+    return arrays
+
+
+def placed(
+    backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
+) -> dict[str, Any]:
+    """The inputs on the backend, from ``memory`` if they are there."""
+    arrays = {}
+    for name, array in inputs.items():
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # of each kernel
+        key = (name, array.shape, array.strides, array.dtype, content)
+        if key not in memory:
+            memory[key] = _placed(backend, array)
+        arrays[name] = memory[key]
+    return arrays
+
+
+def _placed(backend: Backend, array: np.ndarray) -> Any:
+    """The array in the backend's memory, with the same strides and alignment."""
+    if backend.owns(array):
+        return array
+    low, high = extent(array)
+    memory = backend.empty((15 + high - low,), np.dtype(np.uint8))
+    offset = -low + (array.ctypes.data + low - backend.address(memory)) % 16
+    bits = np.dtype(f"u{array.dtype.itemsize}")
+    elements = backend.view(memory, array.shape, bits, offset, array.strides)
+    elements[...] = backend.upload(array.view(bits))
+    return backend.view(memory, array.shape, array.dtype, offset, array.strides)

@@ -1,0 +1,232 @@
+"""``cupyfa bench``."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupyfa import cache_folder
+from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis import timeline_trace
+from cupyfa.lab.bench import peers, sweeps
+from cupyfa.lab.bench.benchmark import bench as measure
+from cupyfa.lab.bench.results import Measurement, Results
+from cupyfa.lab.commands import WRONG, command_options
+from cupyfa.lab.commands.signals import take_time
+from cupyfa.lab.commands.watching import timeout_option, watched
+from cupyfa.lab.report.tables import measurements, render
+from cupyfa.runtime import environment
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import backend_to_measure
+
+# Defaults, which are not printed:
+DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
+budget_option = click.option(
+    "--budget",
+    type=command_options.SECONDS,
+    default=1.0,
+    help="Seconds for each kernel and problem.",
+)
+save_option = click.option(
+    "--save",
+    type=command_options.FILE,
+    help="Write all measurements to a JSON file, after each problem, for `cupyfa compare`.",
+)
+sweep_option = click.option(
+    "-p",
+    "swept",
+    multiple=True,
+    metavar="NAME=VALUES",
+    help="Several values of a size or an option, in bench also of a tile size such as Br: 64,128, "
+    "512:16384:*2 or 64:256:+64. May be repeated; all combinations are taken.",
+)
+
+
+@click.command()
+@command_options.kernels_argument
+@command_options.problem_options()
+@click.option("--tokens", type=command_options.Integer(1), help="batch * M, instead of the batch.")
+@click.option("--width", type=command_options.Integer(1), help="heads * d, instead of the heads.")
+@click.option(
+    "--cache",
+    type=click.Choice(sweeps.CACHES),
+    help="Decoding: -M new tokens, 1 by default, and a cache of --lengths keys, or of -N for each.",
+)
+@click.option(
+    "--page",
+    type=command_options.Integer(1),
+    help="Keys in a page of a paged cache, in place of --page-size.  [16]",
+)
+@command_options.input_options
+@command_options.tile_options
+@sweep_option
+@click.option("--hot", is_flag=True, help="Do not overwrite the caches before each launch.")
+@click.option("--graph", is_flag=True, help="Replay launches as a CUDA graph.")
+@click.option(
+    "--against", metavar="PEERS", help=f"Other libraries, where installed: {','.join(peers.NAMES)}."
+)
+@click.option("--alone", is_flag=True, help="Measure a single kernel without comparison.")
+@budget_option
+@click.option(
+    "--patience",
+    type=command_options.SECONDS,
+    help="Skip a kernel if a smaller problem shows that it would take longer than these seconds.",
+)
+@timeout_option
+@save_option
+@command_options.backend_option
+@command_options.format_option
+def bench(
+    kernels: list[str],
+    swept: tuple[str, ...],
+    tiles: dict[str, int],
+    hot: bool,
+    against: str | None,
+    timeout: float | None,
+    save: Path | None,
+    backend: str,
+    form: str,
+    **how: Any,
+) -> None:
+    """Check kernels, and measure them on one problem or several.
+
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. A
+    single one is compared with its baseline and the rung before it. Kernels alternate in rounds; a
+    column "x ..." is the speedup over another kernel, the median over the rounds.
+    """
+    on = backend_to_measure(backend)
+    check_target(save, on)
+    if how["graph"] and on.name == "simulator":
+        raise Unsupported("the simulator has no CUDA graphs; leave --graph out")
+    sizes, several = split(swept, {**how, **tiles})
+    all_tiles = {name: [value] for name, value in tiles.items()} | several
+    others = [name.strip() for name in (against or "").split(",") if name.strip()]
+    about = {name: str(how[name]) for name in ("values", "layout", "seed")}
+    about["caches"] = "hot" if hot else "cold"
+    about["launches"] = "a CUDA graph" if how["graph"] else "one by one"
+    heading = {"device": on.limits.device}
+    heading |= {name: word for name, word in about.items() if word != DEFAULTS.get(name)}
+    heading |= {name: str(values[0]) for name, values in all_tiles.items() if len(values) == 1}
+
+    made_with = environment.describe(on) | peers.versions(others) | about
+
+    def show(rows: list[Measurement], *, err: bool = False) -> None:
+        try:  # saves first, since there may be no time for more
+            if save:
+                Results(made_with, rows).save(save)
+        finally:
+            data = [{"kernel": x.kernel, "device": on.limits.device} | x.row() for x in rows]
+            table = measurements(rows, heading) if form == "table" else render(data, form)
+            click.echo(table, err=err)
+
+    with (
+        watched(on, timeout) as watch,
+        partial_results(partial(show, err=True), save, made_with) as keep,
+        command_options.progress_bar("measuring") as progress,
+    ):
+        rows = measure(
+            kernels,
+            backend=on,
+            against=others,
+            tiles=all_tiles,
+            cold=not hot,
+            progress=progress,
+            so_far=keep,
+            watch=watch,
+            **{**how, **sizes},
+        )
+    show(rows)
+    if any(row.problem.cached for row in rows):
+        command_options.note(
+            "GB/s are keys and values, and % of peak is of the rate of a sum over memory"
+        )
+    if any(row.problem.modifiers.mask for row in rows):
+        command_options.note(
+            "TFLOP/s and % of peak count the pairs that mask and mask_mod hide, too"
+        )
+    sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
+
+
+@contextmanager
+def partial_results(
+    show: Callable[[list[Measurement]], object], save: Path | None, made_with: Mapping[str, str]
+) -> Iterator[Callable[[list[Measurement]], None]]:
+    """Yields a ``so_far`` for ``bench``, which saves the rows to a file after each problem.
+
+    So nothing is lost whatever ends the process. The rows so far are shown if a signal or an error
+    ends the benchmark. That a file cannot be written is said in the end.
+    """
+    is_file = save is not None and not cache_folder.is_stream(
+        save
+    )  # which are written once, at the end
+    rows: list[Measurement] = []
+
+    def keep(measured: list[Measurement]) -> None:
+        rows[:] = measured
+        if save and is_file:
+            with suppress(OSError):
+                Results(made_with, rows).save(save)
+        take_time()  # to show them after a signal
+
+    try:
+        yield keep
+    except BaseException as ended:
+        if rows:
+            show(rows)
+            is_asked = isinstance(ended, KeyboardInterrupt | SystemExit)
+            why = "interrupted" if is_asked else "ended by an error"
+            command_options.note(f"{why}; these are the measurements so far")
+        raise
+
+
+def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The sizes and the tiles among NAME=VALUES. Raises ValueError for names given twice."""
+    sizes: dict[str, Any] = {}
+    tiles: dict[str, Any] = {}
+    for text in swept:
+        name, values = sweeps.parsed(text)
+        group = sizes if name in (*sweeps.AXES, "tokens", "width") else tiles
+        if name in group:
+            raise ValueError(f"-p {name} is given twice; list its values in one")
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name} is given twice, as {given[name]} and by -p {text}; leave one out"
+            )
+        group[name] = values
+    return sizes, tiles
+
+
+def check_target(save: Path | None, on: Backend | None = None) -> None:
+    """Raises ValueError for a file that cannot be written, before time is spent on measuring.
+
+    Times of the simulator, where ``on`` is that, must not replace those of a GPU.
+    """
+    if save and not cache_folder.can_write_to(save):
+        folder = (save.resolve() if save.is_symlink() else save).parent
+        if os.path.isdir(folder):
+            raise ValueError(f"{save} cannot be written in the folder {folder}; name another one")
+        raise ValueError(f"{save} cannot be written; is there a folder {folder}?")
+    if save and save.is_file() and on and on.name == "simulator":
+        device = _measured_on(save)
+        if device:
+            raise ValueError(
+                f"{save} has times of {device}, which times of the simulator would replace; name "
+                "another file, or remove it"
+            )
+
+
+def _measured_on(file: Path) -> str | None:
+    """The GPU whose times a file has, of a benchmark or a timeline; None for others."""
+    try:
+        if timeline_trace.is_timeline(file):
+            own = timeline_trace.load(file)
+            return None if own.modelled else own.device
+        about = Results.load(file).environment
+    except (OSError, ValueError):
+        return None
+    return about.get("device") if about.get("backend") == "cuda" else None

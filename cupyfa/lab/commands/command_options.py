@@ -1,0 +1,563 @@
+"""Options that several commands have, and their values for the library."""
+
+import re
+import shutil
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from itertools import pairwise
+from operator import contains
+from pathlib import Path
+from time import monotonic
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+from click.shell_completion import CompletionItem
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cupyfa.errors import printable
+from cupyfa.lab.bench import sweeps
+from cupyfa.lab.report.tables import FORMATS
+from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.lookup import kernels as ladder_kernels, unknown_kernel
+from cupyfa.problem import shape_language
+from cupyfa.problem.dtypes import INPUTS
+from cupyfa.problem.optional_inputs import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
+from cupyfa.problem.options import OPTIONS, Option
+from cupyfa.problem.wrt import WRT
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import NAMES, backend_named
+from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS, MULTIPROCESSORS, Simulator
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_OF_DTYPE = "Dtype of q, k and v, or of the rows of a softmax."
+DTYPE = "float32, or the first that the kernel can do"
+_SIZES = {
+    "batch": ("-B", "Batch size."),
+    "heads": ("-H", "Heads of Q."),
+    "kv_heads": (None, "Heads of K and V, a divisor of the heads of Q."),
+    "M": ("-M", "Queries, or the rows of a softmax."),
+    "N": ("-N", "Keys, or the columns of a softmax."),
+    "d": ("-d", "Head dimension."),
+    "dv": (None, "Value dimension."),
+}
+_FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
+
+
+class Integer(click.IntRange):
+    """A range of whole numbers, whose help says INTEGER alone."""
+
+    name = "integer"
+
+
+class Number(click.FloatRange):
+    """A range of numbers, whose help says FLOAT alone."""
+
+    name = "float"
+
+
+SECONDS = Number(0)
+FIRST_NOTE = 10.0  # seconds, on a stderr that is no terminal
+TIMEOUT = Number(0, 10**6, min_open=True)
+FILE = click.Path(dir_okay=False, path_type=Path)
+dtype_choice = click.Choice(list(INPUTS))
+format_option = click.option(
+    "--format", "form", type=click.Choice(FORMATS), default="table", help="Output format."
+)
+backend_option = click.option(
+    "--backend",
+    type=click.Choice(NAMES),
+    default="auto",
+    help="auto is cuda if there is a GPU, else the simulator.",
+)
+backward_option = click.option(
+    "--backward", is_flag=True, help="Gradients instead of the forward pass."
+)
+seed_option = click.option("--seed", type=Integer(0), default=0, help="Seed of the random inputs.")
+reruns_option = click.option(
+    "--reruns",
+    type=Integer(0),
+    default=0,
+    help="Further runs, whose results must be equal bit by bit.",
+)
+
+
+def _combined(
+    command: Callable[..., Any], names: Sequence[str], name: str, combine: Callable[..., Any]
+) -> Any:
+    """A command whose parameter ``name`` is computed from several options."""
+
+    @wraps(command)
+    def call(*args: Any, **given: Any) -> Any:
+        value = combine(*(given.pop(x) for x in names))
+        return command(*args, **{name: value}, **given)
+
+    return call
+
+
+def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """A command with options in the order of its help."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+class KernelName(click.ParamType):
+    """The name of a kernel; a shell completes it. ``others`` are further words it may be."""
+
+    name = "KERNEL"
+
+    def __init__(self, others: Sequence[str] = ("auto",)) -> None:
+        self._others = others
+        self._names = [*(x.name for x in ladder_kernels()), *others]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The name; raises ValueError for one that cannot be a kernel's, before anything runs."""
+        if value not in self._names and ".py" not in value:
+            raise unknown_kernel(value, self._others)
+        return value
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in self._names if name.startswith(incomplete)]
+        return found or [CompletionItem(incomplete, type="file")]  # a script
+
+
+kernel_argument = click.argument("kernel", type=KernelName())
+
+
+def some_kernels_argument(*others: str) -> Callable[[Command], Command]:
+    """KERNEL..., which may be left out, as a tuple ``kernels``."""
+    return click.argument(
+        "kernels", nargs=-1, metavar="[KERNEL]...", type=KernelName(("auto", *others))
+    )
+
+
+def kernels_argument(command: Command) -> Command:
+    """KERNEL... or --all, as a list of names ``kernels``."""
+    return _with(
+        _combined(command, ("kernels", "every"), "kernels", kernel_names),
+        some_kernels_argument(),
+        click.option("--all", "every", is_flag=True, help="Every kernel of the ladder."),
+    )
+
+
+def backend_options(command: Command) -> Command:
+    """--backend, --schedule and --multiprocessors, as one argument ``backend``."""
+    return _with(
+        _combined(command, ("backend", "schedule", "multiprocessors"), "backend", backend_with),
+        backend_option,
+        click.option(
+            "--schedule",
+            type=Integer(0),
+            help="Simulator: the seed of another order of threads.",
+        ),
+        click.option(
+            "--multiprocessors",
+            type=Integer(1, MOST_MULTIPROCESSORS),
+            help="Simulator: the number of multiprocessors, by which plans choose persistent "
+            f"blocks and splits.  [default: {MULTIPROCESSORS}]",
+        ),
+    )
+
+
+class _Value(click.ParamType):
+    """The value of an option of attention."""
+
+    def __init__(self, option: Option) -> None:
+        self.name, self._parse = option.metavar or "TEXT", option.parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def attention_options(command: Command) -> Command:
+    """The options of attention, each None unless given."""
+    for name, option in reversed(OPTIONS.items()):
+        optional: dict[str, Any] = {"is_flag": False, "flag_value": option.flag}
+        command = click.option(
+            _long(name),
+            type=click.Choice(option.choices) if option.choices else _Value(option),
+            metavar=option.metavar,
+            help=option.help,
+            **(optional if option.flag else {}),
+        )(command)
+    return command
+
+
+_HELP = {
+    ALIBI: "ALiBi slopes of each head, h, or of each batch element too, bh; with a dtype, as "
+    "bf16[h].",
+    BIAS: "An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
+    "dtype, as f32[b1mn].",
+    MASK: "An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
+    SINK: "Sinks of each head, h, or of each batch element too, bh: one more score of every row.",
+}
+
+
+def array_options(command: Command) -> Command:
+    """The forms of arrays that change scores, each None unless given."""
+    made = [
+        click.option(
+            _long(name),
+            metavar="AXES",
+            is_flag=False,
+            flag_value=shape_language.USUAL[name],
+            help=f"{_HELP[name]}  [default if given alone: {shape_language.USUAL[name]}]",
+        )
+        for name in OWN_ARRAYS
+    ]
+    captured = click.option(
+        "--captured",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=lambda context, option, given: _captured(given),
+        help="A number that the texts of --score-mod and --mask-mod name, cap=30.0, or the dtype "
+        "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
+    )
+    wrt = click.option(
+        _long(WRT),
+        metavar="NAMES",
+        help="Backward kernels: arrays whose gradients are computed besides those of q, k and v, "
+        "as bias,slope: bias, alibi_slopes, sink and captured arrays of floats.",
+    )
+    blocks = click.option(
+        _long(shape_language.BLOCK_MASK),
+        is_flag=True,
+        default=None,
+        help="Make --mask and --mask-mod a block mask, whose empty tiles kernels skip.",
+    )
+    dlse = click.option(
+        _long(shape_language.DLSE),
+        is_flag=True,
+        default=None,
+        help="Backward kernels: a gradient of lse, which is one more input.",
+    )
+    pages = click.option(
+        _long(shape_language.PAGE_SIZE),
+        type=int,
+        help="Batch elements have lengths of their own, and their keys lie in pages of this many: "
+        "16, 32, 64, 128 or 256.",
+    )
+    return _with(
+        _combined(command, tuple(_LENGTHS), shape_language.LENGTHS_OF, _lengths),
+        *(*made, captured, blocks, wrt, dlse, pages),
+        *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
+    )
+
+
+def architecture(given: str) -> str:
+    """The compute capability of an architecture's name, as of "sm_90"."""
+    return given.strip().removeprefix("sm_")
+
+
+_LENGTHS = {
+    "lengths": "Lengths of the sequences of a ragged batch, in place of -B, -M and -N: "
+    "349,263,0,115. 7/9 is 7 of 9 rows that count, _3 at an end 3 rows of no sequence.",
+    "lengths_q": "Lengths of the queries, if the keys have others; with --lengths-k.",
+    "lengths_k": "Lengths of the keys; with --lengths-q.",
+}
+
+
+def _lengths(both: str | None, q: str | None, k: str | None) -> Any:
+    if q is None and k is None:
+        return both
+    if both is not None or q is None or k is None:
+        raise ValueError("give --lengths, or both --lengths-q and --lengths-k")
+    return q, k
+
+
+def _captured(given: Sequence[str]) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (x.strip() for x in text.partition("="))
+        if not (name and equals and value):
+            raise ValueError(
+                f"captured {text!r} is not NAME=VALUE, for example cap=30.0 or slope=f32[heads]"
+            )
+        if name in found:
+            raise ValueError(f"captured {name} is given twice; leave one out")
+        found[name] = shape_language.value_of(value)
+    return found or None
+
+
+def _long(name: str) -> str:
+    """The long option of a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
+# Options that may stand without a value: that which they mean, and what their values are.
+_FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
+    _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
+    for name, x in OPTIONS.items()
+    if x.flag
+} | {
+    _long(name): (flag, shape_language.is_form, f"axes, as {flag}")
+    for name, flag in shape_language.USUAL.items()
+}
+
+
+def with_flag_values(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a command line, with a value for each option that may stand without one.
+
+    Else such an option would take the next argument as its value, for example a kernel's name.
+    """
+    following = [*arguments[1:], ""]
+    return [
+        f"{word}={_FLAGS[word][0]}" if word in _FLAGS and not _FLAGS[word][1](after) else word
+        for word, after in zip(arguments, following)
+    ]
+
+
+def misplaced_value(message: str, arguments: Sequence[str]) -> str:
+    """The values of an option, for a message that refuses the word after it; else empty."""
+    for word, after in pairwise(arguments):
+        if word in _FLAGS and f"extra argument ({after})" in message:
+            return f"; {word} takes {_FLAGS[word][2]}"
+    return ""
+
+
+_ARGUMENTS = "|".join((*OPTIONS, *shape_language.NAMES, "backward", "page"))
+_REMEDY = re.compile(rf"\b({_ARGUMENTS})=(?:True\b)?(?=[ ,;]|$)", re.MULTILINE)
+_REMEDY_BACKEND = re.compile(r'\bbackend="(\w+)"')
+_REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
+
+
+def on_command_line(message: str) -> str:
+    """A message of the library with the options of the command line for the arguments to give."""
+    message = _REMEDY_CAPTURED.sub(
+        r"by --captured \1=VALUE, a number or a form as f32[heads]", message
+    )
+    message = _REMEDY_BACKEND.sub(r"--backend \1", message)
+    return _REMEDY.sub(lambda found: _long(found[1]), message)
+
+
+def size_option(
+    name: str, *, small: bool = True, **attributes: Any
+) -> Callable[[Command], Command]:
+    """The option of a size; ``small`` is whether it is smaller in the simulator."""
+    short, text = _SIZES[name]
+    long = _long(name) if len(name) > 1 else None
+    if "default" not in attributes:
+        text += f"  [default: {_usual_size(name, small)}]"
+    attributes = {"type": Integer(0), "help": text, **attributes}
+    return click.option(*filter(None, (short, long)), name, **attributes)
+
+
+def _usual_size(name: str, small: bool) -> str:
+    """The size if the option is left out, for attention and for a softmax."""
+
+    def of(operation: str) -> str:
+        usual = sweeps.USUAL[operation].get(name)
+        few = sweeps.SMALL[operation].get(name, usual) if small else usual
+        return f"{usual}{f' ({few} in the simulator)' if few != usual else ''}"
+
+    attention = _FOLLOW.get(name) or of("forward")
+    return f"{attention}; softmax: {of('softmax')}" if name in "MN" else attention
+
+
+def problem_options(
+    *,
+    dtype: str | None = None,
+    several: Collection[str] = (),
+    small: bool = True,
+) -> Callable[[Command], Command]:
+    """Sizes, dtype and options of one problem; those named in ``several`` may be repeated.
+
+    ``small`` is whether default sizes are smaller in the simulator.
+    """
+
+    def decorate(command: Command) -> Command:
+        of_dtype: Any = {"default": dtype, "help": _OF_DTYPE}
+        if not dtype:
+            of_dtype = {"help": f"{_OF_DTYPE}  [default: {DTYPE}]"}
+        multiple: Any = {name: {"multiple": name in several} for name in (*_SIZES, "dtype")}
+        return _with(
+            command,
+            *(size_option(name, small=small, **multiple[name]) for name in _SIZES),
+            click.option("--dtype", type=dtype_choice, **multiple["dtype"], **of_dtype),
+            attention_options,
+            array_options,
+        )
+
+    return decorate
+
+
+def input_options(command: Command) -> Command:
+    """--layout, --values and --seed, which choose the inputs."""
+    layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
+    return _with(
+        command,
+        click.option("--layout", type=layouts, default="bhsd", help="Order of the axes in memory."),
+        click.option("--values", type=values, default="normal", help="Distribution of the inputs."),
+        seed_option,
+    )
+
+
+def case_options(command: Command) -> Command:
+    """--padded, --descales and --new-keys, which no other command needs."""
+    names = {
+        "padded": "Batch elements have lengths of their own: of queries (q), keys (k) or q,k.",
+        "descales": "Factors of inputs in float8_e4m3fn: q,k,v or some of these.",
+    }
+    return _with(
+        command,
+        *(click.option(_long(x), metavar="NAMES", default="", help=y) for x, y in names.items()),
+        click.option(
+            "--new-keys",
+            "tokens",
+            type=click.Choice(list(TOKENS)),
+            default="cached",
+            help="With --page-size: how the queries' own keys come into the cache. "
+            + " ".join(f"{name}: {what}." for name, what in TOKENS.items()),
+        ),
+    )
+
+
+def tile_options(command: Command) -> Command:
+    """--Br, --Bc and -t, as a dictionary ``tiles``."""
+    return _with(
+        _combined(command, ("Br", "Bc", "tiles", "renamed"), "tiles", _tiles),
+        click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
+        click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
+        click.option(
+            "-t",
+            "--tile",
+            "tiles",
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="A tile size of the kernel, by its name in `cupyfa list`; may be repeated.",
+        ),
+        click.option("-c", "--constant", "renamed", multiple=True, hidden=True),
+    )
+
+
+def _tiles(
+    Br: int | None, Bc: int | None, tiles: tuple[str, ...], renamed: tuple[str, ...]
+) -> dict[str, int]:
+    if renamed:
+        raise ValueError(f"--constant is now called --tile; write -t {' -t '.join(renamed)}")
+    given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
+    for tile in tiles:
+        name, _, value = tile.partition("=")
+        if not name or not value.isdecimal():
+            raise ValueError(
+                f"tile {tile!r} is not NAME=VALUE with a whole number, for example Br=64"
+            )
+        if name in given:
+            raise ValueError(f"{name} is given twice, as {given[name]} and {value}; leave one out")
+        given[name] = int(value)
+    return given
+
+
+def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes and options that were given."""
+    return {name: value for name, value in sizes.items() if value is not None and value != ()}
+
+
+def refuse_foreign(operations: Collection[str], *names: str) -> None:
+    """Raises ValueError if all operations are softmax and an option that it lacks was given."""
+    if set(operations) == {"softmax"}:
+        given = given_options(*names, *(_LENGTHS if shape_language.LENGTHS_OF in names else ()))
+        sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
+
+
+def given_options(*names: str) -> dict[str, str]:
+    """Which of these parameters of the running command were given, with their options."""
+    context = click.get_current_context()
+    return {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name in names
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    }
+
+
+def refuse_idle(why: str, *names: str) -> None:
+    """Raises ValueError if one of these parameters, which have no effect, was given."""
+    if idle := given_options(*names):
+        has = "has" if len(idle) == 1 else "have"
+        raise ValueError(f"{why}, so {', '.join(idle.values())} {has} no effect; leave one out")
+
+
+def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
+    """The given names, or with ``--all`` those of the ladder."""
+    if every == bool(kernels):
+        raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
+    return [name for group in LADDER.values() for name in group] if every else list(kernels)
+
+
+def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -> Backend:
+    """The backend; of the simulator with this order of threads and so many multiprocessors."""
+    backend = backend_named(name)
+    if schedule is None and multiprocessors is None:
+        return backend
+    if not isinstance(backend, Simulator):
+        what = "--multiprocessors sets how many the simulator has"
+        what = what if schedule is None else "--schedule orders the simulator's threads"
+        raise ValueError(f"{what}; add --backend simulator")
+    return Simulator(schedule=schedule, multiprocessors=multiprocessors)
+
+
+def note(text: object) -> None:
+    """Prints a note, which is no data, on stderr; a terminal gets lines that it does not cut."""
+    words = f"note: {printable(str(text))}"
+    if sys.stderr and sys.stderr.isatty():
+        how: Any = {"break_long_words": False, "break_on_hyphens": False}
+        width = shutil.get_terminal_size().columns
+        words = textwrap.fill(words, width, subsequent_indent="  ", **how)
+    click.echo(words, err=True)
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A progress bar on a terminal's stderr, else notes; yields the library's ``progress``."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        with _noted(label) as progress:
+            yield progress
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(label, total=None, what="")
+        yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+
+
+@contextmanager
+def _noted(label: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Notes on stderr that say what goes on: after FIRST_NOTE seconds, then ever more rarely."""
+    now, ended, begun = [label], threading.Event(), monotonic()
+
+    def notes() -> None:
+        wait = FIRST_NOTE
+        while not ended.wait(wait):
+            note(f"{now[0]} ({monotonic() - begun:.0f} s)")
+            wait *= 2
+
+    def progress(done: int, total: int, what: str) -> None:
+        now[0] = f"{label}: {what}; {done} of {total} done"
+
+    thread = threading.Thread(target=notes, daemon=True)
+    thread.start()
+    try:
+        yield progress
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,125 @@
+"""What a command line that click refuses may mean."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+import click
+
+from cupyfa.errors import closest
+from cupyfa.lab.commands.command_options import misplaced_value
+
+ARGUMENTS = "cupyfa.arguments"  # of the command line, in the context of a command
+
+# Options that a command does not have, or has no more: what there is in their place.
+_ELSEWHERE = {
+    ("doctor", "--json"): "--json is now called --format; write --format json",
+    ("memory", "--steps"): "--steps is gone, since bytes are no longer counted through kernels' "
+    "loops; without it `memory` prints the bytes held, and moved by formula",
+    **{
+        ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "
+        "given ones, write cupyfa bench KERNEL -p Br=64,128"
+        for name in ("--Br", "--Bc", "--tile", "--tiles", "-t")
+    },
+    **{
+        ("ladder", name): f"`ladder` measures all rungs, and takes no {name}; to measure some, "
+        "write cupyfa bench KERNEL KERNEL"
+        for name in ("--rung", "--rungs", "--kernel", "--kernels", "--against")
+    },
+}
+# What other programs call values of choices.
+_SYNONYMS = {
+    **{"gpu": "cuda", "cpu": "simulator"},
+    **{"half": "float16", "single": "float32", "float": "float32", "double": "float64"},
+    **{"fp16": "float16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"},
+    **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"},
+    **{"markdown": "md", "text": "table"},
+}
+
+
+def message_of(error: click.ClickException) -> str:
+    """The message of a refused command line, in one line, with what may be meant."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return error.format_message().removesuffix(".")
+    see = f"See {context.command_path} --help."
+    name = getattr(error, "option_name", None)
+    if isinstance(error, click.NoSuchOption) and name:
+        message, remedy = f"No such option '{name}'", _instead_of(name, context)
+        return f"{message}{_ended(remedy)} {see}"
+    message = error.format_message().removesuffix(".")
+    message = re.sub(r"\(?Did you mean( one of)?:? .*", "", message).rstrip(" .")
+    if found := re.search(r"No such command '(.*)'", message):
+        remedy = _meant(found[1], context.command.list_commands(context))  # type: ignore[attr-defined]
+    else:
+        remedy = misplaced_value(message, context.meta.get(ARGUMENTS, ())) or _choice(
+            error, message
+        )
+    return f"{message}{_ended(remedy)} {see}"
+
+
+def refuse_one_dash(
+    command: click.Command | None, arguments: Sequence[str], parent: click.Context
+) -> None:
+    """Raises UsageError for -causal, which click reads as -c ausal, and for -M=5, as -M "=5"."""
+    if command is None:
+        return
+    context = click.Context(command, info_name=command.name, parent=parent)
+    if isinstance(command, click.Group) and arguments:
+        sub = command.get_command(context, arguments[0])
+        return refuse_one_dash(sub, arguments[1:], context)
+    options = _options(command)
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if equals and len(name) == len("-M") and name in options:
+            remedy = f"{word} has a = after a short option; write {name} {value}"
+            raise click.UsageError(remedy, ctx=context)
+        if re.fullmatch("-[A-Za-z][A-Za-z-]+", name) and f"-{name}" in options:
+            raise click.NoSuchOption(name, ctx=context)
+
+
+def _instead_of(name: str, context: click.Context) -> str:
+    """What to write in place of an option that a command does not have; it may be empty."""
+    if remedy := _ELSEWHERE.get((context.info_name or "", name)):
+        return f": {remedy}"
+    word = name.lstrip("-").replace("_", "-")
+    for parameter in context.command.params:
+        if isinstance(parameter, click.Argument) and _is_word_for(word, parameter):
+            return f": {parameter.human_readable_name} is written without an option"
+    known = {x.lstrip("-"): x for x in _options(context.command)}
+    by_case = {x.lower(): known[x] for x in known}
+    if len(word) == 1 or word in known or word.lower() in by_case:
+        exact = known.get(word.swapcase() if word not in known else word)
+        meant = exact or by_case.get(word.lower())
+    else:
+        close = closest(word, [x for x in known if len(x) > 1])
+        meant = known[close] if close else None
+    return f". Did you mean '{meant}'?" if meant else ""
+
+
+def _is_word_for(word: str, argument: click.Argument) -> bool:
+    return word.lower().rstrip("s") == (argument.name or "").rstrip("s")
+
+
+def _options(command: click.Command) -> list[str]:
+    """The names of a command's options that its help shows."""
+    shown = [x for x in command.params if isinstance(x, click.Option) and not x.hidden]
+    return [name for x in shown for name in x.opts] + ["--help", "-h"]
+
+
+def _choice(error: click.ClickException, message: str) -> str:
+    """The choice that a word may mean that is none; empty if there is none near."""
+    parameter = getattr(error, "param", None)
+    kind = getattr(parameter, "type", None)
+    found = re.search("'([^']*)' is not one of", message)
+    return _meant(found[1], kind.choices) if found and isinstance(kind, click.Choice) else ""
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    synonym = _SYNONYMS.get(word.lower())
+    close = synonym if synonym in known else closest(word, known)
+    return f". Did you mean '{close}'?" if close else ""
+
+
+def _ended(remedy: str) -> str:
+    return remedy if remedy.endswith("?") else f"{remedy}."

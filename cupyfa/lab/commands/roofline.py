@@ -1,0 +1,91 @@
+"""``cupyfa roofline``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cupyfa.lab.analysis.roofline_model import THIS, measured_roofs, roofline as roofs_of, roofs
+from cupyfa.lab.analysis.roofline_plot import draw_roofs
+from cupyfa.lab.bench.peaks import DEVICES
+from cupyfa.lab.bench.results import Results
+from cupyfa.lab.commands import WRONG, command_options
+from cupyfa.lab.commands.bench import check_target, split, sweep_option
+from cupyfa.lab.report import plots
+from cupyfa.lab.report.tables import render
+
+
+@click.command()
+@command_options.some_kernels_argument("naive", "tiled")
+@command_options.problem_options(small=False)
+@sweep_option
+@command_options.backward_option
+@click.option(
+    "--device",
+    type=click.Choice([*DEVICES, THIS]),
+    help="A device by its data sheet, or this GPU by its measured rates of large products and "
+    "copies.  [default: this if there is one, else h100]",
+)
+@click.option("--no-measure", is_flag=True, help="Do not measure kernels on this GPU.")
+@click.option(
+    "--budget",
+    type=command_options.SECONDS,
+    default=0.2,
+    help="Seconds for each kernel that is measured.",
+)
+@click.option(
+    "--plot", type=command_options.FILE, help="Draw the roofline to an .svg or .png file."
+)
+@click.option(
+    "--from",
+    "saved",
+    type=click.Path(dir_okay=False),
+    help="Measurements of an earlier `bench --save` or `ladder --save`; the arguments select some.",
+)
+@command_options.format_option
+def roofline(
+    kernels: tuple[str, ...],
+    swept: tuple[str, ...],
+    device: str | None,
+    no_measure: bool,
+    plot: Path | None,
+    saved: str | None,
+    backward: bool,
+    budget: float,
+    form: str,
+    **sizes: Any,
+) -> None:
+    """Compute what bounds attention on a device, and its least time.
+
+    KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
+    written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;
+    the default is the first two and every rung that can do the problem. FLOP/B is the intensity;
+    below the device's balance memory is the bound, above it arithmetic or the exponentials. On this
+    GPU kernels are also measured; with `--from` the measurements come from a file.
+    """
+    if plot:
+        plots.check(plot)
+        check_target(plot)
+    several, tiles = split(swept, sizes)
+    if tiles:
+        raise ValueError(f"{', '.join(tiles)} is not a size; -p takes sizes and options")
+    sizes |= several
+    if saved:
+        command_options.refuse_idle("--from measures nothing", "backward", "budget", "no_measure")
+        rows = measured_roofs(Results.load(saved), kernels, device=device or "auto", **sizes)
+    else:
+        with command_options.progress_bar("measuring") as progress:
+            rows = roofs_of(
+                kernels,
+                device=device or "auto",
+                backward=backward,
+                measure=not no_measure,
+                budget=budget,
+                progress=progress,
+                **sizes,
+            )
+    if plot:
+        draw_roofs(rows, plot)
+    click.echo(roofs(rows) if form == "table" else render([row.row() for row in rows], form))
+    sys.exit(WRONG if any(row.measured and row.measured.passed is False for row in rows) else 0)

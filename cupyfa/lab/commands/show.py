@@ -1,0 +1,81 @@
+"""``cupyfa show``."""
+
+from typing import Any
+
+import click
+
+from cupyfa.lab.analysis.resources import compile_launch, compiled_row, limits_of, ptx, sass
+from cupyfa.lab.bench import sweeps
+from cupyfa.lab.commands import command_options
+from cupyfa.lab.report.tables import Row, plan_lines, plan_row, render, table_or_fields
+from cupyfa.ladder.lookup import operation_of, record_named
+from cupyfa.planner.choose_kernel import passed_over, plan, select
+from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.planner.source import text
+
+VIEWS = {
+    "source": "The exact text that is compiled.",
+    "plan": "Grid, threads, shared memory, arguments.",
+    "ptx": "PTX, from NVRTC.",
+    "sass": "Machine code, from nvdisasm.",
+    "resources": "Registers, spills, shared memory, occupancy and what limits it.  [default]",
+}
+
+
+def view_options(command: command_options.Command) -> command_options.Command:
+    """A flag for each of VIEWS; with one name for all, two given flags would go unnoticed."""
+    for name in reversed(VIEWS):
+        command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
+    return command
+
+
+@click.command()
+@command_options.kernel_argument
+@view_options
+@click.option("--arch", default="90", help="Compute capability.")
+@command_options.problem_options(small=False)
+@command_options.tile_options
+@command_options.format_option
+def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any) -> None:
+    """Show what KERNEL becomes: text, plan, PTX, machine code.
+
+    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
+    Needs no GPU.
+    """
+    views = [name for name in VIEWS if sizes.pop(name)]
+    if len(views) > 1:
+        raise ValueError(f"--{' and --'.join(views)} are {len(views)} views; ask for one at a time")
+    view = views[0] if views else "resources"
+    operation = operation_of(kernel)
+    command_options.refuse_foreign([operation], *sizes)
+    records = [] if kernel == "auto" else [record_named(kernel)]
+    (problem,) = sweeps.problems(operation, sizes, *records)
+    arch = command_options.architecture(arch)
+    limits = limits_of(arch)
+    record = select(records[0] if records else "auto", operation, problem, limits)
+    planned = plan(record, problem, limits, **tiles)
+    if form == "table" and view == "plan":
+        found = passed_over(record, problem, limits) if kernel == "auto" else None
+        click.echo(plan_lines(planned, found))
+    elif form == "table":
+        for launch in planned.programs:
+            click.echo(_text(view, planned, launch, arch))
+    else:
+        click.echo(render([_row(view, planned, x, arch) for x in planned.programs], form))
+
+
+def _text(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> str:
+    """A view of a launch for people."""
+    row = _row(view, planned, launch, arch)
+    return table_or_fields([row]) if view == "resources" else row[view]
+
+
+def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
+    """A view of a launch as data."""
+    if view == "plan":
+        return plan_row(planned, launch)
+    if view == "resources":
+        return compiled_row(planned, compile_launch(launch, arch))
+    if view == "sass":
+        return {"entry": launch.entry, view: sass(compile_launch(launch, arch))}
+    return {"entry": launch.entry, view: text(launch) if view == "source" else ptx(launch, arch)}

@@ -1,0 +1,317 @@
+"""Pictures of measurements on a white ground of their own, for light and for dark pages."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, cycle
+from pathlib import Path
+from statistics import mean
+from textwrap import wrap
+from typing import Any
+from xml.sax.saxutils import escape
+
+from cupyfa import cache_folder
+from cupyfa.arrays.block_mask import BlockMask
+from cupyfa.errors import Unsupported, described
+from cupyfa.lab.bench.results import Measurement
+
+SUFFIXES = (".svg", ".png")
+INK, PALE = "#424a53", "#d8dee4"
+# Chosen for contrast with white and for their distance in normal and in colour-blind vision;
+# markers and dashes differ as well.
+COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
+MARKERS = "osD^vPX"
+_DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
+# What kernels compute with, by how their names begin; "" is any other name.
+FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
+# Text stays text: it is small, can be searched, and a screen reader reads it. Verdana has the
+# widths of DejaVu Sans, with which matplotlib lays it out; most other fonts are narrower.
+_FONTS = "DejaVu Sans, Verdana, sans-serif"
+_INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+_STYLE: dict[Any, Any] = {
+    **dict.fromkeys(_INKED, INK),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    "font.size": 9,
+    "grid.color": PALE,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cupyfa",  # the same rows make the same file
+}
+_UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+_LINE = 110  # characters of a text below a picture
+_GAP = 8  # points between a curve and its label
+_CLEAR = 1.5  # points between a label and a line that it must not cover
+
+
+def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
+    """Draws TFLOP/s over N: a panel for each family of kernels, with labels at the curves' ends.
+
+    All axes are logarithmic. The first kernel is in every panel, to compare with. Writes an .svg or
+    .png file. Raises ValueError for another suffix and if no row was timed, Unsupported without
+    matplotlib.
+    """
+    path = Path(path)
+    check(path)
+    curves = curves_of(rows)
+    if not curves:
+        raise ValueError("there is nothing to draw: no row was timed")
+    points = (f"{name} {', '.join(f'{N}: {y:.3g}' for N, y in x)}" for name, x in curves.items())
+    said, endings = f"TFLOP/s over N on {title}", _endings(rows, curves)
+    write(lambda: _figure(curves, title, endings), path, said, "; ".join([*points, *endings]))
+
+
+def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
+    """Draws the tiles of a block mask, which are empty (white), partial or full (dark).
+
+    Tiles are of 128 queries and keys, or of more where they are many; of several batch elements and
+    heads what is alike in all, else partial. Writes an .svg or .png file. Raises ValueError for
+    another suffix, TypeError for what is no block mask, Unsupported without matplotlib.
+    """
+    if not isinstance(blocks, BlockMask):
+        raise TypeError(
+            f"blocks is {described(blocks)}; make a block mask of it: block_mask(array)"
+        )
+    path = Path(path)
+    check(path)
+    text = f"{blocks.text.text}, density {blocks.density:.3g}"
+    write(lambda: _tiles(blocks, text), path, "A block mask", text)
+
+
+def _tiles(blocks: BlockMask, title: str) -> Any:
+    """A square for each tile, queries downwards."""
+    from matplotlib.colors import ListedColormap
+
+    figure = new_figure(6)
+    axes = figure.subplots()
+    axes.imshow(
+        blocks.drawn(256),
+        cmap=ListedColormap(["white", "#a9c8fd", COLOURS[0]]),
+        vmin=0,
+        vmax=2,
+        interpolation="nearest",
+        extent=(0, blocks.N, blocks.M, 0),
+        aspect="auto",
+    )
+    axes.set(xlabel="key", ylabel="query")
+    axes.set_title(title, loc="left", fontsize=9)
+    return figure
+
+
+def write(figure: Callable[[], Any], path: Path, title: str, description: str) -> None:
+    """Writes a figure to a file, whole or not at all; equal figures give equal files."""
+    import matplotlib
+
+    file, form = io.BytesIO(), path.suffix[1:]
+    with matplotlib.rc_context(_STYLE):
+        metadata = {"Title": title, **(_UNDATED if form == "svg" else {"Description": description})}
+        figure().savefig(
+            file, format=form, bbox_inches="tight", pad_inches=0.15, dpi=200, metadata=metadata
+        )
+    content = file.getvalue()
+    if form == "svg":
+        content = _accessible(content.decode(), description).encode()
+    cache_folder.write_whole(path, content)
+
+
+def _accessible(svg: str, description: str) -> str:
+    """An SVG file with a role and a description, and with the fonts named once."""
+    svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
+    svg = svg.replace("<svg ", f'<svg role="img" font-family="{_FONTS}" ', 1)
+    return svg.replace("</title>", f"</title>\n <desc>{escape(description)}</desc>", 1)
+
+
+def check(path: Path) -> None:
+    """Raises ValueError unless the name is that of a picture, Unsupported without matplotlib."""
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path} must end with {' or '.join(SUFFIXES)}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise Unsupported(f"pictures need matplotlib: pip install matplotlib ({error})") from None
+
+
+def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:
+    """The points (N, TFLOP/s) of each kernel that was timed, in the order of N."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row.tflops:
+            curves.setdefault(row.kernel, []).append((row.problem.N, row.tflops))
+    return {name: sorted(points) for name, points in curves.items()}
+
+
+def _endings(
+    rows: Sequence[Measurement], curves: Mapping[str, Sequence[tuple[int, float]]]
+) -> list[str]:
+    """Why curves end before others do: what the next row says, or how long it would take."""
+    longest = max(points[-1][0] for points in curves.values())
+    said = []
+    for name, points in curves.items():
+        if (end := points[-1][0]) == longest:
+            continue
+        own = [row for row in rows if row.kernel == name]
+        beyond = min((x.problem.N for x in rows if end < x.problem.N), default=longest)
+        why = next((x.note for x in own if beyond == x.problem.N and x.note), "")
+        if not why:
+            last = next(x for x in own if end == x.problem.N and x.time)
+            seconds = (last.time or 0.0) / 1e3 * (beyond / end) ** 2
+            why = f"a launch at {beyond} would take about {seconds:.2g} s"
+        said.append(f"{name} ends at {end}: {why}")
+    return said
+
+
+def family(name: str) -> str:
+    """The key in FAMILIES."""
+    first = name.split("_")[0]
+    return first if first in FAMILIES else ""
+
+
+def new_figure(height: float) -> Any:
+    """A figure of 8 inches by ``height`` in which texts can be measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    return FigureCanvasAgg(Figure(figsize=(8, height))).figure
+
+
+def set_scales(axes: Any) -> None:
+    """Logarithmic axes with TFLOP/s upwards, whose ticks are written as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set(xscale="log", yscale="log")
+    bottom, top = axes.get_ylim()
+    steps = (1,) if top > 300 * bottom else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.tick_params("x", pad=7)  # below a label at the lower end of the other axis
+
+
+def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> Any:
+    """A label of a point, to be placed by ``place_labels``, which a thin line joins to it."""
+    line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
+    ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    return axes.annotate(
+        text,
+        point,
+        (0, 0),
+        textcoords="axes fraction",
+        verticalalignment="bottom",
+        color=colour,
+        fontsize=8.5,
+        annotation_clip=False,
+        arrowprops=line,
+        bbox=ground,
+    )
+
+
+def place_labels(
+    axes: Any, labels: Iterable[Any], left: float, lines: Sequence[float] = ()
+) -> None:
+    """Places labels in a column that begins ``left`` points from the left edge of the axes.
+
+    Each is as near the height of its point as is possible without overlap: labels that would
+    overlap move as one group, by the mean of their shifts, so that the sum of the squared shifts is
+    minimal. Those that would cover one of ``lines``, at these heights of the data, are moved off it
+    where there is room.
+    """
+    points_of = 72 / axes.figure.dpi
+    column = sorted(labels, key=lambda label: label.xy[1])
+    heights = [1.15 * height for _, height in map(text_size, column)]
+    below = list(accumulate(heights, initial=0.0))
+
+    def height_of(ys: Sequence[float]) -> list[float]:
+        pixels = axes.transData.transform([(column[0].xy[0], y) for y in ys])[:, 1]
+        return [float(x) for x in (pixels - axes.bbox.y0) * points_of]
+
+    centres = height_of([label.xy[1] for label in column])
+    groups: list[list[float]] = []
+    for centre, height, under in zip(centres, heights, below):
+        groups.append([centre - height / 2 - under])
+        while len(groups) > 1 and mean(groups[-2]) > mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    highest = axes.bbox.height * points_of - below[-1]
+    shifts = (mean(group) for group in groups for _ in group)
+    bottoms = [min(max(shift, 0.0), highest) + under for under, shift in zip(below, shifts)]
+    if lines and column:
+        bottoms = _off_lines(bottoms, heights, height_of(lines))
+    size = axes.bbox.size * points_of
+    for label, bottom in zip(column, bottoms):
+        label.set_position((left / size[0], bottom / size[1]))
+
+
+def _off_lines(
+    bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
+) -> list[float]:
+    """The same column of boxes, upwards, with those that cover a line moved off it.
+
+    Unchanged if there is no room below.
+    """
+    moved: list[float] = []
+    ceiling = math.inf
+    for bottom, height in zip(reversed(bottoms), reversed(heights)):
+        bottom = min(bottom, ceiling - height)
+        for line in sorted(lines, reverse=True):
+            if bottom < line + _CLEAR and line - _CLEAR < bottom + height:
+                above = line + _CLEAR
+                is_nearer = above - bottom <= bottom + height - (line - _CLEAR)
+                has_room = above + height <= ceiling
+                bottom = above if is_nearer and has_room else line - _CLEAR - height
+        moved.append(bottom)
+        ceiling = bottom
+    return moved[::-1] if ceiling >= 0 else list(bottoms)
+
+
+def text_size(text: Any) -> tuple[float, float]:
+    """The width and the height of a text in points, without the line that joins it to a point."""
+    from matplotlib.text import Text
+
+    box = Text.get_window_extent(text, text.figure.canvas.get_renderer())
+    return box.width * 72 / text.figure.dpi, box.height * 72 / text.figure.dpi
+
+
+def _figure(
+    curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
+) -> Any:
+    """A panel for each family that has another kernel than the first; why curves end below."""
+    first = next(iter(curves))
+    families: dict[str, list[str]] = {}
+    for name in curves:
+        families.setdefault(family(name), [first]).append(name)
+    panels = {key: list(dict.fromkeys(names)) for key, names in families.items()}
+    if len(panels) > 1:
+        panels = {key: names for key, names in panels.items() if names != [first]}
+    heights = [max(1.6, 0.4 + 0.2 * len(names)) for names in panels.values()]
+    figure = new_figure(sum(heights) + 0.3 * len(heights))
+    all_axes = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, height_ratios=heights
+    ).flat
+    figure.subplots_adjust(left=0.06, right=0.8, bottom=0, top=1, hspace=0.22)
+    for axes, (key, names) in zip(all_axes, panels.items()):
+        _draw_panel(axes, {name: curves[name] for name in names}, first)
+        axes.set_title(FAMILIES[key], loc="left", fontsize=9, fontweight="bold")
+    sizes = sorted({N for points in curves.values() for N, _ in points})
+    axes.set_xticks(sizes, [f"{size}" for size in sizes])
+    axes.set_xlabel("N")
+    height = figure.get_figheight()
+    figure.text(0.06, 1 + 0.35 / height, f"TFLOP/s on {title}", fontsize=10)
+    for number, line in enumerate(x for ending in endings for x in wrap(ending, _LINE)):
+        figure.text(0.06, (-0.65 - 0.17 * number) / height, line, fontsize=8)
+    return figure
+
+
+def _draw_panel(axes: Any, curves: Mapping[str, list[tuple[int, float]]], first: str) -> None:
+    """Curves with labels at the right edge, which thin lines join to their ends."""
+    looks = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES))
+    labels = []
+    for name, points in curves.items():
+        colour, marker, dashes = (INK, "", "--") if name == first else next(looks)
+        axes.plot(*zip(*points), linestyle=dashes, color=colour, marker=marker)
+        labels.append(add_label(axes, name, points[-1], colour))
+    set_scales(axes)
+    place_labels(axes, labels, axes.bbox.width * 72 / axes.figure.dpi + _GAP)

@@ -1,0 +1,133 @@
+"""The generated tables of measurements in the page of the ladder and its translation."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyfa import cache_folder
+from cupyfa.lab.bench import sweeps
+from cupyfa.lab.bench.results import BASELINE, BEFORE, Measurement, Results
+from cupyfa.lab.report.tables import markdown
+from cupyfa.ladder import LADDER
+from cupyfa.problem.problem import Problem
+
+PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
+USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
+_VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # without influence on times
+
+
+def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
+    """The rungs of one length: M, by default the usual one, or if nothing was timed there, the
+    longest of those with the most timed rungs.
+
+    Raises ValueError if there is no rung, one twice, or if problems differ in more than the length
+    and the precision, which each rung chooses.
+    """
+    others = ", ".join(dict.fromkeys(row.kernel for row in rows))
+    rows = [row for row in rows if row.kernel in LADDER[row.operation]]
+    if not rows:
+        raise ValueError(
+            f"there is no rung to make a ladder of{f', but {others}' if others else ''}; measure "
+            "rungs with cupyfa ladder --save"
+        )
+    lengths = sorted({row.problem.M for row in rows})
+    timed = Counter(row.problem.M for row in rows if row.milliseconds)
+    if M is None:
+        M = USUAL_LENGTH if timed[USUAL_LENGTH] else max(lengths, key=lambda x: (timed[x], x))
+    chosen = [row for row in rows if row.problem.M == M]
+    problems = {row.problem for row in chosen}
+    is_twice = len(chosen) > len({row.kernel for row in chosen})
+    if len(problems) > 1 and (is_twice or len({_unrounded(x) for x in problems}) > 1):
+        found = ", ".join(map(str, problems))
+        raise ValueError(f"a ladder needs measurements of one problem; found {found}")
+    if not chosen:
+        raise ValueError(f"M={M} was not measured; there are {', '.join(map(str, lengths))}")
+    return chosen
+
+
+def problem_of(rows: Sequence[Measurement]) -> Problem:
+    """The common problem of rungs."""
+    first = rows[0].problem
+    return first if all(row.problem == first for row in rows) else _unrounded(first)
+
+
+def _unrounded(problem: Problem) -> Problem:
+    return problem.with_options(precision=None)
+
+
+def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """The table of a ladder, of rows from ``at_length``."""
+    first = next(iter(LADDER[rows[0].operation]))
+    table = []
+    for row in rows:
+        share = 1.0 if row.kernel == first and row.time else row.factors.get(BASELINE)
+        rates = {
+            "TFLOP/s": row.tflops,
+            "%_of_baseline": None if share is None else 100 * share,
+            "%_of_peak": row.percent_of_peak,
+            "x_rung_before": row.factors.get(BEFORE),
+        }
+        adds = LADDER[row.operation][row.kernel].adds
+        table.append({"rung": row.kernel, "adds": adds, "ms": row.time, **rates})
+    return table
+
+
+def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
+    """The same for readers: rates have three digits."""
+    return [
+        {
+            name: float(f"{x:.3g}") if isinstance(x, float) and name != "ms" else x
+            for name, x in row.items()
+        }
+        for row in rungs(rows)
+    ]
+
+
+def described(results: Results, problem: Problem) -> str:
+    """Device, versions, problem and command of a measurement, as a line of Markdown."""
+    about = results.environment
+    versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
+    command = _FILES.sub("", about["command"])
+    return (
+        f"Measured on {about['device']} ({', '.join(versions)}): {problem}; `{command}`. "
+        "Rungs are timed in alternation; percentages and factors are medians over the rounds."
+    )
+
+
+def title(results: Results, problem: Problem) -> str:
+    """The title of a picture of several lengths."""
+    sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
+    return f"{results.device}: {sizes}"
+
+
+def pages_of(folder: Path, backend: str) -> list[Path]:
+    """The pages with the ladder. Raises ValueError if one is missing, or for the simulator."""
+    for name in PAGES:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
+    if backend == "simulator":
+        raise ValueError(
+            f"times of the simulator must not be written to {PAGES[0]}; measure on a GPU"
+        )
+    return [folder / name for name in PAGES]
+
+
+def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
+    """Writes a ladder between the markers of its pages; returns the files.
+
+    The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
+    """
+    table = f"{markdown(shown_rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
+    first, last = (f"<!-- {sign}measured {rows[0].operation} -->" for sign in ("", "/"))
+    between = re.compile(f"(?<={first}\n).*?(?={last})", re.DOTALL)
+    changed = {}
+    for page in pages_of(folder, results.environment.get("backend", "")):
+        changed[page], count = between.subn(lambda _: table, page.read_text(encoding="utf-8"))
+        if count != 1:
+            raise ValueError(f"{page} needs one {first} and one {last} after it")
+    for page, content in changed.items():
+        cache_folder.write_whole(page, content.encode())
+    return list(changed)

@@ -1,0 +1,416 @@
+"""Rows of data as a table, or as JSON, CSV or Markdown."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.measure import Measurement as Widths
+from rich.table import Table
+from rich.text import Text
+
+from cupyfa.errors import printable
+from cupyfa.lab.bench.comparison import Comparison
+from cupyfa.lab.bench.results import Measurement
+from cupyfa.lab.bench.trial import Trial
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.checker import Replayed
+from cupyfa.lab.verify.failures import RIGHT, Outcome
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.numerics.tolerance import Verdict
+from cupyfa.planner.plan import Plan, PlannedLaunch
+from cupyfa.problem.lengths import lengths_of, shown_lengths
+from cupyfa.runtime.backend import Backend
+
+_LONG = 20  # characters; shorter values are not wrapped
+FORMATS = ("table", "json", "csv", "md")
+Row = Mapping[str, Any]
+
+
+def render(rows: Sequence[Row], form: str) -> str:
+    """The rows in one of FORMATS; keys are columns."""
+    if form == "json":
+        return json.dumps(_plain(rows), indent=2, allow_nan=False)
+    return {"table": table_of, "csv": _csv, "md": markdown}[form](rows)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table without the columns that no row fills."""
+    columns = [x for x in (rows[0] if rows else ()) if any(text(row[x]) for row in rows)]
+    head = [printable(column.replace("_", " ")) for column in columns]
+    lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
+    cells = [["<br>".join(x.replace("|", "\\|").splitlines()) for x in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
+    """The row of a kernel in ``list``; ``largest_d`` may be "any", and None for other dtypes."""
+    rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
+    has_d = kernel.operation != "softmax"
+    return {
+        "operation": kernel.operation,
+        "kernel": kernel.name,
+        "adds": kernel.adds,
+        "dtypes": list(kernel.dtypes),
+        "tile": dict(kernel.choice.first),
+        "float32_as": list(rounded) if rounded else None,
+        "largest_d": largest_d if has_d else None,
+    }
+
+
+def listing(rows: Sequence[Row]) -> str:
+    """Rows of kernels by operation: what each adds, and on a second line what it can do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for i, row in enumerate(rows):
+        if i == 0 or row["operation"] != rows[i - 1]["operation"]:
+            table.add_row(Text(f"\n{row['operation']}" if i else row["operation"], "bold"))
+        table.add_row(f"  {row['kernel']}", Text(row["adds"]))
+        table.add_row("", Text(_abilities(row), "dim"))
+    return _drawn(table)
+
+
+def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
+    plan = result.plan
+    launches = [
+        {
+            **{name: getattr(x, name) for name in ("entry", "grid", "threads", "shared_bytes")},
+            **result.resources[x.entry],
+        }
+        for x in plan.launches
+    ]
+    return {
+        "kernel": plan.kernel.name,
+        **case.problem.row(),
+        "backend": backend.name,
+        "device": backend.limits.device,
+        **{name: getattr(case, name) for name in ("values", "layout", "seed")},
+        "constants": dict(plan.constants),
+        "launches": launches,
+        "scratch_bytes": plan.scratch_bytes,
+        "milliseconds": result.measurement.time,
+        "tflops": result.measurement.tflops,
+        "passed": result.passed,
+        "checked_%": 100 * result.checked,
+        **{
+            f"{verdict.name}_{what}": getattr(verdict, what)
+            for verdict in result.verdicts
+            for what in ("error", "bound", "ratio")
+        },
+    }
+
+
+def trial_lines(
+    result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
+) -> str:
+    """``passed_over`` are faster kernels that "auto" did not take, and why."""
+    plan, row = result.plan, result.measurement
+    lines = {
+        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "not taken": _reasons(passed_over),
+        "problem": str(case),
+        "device": backend.limits.device,
+        "constants": plan.constants,
+        **{x.entry: launch_line(plan, x, result.resources[x.entry]) for x in plan.programs},
+        "scratch": f"{plan.scratch_bytes:,} bytes" if plan.scratch_bytes else "",
+        "time": f"{text(row.time)} ms, the median of {len(row.milliseconds)}; "
+        f"{row.tflops or 0.0:.3g} TFLOP/s",
+        **{verdict.name: verdict_line(verdict) for verdict in result.verdicts},
+        "checked": f"{result.checked:.2%} of the rows" if result.checked < 1 else "",
+    }
+    return fields(lines) + _judgement(result.passed)
+
+
+def replayed_lines(done: Replayed) -> str:
+    """A failure's results of then and now."""
+    lines = {
+        "problem": str(done.stored.case),
+        **_outcome_lines("then", done.stored.outcome, done.stored.environment),
+        **_outcome_lines("now", done.now, done.device),
+    }
+    return fields(lines) + _judgement(done.now.kind == RIGHT)
+
+
+def _outcome_lines(when: str, outcome: Outcome, where: str) -> Row:
+    """A line for the outcome, and for its verdicts, or for the reason why there are none."""
+    told = {when: f"{outcome.kernel}: {outcome.kind}, on {where}"}
+    if not outcome.verdicts:
+        return {**told, f"{when} why": outcome.message}
+    return {**told, **{f"{when} {x.name}": verdict_line(x) for x in outcome.verdicts}}
+
+
+def _judgement(passed: bool) -> str:
+    return _drawn(Text("PASS", "bold green") if passed else Text("FAIL", "bold red"))
+
+
+def measurements(rows: Sequence[Measurement], about: Row) -> str:
+    """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
+    table = [short_row(row.row()) for row in rows]
+    for row in table:
+        rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
+        failed = [word for word in ("WRONG", "timed out") if row["note"].startswith(word)]
+        row.update(rates, ms=failed[0] if failed else row["ms"])
+    _drop_sizes(table, rows)
+    if all(row["checked_%"] in (None, 100.0) for row in table):
+        drop(table, "checked_%")
+    notes = [row.pop("note") for row in table]
+    shown = table_or_fields(table, spare=_SPARE)
+    below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
+    below = list(map(printable, below))
+    return "\n".join([text(about), shown, *below])
+
+
+def short_row(row: Row) -> dict[str, Any]:
+    """A row for people: of many lengths it has how many there are, the least and the most."""
+    given = row["lengths"]
+    return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
+
+
+def comparisons(rows: Sequence[Comparison]) -> str:
+    table = [short_row(row.row()) for row in rows]
+    _drop_sizes(table, [row.measurement for row in rows])
+    drop(table, "factor", "uncertainty")
+    return table_or_fields(table)
+
+
+# Columns to leave out, one by one, from a table that is too wide.
+_SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
+
+
+def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
+    """Removes sizes equal to others, the default scale, and tiles if each kernel has only one."""
+    drop_followers(table)
+    if all(x.problem.options.scale is None for x in rows):
+        drop(table, "scale")
+    tried = [x for x in rows if x.milliseconds or x.passed is False]
+    tiles = {(x.kernel, text(x.constants)) for x in tried}
+    if len(tiles) == len({kernel for kernel, _ in tiles}):
+        drop(table, "constants")
+
+
+def drop_followers(table: Sequence[dict[str, Any]], *kept: str) -> None:
+    """Removes sizes that are equal to others, except for those ``kept``."""
+    follows = {"N": "M", "kv_heads": "heads", "dv": "d"}
+    alike = [x for x in follows if all(row[x] in (None, row[follows[x]]) for row in table)]
+    drop(table, *(x for x in alike if x not in kept))
+
+
+def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
+    for row in table:
+        for column in columns:
+            del row[column]
+
+
+def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
+    """What the host does for a launch of a plan."""
+    return {
+        "kernel": plan.kernel.name,
+        "launch": launch.entry,
+        **plan.problem.row(),
+        "constants": dict(plan.constants),
+        "grid": list(launch.grid),
+        "threads": launch.threads,
+        "shared_bytes": launch.shared_bytes,
+        "scratch_bytes": plan.scratch_bytes,
+        "arguments": launch.launch.args.split(),
+        "rows_of_boxes": dict(launch.boxes),
+        "numbers": dict(launch.numbers),
+        "rounds": plan.rounds_of(launch),
+        "speed": plan.speed,
+    }
+
+
+def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
+    """The same for people, a line for each fact: of the plan, then of each launch.
+
+    ``passed_over`` are faster kernels that "auto" did not take, and why.
+    """
+    products = sum(isinstance(x, Matmul) for x in plan.steps)
+    whole = {
+        "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
+        "not taken": _reasons(passed_over),
+        "problem": str(plan.problem),
+        "speed": plan.speed,
+        "constants": plan.constants,
+        "scratch": f"{plan.scratch_bytes:,} bytes",
+        "products": f"{products} by cuBLAS" if products else "",
+    }
+    return "\n".join(fields(x) for x in (whole, *(_launch(plan, x) for x in plan.programs)))
+
+
+def _reasons(passed_over: Mapping[str, str] | None) -> str:
+    """Kernels with the same reason stand together."""
+    found: dict[str, list[str]] = {}
+    for name, why in (passed_over or {}).items():
+        found.setdefault(why, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {why}" for why, names in found.items())
+
+
+def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
+    rounds = plan.rounds_of(launch)
+    return {
+        "launch": launch.entry,
+        "grid": " x ".join(f"{size:,}" for size in launch.grid),
+        "threads": launch.threads,
+        "shared memory": f"{launch.shared_bytes:,} bytes",
+        "arguments": launch.launch.args,
+        "rows of boxes": launch.boxes,
+        "numbers": launch.numbers,
+        "rounds": f"the first of {rounds:,}" if rounds > 1 else "",
+        "begins": "while the launch before it ends" if launch.begins_early else "",
+    }
+
+
+def fields(row: Row) -> str:
+    """A line for each name whose value is not empty."""
+    shown = {printable(name): text(value) for name, value in row.items() if text(value)}
+    table = Table.grid(padding=(0, 2))
+    widest = max(map(len, shown), default=0)  # names may have several words
+    table.add_column(no_wrap=True, min_width=widest)
+    for name, value in shown.items():
+        table.add_row(name, Text(value))
+    return _drawn(table) + "\n"
+
+
+def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = (), rule: int = 0) -> str:
+    """A table with a line after ``rule`` rows, or for a single row its fields."""
+    if len(rows) == 1:
+        return fields({name.replace("_", " "): x for name, x in rows[0].items()})
+    return table_of(rows, spare=spare, rule=rule)
+
+
+def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
+    """The geometry and resources of a launch in one line."""
+    rounds = plan.rounds_of(launch)
+    grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
+    known = "".join(f", {value:,} {name}" for name, value in resources.items())
+    return (
+        f"{f'{grid} blocks' if grid else '1 block'} of {launch.threads} threads, "
+        f"{launch.shared_bytes:,} bytes of shared memory each{known}"
+        f"{f', the first of {rounds:,} rounds' if rounds > 1 else ''}"
+    )
+
+
+def verdict_line(verdict: Verdict) -> str:
+    """A verdict without its name: short if it passed, else in full."""
+    if verdict.passed:
+        return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
+    return str(verdict).removeprefix(f"{verdict.name}: ")
+
+
+def text(value: Any) -> str:
+    """The text of a value in a table."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return " ".join(f"{printable(str(key))}={text(x)}" for key, x in value.items())
+    if isinstance(value, (list, tuple)):
+        return ("; " if any(isinstance(x, Mapping) for x in value) else " ").join(map(text, value))
+    return printable(str(value))
+
+
+def _abilities(row: Row) -> str:
+    """Dtypes, largest d, precisions and tile of a kernel."""
+    d, float32_as = row["largest_d"], text(row["float32_as"]).replace("float", "f")
+    abilities = [
+        text(row["dtypes"]).replace("float", "f"),
+        {None: "", "any": "any d", 0: "no d fits"}.get(d, f"d up to {d}"),
+        f"f32 as {float32_as}" if float32_as else "",
+        text(row["tile"]),
+    ]
+    return ", ".join(filter(None, abilities))
+
+
+def _plain(value: Any) -> Any:
+    """The value for JSON, with None for NaN and infinity."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    """CSV with numbers in full and nested values as JSON."""
+    out = io.StringIO()
+    names = list(rows[0]) if rows else []
+    writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
+    writer.writerow({name: printable(name) for name in names})
+    for row in rows:
+        nested = {k: x for k, x in row.items() if isinstance(x, (list, tuple, Mapping))}
+        dumped = {k: json.dumps(_plain(x), allow_nan=False) for k, x in nested.items()}
+        plain = {k: printable(x) for k, x in row.items() if isinstance(x, str)}
+        writer.writerow({**row, **dumped, **plain})
+    return out.getvalue().rstrip("\n")
+
+
+def table_of(
+    rows: Sequence[Row],
+    *,
+    spare: Sequence[str] = (),
+    share: bool = True,
+    rule: int = 0,
+    shown: Callable[[Any], str] | None = None,
+) -> str:
+    """A table; with ``share`` values that are equal in all rows stand above it.
+
+    Columns of ``spare`` are left out, one by one, until the others fit. There is a line after
+    ``rule`` rows, if others follow. ``shown`` makes the text of a value, by default ``text``.
+    """
+    if not rows:
+        return ""
+    share = share and len(rows) > 1
+    shared = {c: x for c, x in rows[0].items() if share and all(r[c] == x for r in rows)}
+    columns = [c for c in rows[0] if c not in shared]
+    for column in spare:
+        if column in columns and _widths(_table(rows, columns)).maximum > Console().width:
+            columns.remove(column)
+    caption = text({c: x for c, x in shared.items() if text(x)})
+    above = f"{_drawn(Text(caption))}\n" if caption else ""
+    return above + _drawn(_table(rows, columns, rule, shown or text))
+
+
+def _table(
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    rule: int = 0,
+    shown: Callable[[Any], str] = text,
+) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    cells = {column: [printable(shown(row[column])) for row in rows] for column in columns}
+    lines = []
+    for column in columns:
+        widest, values = max(map(len, cells[column])), [row[column] for row in rows]
+        number = any(isinstance(x, int | float) and not isinstance(x, bool) for x in values)
+        heading = printable(column.replace("_", " " if len(column) <= widest else "\n"))
+        how: Any = {"justify": "right" if number else "left", "no_wrap": widest < _LONG}
+        table.add_column(heading, overflow="fold", **how)
+        lines.append("─" * max(widest, *map(len, heading.split("\n"))))
+    for i, texts in enumerate(zip(*cells.values())):
+        if i == rule and i:
+            table.add_row(*lines)
+        table.add_row(*map(Text, texts))
+    return table
+
+
+def _widths(content: RenderableType) -> Widths:
+    """The characters that it needs at least, and at most."""
+    console = Console()
+    return console.measure(content, options=console.options.update(width=10_000))
+
+
+def _drawn(content: RenderableType) -> str:
+    """The text by rich for this terminal, or for a wider one if the longest words need it."""
+    console = Console(highlight=False)
+    if isinstance(content, Table) and _widths(content).minimum > console.width:
+        content.collapse_padding = True
+    indent = 2  # of indented names
+    console.width = max(console.width, _widths(content).minimum + indent)
+    with console.capture() as capture:
+        console.print(content)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -1,0 +1,493 @@
+"""A case: a problem, and the seed, values and memory layout of its inputs."""
+
+import ast
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cupyfa.errors import DeviceError, Unsupported, nearest
+from cupyfa.lab.verify import transforms
+from cupyfa.lab.verify.command_line import words_of_problem
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.operations import OPERATIONS, Arrays, Input, exact_attention
+from cupyfa.numerics.deviation import as_float64
+from cupyfa.planner import choose_kernel
+from cupyfa.problem.dtypes import E4M3
+from cupyfa.problem.optional_inputs import (
+    ALIBI,
+    BIAS,
+    DESCALES,
+    DLSE,
+    LENGTHS,
+    MASK,
+    PADDED,
+    PAGE_TABLE,
+    SEEDS,
+    STARTS,
+    USED,
+    Operand,
+)
+from cupyfa.problem.problem import Problem, whole
+from cupyfa.problem.resizing import indices_of
+from cupyfa.runtime.arrays import readable_inputs
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.guard import run_guarded
+from cupyfa.runtime.prepared import fill
+from cupyfa.score.expressions import Expression
+
+# Kinds of numbers: each finds other faults.
+VALUES = {
+    "scales": "normal, times powers of two: of each head of V, and of each row of dO",
+    "normal": "normally distributed",
+    "uniform": "from 0 to 1: sums grow, they do not cancel",
+    "integers": "-2 … 2: products are exact",
+    "equal": "all keys are the same: every element of P is 1/n",
+    "one_hot": "row j of V is 1 in column j mod dv: O has the elements of P",
+    "huge": "scores up to about 10,000: exp overflows if no maximum is subtracted",
+    "tiny": "below the smallest normal number of the dtype",
+    "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
+    "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
+    "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
+    "pairs; without texts, products of q and k near the ends of float32",
+    "outliers": "normal; to one number of 1000 ten times another one is added",
+}
+# Memory layouts: kernels see [batch, heads, rows, columns] and strides.
+LAYOUTS = {
+    "bhsd": "contiguous",
+    "bshd": "[batch, rows, heads, columns] in memory",
+    "packed": "Q, K and V (or K and V alone) are slices of one bshd array, where shapes allow",
+    "reversed": "negative strides in batch, heads and rows",
+    "gaps": "every second row of a wider array, NaN between",
+    "columns": "column-major: neighbouring rows are adjacent in memory",
+    "unaligned": "the address of element 0 is not a multiple of 16",
+    "far": "the last batch element, head or row lies more than 2**31 elements from the first",
+}
+# How the keys and values of new tokens come into a cache in pages.
+TOKENS = {
+    "cached": "they are there already",
+    "appended": "they are written into it first",
+    "rotated": "and rotated by their positions with the queries, in pairs (x, x + angles)",
+    "interleaved": "and rotated in pairs (2 x, 2 x + 1)",
+    "turned": "they are there, and the queries alone are rotated",
+}
+WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
+FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
+E4M3_MOST = 448.0  # the largest number of e4m3
+_NEAR_THE_END = 1e38  # of float32; products of this and two normal numbers are near it
+_MOST_OF_LOWEST = 1.8  # of those normal numbers: beyond the end the product is infinite
+_FAR = 2**31 + 64  # elements
+_SEEN = 0.8  # the share of a mask that is True
+_GROUPS = 4  # different whole numbers in an array that texts read
+_WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
+
+
+@dataclass(frozen=True, repr=False)
+class Case:
+    """A problem and its inputs, the same on every machine for the same fields."""
+
+    operation: str
+    problem: Problem
+    seed: int = 0
+    values: str = "normal"
+    layout: str = "bhsd"
+    tokens: str = "cached"
+
+    def __post_init__(self) -> None:
+        kinds: Mapping[str, Mapping[str, Any]] = {
+            "operation": OPERATIONS,
+            "values": VALUES,
+            "layout": LAYOUTS,
+            "tokens": TOKENS,
+        }
+        for what, known in kinds.items():
+            if (value := getattr(self, what)) not in known:
+                raise ValueError(
+                    f"{what} {value!r} is unknown{nearest(value, known)}; use one of "
+                    f"{', '.join(known)}"
+                )
+        object.__setattr__(self, "seed", whole("seed", self.seed, 0))
+        object.__setattr__(self, "problem", self.problem.without_maps())
+
+    def inputs(
+        self, backend: Backend | None = None, kernel: Kernel | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays of the operation, each [batch, heads, rows, columns], and a kernel's own.
+
+        O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
+        fastest kernel of a backend, if one is given, computes them: any O and lse define the
+        right gradients. Raises Unsupported if the backend does not have this layout.
+        """
+        if backend is not None:
+            self.require_reach(backend)
+        p, rng = self.problem, np.random.default_rng(self.seed)
+        inputs = OPERATIONS[self.operation].inputs_of(p)
+        # Not twice: the sum of two such scores is beyond the range.
+        values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
+        arrays = {
+            name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
+            for name, x in inputs.items()
+            if name not in ("O", "lse") and not name.startswith("mods.")
+        }
+        self._poison(arrays)
+        arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
+        if p.pages and p.cached is None:  # else its numbers of keys and pages are known
+            self._put_in_pages(arrays)
+        elif p.is_ragged and p.sequences is None and p.cached is None:
+            self._pad(arrays)
+        if "lse" in inputs:
+            arrays |= _forward(p, arrays, backend)
+        read = {name: x for name, x in arrays.items() if name.startswith("mods.")}
+        made = arranged({name: arrays[name] for name in inputs if name not in read}, self.layout)
+        made |= {
+            name: _arranged(x, "bshd" if self.layout == "packed" else self.layout)
+            for name, x in read.items()
+        }
+        return self.completed(made, kernel) if kernel else made
+
+    def _poison(self, arrays: Arrays) -> None:
+        """Writes NaN to rows of no sequence; to all of one sequence with such values.
+
+        No other sequence may read them.
+        """
+        if self.problem.lengths is None:
+            return
+        poison = {"nan": math.nan, "inf": math.inf}
+        pick = np.random.default_rng((self.seed, *b"sequence"))
+        chosen = int(pick.integers(len(self.problem.lengths[0].rows)))
+        for name, array in arrays.items():
+            of = self.problem.lengths[name in ("K", "V")]
+            array[:, :, ~of.is_in_a_sequence()] = math.nan
+            if self.values in poison:
+                start = of.offsets[chosen]
+                array[:, :, start : start + of.counts[chosen]] = poison[self.values]
+
+    def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
+        """Writes lengths and a page table, and NaN to keys that no batch element has.
+
+        Lengths are 0, 1, near whole pages, and the most; pages come in any order, some elements
+        share their first one, and numbers after the last page of an element are wrong ones. With
+        such values one element has NaN or infinity in all keys that no other one has.
+        """
+        p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
+        size, most = p.page_size, p.N // p.page_size
+        least = p.M if self.tokens in WRITTEN else 0
+        edges = [x for x in (0, 1, size - 1, size, size + 1, p.N - 1, p.N) if least <= x <= p.N]
+        lengths = np.resize(rng.permutation(edges or [p.N]), p.batch)
+        table = rng.permutation(p.pages)[: p.batch * most].reshape(p.batch, most)
+        may_share = p.batch > 1 and self.tokens not in WRITTEN
+        for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
+            table[i, 0] = table[i - 1, 0]
+        users = np.zeros((p.batch, p.pages, size), bool)  # which elements have which rows
+        for b, length in enumerate(lengths):
+            keys = np.arange(length)
+            users[b, table[b, keys // size], keys % size] = True
+        chosen = int(rng.integers(max(p.batch, 1)))
+        poison = {"nan": math.nan, "inf": math.inf}.get(self.values)
+        for name in "KV":
+            array = arrays[name].swapaxes(1, 2)  # [pages, page_size, kv_heads, columns]
+            array[~users.any(axis=0)] = math.nan
+            if poison is not None and p.batch:
+                array[users[chosen] & (users.sum(axis=0) == 1)] = poison
+        wrong = rng.choice([-1, p.pages, 2**31 - 1, -(2**31)], table.shape)
+        needed = np.arange(most) < -(-lengths[:, None] // size)
+        arrays[f"mods.{PADDED[1]}"] = lengths.astype(np.int32)
+        arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
+
+    def _pad(self, arrays: dict[str, np.ndarray]) -> None:
+        """Writes NaN to the rows of batch elements that do not count: nobody may read them."""
+        for name, array in arrays.items():
+            of = f"mods.{PADDED[name in ('K', 'V')]}"
+            if of in arrays and array.ndim > 2 and not name.startswith("mods."):
+                for element, length in zip(array, arrays[of]):
+                    element[:, length:] = math.nan
+
+    def completed(
+        self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
+    ) -> dict[str, np.ndarray]:
+        """These inputs and those of a kernel's own that are not among them.
+
+        The O and lse of gradients are those of the kernel's ``forward``, unless ``keep``.
+        """
+        p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
+        own = {
+            name: _arranged(self._own(kernel, name, x), layout)
+            for name, x in kernel.inputs.items()
+            if x.when(p) and name not in inputs
+        }
+        known = kernel.computes().inputs_of(p)  # a stored failure may be another kernel's
+        found = {name: x for name, x in inputs.items() if name in known} | own
+        if kernel.forward is None or keep or "lse" not in inputs:
+            return found
+        given = {name: as_float64(x) for name, x in found.items() if name not in ("O", "lse")}
+        tile = kernel.choice.first
+        c = SimpleNamespace(**tile, **kernel.floats_of(p, tile))
+        with np.errstate(all="ignore"):
+            there = kernel.forward_of(given, p, c)
+        return found | {name: _arranged(x, layout) for name, x in there.items()}
+
+    def _read(self, x: Operand) -> np.ndarray:
+        """A random array that texts read; it does not depend on the others.
+
+        ALiBi slopes are from 0 to 1, most of a mask is True, a seed of dropout is any number of its
+        dtype, other whole numbers grow along the last axis from 0 and stay inside the axes that
+        they index.
+        """
+        rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
+        dtype = x.numpy
+        if x.name in LENGTHS and p.lengths:
+            of = p.lengths[x.name in (STARTS[1], USED[1])]
+            return of.offsets if x.name in STARTS else np.array(of.counts, dtype)
+        if x.name == PADDED[1] and p.cached:
+            return np.array(p.cached.rows, dtype)
+        if x.name in PADDED:  # none, one, some and all rows
+            most = p.N if x.name == PADDED[1] else p.M
+            some = (most, 0, min(most, 1), int(rng.integers(0, most + 1)), max(most - 1, 0))
+            return np.resize(rng.permutation(some), p.batch).astype(dtype)
+        if x.name in DESCALES:
+            return np.exp2(rng.uniform(-2, 2, x.shape)).astype(dtype)
+        if x.name == PAGE_TABLE and p.cached:
+            return self._table(rng, x.shape[1])
+        if x.name in SEEDS:
+            numbers = np.iinfo(dtype)
+            return rng.integers(numbers.min, numbers.max, x.shape, dtype, endpoint=True)
+        if x.name == MASK and p.block_mask:
+            return _in_tiles(x.shape, rng)
+        if x.captured.kind == "bool":
+            drawn = rng.random(x.shape) < _SEEN
+            if x.name == MASK and drawn.size and not drawn.any():  # nothing would be checked
+                drawn.flat[0] = True
+            return drawn
+        if x.captured.kind == "int":
+            texts = (*p.modifiers.score, *p.modifiers.mask)
+            end = _largest_index(x, p.operands, texts)
+            most = _GROUPS - 1 if end is None else max(min(end, _GROUPS - 1), 0)
+            return np.sort(rng.integers(0, most + 1, x.shape), axis=-1).astype(dtype)
+        if x.name == ALIBI:
+            return (1 - rng.random(x.shape)).astype(dtype)
+        array = (rng.standard_normal(x.shape) * (1 if x.name == BIAS else 0.5)).astype(dtype)
+        if x.name == BIAS and array.size and self.values == "lowest":
+            _spread_ends(array, rng)
+        if x.name == BIAS and array.size and self.values in ("nan", "inf"):
+            array[tuple(rng.integers(0, x.shape))] = np.nan if self.values == "nan" else -np.inf
+        return array
+
+    def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
+        """A page table [batch, most] of a cache: its pages in any order, -1 where there is none."""
+        p = self.problem
+        assert p.cached is not None
+        needed = -(-np.array(p.cached.rows) // p.page_size)
+        table = np.full((p.batch, most), -1, np.int32)
+        table[np.arange(most) < needed[:, None]] = rng.permutation(p.pages)[: needed.sum()]
+        return table
+
+    def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
+        """A random array of a kernel's own; it does not depend on the others."""
+        p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
+        shape, dtype = wanted.shape(p), wanted.dtype(p)
+        if wanted.draw is None:
+            return _drawn(name, shape, self.values, dtype, rng)
+        drawn = np.asarray(kernel.evaluated(f"draw of {name}", wanted.draw, rng, p))
+        if drawn.shape != shape:
+            raise ValueError(
+                f"{kernel.name}: the record draws {name} of shape {drawn.shape} for {p}; its shape "
+                f"is {shape}"
+            )
+        return drawn.astype(dtype)
+
+    def require_reach(self, backend: Backend) -> None:
+        """Raises Unsupported if the backend does not have this layout."""
+        if self.layout == "far" and backend.name == "simulator":
+            raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
+
+    def options(self) -> list[str]:
+        """The options of the command line for this case."""
+        p = self.problem
+        rows: dict[str, Any] = {"-M": p.M, "-N": p.N}
+        sizes = {"-B": p.batch, "-H": p.heads, **rows, "-d": p.d}
+        if p.is_softmax or p.lengths:
+            sizes = rows if p.is_softmax else {"-H": p.heads, "-d": p.d}
+        sizes |= {"--kv-heads": p.kv_heads} if p.kv_heads != p.heads else {}
+        sizes |= {"--dv": p.dv} if p.dv != p.d else {}
+        about: dict[str, Any] = {"--dtype": p.dtype.name, "--seed": self.seed}
+        about |= {"--values": self.values} if self.values != "normal" else {}
+        about |= {"--layout": self.layout} if self.layout != "bhsd" else {}
+        about |= {"--new-keys": self.tokens} if self.tokens != "cached" else {}
+        options = [*chain(*sizes.items()), *words_of_problem(p), *chain(*about.items())]
+        return [str(option) for option in options]
+
+    def __repr__(self) -> str:
+        return f"<case {self.operation}: {self}>"
+
+    def __str__(self) -> str:
+        values = f" values={self.values}" if self.values != "normal" else ""
+        tokens = f" tokens={self.tokens}" if self.tokens != "cached" else ""
+        return f"{self.problem}{values}{tokens} layout={self.layout} seed={self.seed}"
+
+
+def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
+    """The largest element that an array may have where it is part of an index; else None."""
+    ends = [
+        array.shape[axis] - 1
+        for text in texts
+        for array in found
+        for axis in range(len(array.shape))
+        for index in indices_of(text, array.name, axis)
+        if any(isinstance(node, ast.Name) and node.id == x.name for node in ast.walk(index))
+    ]
+    return min(ends, default=None)
+
+
+def _drawn(
+    name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
+) -> np.ndarray:
+    """The elements of one array, contiguous."""
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    if dtype.kind in "iu":
+        return rng.integers(0, 3, shape, dtype)
+    if values == "uniform":
+        x = rng.random(shape, np.float32)
+    elif values == "integers":
+        x = rng.integers(-2, 3, shape).astype(np.float32)
+    elif values == "one_hot" and name == "V":
+        x = np.zeros(shape, np.float32)
+        rows = np.arange(shape[2] if shape[3] else 0)
+        x[..., rows, rows % max(shape[3], 1)] = 1.0
+    else:
+        x = rng.standard_normal(shape, np.float32)
+    if values == "equal" and name in ("K", "S"):
+        x[...] = x[..., :1, :1] if name == "S" else x[..., :1, :]
+    elif values == "huge" and name in ("Q", "K", "S"):
+        x *= 2500 if name == "S" else 50
+    elif values == "scales" and name in ("V", "dO"):
+        most = ml_dtypes.finfo(dtype).maxexp // 3  # of a product of both there is room for sums
+        heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
+        x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
+    elif values == "lowest" and name in ("Q", "K") and x.size:
+        x[..., 0].clip(-_MOST_OF_LOWEST, _MOST_OF_LOWEST, out=x[..., 0])
+        x[..., 0] *= min(math.sqrt(_NEAR_THE_END), float(ml_dtypes.finfo(dtype).max) / 8)
+    elif values == "tiny":
+        x *= float(ml_dtypes.finfo(dtype).smallest_normal) / 4
+    elif values == "outliers":
+        x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
+    elif values in ("nan", "inf") and x.size:
+        x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
+    if dtype == E4M3:  # which has NaN for what is beyond
+        x = x.clip(-E4M3_MOST, E4M3_MOST)
+    return x.astype(dtype)
+
+
+def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """A mask some of whose parts show all pairs, some no pair and some a few; they end at the ends
+    of tiles, or a row or key before or after.
+    """
+    rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
+    kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
+    whole = kinds.repeat(rows, 2).repeat(keys, 3)[:, :, : shape[2], : shape[3]]
+    return (whole < 0.35) | ((whole < 0.65) & (rng.random(shape) < _SEEN))
+
+
+def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
+    """Writes the lowest number into a third of the rows and of the keys, half of the largest one
+    into a few pairs of other rows.
+    """
+    ends = ml_dtypes.finfo(bias.dtype)
+    rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
+    bias[:, :, :, keys] = ends.min
+    bias[rng.random(bias.shape) < 0.2 / max(bias.shape[3], 1)] = ends.max / 2
+    bias[:, :, rows] = ends.min
+
+
+def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:
+    """O and lse of a correct forward pass, in their dtypes."""
+    if backend is not None and p.heads * p.pairs * (p.d + p.dv) > _WORK:
+        with suppress(Unsupported, DeviceError):
+            return _forward_by_kernel(p, arrays, backend)
+    out, lse = exact_attention(arrays, p)
+    with np.errstate(all="ignore"):
+        return {"O": out.astype(p.out_dtype.numpy), "lse": lse.astype(p.dtype.sums)}
+
+
+def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
+    """O and lse of the backend's fastest kernel that does not round float32 inputs."""
+    p = p.with_options(precision="float32" if p.dtype.name == "float32" else None).with_wrt(())
+    p = transforms.leave_out(p, DLSE)
+    kernel = choose_kernel.select("auto", "forward", p, backend.limits)
+    plan = choose_kernel.plan(kernel, p, backend.limits)
+    outputs = {name: np.empty(*plan.outputs[name]) for name in ("O", "lse")}
+    inputs = {name: arrays[name] for name in OPERATIONS["forward"].inputs_of(p)}
+    with backend.working_on(None):
+        if p.lengths:  # packed rows are not copied in pieces
+            return run_guarded(backend, plan, readable_inputs(plan, inputs), outputs)
+        fill(backend, plan, inputs, outputs)
+    return outputs
+
+
+def arranged(arrays: Arrays, layout: str) -> dict[str, np.ndarray]:
+    """Contiguous arrays in one of LAYOUTS: the same elements at other places in memory."""
+    if layout == "packed":
+        return _packed(arrays)
+    return {name: _arranged(array, layout) for name, array in arrays.items()}
+
+
+def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
+    if x.ndim < 4:  # lse has one layout
+        return x
+    if layout == "bshd":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if layout == "columns":
+        return np.ascontiguousarray(x.mT).mT
+    if layout == "reversed":
+        return np.ascontiguousarray(x[::-1, ::-1, ::-1])[::-1, ::-1, ::-1]
+    if layout == "gaps":
+        batch, heads, rows, columns = x.shape
+        wide = np.full((batch, heads + 1, 2 * rows, columns + 3), np.nan, x.dtype)
+        wide[:, :heads, ::2, :columns] = x
+        return wide[:, :heads, ::2, :columns]
+    if layout == "unaligned":
+        longer = np.empty(x.size + 1, x.dtype)
+        longer[1:] = x.ravel()
+        return longer[1:].reshape(x.shape)
+    return _far(x) if layout == "far" else x
+
+
+def _far(x: np.ndarray) -> np.ndarray:
+    """The outermost axis with several elements has a stride of more than 2**31 elements.
+
+    The memory between is never touched, so it takes addresses only.
+    """
+    axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
+    if axis is None or not x.size:
+        return x
+    stride = max(_FAR, x.size)
+    memory = np.empty((x.shape[axis] - 1) * stride + x.size, x.dtype)
+    strides = [stride * x.itemsize if i == axis else x.strides[i] for i in range(x.ndim)]
+    far = np.lib.stride_tricks.as_strided(memory, x.shape, strides)
+    far[...] = x
+    return far
+
+
+def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
+    """Slices of one array [batch, rows, all heads, columns], where rows and columns agree.
+
+    The last array of four axes that has the dtype of the first, V of a forward pass, decides.
+    """
+    dtype = next(iter(arrays.values())).dtype
+    like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}
+    *_, last = like_first.values()
+    alike = {
+        name: x.swapaxes(1, 2)
+        for name, x in like_first.items()
+        if (len(x), *x.shape[2:]) == (len(last), *last.shape[2:])
+    }
+    joined = np.concatenate(list(alike.values()), axis=2).swapaxes(1, 2)
+    ends = np.cumsum([x.shape[2] for x in alike.values()])
+    slices = dict(zip(alike, np.split(joined, ends[:-1], axis=1)))
+    return {name: slices.get(name, _arranged(x, "bshd")) for name, x in arrays.items()}

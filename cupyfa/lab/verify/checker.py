@@ -1,0 +1,681 @@
+"""Checks kernels on the cases of a grid, and runs a stored failure again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, Unpack
+
+from cupyfa import cache_folder
+from cupyfa.cache_folder.records import refusing
+from cupyfa.errors import OutOfMemory, Unsupported, nearest, warn
+from cupyfa.lab.verify import failures as kinds, fuzz, grids
+from cupyfa.lab.verify.case import Case
+from cupyfa.lab.verify.failures import Failure, Outcome, Stored, command, read, write
+from cupyfa.lab.verify.shrink import shrunk
+from cupyfa.lab.verify.tasks import KernelOrName, Task, backend_of, has_name, name_of, refuse_long
+from cupyfa.lab.verify.workers import Here, Process, Worker, in_parallel
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.common import HALF
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import record_named, tile_remedy
+from cupyfa.numerics.shown import Shown, ShownRow, html_table
+from cupyfa.planner import choose_kernel
+from cupyfa.planner.plan import Plan
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
+from cupyfa.problem.problem import TEXTS, Problem, whole
+from cupyfa.problem.shape_language import (
+    DLSE,
+    LENGTHS_OF,
+    NAMES,
+    PAGE_SIZE,
+    Keywords,
+    seeds_in_memory,
+)
+from cupyfa.problem.wrt import WRT
+from cupyfa.runtime import environment
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import backend_named
+from cupyfa.runtime.environment import Progress, no_progress
+from cupyfa.runtime.simulator import Simulator
+
+EXAMINED = 5  # failures of a kernel that are shrunk and written to files
+MOST_SAMPLES = 100_000  # all cases exist before the first one runs
+_LONGEST = 1_000_000  # seconds, of a timeout
+_PATIENCE = 3  # times that a kernel may hang or die before it is given up
+_WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
+_SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
+AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
+
+
+@dataclass(frozen=True, repr=False)
+class Tally(ShownRow):
+    """The results of one kernel, and the cases not run by reason.
+
+    worst: the largest error / bound of all results that were compared.
+    covered: how many of its cases cover what ``fuzz.covers`` names.
+    """
+
+    kernel: str
+    runs: int
+    right: int
+    worst: float | None
+    not_run: Mapping[str, int]
+    covered: Mapping[str, int]
+
+    def row(self) -> dict[str, Any]:
+        """One row of a table."""
+        return {
+            "kernel": self.kernel,
+            "runs": self.runs,
+            "right": self.right,
+            "worst_error/bound": self.worst,
+            "not_supported": sum(self.not_run.values()),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Checked:
+    """The results of a check; its string is one line."""
+
+    grid: str
+    device: str
+    cases: int
+    tallies: tuple[Tally, ...]
+    failures: tuple[Failure, ...]
+    seconds: float
+
+    @property
+    def runs(self) -> int:
+        """How often a kernel ran on a case."""
+        return sum(tally.runs for tally in self.tallies)
+
+    @property
+    def right(self) -> int:
+        """How many of the runs were right."""
+        return sum(tally.right for tally in self.tallies)
+
+    def __repr__(self) -> str:
+        return f"<{self}>"
+
+    def _repr_html_(self) -> str:
+        rows = [*(x.row() for x in self.tallies)]
+        return html_table(rows) + html_table([x.row() for x in self.failures])
+
+    def __str__(self) -> str:
+        ran = [(tally.worst, tally.kernel) for tally in self.tallies if tally.worst is not None]
+        not_run: Counter[str] = sum((Counter(t.not_run) for t in self.tallies), Counter())
+        counted = [f"{count:,}: {reason}" for reason, count in not_run.most_common()]
+        reasons = ", ".join(counted if len(counted) > 1 else not_run)
+        parts = (
+            f"{self.right:,} of {self.runs:,} runs right: {self.cases:,} "
+            f"case{'s' * (self.cases != 1)} of {self.grid}, "
+            f"{', '.join(tally.kernel for tally in self.tallies)} on {self.device}",
+            "at worst {:.2g} x the bound ({})".format(*max(ran)) if ran else "",
+            f"{not_run.total():,} not supported ({reasons})" if not_run else "",
+            f"{self.seconds:.3g} s",
+        )
+        return "; ".join(filter(None, parts))
+
+
+class Interrupted(KeyboardInterrupt):
+    """A check was interrupted by its cause; ``checked`` has the results until then."""
+
+    def __init__(self, checked: Checked) -> None:
+        super().__init__(str(checked))
+        self.checked = checked
+
+
+def check(
+    kernels: KernelOrName | Sequence[KernelOrName],
+    *,
+    grid: str = "fuzz",
+    samples: int | None = None,
+    seed: int = 0,
+    dtypes: str | Sequence[str] | None = None,
+    backend: str | Backend = "auto",
+    reruns: int = 0,
+    schedules: int = 1,
+    jobs: int = 0,
+    timeout: float = 60.0,
+    failures: str | Path | None = None,
+    progress: Progress = no_progress,
+    **options: Unpack[Keywords],
+) -> Checked:
+    """Runs kernels on all cases of a grid and compares every result with the reference.
+
+    kernels: names, also ``script.py:name`` and "auto", or records.
+    grid: one of ``grids.GRIDS``. Failures on ``fuzz`` are shrunk first.
+    samples: how many cases to draw, by default all; of ``fuzz`` 40 for each kernel in the simulator
+        and 200 on a GPU.
+    seed: of the drawn cases and of the inputs.
+    dtypes: in place of the grid's.
+    options: of attention, in place of the grid's own; with a precision, inputs are float32, and
+        with an out_dtype of float32 of 16 bits, unless dtypes are given. Arrays that change scores
+        are forms of ``shape_language``. With ``lengths`` every case is a ragged batch of such
+        sequences.
+    schedules: in how many orders of threads the simulator runs each case, each compared with the
+        reference.
+    reruns: how often each kernel runs again and must give the same bits.
+    jobs: the number of worker processes, which use the visible GPUs in turn if these are alike; 0
+        runs in this process, without a timeout.
+    timeout: seconds that a kernel may run.
+    failures: a folder, created if necessary, for files of the first EXAMINED failures of each
+        kernel, for ``replay``. The command that repeats a failure has SCRIPT.py in place of the
+        script of a record.
+
+    Raises ValueError for wrong arguments, Unsupported for an option that none of the kernels has,
+    DeviceError without such a backend, and Interrupted with the results so far on Ctrl-C or if a
+    signal handler exits.
+    """
+    start = time.monotonic()
+    timeout = _checked_timeout(timeout)
+    jobs, reruns = whole("jobs", jobs, 0), whole("reruns", reruns, 0)
+    backend = backend_named(backend)
+    drawn = tasks_of(
+        kernels,
+        grid=grid,
+        samples=samples,
+        seed=seed,
+        dtypes=dtypes,
+        backend=backend,
+        schedules=schedules,
+        **options,
+    )
+    folder = Path(failures) if failures is not None else None
+    if folder:
+        _require_room(folder)
+    if jobs:
+        _require_pickling(drawn, f"jobs is {jobs}", "jobs=0")
+    tasks = [replace(task, reruns=reruns, timeout=timeout) for task in drawn]
+    sheet = _Sheet(tasks, backend, progress)
+    workers: list[Worker] = [Process(backend, i) for i in range(jobs)] or [Here(backend)]
+
+    found: list[Failure] = []
+    ended: BaseException | None = None
+    try:
+        _run(workers, dict(enumerate(tasks)), sheet)
+        found = _examined(workers, sheet, backend, folder, shrink=grid == "fuzz")
+    except (KeyboardInterrupt, SystemExit) as error:
+        found = [_failure(backend, task, outcome) for task, outcome in sheet.failed()]
+        ended = error
+    finally:
+        for worker in workers:
+            worker.stop()
+    seconds, device = time.monotonic() - start, backend.limits.device
+    checked = Checked(grid, device, len(tasks), sheet.tallies(), tuple(found), seconds)
+    if ended:
+        raise Interrupted(checked) from ended
+    return checked
+
+
+def tasks_of(
+    kernels: KernelOrName | Sequence[KernelOrName],
+    *,
+    grid: str = "fuzz",
+    samples: int | None = None,
+    seed: int = 0,
+    dtypes: str | Sequence[str] | None = None,
+    backend: str | Backend = "auto",
+    schedules: int = 1,
+    **options: Unpack[Keywords],
+) -> list[Task]:
+    """What ``check`` runs with these arguments, without running anything."""
+    if samples is not None:
+        samples = whole("samples", samples, 1, MOST_SAMPLES)
+    seed, schedules = whole("seed", seed, 0), whole("schedules", schedules, 1)
+    dtypes = (dtypes,) if isinstance(dtypes, str) else dtypes
+    backend = backend_named(backend)
+    if schedules > 1 and not isinstance(backend, Simulator):
+        raise ValueError(
+            f"schedules is {schedules}, and {backend.limits.device} orders its threads itself; "
+            "use the simulator, or reruns"
+        )
+    if grid not in grids.GRIDS:
+        known = ", ".join(grids.GRIDS)
+        raise ValueError(
+            f"grid {grid!r} is unknown{nearest(grid, grids.GRIDS)}; use one of {known}"
+        )
+    given: dict[str, Any] = {name: x for name, x in options.items() if x is not None}
+    if remedy := tile_remedy(given, None):
+        raise TypeError(f"check() takes no tile sizes; {remedy}")
+    arrays = {name: given.pop(name) for name in NAMES if name in given}
+    AttentionOptions.of(
+        None, given | dict.fromkeys(seeds_in_memory(given), 0)
+    )  # refuses wrong names and values before anything runs
+    rows: dict[str, Any] = {} if LENGTHS_OF in arrays else {"M": 1}
+    of_rows = {name: arrays[name] for name in (LENGTHS_OF, PAGE_SIZE) if name in arrays}
+    Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong ones, and both
+    if "precision" in given and not dtypes:
+        dtypes = ("float32",)
+    if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
+        dtypes = HALF if out_dtype == "float32" else (out_dtype,)
+    how: Any = {
+        "samples": samples,
+        "seed": seed,
+        "dtypes": dtypes,
+        "options": given,
+        "arrays": arrays,
+    }
+    named = _named(kernels)
+    records = [record for _, record in named.values()]
+    _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
+    draw = _fuzzed if grid == "fuzz" else _of_grid
+    found = list(draw(named, backend, grid, **how))
+    first = getattr(backend, "schedule", None) or 0
+    later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
+    return found + later
+
+
+def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
+    """What a case covers of a kernel; nothing if the kernel cannot run it."""
+    with suppress(Exception):  # the outcome of running it gives the reason
+        limits = backend_of(task, backend).limits
+        plan = choose_kernel.plan(kernel, task.case.problem, limits, **task.constants)
+        return fuzz.covers(plan, limits) | {"new tokens": task.case.tokens != "cached"}
+    return {}
+
+
+@dataclass(frozen=True, repr=False)
+class Replayed(Shown):
+    """A stored failure, and the outcome of the same inputs now."""
+
+    stored: Stored
+    now: Outcome
+    device: str
+
+
+def replay(
+    file: str | Path,
+    kernel: KernelOrName | None = None,
+    backend: str | Backend = "auto",
+    *,
+    timeout: float | None = None,
+) -> Replayed:
+    """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
+
+    With a timeout it runs in a process of its own, for at most so many seconds. Constants and the
+    simulator's thread order are those of the file where possible. A script that the file names is
+    not run: its kernel must be given. Raises OSError if the file cannot be read, ValueError if it
+    is damaged or if such a kernel is missing, and Unsupported if the kernel cannot run the case.
+    """
+    backend, stored = backend_named(backend), read(file)
+    if isinstance(backend, Simulator) and backend.schedule is None:
+        backend = backend.like(schedule=stored.schedule)
+    case, name = stored.case, stored.outcome.kernel
+    if kernel is None and not stored.has_name:
+        raise ValueError(
+            f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
+            f"line, as --kernel script.py:{name}"
+        )
+    if kernel is None and not _is_of_ladder(name):
+        raise ValueError(
+            f"{file} is of {name!r}, and a script that a file names is not run; give the kernel "
+            "as kernel= or, on the command line, as --kernel script.py:name"
+        )
+    chosen = kernel or name
+    record = record_named(chosen) if isinstance(chosen, str) else chosen
+    if record.operation != case.operation:
+        raise ValueError(
+            f"{record.name} computes {record.operation}; the inputs in {file} are of "
+            f"{case.operation}"
+        )
+    task = Task(case, (chosen,), multiprocessors=stored.multiprocessors)
+    constants = stored.outcome.constants if _is_same(chosen, name) else {}
+    try:
+        plan = choose_kernel.plan(
+            record, case.problem, backend_of(task, backend).limits, **constants
+        )
+    except (Unsupported, ValueError):
+        constants = {}
+    else:
+        _require_own_inputs(file, stored, plan)
+    task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
+    if timeout is not None:
+        task = replace(task, timeout=_checked_timeout(timeout))
+        _require_pickling([task], f"timeout is {timeout}", "none")
+    worker = Here(backend) if timeout is None else Process(backend)
+    try:
+        (now,) = worker.run(task)
+    finally:
+        worker.stop()
+    if now.kind == kinds.UNSUPPORTED:
+        raise Unsupported(f"{now.kernel} cannot do {case}: {now.message}", now.message)
+    if now.kind == kinds.NO_MEMORY:
+        raise OutOfMemory(now.message)
+    return Replayed(stored, now, backend.limits.device)
+
+
+def _is_of_ladder(name: str) -> bool:
+    """Whether a name of a file is one of the library's kernels, and so runs no script."""
+    return any(name in records for records in LADDER.values())
+
+
+def _is_same(chosen: KernelOrName, name: str) -> bool:
+    """Whether a kernel has the name in a file; a script may be named by another path."""
+    if not isinstance(chosen, str):
+        return chosen.name == name
+    (script, _, variable), (other, _, of_other) = chosen.rpartition(":"), name.rpartition(":")
+    return variable == of_other and os.path.abspath(script) == os.path.abspath(other)
+
+
+def _require_own_inputs(file: str | Path, stored: Stored, plan: Plan) -> None:
+    """Raises ValueError if inputs of a kernel's own are in a file, and are not as it wants them."""
+    p = stored.case.problem
+    wanted = {x: y for x, y in plan.operation.inputs_of(p).items() if x in stored.inputs}
+    with refusing(f"{file} does not fit {plan.kernel.name}"):
+        kinds.require_inputs(stored.inputs, wanted, p)
+
+
+def _named(
+    kernels: KernelOrName | Sequence[KernelOrName],
+) -> dict[str, tuple[KernelOrName, Kernel | None]]:
+    """The kernels by name, each as given and as a record, which is None for "auto"."""
+    chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
+    if not chosen:
+        raise ValueError("no kernel is named; give at least one")
+    named = cache(record_named)  # a script makes another record each time
+    found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
+    for kernel in chosen:
+        if not isinstance(kernel, KernelOrName):
+            raise TypeError(f"a kernel is {kernel!r}; give names, or records")
+        name = name_of(kernel)
+        record = None if kernel == AUTO else named(kernel) if isinstance(kernel, str) else kernel
+        if found.setdefault(name, (kernel, record))[1] is not record:
+            raise ValueError(f"two kernels are named {name!r}; give one of them another name")
+    return found
+
+
+def _checked_timeout(timeout: float) -> float:
+    if not 0 < timeout <= _LONGEST:
+        raise ValueError(f"timeout is {timeout}; give more than 0 and at most {_LONGEST:,} seconds")
+    return timeout
+
+
+def _require_room(folder: Path) -> None:
+    """Raises ValueError for a folder that cannot be written, without creating it."""
+    there = next((x for x in (folder, *folder.parents) if os.path.exists(x)), folder)
+    if not cache_folder.can_write(there):
+        raise ValueError(
+            f"failures is {folder}, but {there} cannot be written; name another folder"
+        )
+
+
+def _require_pickling(tasks: Sequence[Task], given: str, remedy: str) -> None:
+    """Raises ValueError if a kernel cannot be sent to a worker process."""
+    try:
+        pickle.dumps([task.kernels for task in tasks])
+    except pickle.PicklingError as error:
+        raise ValueError(f"{given}: {error}; or give {remedy}") from None
+
+
+def _refuse_foreign(
+    records: Sequence[Kernel | None],
+    backend: Backend,
+    dtypes: Sequence[str],
+    given: Mapping[str, Any],
+) -> None:
+    """Raises for an option that no kernel has; warns where a softmax is checked without one.
+
+    Other kernels without it count as not supported.
+    """
+    softmaxes = [x.name for x in records if x and x.operation == "softmax"]
+    others = [x for x in records if x is None or x.operation != "softmax"]
+    if softmaxes and given and not others:
+        raise ValueError(f"softmax has no {', '.join(given)}; leave it out")
+    for name, value in given.items():
+        lacking = [x for x in others if x and not _takes(x, dtypes, name, value)]
+        if lacking and len(lacking) == len(others):
+            dtype = next((x for x in dtypes if lacking[0].takes(x)), dtypes[0])
+            together = _together(name, given)
+            rows: dict[str, Any] = {} if LENGTHS_OF in together else {"M": 16}
+            p = Problem.of_sizes(**rows, d=16, dtype=dtype, **together)
+            choose_kernel.plan(lacking[0], p, backend.limits)  # raises the reason
+    if softmaxes and given:
+        are = "is" if len(softmaxes) == 1 else "are"
+        names = ", ".join(given)
+        warn(f"{', '.join(softmaxes)} {are} checked without {names}: softmax has no such option")
+
+
+def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """An option, and what belongs to it: what its text reads, a seed."""
+    groups = (*TEXTS, *NAMES), DROPOUT, (name,)
+    together = next(group for group in groups if name in group)
+    return {x: given[x] for x in together if x in given}
+
+
+def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool:
+    """Whether a kernel of attention takes this value of an option, for one of the dtypes."""
+    if name == "precision":
+        return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
+    if name in NAMES:
+        own = {LENGTHS_OF: "ragged", PAGE_SIZE: "paged", WRT: WRT, DLSE: DLSE}
+        return own.get(name, "places") in kernel.features
+    needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
+    return all(what in kernel.features for what in needed)
+
+
+_Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
+
+
+def _fuzzed(
+    named: _Named, backend: Backend, grid: str, *, samples: int | None, **how: Any
+) -> Iterator[Task]:
+    """Random cases of each kernel, whose sizes are relative to its own constants."""
+    for kernel, record in named.values():
+        drawing = fuzz.Fuzz(record, backend, **how)
+        for i in range(samples or fuzz.SAMPLES[backend.name]):
+            drawn = drawing.sample(i)
+            which = kernel if record else drawn.kernel.name
+            few = drawn.multiprocessors
+            yield Task(drawn.case, (which,), drawn.constants, multiprocessors=few)
+
+
+def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator[Task]:
+    """The cases of a grid for all kernels of an operation together."""
+    by_operation: dict[str, list[tuple[KernelOrName, Kernel | None]]] = defaultdict(list)
+    for kernel, record in named.values():
+        by_operation[record.operation if record else "forward"].append((kernel, record))
+    for operation, chosen in by_operation.items():
+        can = [partial(_runs, record=record, backend=backend) for _, record in chosen]
+        for case in grids.cases(grid, operation, can=can, **how):
+            which = [kernel if record else _automatic(case, backend) for kernel, record in chosen]
+            yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
+
+
+def _automatic(case: Case, backend: Backend) -> str:
+    return choose_kernel.select(AUTO, case.operation, case.problem, backend.limits).name
+
+
+def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
+    """Whether kernel and backend take a case, as far as is known before."""
+    try:
+        case.require_reach(backend)
+        refuse_long(backend, case.problem)
+    except Unsupported:
+        return False
+    return record is None or choose_kernel.can(record, case.problem, backend.limits)
+
+
+class _Sheet:
+    """The outcomes so far, by kernel and by the number of the task."""
+
+    def __init__(self, tasks: Sequence[Task], backend: Backend, progress: Progress) -> None:
+        self._backend = backend
+        names = [name_of(kernel) for task in tasks for kernel in task.kernels]
+        self._tasks, self._progress = tasks, progress
+        self._total, self._count = len(names), Counter[bool]()
+        self._done: dict[str, dict[int, Outcome]] = {name: {} for name in names}
+
+    def add(self, i: int, outcome: Outcome) -> None:
+        self._done[outcome.kernel][i] = outcome
+        self._count[outcome.failed] += 1
+        self._progress(self._count.total(), self._total, f"{self._count[True]} failed")
+
+    def failed(self) -> list[tuple[Task, Outcome]]:
+        """The failures, each with the task of its kernel alone, kernel by kernel."""
+        return [
+            (_only(self._tasks[i], name), outcomes[i])
+            for name, outcomes in self._done.items()
+            for i in sorted(outcomes)
+            if outcomes[i].failed
+        ]
+
+    def tallies(self) -> tuple[Tally, ...]:
+        return tuple(
+            _tally(name, list(x.values()), self._covered(name, x)) for name, x in self._done.items()
+        )
+
+    def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
+        """How many cases that ran cover what; each counts once, whatever the order of threads."""
+        found: Counter[str] = Counter()
+        named = cache(record_named)
+        for i, outcome in outcomes.items():
+            task = self._tasks[i]
+            if outcome.kind not in kinds.NOT_RUN and task.schedule is None:
+                (kernel,) = _only(task, name).kernels
+                record = named(kernel) if isinstance(kernel, str) else kernel
+                found.update(covered(task, record, self._backend))
+        return {what: count for what, count in found.items() if count}
+
+
+def _tally(name: str, outcomes: Sequence[Outcome], covered: Mapping[str, int]) -> Tally:
+    reasons = {kinds.NO_MEMORY: "not enough memory"}
+    not_run = Counter(reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN)
+    right = sum(x.kind == kinds.RIGHT for x in outcomes)
+    worst = max((x.worst.ratio for x in outcomes if x.worst), default=None)
+    return Tally(name, len(outcomes) - not_run.total(), right, worst, not_run, covered)
+
+
+def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
+    """Runs numbered tasks; what other workers may have caused is run again, alone."""
+    alone = len(workers) == 1
+    lost = Counter[str]()  # outcomes without a result, by kernel
+    later: dict[int, Task] = {}
+    order = list(tasks)
+    if not alone:
+        random.Random(0).shuffle(order)  # so that GPU and CPU are both busy all the time
+
+    def job(worker: Worker, i: int) -> list[Outcome]:
+        kernels = tuple(x for x in tasks[i].kernels if lost[name_of(x)] < _PATIENCE)
+        return worker.run(replace(tasks[i], kernels=kernels)) if kernels else []
+
+    for i, outcomes in in_parallel(workers, job, order):
+        left = {name_of(kernel) for kernel in tasks[i].kernels}
+        for outcome in outcomes:
+            lost[outcome.kernel] += outcome.kind in kinds.LOST
+            if alone or outcome.kind not in (kinds.NO_ANSWER, kinds.DIED, kinds.NO_MEMORY):
+                sheet.add(i, outcome)
+                left.remove(outcome.kernel)
+        if left and not alone:
+            later[i] = _only(tasks[i], *left)
+        for name in left if alone else ():
+            given_up = f"given up when it had hung or died {_PATIENCE} times"
+            sheet.add(i, Outcome(name, kinds.UNSUPPORTED, given_up))
+    if later:
+        for worker in workers:
+            worker.rest()
+        _run(workers[:1], later, sheet)
+
+
+def _only(task: Task, *names: str) -> Task:
+    return replace(task, kernels=tuple(x for x in task.kernels if name_of(x) in names))
+
+
+def _examined(
+    workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None, *, shrink: bool
+) -> list[Failure]:
+    """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
+    failed = sheet.failed()
+    found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
+
+    first = _first(failed) if shrink or folder else []
+    seconds = _SHRINKING * len(workers) / max(len(first), 1) if shrink else 0.0
+
+    def job(worker: Worker, i: int) -> Failure:
+        return _closer(worker, backend, *failed[i], seconds)
+
+    for i, closer in in_parallel(workers, job, first):
+        found[i] = closer
+        if folder:
+            try:
+                found[i] = replace(closer, file=_written(folder, backend, failed[i][0], closer))
+            except OSError as error:  # the results of the check are worth more than its files
+                why = f"{folder} cannot be written to ({error.strerror})"
+                warnings.warn(f"{why}; without a file, use a failure's command", stacklevel=2)
+                folder = None
+    alike = Counter(failure.command for failure in found.values())
+    different = {failure.command: failure for failure in found.values()}
+    return [replace(x, cases=alike[command]) for command, x in different.items()]
+
+
+def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Path | None:
+    """The file that is written of a failure, for ``replay``."""
+    named, about = has_name(task.kernels[0]), environment.describe(backend)
+    how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
+    return write(folder, Stored(failure.case, failure.outcome, *how), failure.command)
+
+
+def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
+    """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn.
+
+    One that loses the device is enough: every case of it that is tried starts a process.
+    """
+    by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for i, (_, outcome) in enumerate(failed):
+        of_kind = by_kind[outcome.kernel][outcome.kind]
+        if not (of_kind and outcome.kind == kinds.DEVICE_LOST):
+            of_kind.append(i)
+    turns = (chain(*zip_longest(*of_kernel.values())) for of_kernel in by_kind.values())
+    return [i for turn in turns for i in islice((i for i in turn if i is not None), EXAMINED)]
+
+
+def _closer(
+    worker: Worker, backend: Backend, task: Task, outcome: Outcome, seconds: float
+) -> Failure:
+    """The failure again with its arrays, on the smallest case that is found in some seconds."""
+    quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
+    found = [(task, outcome)]
+
+    def fails(case: Case) -> bool:
+        tried = replace(quick, case=case)
+        found.append((tried, worker.run(tried)[0]))
+        return found[-1][1].kind == outcome.kind
+
+    smaller = replace(task, case=shrunk(task.case, fails, seconds=seconds)) if seconds else task
+    # A kernel that hung has no arrays to keep, and would take all of its time once more.
+    known = [x for tried, x in found if x.kind == kinds.NO_ANSWER and tried == smaller]
+    again = known[-1] if known else worker.run(replace(smaller, keep=True))[0]
+    if again.kind != outcome.kind:
+        flaky = f"{outcome.message}; it did not fail again, so the command may not repeat it"
+        return _failure(backend, task, replace(outcome, message=flaky))
+    failure = _failure(backend, smaller, again)
+    return failure if smaller == task else replace(failure, found_on=task.case)
+
+
+def _schedule(backend: Backend, task: Task) -> int | None:
+    """The order of threads that a task runs in; None for that by index."""
+    return getattr(backend, "schedule", None) if task.schedule is None else task.schedule
+
+
+def _failure(backend: Backend, task: Task, outcome: Outcome) -> Failure:
+    reruns = task.reruns if outcome.kind == kinds.DIFFERS else None
+    schedule = _schedule(backend, task)
+    hung = outcome.kind == kinds.NO_ANSWER
+    options = {"backend": backend.name, "schedule": schedule, "reruns": reruns}
+    options |= {"multiprocessors": task.multiprocessors}
+    options |= {"timeout": f"{task.timeout:g}" if hung else None}
+    script = "" if has_name(task.kernels[0]) else "SCRIPT.py:"
+    again = command(task.case, replace(outcome, kernel=script + outcome.kernel), options)
+    return Failure(task.case, outcome, again)

@@ -1,0 +1,348 @@
+"""Failures of a check: the outcome, the command that repeats it, and the file that stores it."""
+
+import hashlib
+import io
+import json
+import math
+import re
+import shlex
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupyfa import cache_folder
+from cupyfa.cache_folder import records
+from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.ladder.operations import OPERATIONS, Input
+from cupyfa.numerics.shown import Shown, ShownRow
+from cupyfa.numerics.tolerance import Verdict
+from cupyfa.problem.dtypes import INPUTS
+from cupyfa.problem.optional_inputs import LENGTHS, PADDED, PAGE_TABLE, STARTS, USED
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.simulator import MOST_MULTIPROCESSORS
+
+RIGHT, UNSUPPORTED, NO_MEMORY = "right", "not supported", "out of memory"
+# All other kinds of outcomes are failures:
+WRONG_RESULT = "wrong result"
+WROTE_OUTSIDE = "wrote outside"
+DIFFERS = "differs between runs"
+FAULT = "simulator fault"
+DEVICE_ERROR = "device error"
+DEVICE_LOST = "device lost"
+COMPILE_ERROR = "compile error"
+ERROR = "error"
+NO_ANSWER = "no answer"
+DIED = "the process died"
+STEPS = PREPARING, RUNNING = "preparing", "running"  # no outcome yet
+FAILED = (
+    *(WRONG_RESULT, WROTE_OUTSIDE, DIFFERS, FAULT, DEVICE_ERROR, DEVICE_LOST, COMPILE_ERROR),
+    *(ERROR, NO_ANSWER, DIED),
+)
+NOT_RUN = (UNSUPPORTED, NO_MEMORY)
+LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
+
+_FORMAT = "cupyfa failure 2"
+_RESULTS = ("actual_", "expected_", "bound_")  # what names of arrays begin with that are no inputs
+MOST_RERUNS = 1000  # that a file asks for
+_MOST_BYTES = 4 << 30  # of a file, and of the arrays of its problem
+_MOST_ARRAYS = 1000
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, repr=False)
+class Outcome(Shown):
+    """The outcome of one kernel on one case; arrays are those of a failure's file, if asked for."""
+
+    kernel: str
+    kind: str
+    message: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
+    arrays: Arrays = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the kernel is wrong."""
+        return self.kind not in (RIGHT, *NOT_RUN)
+
+    @property
+    def worst(self) -> Verdict | None:
+        """The verdict with the largest error / bound."""
+        return max(self.verdicts, key=lambda verdict: verdict.ratio, default=None)
+
+
+@dataclass(frozen=True, repr=False)
+class Failure(ShownRow):
+    """A kernel that failed on a case, and the command that repeats it.
+
+    found_on: the original case if ``case`` was made smaller.
+    file: for ``replay``.
+    cases: how many failures have this command; reduced to small cases, several may be equal.
+    """
+
+    case: Case
+    outcome: Outcome
+    command: str
+    found_on: Case | None = None
+    file: Path | None = None
+    cases: int = 1
+
+    def row(self) -> dict[str, Any]:
+        """The failure as a row of a table."""
+        worst = self.outcome.worst
+        return {
+            "kernel": self.outcome.kernel,
+            "failure": self.outcome.kind,
+            "cases": self.cases,
+            "output": worst and worst.name,
+            **{name: worst and getattr(worst, name) for name in ("error", "bound", "ratio")},
+            "worst_at": worst and list(worst.index),
+            "case": str(self.case),
+            "found_on": self.found_on and str(self.found_on),
+            "message": self.outcome.message,
+            "command": self.command,
+            "file": self.file and str(self.file),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Stored(Shown):
+    """A failure in a file.
+
+    schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
+    multiprocessors: of the simulator, if not as many as usual.
+    """
+
+    case: Case
+    outcome: Outcome
+    reruns: int = 0
+    schedule: int | None = None
+    has_name: bool = True
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    multiprocessors: int | None = None
+
+    @property
+    def environment(self) -> str:
+        """The device and the version that it was found with, in words."""
+        device, version = (self.made_with.get(x) for x in ("device", "cupyfa"))
+        return f"{device or 'an unknown device'} with cupyfa {version or 'of unknown version'}"
+
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The inputs, contiguous, and those of the kernel's own."""
+        arrays = self.outcome.arrays
+        return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
+
+
+def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
+    """The command line that repeats an outcome, with the options that have a value."""
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    fixed = [f"--tile={name}={value}" for name, value in outcome.constants.items()]
+    return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
+
+
+def write(folder: Path, stored: Stored, command: str) -> Path | None:
+    """Writes a failure for ``read``; returns None without arrays. Raises OSError."""
+    outcome = stored.outcome
+    if not outcome.arrays:
+        return None
+    about = {
+        **{name: x for name, x in vars(stored).items() if name not in ("case", "outcome")},
+        "reruns": min(stored.reruns, MOST_RERUNS),
+        **{name: x for name, x in vars(outcome).items() if name != "arrays"},
+        "format": _FORMAT,
+        "case": {**vars(stored.case), "problem": stored.case.problem.record()},
+        "verdicts": [vars(verdict) for verdict in outcome.verdicts],
+        "command": command,
+        "dtypes": {name: x.dtype.name for name, x in outcome.arrays.items()},
+    }
+    content = io.BytesIO()
+    arrays = {  # files do not have bfloat16, so its bits are written
+        name: np.ascontiguousarray(x).view(np.uint16) if x.dtype.kind == "V" else x
+        for name, x in outcome.arrays.items()
+    }
+    plain = json.dumps(about, default=dict)
+    np.savez(content, allow_pickle=False, about=np.array(plain), **arrays)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", Path(outcome.kernel).name).strip("-")
+    digest = hashlib.sha256(command.encode()).hexdigest()[:8]
+    path = folder / f"{name}-{digest}.npz"
+    cache_folder.write_whole(path, content.getvalue())
+    return path
+
+
+def read(path: str | Path) -> Stored:
+    """The failure in a file of ``write``. Raises OSError, or ValueError for other files.
+
+    The file may be a stranger's: nothing in it is executed, every field has its type and range, and
+    arrays take no more memory than the file has bytes.
+    """
+    with records.refusing(f"{path} is damaged, or not a file of `cupyfa check`"):
+        members = _members(path)
+        about = _ABOUT(records.parsed(_text(members.pop("about"))))
+        arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
+        outcome = Outcome(
+            about["kernel"],
+            about["kind"],
+            about["message"],
+            tuple(Verdict(**{**x, "index": tuple(x["index"])}) for x in about["verdicts"]),
+            about["constants"],
+            arrays,
+        )
+        case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
+        names = ("reruns", "schedule", "has_name", "made_with")
+        more = {name: about[name] for name in names}
+        more |= {"multiprocessors": about.get("multiprocessors")}
+        stored = Stored(case, outcome, **more)
+        _check_arrays(stored)
+        return stored
+
+
+_DTYPES = (*INPUTS, "bool", *(f"{x}{n}" for x in ("int", "uint") for n in (8, 16, 32, 64)))
+_SIZE = records.whole(0, records.INT32)
+_ANY = records.number(finite=False)
+_ABOUT = records.record(
+    {
+        "format": records.one_of([_FORMAT]),
+        "kernel": records.text(),
+        "kind": records.one_of([RIGHT, *NOT_RUN, *FAILED]),
+        "message": records.text(1 << 24),  # a compiler may have much to say
+        "verdicts": records.list_of(
+            records.record(
+                {
+                    "name": records.text(),
+                    **dict.fromkeys(("error", "bound", "ratio", "actual", "expected"), _ANY),
+                    "index": records.list_of(_SIZE, 64),
+                    "unwritten": records.whole(),
+                }
+            ),
+            _MOST_ARRAYS,
+        ),
+        "constants": records.mapping_of(records.whole(-records.INT32, records.INT32)),
+        "dtypes": records.mapping_of(records.one_of(_DTYPES), _MOST_ARRAYS),
+        "case": records.record(
+            {
+                "operation": records.one_of(OPERATIONS),
+                "problem": records.mapping_of(lambda value: value),
+                "seed": records.whole(0, 2**256),
+                "values": records.one_of(VALUES),
+                "layout": records.one_of(LAYOUTS),
+            },
+            {"tokens": records.one_of(TOKENS)},
+        ),
+        "reruns": records.whole(0, MOST_RERUNS),
+        "schedule": records.optional(records.whole()),
+        "has_name": records.flag,
+        "made_with": records.mapping_of(records.text()),
+    },
+    {"multiprocessors": records.optional(records.whole(1, MOST_MULTIPROCESSORS))},
+)
+
+
+def _members(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, without objects. Raises ValueError where they would be large.
+
+    Files of ``write`` are not compressed, so that their arrays together are no larger than they.
+    """
+    with Path(path).open("rb") as file:
+        if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
+            raise ValueError("it is not an .npz file")
+        size = file.seek(0, io.SEEK_END)
+        with zipfile.ZipFile(file) as archive:
+            found = archive.infolist()
+            if any(x.compress_type != zipfile.ZIP_STORED for x in found):
+                raise ValueError("its arrays are compressed")
+            if size > _MOST_BYTES or sum(x.file_size for x in found) > size:
+                raise ValueError("its arrays are too large")
+            if len({x.filename for x in found}) < len(found) or len(found) > _MOST_ARRAYS:
+                raise ValueError("it has too many arrays, or one twice")
+            return {x.filename.removesuffix(".npy"): _array(archive, x) for x in found}
+
+
+def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    """A member of an archive, whose header must not promise more than it has."""
+    with archive.open(member) as file:
+        content = io.BytesIO(file.read(member.file_size + 1))
+    version = np.lib.format.read_magic(content)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read_header:
+        raise ValueError(f"{member.filename} has version {version} of NumPy's format")
+    shape, in_columns, dtype = read_header[version](content)
+    if dtype.hasobject or dtype.kind not in "biufU" or dtype.subdtype:
+        raise ValueError(f"{member.filename} has dtype {dtype}")
+    left = content.getbuffer()[content.tell() :]
+    if math.prod(shape) * dtype.itemsize != len(left):
+        raise ValueError(f"{member.filename} has {len(left):,} bytes for {dtype} {shape}")
+    found = np.frombuffer(left, dtype, math.prod(shape)) if len(left) else np.empty(0, dtype)
+    return found.reshape(shape, order="F" if in_columns else "C")
+
+
+def _text(array: np.ndarray) -> str:
+    if array.dtype.kind != "U" or array.shape:
+        raise ValueError(f"about is {array.dtype} {array.shape}, not a text")
+    return str(array)
+
+
+def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
+    """An array in the dtype that it was written for."""
+    if name not in members:
+        raise ValueError(f"{name} is missing")
+    found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)
+    as_bits = np.dtype(f"u{wanted.itemsize}") if wanted.kind == "V" else wanted
+    if found.dtype != as_bits:
+        raise ValueError(f"{name} is {found.dtype}, not {as_bits}")
+    return found.view(wanted)
+
+
+def _check_arrays(stored: Stored) -> None:
+    """Raises ValueError unless the inputs are those of the problem, and results are not huge."""
+    p, inputs = stored.case.problem, stored.inputs
+    operation = OPERATIONS[stored.case.operation]
+    require_inputs(inputs, operation.inputs_of(p), p)
+    results = sum(x.bytes(p) for x in operation.outputs_of(p).values())
+    if results > _MOST_BYTES:
+        raise ValueError(f"results of {p} have {results:,} bytes")
+    _check_lengths(inputs, p)
+
+
+def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> None:
+    """Raises ValueError unless all these inputs of a problem are there, each as wanted."""
+    for name, x in wanted.items():
+        if name not in arrays:
+            raise ValueError(f"{name} is missing")
+        array = arrays[name]
+        if array.shape != x.shape(p) or array.dtype != x.dtype(p):
+            raise ValueError(f"{name} is {array.dtype} {array.shape} in {p}")
+
+
+def _check_lengths(inputs: Arrays, p: Problem) -> None:
+    """Raises ValueError for lengths and pages by which kernels would read beside arrays."""
+    given = {
+        name: inputs[f"mods.{name}"].astype(np.int64)
+        for name in (*LENGTHS, PAGE_TABLE)
+        if f"mods.{name}" in inputs
+    }
+    for starts, used, padded, rows in zip(STARTS, USED, PADDED, (p.M, p.N)):
+        most: Any = rows
+        if starts in given:
+            offsets = given[starts]
+            if offsets[0] < 0 or offsets[-1] > rows or (np.diff(offsets) < 0).any():
+                raise ValueError(f"{starts} does not grow from 0 to at most {rows}")
+            most = np.diff(offsets)
+        for name in (used, padded):
+            if name in given and ((given[name] < 0) | (given[name] > most)).any():
+                raise ValueError(f"{name} has lengths below 0, or above those of the arrays")
+    if PAGE_TABLE in given and p.page_size:
+        table, lengths = given[PAGE_TABLE], given.get(PADDED[1])
+        if lengths is None:
+            raise ValueError(f"{PADDED[1]} is missing")
+        needed = np.arange(table.shape[1]) < -(-lengths[:, None] // p.page_size)
+        if (needed & ((table < 0) | (table >= p.pages))).any():
+            raise ValueError(f"{PAGE_TABLE} names pages that are not there")

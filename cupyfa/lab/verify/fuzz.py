@@ -1,0 +1,723 @@
+"""Random cases for one kernel, with sizes near those of its tiles, rings and schedule.
+
+A fault often needs a size: a mask's edge at the end of a tile, more keys than a ring of stages has
+room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
+compiled with. All choices take turns, so that few samples have each of them. The first sample is
+plain: contiguous arrays of normal values, several tiles, no mask or other options, a usual head
+dimension. Groups of samples that share what is compiled are plain, or about texts, ragged batches,
+many arrays at once, expressions of the whole grammar, pages, new tokens of a cache or gradients.
+"""
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from cupyfa.errors import Unsupported
+from cupyfa.lab.verify import transforms
+from cupyfa.lab.verify.case import FINITE, LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES, some_arrays, some_expressions
+from cupyfa.lab.verify.sizes import (
+    Crowd,
+    Tile,
+    crowds_of,
+    is_on_few_blocks,
+    lengths_near,
+    longest,
+    repaired_of,
+    some_lengths,
+    splits_of,
+    window_near,
+    with_long_rows,
+    work_of,
+)
+from cupyfa.lab.verify.tasks import refuse_long
+from cupyfa.ladder.kernel import FEATURES, Kernel, Launch
+from cupyfa.planner import choose_kernel
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.problem import shape_language
+from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
+from cupyfa.problem.lengths import Packed, lengths_of, pairs_of
+from cupyfa.problem.optional_inputs import (
+    ALIBI,
+    BIAS,
+    DESCALES,
+    DLSE,
+    MAPS,
+    MASK,
+    PADDED,
+    SEEDS,
+    SINK,
+)
+from cupyfa.problem.options import OPTIONS
+from cupyfa.problem.problem import TEXTS, Problem, can_give
+from cupyfa.problem.wrt import WRT
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.simulator import Simulator
+
+Value = TypeVar("Value")
+
+# What the groups of samples are about, in turn: plain ones find most faults.
+_GROUPS = (
+    *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
+    *("pages", "new tokens"),
+)
+# Where a kernel has no pages, and of gradients.
+_INSTEAD = {"pages": "padded", "new tokens": "arrays"}
+_OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
+_MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
+
+SAMPLES = {"simulator": 40, "cuda": 160}  # by default
+_ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
+TOGETHER = 4  # successive samples that share what is compiled
+_MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
+_MOST_REPAIRED = 512  # rows and keys of a case that are computed again, each by a block
+_ATTEMPTS = 8  # at a sample that kernel and backend can run
+# Queries and keys of successive samples. "many" is more of them than the kernel does at once.
+_LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
+_PLAIN_LENGTHS = ("beyond", "beyond")
+_HEADS = (
+    (1, 1, 1),
+    (2, 2, 2),
+    (1, 3, 1),
+    (3, 1, 2),
+    (1, 2, 5),
+    (2, 1, 1),
+)  # batch, kv_heads, group
+_DIMS = ("odd", 64, "edge", "usual", 128, "wide")
+_USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
+_PLAIN_DIM = 64
+_NARROW, _NARROW_GROUP = 64, 3
+_WIDEST = 640  # of kernels for any head dimension
+_FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads that may share tiles of rows
+_HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
+_PAGE_SIZES = (16, 64, 32, 128)
+_SMALL_PAGES = (16, 32)  # several in a tile
+_SIDES_PADDED = (("q", "k"), ("k",), ("q",))
+_MASKS = (None, "bottom-right", None, "top-left")
+_SIDES = ("neither", "both", "neither", "left", "neither", "right")
+_SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
+_FEW_ROWS = 48
+_NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
+_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # rows are contiguous
+_OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens have others
+_VALUES = ("normal", "normal", "uniform", *VALUES)
+_REPAIRED = ("tiny", "lowest", "nan", "inf")  # with which float16 cannot hold most rows
+_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # where no wrong result exceeds its bound
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A case, the kernel it is for, and the constants that its sizes were drawn for."""
+
+    case: Case
+    kernel: Kernel
+    constants: Mapping[str, int]
+    multiprocessors: int | None = None  # of the simulator, if not as many as usual
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """Draws cases for a kernel, or for what "auto" chooses if it is None.
+
+    Sample i of a seed does not depend on the other samples. dtypes, options of attention and arrays
+    (their forms) replace the drawn ones; sizes are such that every index is inside its array.
+    """
+
+    kernel: Kernel | None
+    backend: Backend
+    seed: int = 0
+    dtypes: Sequence[str] | None = None
+    options: Mapping[str, Any] | None = None
+    arrays: Mapping[str, Any] | None = None
+
+    def sample(self, i: int) -> Drawn:
+        """One sample; one that the kernel refuses only if no attempt finds another."""
+        for attempt in range(_ATTEMPTS):
+            pick = random.Random(f"{self.seed} {i} {attempt}")
+            try:
+                drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
+                limits = self._limits_with(drawn.multiprocessors)
+                choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
+                refuse_long(self.backend, drawn.case.problem)
+                return drawn
+            except Unsupported:
+                continue
+            except ValueError:  # a mistake in the record
+                break
+        return self._plain(i)
+
+    @property
+    def _limits(self) -> Limits:
+        return self.backend.limits
+
+    def _limits_with(self, multiprocessors: int | None) -> Limits:
+        return replace(
+            self._limits, multiprocessors=multiprocessors or self._limits.multiprocessors
+        )
+
+    def _kind(self, turns: "_Turns") -> str:
+        """What a group of samples is about."""
+        if self._lengths:
+            return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
+        kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
+        if self._operation == "backward":
+            kind = _OF_GRADIENTS.get(kind, kind)
+        elif not has("paged"):
+            kind = _INSTEAD.get(kind, kind)
+        needed = {"padded": "lengths", "pages": "paged", "new tokens": "paged"}
+        needed |= {
+            "gradient of a bias": "wrt",
+            "sequences": "ragged",
+            "sequences of texts": "ragged",
+        }
+        refused = {BIAS, MASK, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
+        is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
+        if kind in needed and refused & {*(self.arrays or {})}:
+            return "plain"
+        return kind if is_able else "plain"
+
+    @cached_property
+    def _planned(self) -> dict[Any, Plan]:
+        """The plans of the last group, of which each is asked for several times."""
+        return {}
+
+    def _plan(self, record: Kernel, p: Problem, constants: Mapping[str, int]) -> Plan:
+        key = record.name, p, tuple(sorted(constants.items()))
+        if key not in self._planned:
+            made = choose_kernel.plan(record, p, self._limits, **constants)
+            if len(self._planned) > TOGETHER:
+                self._planned.clear()
+            self._planned[key] = made
+            self._planned[record.name, p, tuple(sorted(made.constants.items()))] = made
+        return self._planned[key]
+
+    @cached_property
+    def _operation(self) -> str:
+        return self.kernel.operation if self.kernel else "forward"
+
+    @cached_property
+    def _dtypes(self) -> list[str]:
+        known = INPUTS if self.kernel else DTYPES
+        taken = [x for x in self.dtypes or known if not self.kernel or self.kernel.takes(x)]
+        return taken or list(self.dtypes or DTYPES)
+
+    @property
+    def _values(self) -> Sequence[str]:
+        """Kinds of input values. Nothing is known of infinity and of an lse that is rounded where
+        the author of a kernel gives the reference, so that its scores stay away from both.
+        """
+        has_own = self.kernel is not None and self.kernel.reference is not None
+        return [x for x in _VALUES if x != "lowest"] if has_own else _VALUES
+
+    @property
+    def _most_dims(self) -> int:
+        return (self.kernel and self.kernel.largest_d) or _WIDEST
+
+    def _record(self, p: Problem) -> Kernel:
+        return self.kernel or choose_kernel.select("auto", self._operation, p, self._limits)
+
+    def _has(self, feature: str) -> bool:
+        return feature in (self.kernel.features if self.kernel else FEATURES)
+
+    @cached_property
+    def _lengths(self) -> Packed | None:
+        """The lengths of sequences that replace drawn ones."""
+        given = (self.arrays or {}).get(shape_language.LENGTHS_OF)
+        return None if given is None else lengths_of(given)
+
+    def _is_in_blocks(self, turns: "_Turns") -> bool:
+        """Whether a group of many arrays has a block mask in any case, as the first one has."""
+        return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
+
+    def _is_narrow(self, turns: "_Turns") -> bool:
+        """Whether a plain group is of gradients of narrow heads without a window."""
+        return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
+
+    def _is_ragged(self, turns: "_Turns") -> bool:
+        """Whether a group is of ragged batches: by its number, or since lengths are given."""
+        return self._kind(turns).startswith("sequences")
+
+    @property
+    def _has_unused_rows(self) -> bool:
+        """Whether seqused of q and k are given: for half of the kernels, of another seed others."""
+        name = self.kernel.name if self.kernel else "auto"
+        return random.Random(f"{self.seed} unused rows {name}").random() < 0.5
+
+    def _has_texts(self, turns: "_Turns") -> bool:
+        """Whether texts, arrays and dropout are drawn for a group."""
+        return self._kind(turns) in _MODIFIED or (
+            self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
+        )
+
+    def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
+        """A sample: what is compiled takes turns from group to group, the rest in each sample."""
+        is_plain = i == turns.attempt == 0
+        compiled = self._compiled(turns, is_plain)
+        record = self._record(compiled)
+        constants = self._constants(record, compiled, turns)
+        plan = self._plan(record, compiled, constants)
+        each = _Turns(self.seed, i, turns.attempt)
+        values = "normal" if is_plain else each.choose("values", self._values)
+        lengths = _PLAIN_LENGTHS if is_plain else each.choose("lengths", _LENGTHS)
+        layout, tokens = _NEAR[0] if is_plain else each.choose("layout", _NEAR), "cached"
+        if self._kind(turns) == "pages":
+            layout = each.choose("layout of pages", _OF_PAGES)
+        if self._kind(turns) == "new tokens":
+            tokens = each.choose("tokens", tuple(TOKENS)[1:])
+            values, layout = each.choose("values", _OF_TOKENS), each.choose("layout", _OF_CACHES)
+        if self._is_lowest(compiled, turns, each) and not is_plain:
+            values = "lowest"
+        if crowd := self._crowd(compiled, plan, turns, each, lengths):
+            values = each.choose("values", ("normal", "uniform"))
+        if any(" elements = " in x.mods for x in plan.launches):  # sizes are compiled in
+            lengths = turns.choose("lengths", _LENGTHS)
+            sizes = turns, turns, turns.random("sizes"), "normal", lengths
+        else:
+            sizes = turns, each, pick, values, lengths
+        problem = self._sized(compiled, plan, *sizes, crowd)
+        problem = self._in_kind(problem, turns, pick)
+        if not problem.is_softmax:
+            problem = self._scaled(problem, values, pick)
+        tokens = tokens if problem.d > 1 else "cached"  # a pair of columns turns
+        case = Case(self._operation, problem, pick.randrange(2**31), values, layout, tokens)
+        if self.kernel is None:  # other sizes, another choice
+            record = self._record(problem)
+            constants = {}
+        return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
+
+    def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
+        """Whether scores are near the ends of the range of float.
+
+        A kernel that stores scores in float16 cannot hold them.
+        """
+        if self._operation == "softmax" or self._kind(turns) == "new tokens":
+            return False
+        _, kind = self.kernel.scratch.get("S", (None, "real")) if self.kernel else (None, "real")
+        if "lowest" not in self._values or (kind == "scalar" and p.dtype.name == "float16"):
+            return False
+        return each.choose("lowest", (False,) * (_ONE_IS_LOWEST - 1) + (True,))
+
+    def _crowd(
+        self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
+    ) -> Crowd | None:
+        """Sizes for another schedule in some of the plain samples that have many tasks."""
+        is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
+        can = is_free and not (self.arrays or p.is_softmax) and self._kind(turns) == "plain"
+        if lengths[0] != "many" or not can or self.kernel is None:
+            return None
+        found = crowds_of(p, Tile(plan), each.random("crowd itself"))
+        return each.choose("crowd", found) if found else None
+
+    def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
+        """The problem with what depends on its sizes: pages, lengths, descales."""
+        kind = self._kind(turns)
+        if kind in ("pages", "new tokens"):
+            sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
+            size = turns.choose("page size", sizes)
+            few = (
+                p
+                if kind == "pages"
+                else transforms.resize(p, M=min(max(p.M, 1), max(p.N, 1), size))
+            )
+            return few.in_pages(size)
+        if kind == "padded":
+            p = p.padded(turns.choose("padded", _SIDES_PADDED))
+        if p.dtype == E4M3_INPUTS and not p.is_ragged:
+            descaled = turns.random("descales itself").sample(
+                "qkv", turns.choose("descales", (3, 1, 2))
+            )
+            p = p.descaled(descaled)
+        return p
+
+    def _plain(self, i: int) -> Drawn:
+        """A sample for a kernel whose tiles are not known; running it gives the reason."""
+        turns = _Turns(self.seed, i // TOGETHER)
+        p = transforms.resize(self._problem(turns), M=i + 1, N=i + 2)
+        p = self._in_form(p)
+        return Drawn(Case(self._operation, p, i), self._record(p), {})
+
+    def _compiled(self, turns: "_Turns", is_plain: bool) -> Problem:
+        """The problem of a group with head dimensions for which the kernel has a plan."""
+        problem = self._problem(turns, is_plain)
+        for _ in range(6):
+            try:
+                self._plan(self._record(problem), problem, {})
+                break
+            except Unsupported:
+                problem = replace(problem, d=-(-problem.d // 2), dv=-(-problem.dv // 2))
+        return problem
+
+    def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
+        """A problem of a usual size with the dtype, head dimensions and options of a group."""
+        dtype = self._dtype(turns)
+        few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
+        M, N = (5, 1100) if few else (1024, 1024)
+        if self._operation == "softmax":
+            return Problem.of_row_sizes(M, N, dtype)
+        if is_plain:
+            d, given = min(_PLAIN_DIM, self._most_dims), dict(self.options or {})
+            arrays = self._arrays
+            p = Problem.of_sizes(M=M, N=N, heads=16, dtype=dtype, d=d, **given, **arrays)
+            return transforms.make_ragged(p, self._lengths) if self._lengths else p
+        d = self._dim(turns, "d")
+        other = turns.choose("other dv", (False, False, False, True)) and self._has("dv")
+        dv = self._dim(turns, "dv") if other else d
+        if self._is_narrow(turns):
+            d, dv = min(d, _NARROW), min(dv, _NARROW)
+        sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
+        given = self._modified(turns) | self._options(turns)
+        sizes |= (
+            {"batch": 2} if given.keys() & {*TEXTS, *shape_language.NAMES} else {}
+        )  # 1 is no broadcast
+        given = {DLSE: self._has_dlse(turns)} | given
+        p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
+        if self._is_ragged(turns):
+            return transforms.make_ragged(
+                p, self._lengths or some_lengths(used=self._has_unused_rows)
+            )
+        if self.arrays:
+            return p
+        if self._kind(turns) in ("pages", "padded", "new tokens"):
+            return p
+        in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
+        p = p.in_blocks(p.has_mask and in_blocks)
+        return self._differentiated(p, turns)
+
+    def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
+        """The problem with the gradients of some of its arrays, where the kernel gives such."""
+        able = [x.name for x in p.operands if x.is_differentiable]
+        if self._operation != "backward" or not self._has("wrt") or not able:
+            return p
+        if self._kind(turns) == "gradient of a bias":
+            return p.with_wrt([BIAS])
+        pick = turns.random("wrt itself")
+        every = pick.random() < 0.4
+        return p.with_wrt(able if every else pick.sample(able, pick.randint(1, len(able))))
+
+    def _has_dlse(self, turns: "_Turns") -> bool:
+        """Whether the gradient of lse is given, in half of the groups that have texts."""
+        if self._operation != "backward" or not self._has(DLSE) or self._arrays:
+            return False
+        asked = turns.choose(DLSE, (True, False))
+        return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
+
+    def _modified(self, turns: "_Turns") -> dict[str, Any]:
+        """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
+        given = self.options or {}
+        if self._arrays or any(name in given for name in TEXTS):
+            return self._arrays
+        if not self._has_texts(turns) or not self._has("places"):
+            return {}
+        if self._is_ragged(turns):
+            return dict(turns.choose("text of sequences", OF_SEQUENCES))
+        kind, pick = self._kind(turns), turns.random("modified itself")
+        if kind == "arrays":
+            return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
+        if kind == "expressions":
+            return some_expressions(pick)
+        if kind == "gradient of a bias":  # for each pair, of the dtype of results
+            return {BIAS: pick.choice(("bhmn", "1hmn", "b1mn", "11mn"))}
+        of = self.kernel.name if self.kernel else ""  # other kernels have other texts
+        return dict(turns.choose(f"text {of}", MODIFIED))
+
+    def _dim(self, turns: "_Turns", name: str) -> int:
+        """A head dimension: mostly small and odd, or one that models use, or a large one.
+
+        Rows of odd ones are copied one element at a time, of pages only in new tokens.
+        """
+        kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
+        kind = "usual" if self._kind(turns) == "pages" else kind
+        most = self._most_dims
+        if isinstance(kind, int):
+            return min(kind, most)
+        if kind == "odd":
+            return 2 * pick.randrange(1, 40) - 1
+        if kind == "usual":
+            return pick.choice([x for x in _USUAL_DIMS if x <= most] or [most])
+        if kind == "edge":
+            return min(pick.choice((16, 64)) * pick.randrange(1, 4) + pick.choice((-1, 1)), most)
+        return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
+
+    def _dtype(self, turns: "_Turns") -> str:
+        return turns.choose("dtype", self._dtypes)
+
+    def _options(self, turns: "_Turns") -> dict[str, Any]:
+        """Mask, sides of the window and other options of a group; sizes are drawn later."""
+        is_plain = self._is_ragged(turns) and not self._has_texts(turns)
+        masks = [x for x in _MASKS if x] if is_plain else _MASKS
+        causal = turns.choose("causal", self._able("causal", masks))
+        if self._kind(turns) in ("new tokens", "gradient of a bias"):
+            causal = "bottom-right"
+        sides = turns.choose("sides", _SIDES)
+        window = tuple(1 if sides in (side, "both") else None for side in ("left", "right"))
+        is_able = self._able("window", (window,)) and not self._is_narrow(turns)
+        window = window if is_able else (None, None)
+        sign = -1.0 if turns.choose("sign", (1, 1, 1, -1)) < 0 and not is_plain else None
+        found = {"causal": causal, "window": window, "scale": sign}
+        for name in other_options():
+            option = OPTIONS[name]
+            tried = self._able(name, option.tried)
+            found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
+        found["out_dtype"] = self._out_dtype(turns)
+        return found | self._dropout(turns) | dict(self.options or {})
+
+    def _out_dtype(self, turns: "_Turns") -> str | None:
+        """float32 of some groups with 16-bit inputs."""
+        dtype = INPUTS[self._dtype(turns)]
+        able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
+        tried = [x for x in able if can_give(x, dtype)]
+        return turns.choose("out_dtype", (None, None, None, *tried))
+
+    def _dropout(self, turns: "_Turns") -> dict[str, Any]:
+        """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
+        pick = turns.random("dropout itself")
+        tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
+        if not self._has_texts(turns) or not turns.choose("dropout", tried):
+            return {}
+        seeds: dict[str, Any] = {
+            "dropout_seed": pick.randrange(2**64),
+            "dropout_offset": pick.randrange(2**32),
+        }
+        forms_of = turns.random("seeds in memory").sample(_SEEDS, len(SEEDS))
+        in_memory = turns.choose("seeds in memory", ((), SEEDS, (), SEEDS[:1]))
+        seeds |= {name: form for name, form in zip(SEEDS, forms_of) if name in in_memory}
+        return {"dropout": tried[-1], **seeds}
+
+    def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
+        """The values of an option for which the kernel has the features."""
+        features = OPTIONS[name].features.items()
+        return [
+            x for x in values if all(self._has(what) or not needs(x) for what, needs in features)
+        ]
+
+    def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
+        """The plan's own constants; with little room, where the kernel works in rounds."""
+        constants = dict(self._plan(record, p, {}).constants)
+        if "room" in constants and turns.choose("room", (True, False)):
+            constants["room"] = turns.random("room itself").randrange(2, 9)
+        return constants
+
+    def _sized(
+        self,
+        p: Problem,
+        plan: Plan,
+        turns: "_Turns",
+        each: "_Turns",
+        pick: random.Random,
+        values: str,
+        lengths: tuple[str, str],
+        crowd: Crowd | None = None,
+    ) -> Problem:
+        """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
+        tile = Tile(plan)
+        are_few = bool(p.operands) and not p.lengths and each.i % TOGETHER == 0
+        of_rows, of_keys = _FEW if are_few else lengths
+        M = tile.length(of_rows, tile.rows, tile.row_stages, pick)
+        N = tile.length(of_keys, tile.keys, tile.stages, pick)
+        if p.is_softmax:
+            return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
+        is_packed = any("pack_gqa" in x.constants for x in plan.launches)
+        batch, kv_heads, group = self._heads(
+            turns, each, values, are_few, shares=bool(p.operands), is_packed=is_packed
+        )
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # texts of none or of one differ
+            M, N = max(M, 2), max(N, 2)
+        if crowd:
+            (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
+            group = group if self._has("gqa") else 1
+        elif of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
+            batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
+        heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
+        if p.lengths:
+            drawn = lengths_near(tile, p.lengths, pick, is_full=each.i % 2 == 0)
+            p = transforms.make_ragged(p, p.lengths if self._lengths else drawn, **heads)
+        else:
+            p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
+        p = self._smaller(p, values)
+        if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self._limits):
+            p = self._crowded(p, plan)
+        p = self._in_form(p)
+        given = (self.options or {}).keys()
+        if "window" not in given and p.window != (None, None):
+            sides = (side is not None for side in p.window)
+            edge = each.choose("edge of the window", (None, -1, 0, 1))
+            shift = 0 if p.causal == "top-left" else p.N - p.M
+            near = window_near(sides, longest(p), tile.keys, pick, edge=edge, shift=shift)
+            p = p.with_options(window=near)
+        is_split = tile.has_splits and (crowd or of_rows == "many") and not p.lengths
+        if is_split and not given & {"causal", "window", "offset"}:
+            return with_long_rows(p)
+        return p if "offset" in given else self._moved(p, each)
+
+    def _heads(
+        self,
+        turns: "_Turns",
+        each: "_Turns",
+        values: str,
+        are_few: bool,
+        *,
+        shares: bool,
+        is_packed: bool,
+    ) -> tuple[int, int, int]:
+        """Batch, key heads and the query heads of each; few rows of heads may share a tile.
+
+        shares: whether there are arrays, whose texts differ for a single batch element or head.
+        """
+        if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
+            batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
+        else:
+            of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
+            usual = _HEADS_OF_LENGTHS if of_lengths or shares else _HEADS
+            batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
+            # It may be compiled in, so that it is the same for a group of samples.
+            group = group if group == 1 else turns.choose("group", (2, 5, 3))
+        group = group if self._has("gqa") else 1
+        return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
+
+    def _moved(self, p: Problem, each: "_Turns") -> Problem:
+        """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
+        if not p.is_masked or p.causal == "top-left" or p.is_ragged:
+            return p
+        if not each.choose("offset", (False,) * 7 + (True,)):
+            return p
+        return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
+
+    def _smaller(self, p: Problem, values: str) -> Problem:
+        """The problem with fewer heads, then rows, then keys, if it takes long; where rows are
+        computed again, it takes longer.
+        """
+        most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
+        least = 2 if p.operands else 1  # batch elements and heads
+        is_repaired = values in _REPAIRED and self._repairs(p)
+        while work_of(p, self._operation) > most or (
+            is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED
+        ):
+            if p.batch > least:
+                p = transforms.resize(p, batch=least)
+            elif p.kv_heads > 1 and p.heads > p.kv_heads:
+                p = transforms.resize(p, heads=p.group, kv_heads=1)
+            elif p.kv_heads > least:
+                p = transforms.resize(p, heads=least, kv_heads=least)
+            elif p.group > 2 and not p.operands:
+                p = transforms.resize(p, heads=2)
+            elif self._lengths:
+                break
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # whose last rows would go
+                p = transforms.resize(p, M=p.M // 2)
+            else:
+                p = transforms.resize(p, N=p.N // 2)
+        return p
+
+    def _repairs(self, p: Problem) -> bool:
+        """Whether a launch computes rows and keys again that float16 could not hold."""
+        launches = self._record(p).launches
+        return any(isinstance(x, Launch) and x.entry.startswith("repair_split") for x in launches)
+
+    @property
+    def _arrays(self) -> dict[str, Any]:
+        """The forms that replace drawn ones, without the lengths of sequences."""
+        given = (self.arrays or {}).items()
+        return {name: x for name, x in given if name != shape_language.LENGTHS_OF}
+
+    def _in_form(self, p: Problem) -> Problem:
+        """The problem with the given forms of arrays, and with sizes for which they suffice."""
+        given = {x: y for x, y in self._arrays.items() if x != shape_language.BLOCK_MASK}
+        return (
+            transforms.replace_arrays(p, given)
+            if given and not (p.is_softmax or self._lengths)
+            else p
+        )
+
+    def _crowded(self, p: Problem, plan: Plan) -> Problem:
+        """The problem with so many batch elements that blocks have several tasks, if it may be."""
+        while p.M and p.N:
+            now = choose_kernel.plan(plan.kernel, p, self._limits, **plan.constants)
+            most = _MOST_WORK[self.backend.name]
+            if is_on_few_blocks(now, self._limits) or 2 * work_of(p, self._operation) > most:
+                break
+            more = p.lengths and tuple(x.twice for x in p.lengths)
+            p = transforms.make_ragged(p, more) if more else transforms.resize(p, batch=2 * p.batch)
+        return p
+
+    def _scaled(self, p: Problem, values: str, pick: random.Random) -> Problem:
+        """The problem with another scale of the same sign; scores of "huge" stay finite."""
+        if "scale" in (self.options or {}):
+            return p
+        size = pick.choice((1.0, pick.uniform(0.02, 0.5)))
+        if values == "lowest":
+            return p.with_options(scale=math.copysign(1.0, p.scale))
+        if p.options.scale is not None:
+            # Scores of 0 are a case of their own, and show nothing of q and k.
+            size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
+            return p.with_options(scale=-size)
+        return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
+
+
+def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
+    """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
+    p, tile = plan.problem, Tile(plan)
+    arrays = {x.name for x in p.operands}
+    sizes = list(pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
+    lengths = [(M, tile.rows) for M, _ in sizes if tile.rows > 1]
+    lengths += [(N, tile.keys) for _, N in sizes if tile.keys > 1]
+    return {
+        "below a tile": any(0 < length < size for length, size in lengths),
+        "a tile's edge": any(
+            length and min(length % size, -length % size) <= 1 for length, size in lengths
+        ),
+        "several tiles": any(length > size for length, size in lengths),
+        "beyond the ring": tile.has_ring and tile.is_left(p),
+        "several tasks a block": is_on_few_blocks(plan, limits),
+        "several splits": splits_of(plan) > 1,
+        "several spans": 0 < tile.span < p.N,
+        "several rounds": any(plan.rounds_of(x) > 1 for x in plan.programs if x.launch.in_rounds),
+        "slices of d": p.d > tile.slice,
+        "no rows or keys": any(0 in x for x in sizes),
+        "sequences": p.lengths is not None,
+        "mask": p.right is not None,
+        "window": p.left is not None,
+        "offset": p.offset is not None,
+        "float32 results": p.out_dtype != p.dtype,
+        "GQA": p.group > 1,
+        "packed heads": any(x.constants.get("pack_gqa", 1) > 1 for x in plan.launches),
+        **{name: name in p.options.changed for name in (*other_options(), *TEXTS)},
+        "ALiBi": ALIBI in arrays,
+        "bias": BIAS in arrays,
+        "descales": bool(arrays & {*DESCALES}),
+        "pages": p.pages > 0,
+        "lengths": not p.pages and bool(arrays & {*PADDED}),
+        "mask array": MASK in arrays,
+        "block mask": bool(arrays & {*MAPS}),
+        "sink": SINK in arrays,
+        "dropout": p.options.dropout > 0,
+        "seed in memory": bool(arrays & {*SEEDS}),
+        "gradient of lse": DLSE in arrays,
+        "gradients of arrays": bool(p.wrt),
+    }
+
+
+def other_options() -> list[str]:
+    """The options with values to try, besides those that grids have as axes of their own."""
+    own = ("causal", "window", "scale", "out_dtype")
+    return [name for name, option in OPTIONS.items() if option.tried and name not in own]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Choices for the turn i of a seed, each by its name and independent of the others."""
+
+    seed: int
+    i: int
+    attempt: int = 0
+
+    def random(self, name: str) -> random.Random:
+        return random.Random(f"{self.seed} {self.i} {self.attempt} {name}")
+
+    def choose(self, name: str, values: Sequence[Value]) -> Value:
+        """The value whose turn it is: as many turns as there are values have each value once."""
+        turn, place = divmod(self.i, len(values))
+        order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
+        return values[order[(place + self.attempt) % len(values)]]

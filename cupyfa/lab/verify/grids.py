@@ -1,0 +1,411 @@
+"""Grids: the lists of cases that a kernel is checked on, by name.
+
+``fa2`` and ``fa3`` have the sizes of Dao-AILab/flash-attention's tests at commit 0251105a2fb1:
+tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py, without
+dropout, softcap, ALiBi, sinks, packed sequences of several lengths, paged or appended caches,
+rotary embedding and fp8. Axes are crossed as in those tests, with two exceptions: for long
+sequences or a window one random combination of dtype, shared keys and layout is taken, and long
+sequences have fewer batch elements.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, islice, product
+from typing import Any
+
+from cupyfa.lab.verify import transforms
+from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.lab.verify.fuzz import other_options
+from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
+from cupyfa.problem import shape_language
+from cupyfa.problem.dtypes import DTYPES, INPUTS
+from cupyfa.problem.optional_inputs import BIAS, MASK
+from cupyfa.problem.options import OPTIONS, Window
+from cupyfa.problem.problem import Problem, can_give
+from cupyfa.problem.wrt import WRT
+
+GRIDS = {
+    "fuzz": "random cases, with sizes near those of a kernel's tiles",
+    "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
+    "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, keys in pages, every "
+    "layout, every kind of values",
+    "fa2": "the sizes of FlashAttention 2's tests, then the edges",
+    "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
+}
+
+Axes = Mapping[str, Sequence[Any]]
+Choice = Mapping[str, Any]  # a value for each axis
+Lengths = tuple[tuple[int, int], ...]  # of queries and keys
+
+_EVERY = tuple(DTYPES)
+_HALVES = ("float16", "bfloat16")
+_MASKS = (None, "bottom-right")
+_EVERY_MASK = (None, *OPTIONS["causal"].tried)
+_LOCAL = ("neither", "both")  # sides on which a window has a limit
+_SIDES = (*_LOCAL, "left", "right")
+_NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
+
+
+def cases(
+    grid: str,
+    operation: str,
+    *,
+    dtypes: Sequence[str] | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    options: Choice | None = None,
+    arrays: Choice | None = None,
+    can: Sequence[Callable[[Case], bool]] = (),
+) -> list[Case]:
+    """The cases of one of GRIDS but ``fuzz``, or a sample with many pairs of values.
+
+    dtypes, options (of attention), arrays (their forms): in place of the grid's own. samples: how
+    many to draw, by default all. seed: of the sample and of the inputs. can: says of each kernel
+    which cases it can run. Kernels take turns, so that a sample has cases for all of them; it has
+    others only where there are none.
+    """
+    chosen = _choices(grid, operation == "softmax", dtypes)
+    if operation == "backward":
+        chosen = (x for x in chosen if shape_language.PAGE_SIZE not in x)
+    found = list(dict.fromkeys(_case(operation, seed, **one) for one in chosen))
+    if (options or arrays) and operation != "softmax":
+        given = options or {}, arrays or {}
+        found = [x for x in found if _takes(x.problem, *given)]
+        found = [replace(x, problem=transforms.modify(x.problem, *given)) for x in found]
+        found = list(dict.fromkeys(found))
+    if samples is None:
+        return found
+    return _sampled(found, samples, seed, can) or _sampled(found, samples, seed, ())
+
+
+def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
+    """Whether a problem may have these options and arrays.
+
+    A ragged batch has no arrays of pairs, nor their wrt. An offset needs its own mask.
+    """
+    if not can_give(options.get("out_dtype"), p.dtype):
+        return False
+    is_ragged = p.lengths is not None or shape_language.LENGTHS_OF in arrays
+    is_paged = p.pages or shape_language.PAGE_SIZE in arrays
+    if p.offset is not None and (is_ragged or is_paged or options.keys() & {"causal", "window"}):
+        return False
+    named = {*arrays, *(x.name for x in p.operands)}
+    if is_paged and (is_ragged or named & {shape_language.BLOCK_MASK, WRT}):
+        return False
+    return not (is_ragged and named & {BIAS, MASK, shape_language.BLOCK_MASK, WRT})
+
+
+# FlashAttention's tests
+
+_HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+_FEW_QUERIES = ((3, 1024), (1, 339), (64, 800), (3, 799), (64, 2048), (16, 20000))
+_CAUSAL = (
+    *((1, 239), (3, 799), (127, 512), (127, 513), (113, 203)),
+    *((128, 217), (113, 211), (108, 256), (256, 512), (1023, 1024)),
+)
+
+
+def _square(*lengths: int) -> Lengths:
+    return tuple((length, length) for length in lengths)
+
+
+def _swapped(lengths: Lengths) -> Lengths:
+    """The lengths, and those of queries and keys exchanged."""
+    return (*lengths, *((N, M) for M, N in lengths))
+
+
+def _axes(batch: int, heads: int, lengths: Lengths, **others: Sequence[Any]) -> Axes:
+    """The axes of one test; without kv_heads every head has keys of its own."""
+    usual = {"d": _HEAD_DIMS, "causal": _MASKS, "local": _LOCAL, "layout": ("bshd",)}
+    axes = {"batch": (batch,), "heads": (heads,), "kv_heads": (), "lengths": lengths}
+    return {name: values for name, values in {**axes, **usual, **others}.items() if values}
+
+
+_SMOKE_LENGTHS = ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339))
+_SMOKE_DIMS = (32, 59, 64, 111, 128, 256)
+SMOKE = _axes(1, 6, _SMOKE_LENGTHS, d=_SMOKE_DIMS, kv_heads=(6, 2, 1), local=(), layout=())
+_FA2_LENGTHS = (
+    *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
+    *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
+)
+_FA2_DIMS = [d for d in _HEAD_DIMS if d != 80]
+_PACKED = _square(97, 128, 200, 384, 768, 1024, 1025, 2048)
+_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128))
+_RACING = (
+    *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
+    *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
+)
+FA2: Mapping[str, Axes] = {
+    "test_flash_attn_output": _axes(
+        4, 6, _FA2_LENGTHS, d=_FA2_DIMS, kv_heads=(6, 1, 2), layout=("bshd", "packed")
+    ),
+    "test_flash_attn_qkvpacked": _axes(4, 9, _PACKED, layout=("packed",)),
+    "test_flash_attn_causal": _axes(8, 9, _swapped(_CAUSAL), causal=("bottom-right",)),
+    "test_flash_attn_splitkv": _axes(1, 12, _swapped((*_FEW_QUERIES, (128, 128), (256, 256)))),
+    "test_flash_attn_splitkv, longest": _axes(1, 2, _swapped(((16, 100000),))),
+    "test_flash_attn_kvcache": _axes(
+        2, 6, _CACHED, d=(32, 59, 64, 80, 128, 256), kv_heads=(6, 1, 3)
+    ),
+    "test_flash_attn_race_condition": _axes(60, 4, _RACING, local=()),
+    "test_flash_attn_deterministic": _axes(4, 9, _swapped(_CAUSAL)),
+}
+_HOPPER_LENGTHS = (
+    *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
+    *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
+    *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
+)
+_CUTE_LENGTHS = ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048))
+_FA3_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577))
+_FA3_DIMS = (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512))
+_NO_KEYS = ((1, 0), (64, 0), (128, 0), (256, 0))
+FA3: Mapping[str, Axes] = {
+    "hopper test_flash_attn_output": _axes(
+        9, 6, _HOPPER_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 2, 1), local=_SIDES
+    ),
+    "cute test_flash_attn_output": _axes(
+        9, 6, _CUTE_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 3, 1), local=_SIDES
+    ),
+    "both, long": _axes(
+        2, 6, _square(4096, 4224), d=_FA3_DIMS, kv_heads=(6, 3, 2, 1), local=_SIDES
+    ),
+    "cute test_flash_attn_small_head_dim": _axes(2, 2, _square(128, 2048), d=(8, 16, 32), local=()),
+    "hopper and cute test_flash_attn_kvcache": _axes(
+        5, 6, _FA3_CACHED, d=(64, 128), kv_heads=(6, 3, 1)
+    ),
+    "hopper test_flash_attn_cluster": _axes(
+        2, 16, ((64, 8192),), d=(128,), kv_heads=(4,), local=()
+    ),
+    "cute test_flash_attn_seqlen_k_zero": _axes(4, 16, _NO_KEYS, d=(128, 192), local=()),
+}
+_TAKE_TURNS = ("dtype", "kv_heads", "layout")
+
+
+def _choices(grid: str, rows: bool, dtypes: Sequence[str] | None) -> Iterator[Choice]:
+    """The choices of a grid for attention, or for a softmax over rows."""
+    if grid == "smoke":
+        smoke = {"lengths": _ROWS_SMOKE} if rows else SMOKE
+        yield from _crossed({**smoke, "dtype": dtypes or _EVERY})
+        return
+    for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
+        if rows:
+            yield from _crossed({"lengths": axes["lengths"], "dtype": dtypes or _HALVES})
+        else:
+            yield from _crossed_if_short({**axes, "dtype": dtypes or _HALVES})
+    yield from (_row_edges if rows else _edges)(dtypes or _EVERY)
+
+
+def _case(
+    operation: str,
+    seed: int,
+    *,
+    lengths: tuple[Any, Any] = (None, None),
+    d: int | tuple[int, int] = 0,
+    values: str = "normal",
+    layout: str = "bhsd",
+    local: str = "neither",
+    sequences: str | None = None,
+    **sizes: Any,
+) -> Case:
+    """A case of the chosen values; d may be the pair of d and dv."""
+    M, N = lengths
+    d, dv = d if isinstance(d, tuple) else (d, d)
+    if local != "neither" and N is not None:
+        pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
+        sizes["window"] = _random_window(pick, local, N)
+    if operation == "softmax":
+        problem = Problem.of_row_sizes(M, N, **sizes)
+    else:
+        problem = Problem.of_sizes(M=M, N=N, d=d, dv=dv, lengths=sequences, **sizes)
+    return Case(operation, problem, seed, values, layout)
+
+
+def _crossed(axes: Axes) -> Iterator[Choice]:
+    for values in product(*axes.values()):
+        yield dict(zip(axes, values))
+
+
+def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
+    """Every combination; with long sequences or a window, a random one of _TAKE_TURNS."""
+    turns = {name: axes[name] for name in _TAKE_TURNS if name in axes}
+    pick = random.Random(0)
+    for chosen in _crossed({name: axes[name] for name in axes if name not in turns}):
+        combined = list(_crossed(turns))
+        M, N = chosen["lengths"]
+        is_long = M * N > 2**19 or max(M, N) > 2**12
+        if is_long or chosen.get("local", "neither") != "neither":
+            combined = [pick.choice(combined)]
+        if is_long:
+            while chosen["batch"] > 1 and chosen["batch"] * chosen["heads"] * M * N > 2**25:
+                chosen = {**chosen, "batch": chosen["batch"] // 2}
+        for turn in combined:
+            yield {**chosen, **turn}
+
+
+# Edges
+
+_SMALL = {"batch": 1, "heads": 2, "lengths": (5, 7), "d": 8}
+_EMPTY = (
+    *({**_SMALL, "batch": 0}, {**_SMALL, "heads": 0}),
+    *({**_SMALL, "lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0))),
+    *({**_SMALL, "d": d} for d in ((0, 8), (8, 0), (0, 0))),
+)
+_MANY = (  # more than the 65,535 blocks of a grid's y and z
+    {"batch": 70_000, "lengths": (3, 5), "d": 4},
+    {"heads": 70_000, "lengths": (3, 5), "d": 4},
+    {"batch": 300, "heads": 300, "kv_heads": 100, "lengths": (3, 5), "d": 4},
+)
+_FAR = (
+    {"batch": 2, "heads": 3, "lengths": (5, 7), "d": 8, "layout": "far"},
+    {"heads": 2, "lengths": (33, 17), "d": 40, "layout": "far"},
+    {"lengths": (2, 2), "d": 16, "layout": "far"},
+)
+_ODD: Axes = {
+    "batch": (1, 2),
+    "heads": (1, 2, 6),
+    "kv_heads": (1, 2, 6),
+    "lengths": ((1, 1), (1, 70), (70, 1), (33, 17), (17, 65), (64, 64), (129, 127)),
+    "d": (
+        *(1, 3, 7, 17, 65, 127, 129, 257, 384, 511, 512, 577, 768, 1000, 1024),
+        *((17, 1), (1, 17), (65, 129), (129, 40), (40, 768), (768, 7)),
+    ),
+    "causal": _EVERY_MASK,
+    "scale": (None, *OPTIONS["scale"].tried),
+    "values": tuple(VALUES),
+    "layout": _NEAR,
+}
+_OFFSETS = (-200, -5, 0, 7, 64, 1000)
+_OF_RESULTS = 8  # cases with results in float32
+_OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
+# Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
+# rows that do not count, and rows of no sequence.
+_SEQUENCES = (
+    *("1", "0:0", "0,0,5", "1,1,1:3,0,1", "64,0,128,1", "5,70,0:7,0,9", "33,17,64,1:17,64,33,1"),
+    *("15,16,17,31,32,33:33,32,31,17,16,15", "63,64,65:129,127,128", "_3,20,30,_10:_3,25,35,_10"),
+    *("127,129:1,257", "5/5,0/9,60/73", "_1,64,2:0/7,33/40", "70/129,1/2:80,3", "_65,1,_2:1"),
+)
+
+
+# Queries, keys and keys of a page, and the batch; the lengths of its elements are those of Case.
+_PAGED: tuple[Choice, ...] = tuple(
+    {"lengths": (M, N), "page_size": size, "batch": batch, "d": d}
+    for M, N, size, batch, d in (
+        *((1, 1, 16, 1, 64), (1, 70, 16, 7, 128), (2, 300, 16, 5, 65), (17, 65, 16, 2, (65, 129))),
+        *((1, 70, 32, 5, 17), (40, 257, 32, 2, 64), (3, 16, 32, 7, 1), (1, 300, 64, 5, 128)),
+        *((17, 65, 64, 7, 129), (1, 257, 128, 5, 64), (2, 300, 256, 5, (40, 17)), (0, 9, 16, 2, 8)),
+    )
+)
+
+
+def _edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+    special = (*product(_EMPTY, _EVERY_MASK), *product(_MANY, _MASKS))
+    for i, (sizes, causal) in enumerate(special):
+        yield {**sizes, "causal": causal, "dtype": dtypes[i % len(dtypes)]}
+    for sizes, dtype in product(_FAR, dtypes):
+        yield {**sizes, "causal": "top-left", "dtype": dtype}
+    odd = {**_ODD, "dtype": dtypes}
+    yield from _paired(odd, _OF_ODD)
+    odd["window"] = OPTIONS["window"].tried
+    yield from _paired(odd, _OF_ODD // 4 - len(_OFFSETS) - _OF_RESULTS)
+    for chosen, offset in zip(_paired({**odd, "causal": _MASKS[1:]}, len(_OFFSETS)), _OFFSETS):
+        yield {**chosen, "offset": offset}
+    if narrow := [x for x in dtypes if INPUTS[x].itemsize <= 2]:
+        for chosen in _paired({**odd, "dtype": narrow}, _OF_RESULTS):
+            yield {**chosen, "out_dtype": "float32"}
+    others = {name: (OPTIONS[name].default, *OPTIONS[name].tried) for name in other_options()}
+    yield from _paired({**odd, **others}, _OF_ODD // 4 if others else 0)
+    for chosen, text in zip(_paired(odd, len(MODIFIED)), MODIFIED):
+        yield {**chosen, **text}
+    sequences = {**odd, **others, "sequences": _SEQUENCES}
+    del sequences["batch"], sequences["lengths"]
+    for i, chosen in enumerate(_paired(sequences, _OF_ODD // 4)):
+        yield {**chosen, **OF_SEQUENCES[i % len(OF_SEQUENCES)]}
+    for chosen, paged in zip(_paired({**odd, **others}, len(_PAGED)), _PAGED):
+        yield {**chosen, **paged}
+
+
+# Softmax over rows
+
+_ROWS_SMOKE = tuple(product((1, 7, 113), (1, 31, 32, 33, 256, 1000, 4096)))
+_ROWS_SPECIAL: tuple[Choice, ...] = (
+    *({"lengths": lengths} for lengths in ((0, 7), (5, 0), (0, 0), (70_000, 3))),
+    {"lengths": (2, 100), "layout": "far"},
+)
+_ODD_COLUMNS = (1, 2, 3, 31, 33, 127, 255, 257, 511, 1023, 1025, 4097, 10_000, 20_000)
+_ROWS_ODD: Axes = {
+    "lengths": tuple(product((1, 2, 5, 70, 300), _ODD_COLUMNS)),
+    "values": tuple(VALUES),
+    "layout": _NEAR,
+}
+
+
+def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
+    for sizes, dtype in product(_ROWS_SPECIAL, dtypes):
+        yield {**sizes, "dtype": dtype}
+    yield from _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD)
+
+
+# Windows
+
+
+def _random_window(pick: random.Random, sides: str, N: int) -> Window:
+    """Limits on these sides of 0 to N keys, uniform in their logarithm."""
+
+    def keys(*limited: str) -> int | None:
+        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1 if sides in limited else None
+
+    return keys("left", "both"), keys("right", "both")
+
+
+# Samples with many pairs of values
+
+_TRIED = 30  # candidates for each choice
+
+
+def _sampled(
+    found: Sequence[Case], samples: int, seed: int, can: Sequence[Callable[[Case], bool]]
+) -> list[Case]:
+    """Some of the cases that can run, chosen for many different pairs of values."""
+    pick = random.Random(seed)
+    left, met = list(found), set[Any]()
+    chosen: list[Case] = []
+    of_others: list[Case] = []  # cases that the kernel whose turn it was cannot run
+    while left and len(chosen) < samples:
+        tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
+        best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))
+        left[best], left[-1] = left[-1], left[best]
+        case = left.pop()
+        if not can or can[len(chosen) % len(can)](case):
+            chosen.append(case)
+            met |= _pairs(_fields(case))
+        else:
+            of_others.append(case)
+    able = (case for case in of_others if any(runs(case) for runs in can))
+    return chosen + list(islice(able, samples - len(chosen)))
+
+
+def _paired(axes: Axes, count: int) -> list[Choice]:
+    """`count` random choices of a value for each axis, with many different pairs of values."""
+    pick = random.Random(0)
+    met, chosen = set[Any](), list[Choice]()
+    while len(chosen) < count:
+        drawn = [{x: pick.choice(values) for x, values in axes.items()} for _ in range(_TRIED)]
+        best = max(filter(_is_valid, drawn), key=lambda one: len(_pairs(one) - met))
+        chosen.append(best)
+        met |= _pairs(best)
+    return chosen
+
+
+def _is_valid(chosen: Choice) -> bool:
+    """Whether kv_heads divides heads and scores are no larger than "huge" makes them."""
+    is_huge = chosen["values"] == "huge" and chosen.get("scale") not in (None, 0.0)
+    return not is_huge and chosen.get("heads", 1) % chosen.get("kv_heads", 1) == 0
+
+
+def _fields(case: Case) -> Choice:
+    return {**case.problem.record(), "values": case.values, "layout": case.layout}
+
+
+def _pairs(chosen: Choice) -> set[Any]:
+    return set(combinations(chosen.items(), 2))

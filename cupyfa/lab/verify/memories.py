@@ -1,0 +1,41 @@
+"""Calls on arrays in two memories: q, k and v in a GPU's, what changes scores in NumPy's."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+from cupyfa import api
+from cupyfa.ladder.operations import Arrays
+from cupyfa.planner.plan import Plan
+from cupyfa.problem.optional_inputs import PAGE_TABLE, SCALES, SEEDS
+from cupyfa.runtime.backend import Backend
+
+_OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}  # which are no arguments of calls, or options too
+
+
+def may_be_mixed(plan: Plan) -> bool:
+    """Whether a call may take its problem with arrays in two memories."""
+    p, read = plan.problem, {x.name for x in plan.problem.modifiers.arrays}
+    is_plain = plan.kernel.is_plain and plan.kernel.operation == "forward"
+    is_dense = not (p.pages or p.block_mask or p.sequences is not None)
+    return is_plain and is_dense and bool(read) and not read & _OTHERS
+
+
+def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.ndarray]:
+    """The outputs of a prepared call, whose arrays that change scores are NumPy's."""
+    p = plan.problem
+    q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
+    own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}
+    found: dict[str, Any] = {x.name: inputs[x.input] for x in p.modifiers.arrays}
+    arguments = inspect.signature(api.attention).parameters
+    named = {x.name for x in p.modifiers.arrays if x.name in arguments}
+    captured = {x: y for x, y in found.items() if x not in named} | {
+        x: y for x, y in p.modifiers.numbers.items() if x in own and x != "softcap"
+    }
+    given = {x: found[x] for x in named} | ({"captured": captured} if captured else {})
+    how: dict[str, Any] = {"options": p.options, "kernel": plan.kernel, "backend": backend}
+    prepared = api.compile(q, k, v, **how, tiles=dict(plan.constants), return_lse=True, **given)
+    out, lse = prepared(q, k, v, **given)
+    results = {"O": backend.download(out), "lse": backend.download(lse)}
+    return {name: results[name] for name in plan.outputs}

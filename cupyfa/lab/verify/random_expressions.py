@@ -1,0 +1,227 @@
+"""Random expressions of the whole grammar, with the captured arrays and numbers that they read.
+
+Scores stay moderate, indices inside their arrays and divisors away from 0, whatever the sizes of a
+problem are, so every drawn expression has results that can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from cupyfa.score.expressions import Expression
+
+Form = str | bool | int | float  # of an array, as "f32[heads]", or a number
+# Of every dtype and kind; the axes of several arrays are places, those of others are numbers.
+CAPTURED: Mapping[str, Form] = {
+    **{"slope": "f32[heads]", "half": "f16[N]", "brain": "bf16[M]", "wide": "f64[heads,4]"},
+    **{"table": "f32[4,4]", "doc": "i32[M|N]", "tiny": "i8[heads]", "byte": "u8[N]"},
+    **{"short": "i16[M]", "ushort": "u16[N]", "uint": "u32[batch]", "long": "i64[batch]"},
+    **{"ulong": "u64[N]", "seen": "bool[batch,N]", "open": "bool[M]"},
+    **{"gain": 0.75, "shift": -0.3, "count": 5, "distant": 2**40, "flag": True},
+}
+_PLACES: dict[str, tuple[str, ...]] = {
+    **{"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)},
+    "M|N": ("query", "key"),
+}
+_OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
+_KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
+_DEEPEST = 3  # functions and operators inside each other
+# Functions of any moderate number, and those that have a text for their argument.
+_OF_ANY = ("tanh", "sigmoid", "softplus", "sin", "cos", "erf", "floor", "abs")
+_OF_SOME = {
+    **{"exp": "min({}, 1.5)", "exp2": "min({}, 2)", "expm1": "min({}, 1.5)"},
+    **{"log": "0.1 + abs({})"},
+    **{"log1p": "abs({})", "sqrt": "0.01 + abs({})", "rsqrt": "0.25 + abs({})"},
+}
+# Of small arguments, which a large factor makes moderate again.
+_OF_SMALL = ("tanh({})", "sin({})", "erf({})", "log1p({})", "expm1({})")
+
+
+def draw_expression(
+    rng: random.Random,
+    kind: Literal["score", "mask"],
+    names: Mapping[str, Form] = CAPTURED,
+) -> tuple[str, dict[str, Form]]:
+    """A random text, and the forms of those of ``names`` that it reads.
+
+    rng: decides everything: the same state gives the same expression.
+    kind: "score" gives a text for ``score_mod``, which names the score; "mask" one for
+         ``mask_mod``, which hides a part of the pairs, never all keys of a query.
+    names: the captured arrays and numbers that the text may read, by name. A form is one that
+        ``shape_language`` takes under "captured": a number, or a text such as "f32[heads]",
+        "bool[batch,N]" or "i32[M|N]". An axis of a size by name is indexed with its place alone, so
+        arrays fit problems of any size; one of a size by number may have any index.
+
+    The text and the forms are what a problem takes:
+    ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Elements of whole numbers have to
+    be from 0 to 3, and those of floats moderate, as ``Case`` draws them.
+    """
+    drawer = _Drawer(rng, names, has_score=kind == "score")
+    text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
+    read = Expression.of(f"{kind}_mod", text).captured
+    return text, {name: form for name, form in names.items() if name in read}
+
+
+class _Drawer:
+    """Draws texts of numbers, of whole numbers and of conditions, up to a depth."""
+
+    def __init__(self, rng: random.Random, names: Mapping[str, Form], has_score: bool) -> None:
+        self.rng = rng
+        self.names = names
+        self.has_score = has_score
+
+    def score(self) -> str:
+        """A number of the score, which stays moderate."""
+        a = self.number(_DEEPEST)
+        whole = f"max(min({self.number(_DEEPEST)}, 20), -20)"
+        return self._any(
+            *[lambda: f"score + {a}"] * 2,
+            lambda: f"score * sigmoid({a}) - {whole}",
+            lambda: f"where({self.condition(2)}, score, {whole})",
+            lambda: f"score if {self.condition(2)} else {whole}",
+            lambda: f"0.5 * score + {whole}",
+            self._not_a_number,
+        )
+
+    def number(self, depth: int) -> str:
+        """A number of moderate size: below about 100."""
+        if depth <= 0:
+            return self._leaf()
+        return self._any(
+            *[lambda: self._function(depth)] * 4,
+            *[lambda: self._of_small(depth)] * 2,
+            *[lambda: self._arithmetic(depth)] * 3,
+            lambda: f"{self._pick(('min', 'max'))}({self.number(depth - 1)}, {self._leaf()})",
+            lambda: f"where({self.condition(depth - 1)}, {self.number(depth - 1)}, {self._leaf()})",
+            lambda: f"({self._leaf()} if {self.condition(depth - 1)} else {self._leaf()})",
+            lambda: f"({self.whole(depth - 1)}) % {self._pick((3, 5, 8))} * 0.25",
+            self._leaf,
+        )
+
+    def whole(self, depth: int) -> str:
+        """A whole number of any size that has fewer than 64 bits."""
+        if depth <= 0:
+            return self._whole_leaf()
+        a, b = self.whole(depth - 1), self._whole_leaf()
+        return self._any(
+            lambda: f"({a} {self._pick('+-')} {b})",
+            lambda: f"({a} * {self._pick(('3', '-7', '(head - 1)'))})",
+            lambda: f"({a}) {self._pick(('//', '%'))} {self._divisor()}",
+            lambda: f"{self._pick(('min', 'max'))}({a}, {b})",
+            lambda: f"abs({a})",
+            lambda: f"-({a})",
+            lambda: f"(({a}) % 1000) ** 2",
+            lambda: f"where({self.condition(depth - 1)}, {a}, {b})",
+        )
+
+    def condition(self, depth: int) -> str:
+        """True of some pairs."""
+        if depth <= 0:
+            return self._compared()
+        a, b = self.condition(depth - 1), self._compared()
+        return self._any(
+            *[self._compared] * 3,
+            lambda: f"({a} {self._pick(('and', 'or', '&', '|'))} {b})",
+            lambda: f"{self._pick(('not ', '~'))}({a})",
+            lambda: f"(({a}) {self._pick(('==', '!='))} {self._flag()})",
+            lambda: f"({self._flag()} {self._pick(('&', '|'))} {b})",
+            lambda: f"where({b}, {self._flag()}, {a})",
+        )
+
+    def _function(self, depth: int) -> str:
+        argument = self.number(depth - 1)
+        name = self._pick((*_OF_ANY, *_OF_SOME))
+        if name in ("sin", "cos"):
+            argument = f"{self._pick((1, 20))} * {argument}"
+        return f"{name}({_OF_SOME.get(name, '{}').format(argument)})"
+
+    def _of_small(self, depth: int) -> str:
+        """A function of a small argument, times what makes it moderate."""
+        large = self._pick(("1e3", "3e4", "1e6", "1e8"))
+        inner = f"min(max({self.number(depth - 1)}, -9), 9) / {large}"
+        return f"{large} * {self._pick(_OF_SMALL).format(inner)}"
+
+    def _arithmetic(self, depth: int) -> str:
+        a, b = self.number(depth - 1), self._leaf()
+        return self._any(
+            lambda: f"({a} {self._pick('+-')} {b})",
+            lambda: f"0.5 * ({a} - {b}) * {b}",
+            lambda: f"({a} / (2 + abs({b})))",
+            lambda: f"tanh({a}) ** 2",
+            lambda: f"-({a})",
+        )
+
+    def _not_a_number(self) -> str:
+        """A choice that NaN decides: it is not equal to itself, and wins in min and max."""
+        lost = self._pick(("log(-1 - abs(score))", "sqrt(-1 - abs(score))", "rsqrt(-1 - key)"))
+        sides = self.rng.sample((lost, self._pick(("score", "0.5", "key"))), 2)
+        either = f"{self._pick(('min', 'max'))}({', '.join(sides)})"
+        return f"where({either} == {either}, {self.number(1)}, score - 1)"
+
+    def _leaf(self) -> str:
+        scores = ["score"] * 4 * self.has_score
+        whole = f"min({self._whole_leaf()}, 8)"
+        return self._pick((*scores, *self._of_kind("number", 3), self._constant(), whole))
+
+    def _whole_leaf(self) -> str:
+        places = self._pick(_OF_PLACES)
+        few = self._pick((places, "(position - key)", str(self.rng.randrange(1, 9))))
+        return self._pick((few, *self._of_kind("whole", 1)))
+
+    def _constant(self) -> str:
+        return self._pick(("0.1", "2.5", "1", "0.0", "-1.5", "1e-6", "3"))
+
+    def _divisor(self) -> str:
+        of_arrays = self._of_kind("whole", 1, arrays=True)
+        positive = [f"(1 + abs({x}))" for x in of_arrays]
+        return self._pick((*positive, "2", "3", "-3", "8", "-5", "keys", "(key + 1)"))
+
+    def _flag(self) -> str:
+        return self._pick((*self._of_kind("bool", 2), "True", "(key < query)"))
+
+    def _compared(self) -> str:
+        sign = self._pick(("<", "<=", ">", ">=", "==", "!="))
+        a, b, c = (self.whole(1) for _ in range(3))
+        return self._any(
+            lambda: f"({a} {sign} {b})",
+            lambda: f"({a} {sign} {c} < {b} + 40)",
+            lambda: f"(({a}) % 5 {sign} {self.rng.randrange(5)})",
+            lambda: f"({self.number(1)} {sign} {self._leaf()})",
+            self._flag,
+        )
+
+    def _of_kind(self, kind: str, count: int, *, arrays: bool = False) -> list[str]:
+        """Readings of up to so many captured arrays and numbers of a kind."""
+        able = [
+            x
+            for x, form in self.names.items()
+            if _kind_of(form) == kind and (isinstance(form, str) or not arrays)
+        ]
+        return [self._reading(x) for x in self.rng.sample(able, min(count, len(able)))]
+
+    def _reading(self, name: str) -> str:
+        form = self.names[name]
+        if not isinstance(form, str):
+            return name
+        axes = form[form.index("[") + 1 : -1].split(",")
+        return f"{name}[{', '.join(map(self._index, axes))}]"
+
+    def _index(self, axis: str) -> str:
+        if axis in _PLACES:
+            return self._pick(_PLACES[axis])
+        size = int(axis)
+        return self._pick((f"min({self._pick(_OF_PLACES)}, {size - 1})", f"abs(position) % {size}"))
+
+    def _any(self, *draw: Callable[[], str]) -> str:
+        return self.rng.choice(draw)()
+
+    def _pick(self, of: Any) -> Any:
+        return self.rng.choice(of)
+
+
+def _kind_of(form: Form) -> str:
+    if isinstance(form, str):
+        return "number" if form.startswith("bf") else _KINDS[form[0]]
+    return {bool: "bool", int: "whole", float: "number"}[type(form)]

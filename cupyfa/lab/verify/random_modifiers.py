@@ -1,0 +1,101 @@
+"""Texts and arrays that change scores, as random cases have them."""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cupyfa.lab.verify.random_expressions import draw_expression
+from cupyfa.problem.optional_inputs import BIAS, MASK
+
+MODIFIED: tuple[Mapping[str, Any], ...] = (
+    {"alibi_slopes": "h"},
+    {"alibi_slopes": "bh", "mask": "b11n"},
+    {"bias": "1hmn", "sink": "f16[h]"},
+    {"bias": "f16[11mn]", "mask": "1h1n"},
+    {"bias": "f32[bhm1]", "alibi_slopes": "bf16[h]"},
+    {"bias": "b1mn", "mask_mod": "key <= position + 3"},
+    {"mask": "bhmn", "sink": "bh"},
+    {"score_mod": "score + slope[head] * (key - query)", "captured": {"slope": "f32[heads]"}},
+    {"score_mod": "score + table[head, min(abs(position - key) // 4, 15)]"}  # T5's buckets
+    | {"captured": {"table": "f32[heads,16]"}},
+    {"score_mod": "cap * tanh(score / cap) + 0.1 * sin(key)", "captured": {"cap": 4.0}},
+    {"score_mod": "max(score, -1.5) * x[head]", "captured": {"x": "f16[heads]"}},
+    {"score_mod": "score if seen[batch, key] else score - 2"}
+    | {"captured": {"seen": "bool[batch,N]"}},
+    {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "i32[M|N]"}},
+    {"mask_mod": "key <= position or key < prefix[batch]", "captured": {"prefix": "i64[batch]"}},
+    {"mask_mod": "(position - key) % 2 == 0 or abs(position - key) < 8"},
+    {"bias": "bf16[1hmn]", "mask": "b1mn", "alibi_slopes": "h"}
+    | {"score_mod": "score + table[doc[key], head]", "mask_mod": "doc[query] <= doc[key]"}
+    | {"captured": {"table": "f64[3,heads]", "doc": "u8[M|N]"}},
+)
+OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
+    {},
+    *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
+)
+# Every function of texts that has a derivative, and the choices that NaN decides.
+_FUNCTIONS = (
+    *("tanh({})", "sigmoid({})", "softplus({})", "sin({})", "cos({})", "erf({})"),
+    *("exp(min({}, 1.5))", "exp2(min({}, 2))", "log(0.5 + abs({}))", "log1p(abs({}))"),
+    "expm1(min({}, 1.5))",
+    *("sqrt(0.1 + abs({}))", "rsqrt(0.25 + abs({}))"),
+)
+_LOST = "log(-1 - abs(score))"  # NaN
+_NAN_WINS = (
+    f"min({{}}, {_LOST})",
+    f"min({_LOST}, {{}})",
+    f"max({{}}, {_LOST})",
+    f"max({_LOST}, {{}})",
+)
+# Nearly the lowest number of float32, and one of it: gradients read lse, which has its format.
+_LOWEST = "-3.299999965482712e+38"
+_ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
+_FEW_ARGUMENTS = 0.2  # a factor of each function
+_BIASES = ("bhmn", "1hmn", "b1mn", "11mn", "bhm1", "1h1n", "b11n")
+_MASKS = ("bhmn", "1hmn", "11mn", "b11n", "1h1n")
+_FLOATS = ("", "f16", "bf16", "f32", "f64")
+
+
+def some_expressions(pick: random.Random) -> dict[str, Any]:
+    """A random score_mod, often with a random mask_mod, and what they capture.
+
+    The score_mod ends with all functions.
+    """
+    score, read = draw_expression(pick, "score")
+    score = f"{score} + {_of_functions(pick)}"
+    if pick.random() < 0.3:
+        score = f"where(query % 4 == 1 or key % 5 == 0, {_LOWEST}, {score})"
+    if pick.random() < 0.5:
+        return {"score_mod": score, "captured": read}
+    mask, more = draw_expression(pick, "mask")
+    return {"score_mod": score, "mask_mod": mask, "captured": {**read, **more}}
+
+
+def _of_functions(pick: random.Random) -> str:
+    every = [f"{_FEW_ARGUMENTS} * {x.format(pick.choice(_ARGUMENTS))}" for x in _FUNCTIONS]
+    for x in _NAN_WINS:
+        either = x.format(pick.choice(_ARGUMENTS))
+        every.append(f"where({either} == {either}, 1, 0.1 * score)")
+    return " + ".join(every)
+
+
+def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict[str, Any]:
+    """Most of the arrays that are arguments of calls, in any of their forms; with a block mask, a
+    mask that differs from head to head.
+    """
+    found: dict[str, Any] = {}
+    if has_sink:
+        found["sink"] = _formed(pick, ("h", "bh"))
+    if pick.random() < 0.5:
+        found["alibi_slopes"] = _formed(pick, ("h", "bh"))
+    if pick.random() < 0.6:
+        found["bias"] = _formed(pick, _BIASES)
+    if in_blocks or pick.random() < 0.6:
+        found["mask"] = pick.choice(_MASKS[:2] if in_blocks else _MASKS)
+    return found or {"alibi_slopes": "h"}
+
+
+def _formed(pick: random.Random, axes: Sequence[str]) -> str:
+    """A form with some axes, of some dtype of floats."""
+    short, letters = pick.choice(_FLOATS), pick.choice(axes)
+    return f"{short}[{letters}]" if short else letters

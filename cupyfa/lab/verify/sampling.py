@@ -1,0 +1,138 @@
+"""Judges results: all rows, or a sample of them where the reference would take long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, nan
+
+import numpy as np
+
+from cupyfa.lab.verify import transforms
+from cupyfa.ladder.operations import Arrays, Excerpt, Operation
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected, Verdict
+from cupyfa.planner.plan import Plan
+from cupyfa.problem.lengths import pairs_of
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.arrays import readable_inputs
+
+_WORK = 2e9  # multiply-adds of the reference in about a second
+# The rest of the reference's work, in multiply-adds:
+_LEAST_WIDTH = 32  # for a score
+_OF_GRADIENTS = 4  # times the forward pass's work on a score
+_OF_ELEMENT = 40  # for an element of the arrays
+_ROWS = 64  # of an excerpt
+_SEQUENCES = 4  # of a part of a ragged batch
+
+
+@dataclass
+class Judge:
+    """Judges rows of results, all for [None], by the reference, computed once for each rounding."""
+
+    operation: Operation
+    problem: Problem
+    inputs: Arrays
+    excerpts: Sequence[Excerpt | None] = (None,)
+    _known: dict[str | None, list[Mapping[str, Expected]]] = field(default_factory=dict, init=False)
+
+    @classmethod
+    def of(cls, plan: Plan, inputs: Arrays, excerpts: Sequence[Excerpt | None] = (None,)) -> Judge:
+        """The judge of kernels with plans for the same problem, or of one with its own reference.
+
+        A reference of a kernel's own is computed as a whole.
+        """
+        readable = readable_inputs(plan, inputs)
+        chosen = (None,) if plan.kernel.reference else excerpts
+        return cls(plan.operation, plan.problem, readable, chosen)
+
+    def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
+        """What every excerpt should hold, for each rounding; they share most of the work."""
+        if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
+            p, reference = self.problem, self.operation.reference
+            found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]
+            self._known |= {rounding: [each[rounding] for each in found] for rounding in new}
+        return [self._known[rounding] for rounding in roundings]
+
+    def at(self, name: str, index: Sequence[int]) -> Judge:
+        """A judge of one element of an output."""
+        return replace(self, excerpts=[self.operation.excerpt_at(name, index, self.problem)])
+
+    @property
+    def share(self) -> float:
+        """The fraction of all rows that are judged."""
+        p, chosen = self.problem, [x for x in self.excerpts if x]
+        rows = {(x.batch, x.head, i) for x in chosen for i in range(x.rows.start, x.rows.stop)}
+        return len(rows) / (p.batch * p.heads * p.M) if rows else 1.0
+
+    def largest_bound(self, name: str, rounding: str | None) -> float:
+        """The largest finite bound of an output's elements."""
+        bounds = (x[name].bound for x in self.expected(rounding)[0])
+        return max(float(x.max(initial=0.0, where=np.isfinite(x))) for x in bounds)
+
+    def verdicts(
+        self, results: Arrays, rounding: str | None = None, *, finite: bool = True
+    ) -> tuple[Verdict, ...]:
+        """The worst verdict on each output; if ``finite``, NaN outside the excerpts is wrong."""
+        return tuple(self._worst(name, x, rounding, finite) for name, x in results.items())
+
+    def _worst(self, name: str, array: np.ndarray, rounding: str | None, finite: bool) -> Verdict:
+        verdicts = []
+        for chosen, values in zip(self.excerpts, self.expected(rounding)[0]):
+            excerpt = chosen and self.operation.place(name, chosen, self.problem)
+            (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
+            if excerpt and verdict.index:  # the index in the whole array
+                row = verdict.index[2] + excerpt.rows.start
+                index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
+                verdict = replace(verdict, index=index)
+            verdicts.append(verdict)
+        if finite and None not in self.excerpts and (empty := np.isnan(array)).any():
+            first = tuple(map(int, np.argwhere(empty)[0]))
+            verdicts.append(Verdict(name, inf, 0.0, inf, first, nan, nan, int(empty.sum())))
+        return max(verdicts, key=lambda verdict: verdict.ratio)
+
+
+def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
+    """The excerpts to judge a problem by: [None], all of it, if that is quick.
+
+    Otherwise the first and last rows of the first and last head, and at least two random ones. The
+    gradients of arrays that change scores are sums over all rows, so they are judged as a whole.
+    """
+    gradients = operation == "backward"
+    width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
+    columns = _OF_ELEMENT * (p.d + p.dv)
+
+    def work(scores: int, rows: int) -> int:
+        return scores * width + rows * columns
+
+    whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
+    is_padded = p.is_ragged and p.sequences is None  # which is computed as a whole
+    if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or is_padded:
+        return [None]
+    M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
+    each = work(_ROWS * N, _ROWS + N)
+    if gradients:  # the excerpt of dK and dV needs all rows of a group
+        keys = min(_ROWS, N)
+        each += work(keys * M * p.group, keys + M * p.group)
+    pick, last = random.Random(seed), p.M - _ROWS
+    corners = ((0, 0), (p.batch - 1, p.heads - 1))
+    places = [(batch, head, row) for batch, head in corners for row in (0, last)]
+    ends = (p.batch, p.heads, last + 1)
+    for _ in range(max(2, int(_WORK / each) - len(places))):
+        batch, head, row = map(pick.randrange, ends)
+        places.append((batch, head, row))
+    return [Excerpt(b, head, slice(row, row + _ROWS)) for b, head, row in sorted(set(places))]
+
+
+def smaller(plan: Plan) -> Problem:
+    """A part of a problem that is checked quickly; its sizes are no multiples of the tiles."""
+    p, largest = plan.problem, max(plan.constants.values(), default=32)
+    if p.is_softmax:
+        return replace(p, M=min(p.M, 37), N=min(p.N, 1051))
+    kv_heads, group = min(p.kv_heads, 2), min(p.group, 2)
+    heads, M, N = kv_heads * group, min(p.M, largest + 37), min(p.N, 2 * largest + 51)
+    if p.lengths:
+        q, k = (x.first(_SEQUENCES).limited(n) for x, n in zip(p.lengths, (M, N)))
+        return transforms.make_ragged(p, (q, k), heads=heads, kv_heads=kv_heads)
+    return transforms.resize(p, batch=min(p.batch, 1), heads=heads, kv_heads=kv_heads, M=M, N=N)

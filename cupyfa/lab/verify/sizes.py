@@ -1,0 +1,198 @@
+"""Sizes of problems near those of a kernel's tiles, rings and schedule."""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+
+from cupyfa.ladder.common import WARP
+from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
+from cupyfa.planner.plan import Limits, Plan
+from cupyfa.problem.lengths import Lengths, Packed
+from cupyfa.problem.options import Window
+from cupyfa.problem.problem import Problem
+
+_STAGES = ("stages", "Qs")  # names of constants
+_MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # multiprocessors
+_COUNTED = 64  # columns of heads whose tiles of keys are counted, if there are many
+_BOX = 64  # columns of a slice of d that is copied by boxes
+_EMPTY = 0.03  # the share of lengths that are 0
+_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always there
+    *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
+    *(("edge", "none"), ("one", "one"), ("below", "below")),
+)
+
+
+class Tile:
+    """The sizes of a plan that decide what a length covers."""
+
+    def __init__(self, plan: Plan) -> None:
+        constants = plan.constants
+        self.is_persistent = plan.kernel.persistent
+        self.counts_heads = any("finishes" in x.constants for x in plan.launches)
+        # Without tiles of keys, those that a warp or a block takes at a time.
+        threads = max((x.threads for x in plan.launches), default=1)
+        at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
+        self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
+        self.keys = max((constants[x] for x in TILE_KEYS if x in constants), default=at_a_time)
+        self.has_ring = any(x in constants for x in _STAGES)
+        self.stages = max((constants[x] for x in _STAGES if x in constants), default=2)
+        self.row_stages = self.stages if plan.kernel.operation == "backward" else 1
+        self.span = constants.get("span", 0)
+        boxed = any(x.boxes for x in plan.launches)
+        is_sliced = plan.kernel.largest_d is None and (boxed or "Bd" in constants)
+        self.slice = constants.get("Bd", _BOX) if is_sliced else math.inf
+        self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
+
+    def is_left(self, p: Problem) -> bool:
+        """Whether there are more keys, or rows of gradients, than stages hold at once."""
+        rows = self.row_stages * self.rows
+        return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
+
+    def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
+        """A number of rows or keys of a kind, for tiles of a size."""
+        if pick.random() < _EMPTY:
+            return 0
+        if kind == "below":  # a small part of a tile as often as a large one
+            return min(int(math.exp(pick.uniform(0, math.log(max(size, 2))))), max(size - 1, 1))
+        if kind == "few":  # so few that heads may share a tile of rows
+            return pick.randrange(1, max(size // 4, 1) + 1)
+        if kind == "edge":
+            return max(
+                size * pick.randrange(1, max(96 // size, 2) + 1) + pick.choice((-1, 0, 1)), 1
+            )
+        least = max(size * stages, self.span if kind == "many" and size == self.keys else 0)
+        return least + pick.randrange(1, 2 * size + 32)
+
+
+def splits_of(plan: Plan) -> int:
+    return max((x.numbers.get("num_splits", 1) for x in plan.launches), default=1)
+
+
+def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
+    """Whether a launch would have more blocks on a device with more multiprocessors."""
+    many = replace(limits, multiprocessors=2**20)
+    fixed = SimpleNamespace(**plan.constants, multiprocessors=many.multiprocessors, round=0)
+    for x in plan.launches:
+        if x.launch.in_rounds or "num_splits" in x.numbers:
+            continue
+        blocks = x.launch.grid(plan.problem, fixed)
+        if math.prod(blocks if isinstance(blocks, Sequence) else (blocks,)) > math.prod(x.grid):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Sizes and multiprocessors for a schedule that no few tiles and heads reach."""
+
+    heads: tuple[int, int, int]  # batch, kv_heads, group
+    M: int
+    N: int
+    multiprocessors: int | None = None
+
+
+def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]:
+    """What reaches the other schedules of a kernel; None for no crowd, as often as that pays."""
+    few, found = partial(pick.randrange, 1, 20), list[Crowd | None]()
+    if p.is_ragged:
+        return found
+    if tile.has_splits:  # so many splits that merging them takes several rounds
+        keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
+        few_heads = 1, 1, pick.choice((1, 2))
+        found += [Crowd(few_heads, pick.choice((1, 2)), keys, _MANY_BLOCKS), None]
+    if tile.is_persistent and p.right is not None:  # heads of two tiles, and blocks that get none
+        rows = tile.rows + pick.randrange(1, tile.rows)
+        heads = pick.choice(((2, 4, 4), (8, 4, 1)))
+        found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
+    if tile.counts_heads:  # tiles of keys that blocks count, or heads whose last block finishes
+        is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
+        heads = 2, 132 if is_plain else 66, 1
+        found += [Crowd(heads, few(), few()), *[None] * (2 - 2 * is_plain)]
+    return found
+
+
+def with_long_rows(p: Problem) -> Problem:
+    """The problem whose last row sees all keys, under a mask that is compiled in the same way."""
+    left, right = p.window
+    causal = "bottom-right" if p.causal else None
+    return p.with_options(causal=causal, window=(None if left is None else p.N, right))
+
+
+def work_of(p: Problem, operation: str = "forward") -> int:
+    """The multiply-adds of an operation."""
+    forward = p.heads * p.pairs * (p.d + p.dv)
+    return 5 * forward // 2 if operation == "backward" else forward
+
+
+def repaired_of(p: Problem, operation: str = "forward") -> int:
+    """The rows of O, or of the three gradients."""
+    rows, keys = p.batch * p.heads * p.M, p.batch * p.kv_heads * p.N
+    return rows + 2 * keys if operation == "backward" else rows
+
+
+def longest(p: Problem) -> int:
+    """The most keys that a query may see."""
+    return max(p.lengths[1].counts) if p.lengths else p.N
+
+
+def some_lengths(used: bool) -> Packed:
+    """Lengths in whose place others are drawn, with seqused or without."""
+    one = Lengths((64, 64), (64, 64) if used else None)
+    return one, one
+
+
+def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
+    """Sequences without rows, with one, near a tile and with several; and rows of no sequence.
+
+    is_full: of few sequences the last one starts at an edge of tiles and ends the array, so that
+    all numbers of tiles are taken.
+    """
+    kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
+    pick.shuffle(kinds)
+    if is_full:
+        kinds = [kinds[0], ("edge", "edge")]
+
+    def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
+        fixed = {"none": 0, "one": 1}
+        rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
+        # The longest one has rows that are not used, others may.
+        halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
+        used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
+        before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
+        if is_full:
+            before, after = -sum(rows[:-1]) % size, 0
+        return Lengths(tuple(rows), used, before, after)
+
+    sizes, used = (tile.rows, tile.keys), (x.used is not None for x in like)
+    q, k = (drawn(*x) for x in zip(zip(*kinds), sizes, used))
+    return q, k
+
+
+def window_near(
+    limited: Iterable[bool],
+    N: int,
+    keys: int,
+    pick: random.Random,
+    *,
+    edge: int | None = None,
+    shift: int = 0,
+) -> Window:
+    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile.
+
+    edge: how far from a tile's edge the limits of a tile of queries lie, if they are near one;
+    shift: how many keys stand before the key of query 0.
+    """
+
+    def side(sign: int) -> int:
+        if edge is not None and keys < N:
+            nearest = (sign * shift + edge) % keys
+            return nearest + keys * pick.randrange((N - nearest) // keys + 1)
+        if keys <= N and pick.random() < 0.3:
+            return keys * pick.randrange(1, N // keys + 1) - pick.choice((0, 1))
+        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1
+
+    left, right = (side(sign) if has else None for sign, has in zip((1, -1), limited))
+    return left, right

@@ -1,0 +1,148 @@
+"""Problems made from others, for random cases and for shrinking: other sizes, arrays, lengths."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from cupyfa.problem import shape_language
+from cupyfa.problem.lengths import lengths_of
+from cupyfa.problem.optional_inputs import (
+    DESCALES,
+    DLSE,
+    LENGTHS,
+    OWN_ARRAYS,
+    PAGE_TABLE,
+    SCALES,
+    SEED,
+    SEEDS,
+    Operand,
+)
+from cupyfa.problem.options import OPTIONS
+from cupyfa.problem.problem import TEXTS, Problem
+from cupyfa.problem.resizing import SIZE_OF_PLACE, indices_of, resized
+from cupyfa.problem.shape_language import AXES, forms_of_lengths
+from cupyfa.score.expressions import Expression
+
+
+def resize(p: Problem, **sizes: int) -> Problem:
+    """The problem with other sizes, and with arrays that fit them.
+
+    Of a ragged batch the first sequences and rows are kept, as many as these sizes are.
+    """
+    if size := p.page_size:
+        return resize(p.in_pages(None), **sizes).in_pages(size)
+    if names := [x.name[0] for x in p.operands if x.name in DESCALES]:
+        return resize(p.descaled(()), **sizes).descaled(names)
+    if p.lengths is not None:
+        batch = sizes.pop("batch", None)
+        q, k = (x.first(batch) for x in p.lengths)
+        q, k = q.cut(sizes.pop("M", q.total)), k.cut(sizes.pop("N", k.total))
+        return make_ragged(p, (q, k), **sizes)
+    if not p.operands:
+        return replace(p, **sizes)  # type: ignore[arg-type]
+    after = tuple(sizes.get(x, getattr(p, x)) for x in AXES)
+    made = resized(p.operands, p.expressions, p.of_scores, after)  # type: ignore[arg-type]
+    return replace(p, operands=made, **sizes)  # type: ignore[arg-type]
+
+
+def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
+    """The problem of sequences of these lengths, with arrays that fit them, or other heads."""
+    q, k = packed = lengths_of(lengths)
+    after = len(q.rows), heads.get("heads", p.heads), q.total, k.total
+    others = [x for x in p.operands if x.name not in LENGTHS]
+    made = resized(others, p.expressions, p.of_scores, after)
+    own = [x for x in made if x.name in OWN_ARRAYS]
+    given = {DLSE: any(x.name == DLSE for x in made), **forms_of_lengths(packed)}
+    own += shape_language.operands(given, after, p.dtype.name)
+    rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE)]
+    sizes: dict[str, Any] = {"batch": 1, "M": q.total, "N": k.total, **heads}
+    return replace(p, **sizes, operands=(*own, *rest), lengths=packed)
+
+
+def make_dense(p: Problem) -> Problem:
+    """The problem of one sequence that has the rows of all of a ragged batch."""
+    others = [x for x in p.operands if x.name not in LENGTHS]
+    made = resized(others, p.expressions, p.of_scores, (1, p.heads, p.M, p.N))
+    return replace(p, operands=made, lengths=None)
+
+
+def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
+    """The problem with arrays of these forms, and with the largest sizes that these allow.
+
+    A form with a number, f32[4], keeps it: where an expression indexes it with key, N is at most 4.
+    """
+    if size := arrays.get(shape_language.PAGE_SIZE) or p.page_size:
+        others = {name: x for name, x in arrays.items() if name != shape_language.PAGE_SIZE}
+        return replace_arrays(p.in_pages(None), others).in_pages(size)
+    while True:
+        forms = {**arrays, **forms_of_lengths(p.lengths)}
+        given = shape_language.operands(forms, p.of_scores, p.dtype.name)
+        given += tuple(x for x in p.operands if x.name in SEEDS)
+        p = replace(p, operands=given)
+        most = _largest_sizes(given, p.expressions)
+        now = dict(zip(AXES, p.of_scores))
+        fewer = {x: most[x] for x in AXES if most.get(x, math.inf) < now[x]}
+        if not fewer:
+            return p
+        if "heads" in fewer:
+            group = max(min(p.group, fewer["heads"]), 1)
+            fewer["kv_heads"] = min(p.kv_heads, fewer["heads"] // group)
+            fewer["heads"] = group * fewer["kv_heads"]
+        p = resize(p, **fewer)
+
+
+def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
+    """The problem with other options; with expressions or forms of arrays in place of all its own.
+
+    With lengths among the arrays, it is a ragged batch of such sequences; with a page_size, its
+    keys lie in pages.
+    """
+    arrays = dict(arrays)
+    size = arrays.pop(shape_language.PAGE_SIZE, None) or p.page_size
+    if size:
+        return modify(p.in_pages(None), options, arrays).in_pages(size)
+    packed = arrays.pop(shape_language.LENGTHS_OF, None)
+    seeds = shape_language.seeds_in_memory(options)
+    options = {**options, **dict.fromkeys(seeds, 0)}
+    arrays = {**arrays, **(seeds if options.get("dropout", p.options.dropout) else {})}
+    if not arrays and not any(name in options for name in TEXTS):
+        found = p.with_options(**options)
+        return found if packed is None else make_ragged(found, packed)
+    in_blocks = arrays.pop(shape_language.BLOCK_MASK, None)
+    forms = {**arrays, **forms_of_lengths(p.lengths)}
+    given = shape_language.operands(forms, p.of_scores, p.dtype.name)
+    changed = {**dict.fromkeys(TEXTS), **options}
+    found = replace(p, options=replace(p.options, **changed), operands=given)
+    return (found if packed is None else make_ragged(found, packed)).in_blocks(in_blocks)
+
+
+def leave_out(p: Problem, name: str) -> Problem:
+    """The problem without an option or an array, and without what that alone reads."""
+    options = p.options
+    if name in OPTIONS and name != SEED:  # which dropout needs
+        options = replace(options, **{name: OPTIONS[name].default})
+    texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
+    known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
+    own = (*known, *(SEEDS if options.dropout else ()))
+    read = {*own, *(x for text in texts for x in text.captured)} - {name}
+    kept = tuple(x for x in p.operands if x.name in read)
+    found = replace(p, options=replace(options, offset=None), operands=kept)
+    needed = found.is_masked or found.reads_position
+    return found.with_options(offset=options.offset) if needed else found
+
+
+def _largest_sizes(found: Iterable[Operand], texts: Iterable[Expression]) -> dict[str, int]:
+    """The largest sizes, by name, whose places have elements in every array that they index."""
+    most: dict[str, int] = {}
+    for x in found:
+        for axis, n in enumerate(x.shape):
+            for text in texts:
+                for index in indices_of(text, x.name, axis):
+                    if isinstance(index, ast.Name) and index.id in SIZE_OF_PLACE:
+                        size = SIZE_OF_PLACE[index.id]
+                        most[size] = min(n, most.get(size, n))
+    return most

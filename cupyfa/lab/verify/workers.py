@@ -1,0 +1,274 @@
+"""Runs tasks in this process, or in worker processes that can be ended and replaced.
+
+A kernel that traps costs its process the device, one that hangs never returns, and one that crashes
+the simulator ends its process. So a worker process reports each step before it begins. If it dies
+or takes too long, that step is the outcome and a new process takes over.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from cupyfa import cache_folder
+from cupyfa.errors import DeviceError
+from cupyfa.lab.verify import failures as kinds
+from cupyfa.lab.verify.failures import Outcome
+from cupyfa.lab.verify.tasks import KernelOrName, Task, name_of, perform
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import backend_named
+from cupyfa.runtime.simulator import Simulator, machine
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
+
+_START = """
+import sys
+sys.path[0] = sys.argv[1]
+from cupyfa.lab.verify import workers
+workers.serve(int(sys.argv[2]))
+"""
+# One worker per core needs one thread each. NumPy reads these when it is imported.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_PATIENCE = 1.0  # seconds that a process has to end after SIGTERM
+
+
+class Stopped(Exception):
+    """A worker was stopped before its task was done."""
+
+
+class Here:
+    """Runs tasks in this process, which a kernel may crash or block."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._is_lost = False
+
+    def run(self, task: Task) -> list[Outcome]:
+        """The outcomes of a task's kernels."""
+        steps = () if self._is_lost else perform(self._backend, task)
+        done = [step for step in steps if step.kind not in kinds.STEPS]
+        self._is_lost |= any(outcome.kind == kinds.DEVICE_LOST for outcome in done)
+        lost = (kinds.UNSUPPORTED, "the device was lost")
+        return done + [Outcome(name_of(x), *lost) for x in _left(task, done)]
+
+    def rest(self) -> None:
+        """Does nothing: no resources are held between tasks."""
+
+    stop = rest
+
+
+class Process:
+    """Runs tasks in a process of its own, on a backend like the given one, with one thread.
+
+    Several GPUs are assigned to processes in turn, by their number.
+    """
+
+    def __init__(self, backend: Backend, number: int = 0) -> None:
+        self._variables = _ONE_THREAD | _one_of(backend.devices, number)
+        cache_folder.warn_unless_kept()  # here: what a worker process prints is not seen
+        if isinstance(backend, Simulator):
+            machine.compiler()  # likewise
+        self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
+        self._process: _Started | None = None
+        self._is_stopped = False
+
+    def run(self, task: Task) -> list[Outcome]:
+        done: list[Outcome] = []
+        while left := _left(task, done):
+            done += self._begun(replace(task, kernels=left))
+            if done[-1].kind == kinds.DEVICE_LOST:
+                self.rest()
+        return done
+
+    def stop(self) -> None:
+        """Ends the process, whatever it runs, for good; any thread may call it."""
+        self._is_stopped = True
+        self.rest()
+
+    def rest(self) -> None:
+        """Ends the process; the next task starts another one."""
+        process, self._process = self._process, None
+        if process:
+            process.end()
+
+    def _begun(self, task: Task) -> list[Outcome]:
+        """The outcomes up to and including the first kernel that ended or blocked the process."""
+        done: list[Outcome] = []
+        doing: Outcome | None = None
+        seconds: float | None = None
+        process = self._started()
+        try:
+            process.pipe.send(task)
+            while process.pipe.poll(seconds):
+                step = process.next_step()
+                if step is None:
+                    return done
+                doing = step if step.kind in kinds.STEPS else None
+                done += [] if doing else [step]
+                seconds = task.timeout if step.kind == kinds.RUNNING else None
+            kind, message = kinds.NO_ANSWER, f"no answer within {task.timeout:g} s"
+        except ConnectionError:
+            kind, message = kinds.DIED, process.cause_of_death()
+        self.rest()
+        self._check_stopped()
+        if doing:
+            return [*done, replace(doing, kind=kind, message=message)]
+        return done + [Outcome(name_of(x), kind, message) for x in _left(task, done)]
+
+    def _started(self) -> _Started:
+        if self._process is None:
+            self._process = _Started(self._backend, self._variables)
+            self._check_stopped()
+            try:
+                self._process.next_step()
+            except ConnectionError:
+                self._check_stopped()
+                cause = self._process.cause_of_death()
+                raise DeviceError(f"a worker did not start; {cause}; --jobs 0 needs none") from None
+        return self._process
+
+    def _check_stopped(self) -> None:
+        if self._is_stopped:
+            self.rest()
+            raise Stopped
+
+
+Worker = Here | Process
+
+
+def _one_of(devices: int, number: int) -> dict[str, str]:
+    """The environment variable that lets a process see one of several GPUs."""
+    if devices < 2:
+        return {}
+    name = "CUDA_VISIBLE_DEVICES"
+    visible = os.environ.get(name, ",".join(map(str, range(devices)))).split(",")
+    return {name: visible[number % min(devices, len(visible))].strip()}
+
+
+def _left(task: Task, done: Sequence[Outcome]) -> tuple[KernelOrName, ...]:
+    """The kernels of a task without an outcome."""
+    have = {outcome.kernel for outcome in done}
+    return tuple(kernel for kernel in task.kernels if name_of(kernel) not in have)
+
+
+class _Started:
+    """A running worker process, the pipe to it and its output."""
+
+    def __init__(self, backend: Backend | str, variables: Mapping[str, str]) -> None:
+        self.pipe, theirs = Pipe()
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._log.close)  # not in `end`: another thread may still read it
+        package = Path(__file__).resolve().parents[3]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START, str(package), str(theirs.fileno())],
+            stdin=subprocess.PIPE,  # closes when this process ends, for whatever reason
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **variables},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C goes to this process only
+        )
+        theirs.close()
+        with suppress(BrokenPipeError):  # it is dead already; `next_step` raises
+            self.pipe.send(backend)
+
+    def next_step(self) -> Any:
+        """What it sends next. Raises ConnectionError if it is dead, and any exception it sends."""
+        try:
+            step = self.pipe.recv()
+        except EOFError:
+            raise ConnectionResetError from None
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    def end(self) -> None:
+        """Ends it and a compiler that it started; kills it if it does not end in time."""
+        self._process.terminate()
+        try:
+            self._process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin:
+            self._process.stdin.close()
+
+    def cause_of_death(self) -> str:
+        """Its signal or exit code, and the last line of its output."""
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"the process died ({how}){': ' + lines[-1] if lines else ''}"
+
+
+def serve(handle: int) -> None:
+    """Runs in a worker process: performs the tasks from a pipe and sends every step back."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    pipe: Connection[Any, Any] = Connection(handle)
+    try:
+        backend = backend_named(pipe.recv())
+        pipe.send(None)
+        while True:
+            for step in perform(backend, pipe.recv()):
+                pipe.send(step)
+            pipe.send(None)
+    except EOFError:
+        return
+    except Exception as error:
+        pipe.send(error)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin.read: its lock would block the exit
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    os._exit(1)
+
+
+def in_parallel(
+    workers: Sequence[Worker], job: Callable[[Any, Item], Made], items: Sequence[Item]
+) -> Iterator[tuple[Item, Made]]:
+    """Each item with job(worker, item), as jobs finish; an error stops all workers."""
+    if len(workers) == 1:
+        yield from ((item, job(workers[0], item)) for item in items)
+        return
+    free: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def on_a_free_one(item: Item) -> tuple[Item, Made]:
+        worker = free.get()
+        try:
+            return item, job(worker, item)
+        finally:
+            free.put(worker)
+
+    threads = ThreadPoolExecutor(len(workers))
+    started = [threads.submit(on_a_free_one, item) for item in items]
+    try:
+        for done in as_completed(started):
+            yield done.result()
+    except BaseException:
+        threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:  # in threads of their own: an interrupt must not take long
+            threading.Thread(target=worker.stop).start()
+        raise
+    threads.shutdown()

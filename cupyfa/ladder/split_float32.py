@@ -1,0 +1,155 @@
+"""The launches around kernels whose operands are parts in float16: before them and after."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from cupyfa.ladder.common import WARP, tiles_of
+from cupyfa.ladder.kernel import Launch
+from cupyfa.ladder.tiles import cdiv
+from cupyfa.problem.problem import Problem
+
+OPERANDS = "Q_high Q_low K_high K_low V_high V_low"
+PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
+GRADIENT = "dO_high dO_low"
+UNITS = "scale2 dO_units flags"
+_THREADS = 256
+_ROWS = 128  # of a block that splits; a table of maxima is read for each
+_REPAIRED = 32  # rows of a block that repairs them
+_REPAIRED_GRADIENTS = 256  # the same of gradients, and keys
+_REPAIRING = 512  # threads among which the keys of a row, or the rows of a key, are divided
+
+
+def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
+    """Whether a key head has so many rows that its launches before and after cost less than its
+    products save.
+    """
+    return p.M * p.group > 256
+
+
+def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
+    """The same of results, not of gradients: few rows of many heads pay, too.
+
+    On a multiprocessor a tile with any number of rows takes as long as 12 rows without tensor
+    cores.
+    """
+    every = 0 if p.sequences is not None else p.batch * p.heads * p.M
+    return pays_for_splitting(p, c) or (p.M >= 32 and every >= 12 * c.multiprocessors)
+
+
+def _elements(p: Problem) -> int:
+    """The batch elements, or sequences, each of which has exponents of its own."""
+    return p.batch if p.sequences is None else p.sequences
+
+
+def _slabs(p: Problem, c: SimpleNamespace) -> int:
+    """Into how many slabs the keys of a head are cut. It is compiled in, so it takes few values."""
+    return 32 if p.N > 512 else 4
+
+
+def row_slabs(p: Problem, c: SimpleNamespace) -> int:
+    """The same of the rows of a head."""
+    return 32 if p.M > 512 else 4
+
+
+def _query_blocks(p: Problem, c: SimpleNamespace) -> int:
+    return tiles_of(p, p.M, _ROWS) * p.heads * p.batch
+
+
+def _key_blocks(p: Problem, c: SimpleNamespace) -> int:
+    return max(tiles_of(p, p.N, _ROWS), 1) * p.kv_heads * p.batch
+
+
+def _repaired_rows(p: Problem, c: SimpleNamespace) -> int:
+    return tiles_of(p, p.M, _REPAIRED_GRADIENTS) * p.heads * p.batch
+
+
+def _repaired_keys(p: Problem, c: SimpleNamespace) -> int:
+    return max(tiles_of(p, p.N, _REPAIRED_GRADIENTS), 1) * p.kv_heads * p.batch
+
+
+SPLIT = (
+    Launch(
+        "split_maxima",
+        args="K V maxima.data sizes kv_heads mods",
+        grid=lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p),
+        threads=lambda p, c: _THREADS,
+        shared=lambda p, c: 4 * _THREADS,
+        constants={"of_rows": lambda p, c: False, "slabs": _slabs},
+        file="forward/steps/split_maxima.cu",
+    ),
+    Launch(
+        "split_operands",
+        args=f"Q K V maxima.data {PARTS} small_values.data sizes query_blocks heads kv_heads "
+        "group scale mods",
+        grid=lambda p, c: _query_blocks(p, c) + _key_blocks(p, c),
+        threads=lambda p, c: _THREADS,
+        shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
+        constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
+        numbers={"query_blocks": _query_blocks},
+        file="forward/steps/split_operands.cu",
+    ),
+)
+SPLIT_FOR_GRADIENTS = (
+    *SPLIT,
+    replace(
+        SPLIT[0],
+        args="Q dO row_maxima.data sizes heads mods",
+        grid=lambda p, c: row_slabs(p, c) * p.heads * _elements(p),
+        constants={"of_rows": lambda p, c: True, "slabs": row_slabs},
+    ),
+    Launch(
+        "split_gradient",
+        args=f"Q O dO maxima.data {GRADIENT} K_exponents.data scale2 dO_units delta flags "
+        "sizes query_blocks heads kv_heads group scale mods",
+        grid=lambda p, c: _query_blocks(p, c) + p.kv_heads * _elements(p),
+        threads=lambda p, c: _THREADS,
+        shared=lambda p, c: 4 * (p.d + p.dv),
+        constants=SPLIT[1].constants,
+        numbers={"query_blocks": _query_blocks},
+    ),
+)
+REPAIR_SPLIT_OUTPUT = Launch(
+    "repair_split_output",
+    args="Q K V flags V_exponents.data small_values.data O lse sizes heads group scale mods",
+    grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
+    threads=lambda p, c: _THREADS,
+    shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
+    constants={"rows_of_block": lambda p, c: _REPAIRED, "counted": lambda p, c: _ROWS},
+)
+REPAIR_SPLIT_GRADIENTS = Launch(
+    "repair_split_gradients",
+    args="Q K V dO lse delta flags dK_flags dV_flags dQ dK dV sizes query_blocks heads kv_heads "
+    "group scale mods",
+    grid=lambda p, c: _repaired_rows(p, c) + _repaired_keys(p, c),
+    threads=lambda p, c: _REPAIRING,
+    shared=lambda p, c: 4 * (_REPAIRING // WARP) * max(p.d, p.dv) + 2 * _REPAIRED_GRADIENTS,
+    constants={"rows_of_block": lambda p, c: _REPAIRED_GRADIENTS},
+    numbers={"query_blocks": _repaired_rows},
+)
+SCRATCH = {
+    "maxima": (lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p) * (p.d + p.dv + 1), "real"),
+    "Q_high": ("batch heads M d16", "operand"),
+    "Q_low": ("batch heads M d16", "operand"),
+    "K_high": ("batch kv_heads N d16", "operand"),
+    "K_low": ("batch kv_heads N d16", "operand"),
+    "V_high": ("batch kv_heads N dv16", "operand"),
+    "V_low": ("batch kv_heads N dv16", "operand"),
+    "V_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.dv, "int"),
+    "scale2": ("batch heads M", "real"),
+    "small_values": (lambda p, c: _key_blocks(p, c) * p.dv, "byte"),
+    "flags": ("batch heads M", "byte"),
+}
+GRADIENT_SCRATCH = {
+    **SCRATCH,
+    "row_maxima": (
+        lambda p, c: row_slabs(p, c) * p.heads * _elements(p) * (p.d + p.dv + 1),
+        "real",
+    ),
+    "dO_high": ("batch heads M dv16", "operand"),
+    "dO_low": ("batch heads M dv16", "operand"),
+    "K_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.d, "int"),
+    "dO_units": ("batch heads M", "real"),
+    "delta": ("batch heads M", "real"),
+    "dK_flags": ("batch kv_heads N", "byte"),
+    "dV_flags": ("batch kv_heads N", "byte"),
+}

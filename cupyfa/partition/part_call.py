@@ -1,0 +1,76 @@
+"""A call on some rows and keys of a problem: its options, its offset and its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyfa.api import Tiles, given_tiles
+from cupyfa.ladder import lookup
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.planner.plan import Limits
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.problem import Problem, can_give
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the calls on parts of one problem are given besides arrays.
+
+    options: with the masks of the whole, and without an offset. captured: the numbers that texts
+    read. how: kernel, tiles, backend and check.
+    """
+
+    options: AttentionOptions
+    captured: Mapping[str, Any] | None
+    how: Mapping[str, Any]
+
+    def arguments(self, offset: int | None) -> dict[str, Any]:
+        """The arguments besides arrays, for a part whose query 0 is at this offset."""
+        options = replace(self.options, offset=offset)
+        return {"options": options, "captured": self.captured, **self.how}
+
+
+def options_of_parts(p: Problem) -> AttentionOptions:
+    """The options of every part, without an offset: each adds its own.
+
+    A "top-left" mask becomes a "bottom-right" one, since its position is part of the offset.
+    """
+    given = p.options
+    return replace(given, causal="bottom-right" if given.causal else None, offset=None)
+
+
+def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> AttentionOptions:
+    """The options with float32 results of 16-bit inputs, for parts that are merged or added, if
+    the kernel can give them.
+    """
+    record = kernel if isinstance(kernel, Kernel) else lookup.kernel(kernel)
+    is_able = can_give("float32", p.dtype) and "out_dtype" in record.features
+    return replace(options, out_dtype="float32") if is_able else options
+
+
+def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
+    """The position of a part's first query among its keys; None if nothing depends on it."""
+    if not (p.is_masked or p.reads_position):
+        return None
+    return p.first_position + first_row - first_key
+
+
+def planned(
+    operation: str,
+    p: Problem,
+    limits: Limits,
+    kernel: str | Kernel,
+    tiles: Tiles | None,
+    **which: bool,
+) -> dict[str, Any]:
+    """The kernel and its constants for the whole problem, as arguments of every part's call.
+
+    which: ``deterministic`` and ``persistent`` of ``select``.
+    """
+    record = planning.select(kernel, operation, p, limits, **which)
+    plan = planning.plan(record, p, limits, **given_tiles(tiles))
+    named = kernel if isinstance(kernel, Kernel) else record.name
+    return {"kernel": named, "tiles": dict(plan.constants)}

@@ -1,0 +1,32 @@
+"""Which names of a text depend on where a part of the problem begins."""
+
+from __future__ import annotations
+
+import ast
+
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.problem import TEXTS
+from cupyfa.score.expressions import POSITIONS
+
+_DISTANCE = {"position", "key"}  # both count keys: their difference is that of the whole
+
+
+def places(options: AttentionOptions) -> dict[str, str]:
+    """The names in texts that every task counts from 0, and the option that contains each.
+
+    ``position - key`` is the same in every part, and so is a comparison of the two.
+    """
+    texts = {name: getattr(options, name) for name in TEXTS}
+    found = {x: name for name, text in texts.items() if text for x in _named(text.tree)}
+    return {x: found[x] for x in POSITIONS if x in found}
+
+
+def _named(node: ast.AST) -> set[str]:
+    match node:
+        case ast.Name(name):
+            return {name}
+        case ast.BinOp(ast.Name(a), ast.Sub(), ast.Name(b)) | ast.Compare(
+            ast.Name(a), comparators=[ast.Name(b)]
+        ) if {a, b} == _DISTANCE:
+            return set()
+    return set().union(*map(_named, ast.iter_child_nodes(node)))

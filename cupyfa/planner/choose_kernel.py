@@ -1,0 +1,507 @@
+"""Chooses the kernel and its constants for a problem and a device, or says why there are none."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, product
+from math import exp, fsum, log, sqrt
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from cupyfa.errors import Unsupported, described, nearest
+from cupyfa.ladder import LADDER
+from cupyfa.ladder.kernel import Kernel, Matmul
+from cupyfa.ladder.lookup import meant
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.planner import cuda_source
+from cupyfa.planner.evaluate import plan_of
+from cupyfa.planner.plan import Limits, Plan, Tuned, nearest_d
+from cupyfa.problem.optional_inputs import DLSE
+from cupyfa.problem.problem import Problem
+from cupyfa.score.expressions import Expression
+
+_ALIKE = 0.98  # two measurements of one kernel may differ by as much
+# Of a baseline that "auto" takes: bytes of its scratch; and scores, of which fewer take less time
+# than its launches.
+_MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23
+
+
+def select(
+    kernel: str | Kernel,
+    operation: str,
+    problem: Problem,
+    limits: Limits,
+    *,
+    deterministic: bool = False,
+    persistent: bool = True,
+) -> Kernel:
+    """The record of a kernel given by name, as a record, or as "auto".
+
+    With ``deterministic`` raises Unsupported if its results may differ from run to run. Without
+    ``persistent`` "auto" is no kernel with persistent blocks.
+    """
+    ladder = LADDER[operation]
+    if deterministic:
+        ladder = {name: x for name, x in ladder.items() if not x.unordered}
+    if not persistent:
+        ladder = {name: x for name, x in ladder.items() if not x.persistent}
+    if isinstance(kernel, str) and kernel == "auto":
+        return _fastest(list(ladder.values()), problem, limits)
+    record = _given(kernel, operation)
+    if deterministic and record.unordered:
+        able = [name for name, x in ladder.items() if can(x, problem, limits)]
+        raise Unsupported(
+            f"{record.name} sums {', '.join(record.unordered)} in any order, so their last bits "
+            f"differ from run to run; deterministic kernels: {', '.join(able) or 'none'}",
+            "it is not deterministic",
+        )
+    return record
+
+
+def _given(kernel: str | Kernel, operation: str) -> Kernel:
+    if isinstance(kernel, Kernel):
+        if kernel.operation != operation:
+            raise ValueError(f"kernel {kernel.name} computes {kernel.operation}, not {operation}")
+        return kernel
+    if not isinstance(kernel, str):
+        raise TypeError(
+            f"kernel is {described(kernel)}; give a kernel's name, a Kernel of your own or 'auto'"
+        )
+    known = LADDER[operation]
+    if ".py:" in kernel:
+        raise ValueError(f"kernel is {kernel!r}; give the record itself: cupyfa.kernel({kernel!r})")
+    if kernel not in known:
+        other = next((x for x in LADDER if kernel in LADDER[x]), None)
+        names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
+        if other == "backward":
+            names += f"; for gradients, attention_vjp has backward_kernel={kernel!r}"
+        unknown = f"is unknown{meant(kernel, known) or names}"
+        raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
+    return known[kernel]
+
+
+def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
+    """Raises for a kernel or for tile sizes that no problem can have."""
+    if kernel != "auto":
+        _check_given(_given(kernel, operation), given)
+
+
+def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan:
+    """The plan of a kernel for a problem on a device; the caller may fix constants.
+
+    Zero columns are planned as one column of zeros. Raises ValueError for constants that the kernel
+    does not have or that break its rules, Unsupported if kernel or device cannot do the problem.
+    """
+    _check_arrays(kernel)
+    problem.check_offset()
+    problem = _with_columns(kernel, problem.without_maps())
+    try:
+        return _first_fit(kernel, problem, limits, given)
+    except Unsupported as refused:
+        remedy = _remedy(kernel, problem, limits, given)
+        raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
+
+
+def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
+    """The plan of the same tiles that skips those which all of these texts hide."""
+    if not (found := cuda_source.maps(made, texts)):
+        return made
+    problem = replace(made.problem, operands=(*made.problem.operands, *found))
+    return plan_of(made.kernel, problem, limits, made.constants)
+
+
+def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    """Whether the kernel can do the problem on the device with constants of its own choice."""
+    try:
+        _first_fit(kernel, _with_columns(kernel, problem), limits, {})
+    except Unsupported:
+        return False
+    return True
+
+
+def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
+    """The plans to measure: the record's own choice, then all others that fit, most similar first.
+
+    Raises Unsupported if the kernel cannot do the problem.
+    """
+    own = plan(kernel, problem, replace(limits, tuned=()))
+    tiles = kernel.tiles_for(own.problem, limits.arch, limits.multiprocessors)
+    combined = (dict(zip(kernel.candidates, x)) for x in product(*kernel.candidates.values()))
+    others = []
+    for constants in combined if kernel.candidates else map(dict, tiles):
+        with suppress(Unsupported, ValueError):
+            if constants != own.constants:
+                others.append(_made(kernel, own.problem.without_maps(), limits, constants))
+
+    def difference(other: Plan) -> float:
+        return sum(abs(log(other.constants[x] / own.constants[x])) for x in own.constants)
+
+    return [own, *sorted(others, key=difference)]
+
+
+def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
+    """The largest head dimension that fits the device: 0 if none fits, None if all do."""
+
+    def too_large(d: int) -> bool:
+        return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
+
+    unbounded = limits.shared_bytes + 1  # one byte for each column would not fit
+    return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
+
+
+def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
+    """Kernels measured to be faster than the one that "auto" takes on this device, and why not."""
+    problem = _accurate(problem)
+    able = [
+        k
+        for k in LADDER[chosen.operation].values()
+        if k.suits(problem.dtype.name, problem.precision)
+        and not _other_device(k, problem.dtype.name, limits)
+    ]
+    speeds = _speeds(able, problem, limits)
+
+    def reason(kernel: Kernel) -> str | None:
+        if lack := _lack(kernel, problem, limits):
+            return lack
+        if kernel.made_for is None or _is_made_for(kernel, problem, limits):
+            return _drawback(kernel, problem, limits)
+        return "other sizes suit it better"
+
+    faster = [k for k in able if speeds.get(k.name, 0) > speeds.get(chosen.name, 0)]
+    reasons = {k.name: reason(k) for k in faster}
+    return {name: why for name, why in reasons.items() if why}
+
+
+def folder_of(kernel: Kernel) -> str | None:
+    """The folder of a user's kernel; None for a kernel of the ladder."""
+    return None if kernel.folder is None else str(Path(kernel.folder).resolve())
+
+
+def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel:
+    """The kernel that "auto" stands for.
+
+    A kernel made for such problems, else the fastest of those measured, else the best of the
+    others. Kernels that their records exclude are not planned; in most cases at most two are.
+    """
+    problem = _accurate(problem)
+    general = [
+        k for k in kernels if k.made_for is None and k.suits(problem.dtype.name, problem.precision)
+    ]
+    chosen = (
+        next((k for k in reversed(kernels) if _is_made_for(k, problem, limits)), None)
+        or _fastest_measured(general, problem, limits)
+        or _best_unmeasured(general, problem, limits)
+    )
+    if chosen is not None:
+        return chosen
+    others = [k.name for k in general if can(k, problem, limits)]
+    none = _no_other(kernels[0], problem, limits) if kernels else "no kernel can"
+    remedy = f"name one that can: {', '.join(others)}" if others else none
+    if not others and problem.arithmetic != problem.dtype.name:
+        another = ", or give another" if problem.dtype.name == "float32" else ""
+        remedy += f"; leave precision={problem.precision!r} out{another}"
+    raise Unsupported(f"'auto' knows no measured kernel for {problem} on {limits.device}; {remedy}")
+
+
+def _is_made_for(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
+    made_for = kernel.made_for
+    if made_for is None or not {problem.arithmetic, problem.precision} & set(kernel.tflops):
+        return False
+    if _lack(kernel, problem, limits):
+        return False
+
+    def suits(p: Problem, constants: Mapping[str, int]) -> bool:
+        c = SimpleNamespace(**constants, multiprocessors=limits.multiprocessors, arch=limits.arch)
+        return bool(kernel.evaluated("made_for", made_for, p, c))
+
+    p = kernel.resolved(_with_columns(kernel, problem))
+    tiles = kernel.tiles_for(p, limits.arch, limits.multiprocessors)
+    if not suits(p, next(chain(_tuned_for(kernel, p, limits), tiles))):
+        return False  # a plan may need smaller tiles, which make even more blocks
+    try:
+        its = plan(kernel, problem, limits)
+    except Unsupported:
+        return False
+    return suits(its.problem, its.constants)
+
+
+def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
+    """The fastest measured kernel that can do the problem; of equally fast ones the ladder's last.
+
+    Speeds measured on this device come first. Those of an H100 are scaled by the ratio of the two
+    devices, where kernels were measured on both.
+    """
+    speeds = _speeds(general, problem, limits)
+    left = [k for k in general if k.name in speeds and not _lack(k, problem, limits)]
+    while left:
+        top = max(left, key=lambda k: speeds[k.name])
+        last = [k for k in left if speeds[k.name] >= _ALIKE * speeds[top.name]][-1]
+        refused = [
+            k for k in {top.name: top, last.name: last}.values() if _drawback(k, problem, limits)
+        ]
+        if not refused:
+            return last
+        left = [k for k in left if k not in refused]
+    return None
+
+
+def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
+    """TFLOP/s of those measured, by name."""
+    recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
+    measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
+    here = {name: _measured_here(name, problem, limits) for name in measured}
+    both = [x / _nearest(measured[name], d) for name in here for d, x in here[name].items()]
+    scale = exp(fsum(map(log, both)) / len(both)) if both else 1.0  # their geometric mean
+    return {
+        name: _nearest({d: scale * x for d, x in found.items()} | here[name], problem.d)
+        for name, found in measured.items()
+    }
+
+
+def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Why a measured kernel cannot do the problem as fast as it was measured, or in little memory.
+
+    A baseline computes and stores all scores, also hidden ones.
+    """
+    is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
+    scores = problem.batch * problem.heads * problem.M * problem.N
+    if is_baseline and (problem.is_masked or problem.has_mask):
+        return "it computes masked scores too"
+    if is_baseline and scores < _LEAST_SCORES:
+        return f"{scores:,} scores take less time than its launches"
+    try:
+        made = _first_fit(kernel, _with_columns(kernel, problem.without_maps()), limits, {})
+    except Unsupported as refused:
+        return refused.reason
+    if is_baseline and made.scratch_bytes > _MOST_SCRATCH:
+        return f"its scratch would be {made.scratch_bytes:,} bytes, more than {_MOST_SCRATCH:,}"
+    return None
+
+
+def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel | None:
+    """A kernel for a problem that no measured kernel can do.
+
+    For a precision: the kernel measured fastest for inputs of that dtype, else the ladder's last.
+    For a dtype in which nothing was measured: the last with the same results in every run.
+    """
+
+    def speed(kernel: Kernel) -> float:
+        """TFLOP/s for inputs that need no rounding to the precision; 0 if not measured."""
+        speeds = kernel.tflops.get(problem.precision or "")
+        return _nearest(speeds, problem.d) if speeds else 0.0
+
+    rounded = problem.arithmetic != problem.dtype.name
+    last_first = [k for k in reversed(general) if not _lack(k, problem, limits)]
+    if rounded and any(k.tflops for k in general):
+        last_first.sort(key=speed, reverse=True)
+    elif any(problem.arithmetic in k.tflops for k in general):
+        return None
+    else:
+        last_first.sort(key=lambda k: bool(k.unordered))
+    return next((k for k in last_first if can(k, problem, limits)), None)
+
+
+def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
+    """TFLOP/s of a ladder's kernel measured on this device, by d, with dv = d or the problem's."""
+    mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
+    here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
+    return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}
+
+
+def _nearest(speeds: Mapping[int, float], d: int) -> float:
+    """The speed at the nearest head dimension.
+
+    Below the least one measured, it is the geometric mean of that speed (the softmax costs as much)
+    and one proportional to d (products cost less).
+    """
+    near = nearest_d(speeds, d)
+    share = max(d, 1) / max(near, 1) if near == min(speeds) else 1.0
+    return speeds[near] * sqrt(min(share, 1.0))
+
+
+def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> str:
+    if given and can(kernel, problem, limits):
+        return f"leave {', '.join(given)} to the plan"
+    if kernel.reference:
+        return "no other kernel computes what its reference does"
+    problem = _accurate(problem)
+    able = [
+        k.name
+        for k in LADDER[kernel.operation].values()
+        if k is not kernel
+        and k.suits(problem.dtype.name, problem.precision)
+        and can(k, problem, limits)
+    ]
+    return f"kernels that can: {', '.join(able)}" if able else _no_other(kernel, problem, limits)
+
+
+def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """What to do if no other kernel of the same operation can do the problem."""
+    if problem.dtype.result:
+        return _converted(kernel, problem, limits)
+    if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
+        why = _reasons(kernel, problem, limits)
+        return f"no other kernel can either{f': {why}' * bool(why)}"
+    able = [x.name for x in LADDER["backward"].values() if can(x, problem, limits)]
+    known = f"; of these {', '.join(able)} can" if able else ", and none of them can"
+    return f"kernels of the backward pass give gradients{known}"
+
+
+def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """Why each other kernel for inputs of this dtype and precision cannot do the problem."""
+    own, precision = problem.dtype.name, problem.precision
+    found: dict[str, list[str]] = {}
+    for x in LADDER[kernel.operation].values():
+        if x is kernel or not x.takes(own):
+            continue
+        if precision and precision not in x.precisions_of(own):
+            continue
+        try:
+            _first_fit(x, _with_columns(x, problem), limits, {})
+        except Unsupported as refused:
+            found.setdefault(refused.reason, []).append(x.name)
+    return "; ".join(f"{why} ({', '.join(names)})" for why, names in found.items())
+
+
+def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
+    """What to do with inputs of a dtype that few kernels take."""
+    own = problem.dtype.name
+    others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
+    why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
+    return f"{'; '.join(why) or 'no other kernel can'}; convert q, k and v to float16 or bfloat16"
+
+
+def _accurate(problem: Problem) -> Problem:
+    """The problem for "auto": float32 is rounded only if a precision is given."""
+    if problem.dtype.name != "float32" or problem.precision or not problem.d:
+        return problem
+    return problem.with_options(precision="float32")
+
+
+def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
+    """The problem with one column in place of none; softmax has neither d nor dv."""
+    if any(
+        "d" in x.axes_for(problem).split() for x in OPERATIONS[kernel.operation].inputs.values()
+    ):
+        return replace(problem, d=max(problem.d, 1), dv=max(problem.dv, 1))
+    return problem
+
+
+def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str, int]) -> Plan:
+    """The plan with the constants tuned for the problem, or with the first tile that fits."""
+    if reason := _lack(kernel, problem, limits):
+        raise Unsupported(f"{kernel.name} cannot do {problem}: {reason}", reason)
+    problem = kernel.resolved(problem)
+    _check_given(kernel, given)
+    given = {name: int(value) for name, value in given.items()}
+    for constants in _tuned_for(kernel, problem, limits):
+        with suppress(Exception):  # the record may have changed since it was tuned
+            return _made(kernel, problem, limits, {**constants, **given})
+    refused: list[Exception] = []  # the last one, which no frame refers to when it is raised
+    for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
+        try:
+            return _made(kernel, problem, limits, {**tile, **given})
+        except Unsupported as error:
+            refused = [error]
+        except ValueError as error:
+            refused = refused or [error]
+    assert refused, "a kernel has at least one tile"
+    raise refused.pop()
+
+
+def _made(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
+    made = plan_of(kernel, problem, limits, constants)
+    return with_maps(made, limits, problem.modifiers.mask) if problem.block_mask else made
+
+
+def _tuned_for(kernel: Kernel, problem: Problem, limits: Limits) -> Iterator[Mapping[str, int]]:
+    for tuned in limits.tuned:
+        if tuned.kernel == kernel.name and _is_for(tuned, problem):
+            constants = dict(tuned.constants)
+            if constants.keys() == set(kernel.choice.names) and tuned.folder == folder_of(kernel):
+                yield constants
+
+
+def _is_for(tuned: Tuned, problem: Problem) -> bool:
+    return (tuned.dtype, tuned.d, tuned.dv) == (problem.arithmetic, problem.d, problem.dv)
+
+
+_MEANING = {
+    "places": "places (masks, and scores that depend on arrays or positions)",
+    "e4m3": "keys and values in e4m3",
+    "out_dtype": "out_dtype (results in float32)",
+    "wrt": "wrt (gradients of arrays that change scores)",
+}
+
+
+def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Why the kernel cannot do a problem on a device with any constants; None if it may."""
+    problem = _with_columns(kernel, problem)
+    needed = [
+        *dict.fromkeys((*problem.options.features, *problem.modifiers.features)),
+        *(["gqa"] if problem.heads != problem.kv_heads else []),
+        *(["dv"] if problem.d != problem.dv else []),
+    ]
+    lacking = [name for name in needed if name not in kernel.features]
+    own = problem.dtype.name
+    can_do = kernel.precisions_of(own)
+    if not kernel.takes(own):
+        return f"its dtypes are {', '.join(kernel.dtypes)}"
+    if problem.precision and problem.precision not in can_do:
+        return f"it computes {own} in {' or '.join(can_do or (own,))}"
+    if problem.pages and own not in kernel.dtypes:  # a launch before would round them
+        return f"it does not round {own} in pages"
+    if lacking:
+        return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"
+    if other := _other_device(kernel, own, limits):
+        return other
+    if kernel.largest_d is not None and max(problem.d, problem.dv) > kernel.largest_d:
+        return f"its head dimensions end at {kernel.largest_d}"
+    return limits.no_matmul if any(isinstance(x, Matmul) for x in kernel.launches) else None
+
+
+def _other_device(kernel: Kernel, dtype: str, limits: Limits) -> str | None:
+    """Why devices of this kind cannot run the kernel; None if they can."""
+    arch = kernel.dtype_arch.get(dtype, kernel.arch)
+    here = "this" if limits.device == f"sm_{limits.arch}" else limits.device
+    if kernel.target and limits.arch not in (None, kernel.target.removesuffix("a")):
+        return f"it runs on sm_{kernel.target} alone, {here} is sm_{limits.arch}"
+    if not kernel.target and limits.arch is not None and int(limits.arch) < int(arch):
+        return f"it needs sm_{arch} for {dtype}, {here} is sm_{limits.arch}"
+    return None
+
+
+def _check_arrays(kernel: Kernel) -> None:
+    """Refuses records whose arrays are neither those of the operation nor declared scratch."""
+    if kernel.operation not in OPERATIONS:
+        known = ", ".join(OPERATIONS)
+        raise ValueError(f"{kernel.name} computes {kernel.operation!r}; operations are {known}")
+    base, own = OPERATIONS[kernel.operation], {**kernel.inputs, **kernel.outputs}
+    given = {**base.inputs, **base.outputs, **own}
+    if taken := given.keys() & kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: {', '.join(sorted(taken))} is an array of the operation, not scratch; "
+            "give the scratch another name"
+        )
+    products = [step for step in kernel.launches if isinstance(step, Matmul)]
+    named = {name.removesuffix(".T") for x in products for name in (x.a, x.b, x.out)}
+    if unknown := named - given.keys() - kernel.scratch.keys():
+        raise ValueError(
+            f"{kernel.name}: a Matmul names {', '.join(sorted(unknown))}; arrays are "
+            f"{', '.join([*given, *kernel.scratch])}"
+        )
+
+
+def _check_given(kernel: Kernel, given: Mapping[str, int]) -> None:
+    known = kernel.choice.names
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(
+                f"{kernel.name} has no tile size {name!r}{nearest(name, known)}; it has "
+                f"{', '.join(known) or 'none'}"
+            )
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")

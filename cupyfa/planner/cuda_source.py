@@ -1,0 +1,378 @@
+"""The texts of a problem in C++, and struct Mods: the arrays and numbers of texts and dropout."""
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyfa.ladder.tiles import cdiv
+from cupyfa.planner.plan import Plan
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.optional_inputs import (
+    ALIBI,
+    KEY_TILES,
+    NONE,
+    OFFSET,
+    PADDED,
+    SEED,
+    SOFTCAP,
+    USED,
+    Modifiers,
+    Operand,
+    alibi_text,
+    gradient_of,
+    indices,
+)
+from cupyfa.problem.problem import Problem
+from cupyfa.score.dropout import ROUNDS, Dropout
+from cupyfa.score.expressions import Captured, Expression, cpp_name
+
+_ELEMENTS = {
+    **{"bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short"},
+    **{"uint16": "unsigned short", "int32": "int", "uint32": "unsigned", "int64": "long long"},
+    **{"uint64": "unsigned long long"},
+    **{name: x.scalar for name, x in DTYPES.items()},
+}
+_NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of NumPy
+_EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
+_FIRST = "first_position"  # a member: the position of query 0
+_PAGES = "page_count"  # a member: how many pages there are
+_UNIT = "unit"  # a member: 1 / scale
+_MOST_INLINE = 100  # work of texts that are repeated for every pair
+_MOST_SLOPES = 20_000  # derivatives that the texts of a problem may have by elements of arrays
+# What a text finds besides its own names.
+_PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
+
+
+@lru_cache(maxsize=64)
+def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
+    """What is declared above a kernel's file for the texts of a problem.
+
+    taped: also the function of the modified score that notes its derivatives by elements of arrays.
+    copies: also what copies pairs of an array to shared memory.
+    """
+    found = p.modifiers
+    if found == NONE:
+        return "struct Mods {};"
+    headers = {x.header for o in found.arrays if (x := DTYPES.get(o.dtype)) and x.header}
+    return "\n".join(
+        [
+            *(f"#include <{name}>" for name in sorted(headers)),
+            "#include <attention/score_mod.cuh>",
+            *(["#include <attention/staged_bias_tile.cuh>"] if copies else []),
+            *(
+                f"template <> constexpr bool is_bfloat16<{DTYPES[x].scalar}> = true;"
+                for x in ("bfloat16",)
+                if x in {o.dtype for o in found.arrays}
+            ),
+            *(["#include <attention/dropout.cuh>"] if found.dropout else []),
+            f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
+            _function(p, "score_mod", found.score),  # both, because compilers look names up
+            _function(p, "mask_mod", found.mask),  # also in branches that they discard
+            *([_dropout_function(found)] if found.dropout else []),
+            *([_held(found.held)] if found.held else []),
+            *([_tape(p)] if taped else []),
+        ]
+    )
+
+
+def maps(plan: Plan, texts: Iterable[Expression]) -> tuple[Operand, ...]:
+    """The maps of what these texts hide by which the kernel of a plan skips tiles.
+
+    A batch or heads of 1 serve all, where no text names the batch element or the head.
+    """
+    p, names = plan.problem, {name for text in texts for name in text.positions}
+    if 0 in (p.batch, p.heads, p.M, p.N):
+        return ()
+    batch, heads = p.batch if "batch" in names else 1, p.heads if "head" in names else 1
+    found = []
+    for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
+        lines, tiles = cdiv(p.M, rows), cdiv(p.N, keys)
+        lines, tiles = (lines, tiles) if name == KEY_TILES else (tiles, lines)
+        found.append(Operand(name, "int32", (batch, heads, lines, tiles + 2)))
+    return tuple(found)
+
+
+def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """struct Mods with the numbers, and the arrays in it: their names and where each begins."""
+    found = p.modifiers
+    fields: list[tuple[Any, ...]] = []
+    values: list[Any] = []
+    for x in found.operands:
+        if x.value is None:
+            fields.append((x.name, array_type(len(x.shape))))
+            values.append(0)
+        else:
+            fields.append((x.name, _number(x.captured, p)[1]))
+            values.append(_softcap(x.value, p) if x.name == SOFTCAP else x.value)
+    if found.reads_position and not p.is_ragged:
+        fields.append(("position", "i4"))
+        values.append(p.first_position)
+    if p.pages:
+        fields.append((_PAGES, "i4"))
+        values.append(p.pages)
+    if of_products(p):
+        fields.append((_UNIT, p.dtype.sums))
+        values.append(1 / p.scale)
+    if found.dropout:
+        fields.append(("dropout", _dropout_type(p)))
+        values.append(_dropout(p))
+    if not fields:
+        return _EMPTY, ()
+    record = np.zeros((), np.dtype(fields, align=True))
+    for (name, *_), number in zip(fields, values):
+        if number or isinstance(number, float):  # -0.0 too
+            record[name] = number
+    arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
+    return record, tuple(arrays)
+
+
+def _softcap(value: float, p: Problem) -> float:
+    """The softcap, or the nearest one of which float32 has the reciprocal.
+
+    Larger ones leave scores as they are, as 2^126 does; smaller ones make them 0, as 2^-100 does.
+    """
+    return value if p.dtype.sums.itemsize > 4 else min(max(value, 2.0**-100), 2.0**126)
+
+
+def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
+    """struct Gradients, the arrays of the gradients that are asked for; see ``value``."""
+    found = p.modifiers.differentiated
+    if not found:
+        return _EMPTY, ()
+    fields = [(gradient_of(x.name), array_type(len(x.shape))) for x in found]
+    record = np.zeros((), np.dtype(fields, align=True))
+    inside = ((name, record.dtype.fields[name][1]) for name, _ in fields)  # type: ignore[index]
+    return record, tuple(inside)
+
+
+def of_products(p: Problem) -> bool:
+    """Whether texts take q·k and give the score / scale: of ALiBi alone, with slopes / scale.
+
+    A score / scale may be -infinity though the score is finite, which kernels notice in rows that
+    no text of a mask hides.
+    """
+    texts = p.modifiers.score
+    is_alibi = [x.option for x in texts] == [ALIBI] and not p.modifiers.mask
+    return is_alibi and 2.0**-40 < p.scale < 2.0**40
+
+
+def array_type(rank: int) -> np.dtype:
+    """struct Array of expression.cuh."""
+    members = [("data", "u8"), ("stride", "i8", (rank,)), ("size", "i4", (rank,))]
+    return np.dtype(members, align=True)
+
+
+def _dropout_type(p: Problem) -> np.dtype:
+    """struct Dropout of dropout.cuh."""
+    numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
+    return np.dtype([("round_keys", "u4", (2 * ROUNDS,)), *numbers], align=True)
+
+
+def _dropout(p: Problem) -> tuple[Any, ...]:
+    given = Dropout.of(p.options, p.heads)
+    assert given is not None
+    return given.round_keys, given.offset, given.least * 0x10001, given.heads, given.factor
+
+
+def _dropout_function(found: Modifiers) -> str:
+    """The function that gives struct Dropout, with what lies in memory."""
+    read = {
+        SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
+        OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
+    }
+    given = [text for name, text in read.items() if any(x.name == name for x in found.arrays)]
+    if not given:
+        return "__device__ __forceinline__ const Dropout& dropout_of(const Mods& mods) {\n" + (
+            "  return mods.dropout;\n}"
+        )
+    return "\n".join(
+        [
+            "__device__ __forceinline__ Dropout dropout_of(const Mods& mods) {",
+            *("  Dropout made = mods.dropout;", *(f"  {x}" for x in given), "  return made;\n}"),
+        ]
+    )
+
+
+def _members(p: Problem) -> list[str]:
+    found = p.modifiers
+    made = [f"{_member(x, x is found.held)} {_name_of_member(x)}" for x in found.operands]
+    made += [f"int {_FIRST}"] * (found.reads_position and not p.is_ragged)
+    made += [f"int {_PAGES}"] * bool(p.pages)
+    made += [f"real {_UNIT}"] * of_products(p)
+    return made + ["Dropout dropout"] * found.dropout + _of_lengths(p)
+
+
+def _name_of_member(x: Operand) -> str:
+    """The name of an array or number; ragged.cuh has the same one for lengths of either kind."""
+    return cpp_name(dict(zip(PADDED, USED)).get(x.name, x.name))
+
+
+def _of_lengths(p: Problem) -> list[str]:
+    """What ragged.cuh reads besides offsets and lengths."""
+    if not p.is_ragged:
+        return []
+    known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
+    known["is_packed"] = p.modifiers.is_packed
+    known["bottom_right"] = p.causal != "top-left"
+    return [f"static constexpr bool {name} = {str(x).lower()}" for name, x in known.items()]
+
+
+def _member(x: Operand, is_held: bool = False) -> str:
+    if x.is_array:
+        pairs = ", true" * x.in_pairs + ", true" * is_held
+        return f"Array<{_ELEMENTS[x.dtype]}, {len(x.shape)}{pairs}>"
+    return _NUMBERS.get(x.captured.kind, ("real", ""))[0]
+
+
+def _number(captured: Captured, p: Problem) -> tuple[str, Any]:
+    return _NUMBERS.get(captured.kind, ("real", p.dtype.sums))
+
+
+def _held(x: Operand) -> str:
+    """The function that gives a row of the array whose pairs kernels may copy."""
+    return (
+        "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
+        "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"
+        f"  return mods.{cpp_name(x.name)}.row({indices(x.shape[:-1])});\n}}"
+    )
+
+
+def _tape(p: Problem) -> str:
+    """What expression_gradients.cu reads of the texts of a problem."""
+    found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
+    accesses: list[str] = []
+
+    def slot(array: str) -> int | None:
+        if array not in of:
+            return None
+        accesses.append(array)
+        return len(accesses) - 1
+
+    function = _function(p, "score_mod", p.modifiers.score, slot)
+    _refuse_slopes(p, len(accesses))
+    members = (f" {_member(x)} {gradient_of(x.name)};" for x in found)
+    sizes = [prod(x.shape) for x in found]
+    starts = [sum(sizes[:i]) for i in range(len(found))]
+    return "\n".join(
+        [
+            f"struct Gradients {{{''.join(members)} }};",
+            f"constexpr int accesses = {len(accesses)}, arrays = {len(found)};",
+            f"constexpr long long elements = {p.modifiers.elements};",
+            f"constexpr int array_of[] = {{{', '.join(str(of.index(x)) for x in accesses)}}};",
+            f"constexpr long long starts[] = {{{', '.join(map(str, starts))}}};",
+            "using Slopes = Tape<accesses>;",
+            function,
+            "template <class Body> __device__ __forceinline__",
+            "void for_gradients(const Gradients& gradients, Body body) {",
+            *(f"  body({i}, gradients.{gradient_of(x.name)});" for i, x in enumerate(found)),
+            "}",
+        ]
+    )
+
+
+def _refuse_slopes(p: Problem, accesses: int) -> None:
+    work = sum(x.work for x in p.modifiers.score)
+    if work * accesses > _MOST_SLOPES:
+        names = ", ".join(x.name for x in p.modifiers.differentiated)
+        raise ValueError(
+            f"wrt: the texts read elements of {names} in {accesses} places and have about {work} "
+            f"operations, each with a derivative for every place: {work * accesses:,}, at most "
+            f"{_MOST_SLOPES:,} are compiled; name fewer arrays in wrt, or read fewer elements"
+        )
+
+
+def _function(
+    p: Problem,
+    name: str,
+    texts: tuple[Expression, ...],
+    slot: Callable[[str], int | None] | None = None,
+) -> str:
+    """The function that applies texts, one after the other; with ``slot`` on a tape."""
+    found = p.modifiers
+    kinds = {x.name: x.captured for x in found.operands}
+    is_score = name == "score_mod"
+    result, first = ("Score", "Capped<is_capped>, Score score, ") if is_score else ("bool", "")
+    if slot is not None:
+        result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "
+    read = {x for text in texts for x in text.captured}
+    by_name = {x.name: x for x in found.operands if x.name in read}
+    lines = [
+        f"template <{'bool is_capped, class Score, ' * (is_score and slot is None)}class Key>",
+        f"__device__ {_inlining(texts, p)} {result} {name}(",
+        f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
+        *(f"  const {_taken(x)};" for x in by_name.values()),
+    ]
+    if any("position" in x.positions for x in texts):
+        lines.append(f"  const Index position = query + Index({_first(p)});")
+
+    def bounded(index: ast.expr, array: str, axis: int) -> bool:
+        return not _fits(p, index, by_name[array].shape[axis])
+
+    if is_score and slot is None and of_products(p):
+        unit = f"is_capped ? real(1) : mods.{_UNIT}"
+        lines.append(f"  const auto {cpp_name(_UNIT)} = Real({unit});")
+        texts = (alibi_text(by_name[ALIBI], _UNIT),)
+        kinds[_UNIT] = Captured(_UNIT, "float", 0)
+    if is_score:
+        note = slot or (lambda array: None)
+        for x in texts:
+            once = "if constexpr (!is_capped) " * (x.option == SOFTCAP and slot is None)
+            lines.append(f"  {once}score = {x.cpp(bounded, kinds, note, _farthest(p))};")
+        lines.append("  return score;\n}")
+    else:
+        shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in texts)
+        lines.append(f"  return {shown or 'true'};\n}}")
+    return "\n".join(lines)
+
+
+def _inlining(texts: tuple[Expression, ...], p: Problem) -> str:
+    """Whether texts are repeated for every pair of a tile, or are a function that is called.
+
+    Compilers take minutes for hundreds of operations at each pair.
+    """
+    work = sum(x.work for x in texts) * (1 if p.dtype.sums.itemsize == 4 else 2)
+    return "__forceinline__" if work <= _MOST_INLINE else "__noinline__"
+
+
+def _farthest(p: Problem) -> int:
+    """The largest magnitude of positions; as a rule small, so that texts of all sizes are equal."""
+    first = p.N if p.is_ragged else abs(p.first_position)
+    return max(2**24, first + p.M, p.N, p.batch, p.heads)
+
+
+def _first(p: Problem) -> str:
+    """The position of query 0 in a text."""
+    if not p.is_ragged:
+        return f"mods.{_FIRST}"
+    return "0" if p.causal == "top-left" else "keys - queries"
+
+
+def _maybe() -> str:
+    return ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
+
+
+def _taken(x: Operand) -> str:
+    """A name of a text as a variable."""
+    if x.is_array:
+        return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
+    made = f"mods.{cpp_name(x.name)}"
+    if x.captured.kind == "float":
+        made = f"Real({made})"
+    return f"auto {cpp_name(x.name)} = {made}"
+
+
+def _fits(p: Problem, index: ast.expr, size: int) -> bool:
+    """Whether an index is known to be inside an axis."""
+    if isinstance(index, ast.Constant):
+        return isinstance(index.value, int) and 0 <= index.value < size
+    ends: Mapping[str, int] = {
+        "batch": p.sequences or p.batch,
+        "head": p.heads,
+        "query": p.M,
+        "key": p.N,
+    }
+    return isinstance(index, ast.Name) and ends.get(index.id, size + 1) <= size

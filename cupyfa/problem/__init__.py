@@ -1,0 +1,1 @@
+"""What one call computes: dtypes, options, optional inputs, lengths, problems."""

@@ -1,0 +1,170 @@
+"""Lengths of the sequences of a ragged batch, also as text: "349,263,0,115", "5,0:7,3"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+
+MOST_ROWS = 2**31 - 2**16  # of all sequences together
+_SHOWN = 8  # longer lists have a short form in lines and tables
+_OF_LENGTHS = (
+    "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
+    "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
+)
+_LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many rows the sequences have in packed queries, or keys and values.
+
+    rows: of each sequence, from one offset to the next. used: how many of these count, from the
+    first on; None where this is not given, and all count. before, after: rows of no sequence at the
+    begin and at the end. As text, "_2,5,3/9,_4" has 2 rows of no sequence, then a sequence of 5
+    rows, one of 9 of which 3 count, and 4 rows of no sequence.
+    """
+
+    rows: tuple[int, ...]
+    used: tuple[int, ...] | None = None
+    before: int = 0
+    after: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError(f"there is no sequence; {_OF_LENGTHS}")
+        if self.total > MOST_ROWS:
+            raise ValueError(f"the sequences have {self.total:,} rows; the limit is {MOST_ROWS:,}")
+        for i, (count, rows) in enumerate(zip(self.counts, self.rows)):
+            if count > rows:
+                raise ValueError(f"{count} of the {rows} rows of sequence {i} count; give fewer")
+
+    @classmethod
+    def of(cls, given: Any) -> Lengths:
+        """The lengths of a text or of whole numbers. Raises ValueError for anything else."""
+        if isinstance(given, Lengths):
+            return given
+        is_list = isinstance(given, list | tuple | np.ndarray)
+        text = ",".join(map(str, given)) if is_list else given
+        if not isinstance(text, str) or not (found := _LENGTHS.fullmatch(f"{text},")):
+            raise ValueError(f"{described(given)} is no list of lengths; {_OF_LENGTHS}")
+        before, middle, after = found.groups()
+        each = [x.split("/") for x in middle.rstrip(",").split(",")]
+        used = tuple(int(x[0]) for x in each) if any(len(x) > 1 for x in each) else None
+        return cls(tuple(int(x[-1]) for x in each), used, int(before or 0), int(after or 0))
+
+    def __str__(self) -> str:
+        each = [str(x) for x in self.rows]
+        if self.used is not None:
+            each = [f"{n}/{x}" for n, x in zip(self.used, each)]
+        ends = ([f"_{x}"] if x else [] for x in (self.before, self.after))
+        first, last = ends
+        return ",".join([*first, *each, *last])
+
+    @property
+    def short(self) -> str:
+        """The text, or for many sequences how many there are, and the rows that count of them."""
+        if len(self.rows) <= _SHOWN:
+            return str(self)
+        least, most = min(self.counts), max(self.counts)
+        return f"{len(self.rows)} of {least}{f'-{most}' if most > least else ''}"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rows of each sequence count."""
+        return self.rows if self.used is None else self.used
+
+    @cached_property
+    def total(self) -> int:
+        """The rows of the packed array."""
+        return self.before + sum(self.rows) + self.after
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Where each sequence begins, and where the last one ends."""
+        return np.array([*accumulate(self.rows, initial=self.before)], np.int32)
+
+    def is_in_a_sequence(self) -> np.ndarray:
+        """Of each row of the packed array, whether it counts in a sequence."""
+        found = np.zeros(self.total, bool)
+        for start, count in zip(self.offsets, self.counts):
+            found[start : start + count] = True
+        return found
+
+    def only(self, numbers: Collection[int]) -> Lengths:
+        """Some of the sequences, by number."""
+        rows, used = (
+            x and tuple(n for i, n in enumerate(x) if i in numbers) for x in (self.rows, self.used)
+        )
+        return replace(self, rows=rows or (), used=used)
+
+    def with_rows(self, number: int, rows: int) -> Lengths:
+        """One of the sequences with so many rows, which count."""
+        change = lambda x: (*x[:number], rows, *x[number + 1 :])  # noqa: E731
+        return replace(self, rows=change(self.rows), used=self.used and change(self.used))
+
+    @property
+    def twice(self) -> Lengths:
+        """All sequences two times."""
+        return replace(self, rows=2 * self.rows, used=self.used and 2 * self.used)
+
+    def first(self, count: int | None) -> Lengths:
+        """The first so many sequences, or all; the rows of the others are of no sequence."""
+        if count is None or count >= len(self.rows):
+            return self
+        return replace(self, rows=self.rows[:count], used=self.used and self.used[:count])
+
+    def limited(self, most: int) -> Lengths:
+        """The first rows of every sequence, at most so many, and of what is of none."""
+        rows, *ends = (
+            tuple(min(x, most) for x in y) for y in (self.rows, (self.before, self.after))
+        )
+        return Lengths(rows, self.used and tuple(min(x, most) for x in self.used), *ends[0])
+
+    def cut(self, total: int) -> Lengths:
+        """The first so many rows, of as many sequences, of which the last may become empty."""
+        ends = [min(int(x), total) for x in self.offsets]
+        rows = tuple(b - a for a, b in pairwise(ends))
+        used = self.used and tuple(map(min, self.used, rows))
+        return Lengths(rows, used, ends[0], max(min(total, self.total) - ends[-1], 0))
+
+
+Packed = tuple[Lengths, Lengths]  # of queries and of keys
+
+
+def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
+    """How many queries and keys count of each sequence."""
+    return zip(q.counts, k.counts)
+
+
+def lengths_of(given: Any) -> Packed:
+    """The lengths of queries and of keys: one for both, or a tuple of two, as text "5,0:7,3".
+
+    Raises ValueError for wrong ones, and if they have not as many sequences.
+    """
+    parts = given.split(":") if isinstance(given, str) else [given]
+    if isinstance(given, tuple) and any(isinstance(x, str | list | tuple | Lengths) for x in given):
+        parts = list(given)
+    if len(parts) > 2:
+        raise ValueError(f"lengths is {described(given)}; {_OF_LENGTHS}")
+    q, *others = map(Lengths.of, parts)
+    k = others[0] if others else q
+    if len(q.rows) != len(k.rows):
+        raise ValueError(
+            f"there are lengths of {len(q.rows)} sequences for queries and of {len(k.rows)} for "
+            "keys; give as many"
+        )
+    return q, k
+
+
+def shown_lengths(lengths: Packed, *, short: bool = False) -> str:
+    """The text of both lengths, or a short form of it."""
+    q, k = (x.short if short else str(x) for x in lengths)
+    return q if lengths[0] == lengths[1] else f"{q}:{k}"

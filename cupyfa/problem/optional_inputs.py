@@ -1,0 +1,490 @@
+"""What changes or hides the scores of a problem: texts, and the arrays and numbers they read.
+
+Softcap, ALiBi slopes, a bias and a mask are texts too, which are written here. So kernels, the
+reference and its bounds know expressions only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from keyword import iskeyword
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.options import AttentionOptions
+from cupyfa.score.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
+
+ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
+SOFTCAP = "softcap"
+OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
+SEED, OFFSET = "dropout_seed", "dropout_offset"
+SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
+_CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
+# Of a ragged batch, where sequences begin in packed rows, and how many of their rows count; and
+# how many rows of each batch element count in padded arrays.
+STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
+PADDED = ("lengths_q", "lengths_k")
+LENGTHS = (*STARTS, *USED, *PADDED)
+PAGE_TABLE = "page_table"  # where keys and values lie in pages: the numbers of each element's pages
+# Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
+SCALES = ("k_scale", "v_scale")
+# Of q, k and v in e4m3, each [batch, kv_heads]; one that is not given is 1.
+DESCALES = ("q_descale", "k_descale", "v_descale")
+_WANTED = {
+    **dict.fromkeys(
+        STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
+    ),
+    **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
+    **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
+}
+_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
+# The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
+KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
+MAPS = (KEY_TILES, ROW_TILES)
+OF_BLOCKS = "block_mask_"  # how the names of a block mask's arrays and numbers begin in a call
+_AXES = ("batch", "head", "query", "key")
+_SIZES = ("batch", "heads", "M", "N")
+_SIZES_OF = {  # of the last axes of arrays
+    **dict.fromkeys((BIAS, MASK), _SIZES),
+    **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
+    **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
+    DLSE: _SIZES[:3],
+    **dict.fromkeys((*PADDED, *USED), _SIZES[:1]),
+    **dict.fromkeys(DESCALES, ("batch", "kv_heads")),
+    **{name: (name,) for name in STARTS},
+}
+_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+MOST_AXES = 64  # of NumPy's arrays
+_DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array or a number that a text reads; of an array the form, not the elements.
+
+    name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
+    same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
+    gradient: whether the backward operation gives its gradient. given: the shape that the caller
+    gave, for messages, where it had other axes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    value: float | int | bool | None = field(default=None, compare=False)
+    gradient: bool = False
+    given: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    # What compares values: 0.0 equals -0.0, and NaN equals nothing.
+    _written: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_written", repr(self.value))
+
+    @property
+    def captured(self) -> Captured:
+        kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
+        most = -np.iinfo(self.dtype).min or np.iinfo(self.dtype).max if kind == "int" else 0
+        return Captured(self.name, kind, len(self.shape), most)  # type: ignore[arg-type]
+
+    @property
+    def numpy(self) -> np.dtype:
+        known = DTYPES.get(self.dtype)
+        return known.numpy if known else np.dtype(self.dtype)
+
+    @property
+    def is_array(self) -> bool:
+        return self.value is None
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the backward operation can give its gradient."""
+        return self.is_array and self.captured.kind == "float" and self.name != DLSE
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether kernels read two keys of a row at a time, from rows that are aligned."""
+        return self.name in (BIAS, MASK) and self.shape[-1] > 1 and self.numpy.itemsize <= 2
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The size of a problem that each axis has, by name.
+
+        "-" where the same elements serve the whole axis, and of captured arrays.
+        """
+        rank = len(self.shape)
+        known = _SIZES_OF.get(self.name, ("-",) * rank)
+        return tuple("-" if n == 1 else x for x, n in zip(known[len(known) - rank :], self.shape))
+
+    def part(self, sizes: Mapping[str, int]) -> Operand:
+        """The part of it for a part of a problem, of these sizes."""
+        return replace(self, shape=tuple(sizes.get(x, n) for x, n in zip(self.axes, self.shape)))
+
+    @property
+    def input(self) -> str:
+        """What the inputs of operations call it."""
+        return f"mods.{self.name}"
+
+
+def gradient_of(name: str) -> str:
+    """What the outputs of operations call the gradient of an array."""
+    return f"d_{name}"
+
+
+def name_of(name: str) -> str:
+    """The name of an input in messages."""
+    own = name.removeprefix("mods.")
+    if own.startswith(OF_BLOCKS) or own in MAPS:
+        return MASK
+    known = own == name or own in (*OWN_ARRAYS, *_WITHOUT_TEXT)
+    return own if known else f"captured {own}"
+
+
+@dataclass(frozen=True)
+class Modifiers:
+    """The texts of a problem, in the order in which they are applied.
+
+    score: give the score, each from the one before; the first from the scaled product. mask: all
+    have to be True for a pair to be seen. operands: what they read, the host's numbers included,
+    and the sinks and the gradient of lse. dropout: whether weights are dropped.
+    """
+
+    score: tuple[Expression, ...] = ()
+    mask: tuple[Expression, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    dropout: bool = False
+
+    @property
+    def arrays(self) -> tuple[Operand, ...]:
+        return tuple(x for x in self.operands if x.is_array)
+
+    @property
+    def differentiated(self) -> tuple[Operand, ...]:
+        """The arrays of texts whose gradients are asked for."""
+        return tuple(x for x in self.arrays if x.gradient and x.name not in _WITHOUT_TEXT)
+
+    @property
+    def elements(self) -> int:
+        """How many elements those have together."""
+        return sum(prod(x.shape) for x in self.differentiated)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {x.name: x.value for x in self.operands if x.value is not None}
+
+    @property
+    def counts_heads(self) -> bool:
+        """Whether numbers of batch elements or heads decide, in callers' texts or in dropout."""
+        return self.dropout or self._is_named("batch", "head")
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether numbers of rows or keys decide: in callers' texts, maps of tiles, lengths."""
+        has_maps = any(self._has(x) for x in MAPS)
+        named = self._is_named("query", "key", "position", "queries", "keys")
+        return has_maps or named or self.is_ragged
+
+    @property
+    def reads_position(self) -> bool:
+        """Whether a text names the position of a query among the keys."""
+        return any("position" in x.positions for x in (*self.score, *self.mask))
+
+    def _is_named(self, *places: str) -> bool:
+        """Whether score_mod or mask_mod names one of these.
+
+        The texts of bias, slopes and masks do not count: a piece has its part of those arrays.
+        """
+        own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
+        return any(not x.positions.isdisjoint(places) for x in own)
+
+    @property
+    def features(self) -> list[str]:
+        alone = [x for x in (SINK, DLSE) if self._has(x)] + ["paged"] * self._has(PAGE_TABLE)
+        alone += ["e4m3"] * self.is_e4m3
+        if self.is_ragged:
+            alone.append("ragged" if self.is_packed else "lengths")
+        asked = ["wrt"] * any(x.gradient for x in self.arrays)
+        return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
+
+    @property
+    def _reads_places(self) -> bool:
+        read = [x for x in self.arrays if x.name not in (*_WITHOUT_TEXT, *MAPS)]
+        return bool(self.mask or read or any(x.positions for x in self.score))
+
+    @property
+    def has_sink(self) -> bool:
+        return self._has(SINK)
+
+    @property
+    def is_e4m3(self) -> bool:
+        """Whether keys and values are e4m3 with scales."""
+        return self._has(SCALES[0])
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether batch elements have lengths of their own."""
+        return any(map(self._has, LENGTHS))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether batch elements are sequences of packed rows."""
+        return self._has(STARTS[0])
+
+    @property
+    def used(self) -> tuple[bool, ...]:
+        """Whether it is given how many queries, and how many keys, of each element count."""
+        return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
+
+    def _has(self, name: str) -> bool:
+        return any(x.name == name for x in self.operands)
+
+    @property
+    def held(self) -> Operand | None:
+        """The array of which kernels may copy all pairs of a tile to shared memory, if any."""
+        if not (self.score or self.mask):  # there are no pairs
+            return None
+        return next((x for x in self.operands if x.in_pairs), None)
+
+    @property
+    def has_softcap(self) -> bool:
+        """Whether the first text is a softcap."""
+        return any(x.option == SOFTCAP for x in self.score)
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        return {
+            "has_score_mod": bool(self.score),
+            "has_mask_mod": bool(self.mask),
+            "reads_places": self._reads_places,
+            "has_sink": self.has_sink,
+            "has_e4m3": self.is_e4m3,
+            **{f"has_{name}": self._has(name) for name in DESCALES},
+            "has_dlse": self._has(DLSE),
+            "has_dropout": self.dropout,
+            "has_key_tiles": self._has(KEY_TILES),
+            "has_row_tiles": self._has(ROW_TILES),
+            "unit_slope": all(x.is_additive for x in self.score),
+        }
+
+
+NONE = Modifiers()
+
+
+@lru_cache(maxsize=256)
+def modifiers(
+    options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
+) -> Modifiers:
+    """The texts of options and arrays, checked; sizes are batch, heads, M and N.
+
+    Raises ValueError for arrays that do not fit, for names that texts do not know, and for arrays
+    that no text reads.
+    """
+    plain = options.score_mod is options.mask_mod is options.softcap is None
+    has_dropout = options.dropout > 0 and 0 not in sizes
+    if plain and not operands:
+        return Modifiers(dropout=True) if has_dropout else NONE
+    by_name = {x.name: x for x in operands}
+    if options.softcap is not None:
+        by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
+    for name in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS):
+        if name in by_name:
+            _check_own(by_name[name], sizes, STARTS[0] in by_name)
+    score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
+    read = {name for text in (*score, *mask) for name in text.captured}
+    for text in (*score, *mask):
+        own = OF_ARGUMENTS if text.option in _CALLERS else ()
+        text.check({name: x.captured for name, x in by_name.items() if name not in own})
+    if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
+        raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
+    if 0 in sizes:  # there is no score
+        return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
+    return Modifiers(tuple(score), tuple(mask), tuple(by_name.values()), has_dropout)
+
+
+def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
+    """Raises ValueError for an axis that a place alone indexes and that has too few elements.
+
+    sizes: batch, heads, M and N, of which the last two are not known where there are lengths.
+    """
+    shapes = {x.name: x.shape for x in found.operands}
+    has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
+    ends = dict(zip(_AXES, sizes[:2] if has_lengths else sizes))
+    for text in (*found.score, *found.mask):
+        for name, axis, index in text.indices:
+            place, shape = getattr(index, "id", ""), shapes[name]
+            if (end := ends.get(place, 0)) > shape[axis]:
+                raise ValueError(
+                    f"captured {name} has shape {shape}, and {text.option} indexes axis {axis} "
+                    f"with {place}, from 0 to {end - 1}; give {end} elements in this axis, or an "
+                    f"index such as min({place}, {max(shape[axis] - 1, 0)})"
+                )
+
+
+def _score_texts(
+    options: AttentionOptions, operands: Mapping[str, Operand]
+) -> Iterator[Expression]:
+    if options.softcap is not None:
+        yield _text(SOFTCAP, "softcap * tanh(score / softcap)")
+    if options.score_mod is not None:
+        yield options.score_mod
+    if ALIBI in operands:
+        yield alibi_text(operands[ALIBI])
+    if BIAS in operands:
+        yield _text(BIAS, f"score + {BIAS}[{indices(operands[BIAS].shape)}]")
+
+
+def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> Iterator[Expression]:
+    if MASK in operands:
+        yield _text(MASK, f"{MASK}[{indices(operands[MASK].shape)}]")
+    if options.mask_mod is not None:
+        yield options.mask_mod
+
+
+_text = lru_cache(maxsize=64)(Expression.of)
+
+
+def alibi_text(slopes: Operand, factor: str = "") -> Expression:
+    """The text of ALiBi, whose slopes may be multiplied by a number with a name."""
+    slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
+    return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
+
+
+def indices(shape: Sequence[int]) -> str:
+    """The indices of a pair in a text; 0 where the same elements serve a whole axis."""
+    return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
+
+
+def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bool = False) -> None:
+    name, shape, kind = operand.name, operand.shape, operand.captured.kind
+    batch, heads, *_ = sizes
+    if name in (ALIBI, SINK):
+        fits = shape in ((heads,), (batch, heads))
+        wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
+    elif name == DLSE:
+        like = (1, *sizes[1:3]) if is_packed else sizes[:3]
+        fits, wanted = shape == like, f"that of lse, here {like}"
+    elif name in SEEDS:
+        fits, wanted = shape == (1,), "() or (1,)"
+    elif name in LENGTHS:
+        fits, wanted = shape == (batch + (name in STARTS),), _WANTED[name].format(batch)
+    else:
+        fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
+        wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
+    if not fits:
+        raise ValueError(f"{name} has shape {operand.given or shape}; its shape must be {wanted}")
+    if name in SEEDS:
+        if kind != "int":
+            raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")
+    elif name in LENGTHS:
+        if operand.dtype != "int32":
+            raise TypeError(f"{name} is {operand.dtype}; it must be int32: convert it")
+    elif (kind == "bool") != (name == MASK) or kind == "int":
+        wanted = "bool, where True is seen" if name == MASK else "of a floating-point dtype"
+        other = "; numbers to add are a bias" if name == MASK and kind == "float" else ""
+        raise TypeError(f"{name} is {operand.dtype}; it must be {wanted}: convert it{other}")
+
+
+# What callers give
+
+
+def operand(name: str, given: Any) -> Operand:
+    """The form of an array, or the value of a number, that a caller gives by name.
+
+    Raises TypeError for what is neither, ValueError for a name that texts use for something else.
+    """
+    is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
+    if not is_name or iskeyword(name) or name.startswith("__"):
+        raise ValueError(
+            f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
+            "do not begin with __"
+        )
+    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES)
+    if name in taken or name.startswith(OF_BLOCKS):
+        raise ValueError(
+            f"captured has {name!r}, which expressions use for something else; rename it"
+        )
+    return of_value(name, given)
+
+
+def of_value(name: str, given: Any) -> Operand:
+    if isinstance(given, bool | np.bool_):
+        return Operand(name, "bool", (), bool(given))
+    if isinstance(given, int | np.integer):
+        if not -(2**63) <= given < 2**63:
+            raise ValueError(f"{name} is {described(given)}; whole numbers have at most 63 bits")
+        return Operand(name, "int64", (), int(given))
+    if isinstance(given, float | np.floating):
+        return Operand(name, "float64", (), float(given))
+    what = "" if name in (*OWN_ARRAYS, *DESCALES) else "a number, or "
+    if not hasattr(given, "dtype") or not hasattr(given, "shape"):
+        remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
+        raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")
+    dtype, floats = str(given.dtype), " or ".join((", ".join(_FLOATS[:-1]), _FLOATS[-1]))
+    any_of = f"bool, whole numbers or {', '.join(_FLOATS)}"
+    if dtype not in (*_DTYPES, *_FLOATS):
+        wanted = {MASK: "bool", ALIBI: floats, BIAS: floats, SINK: floats}.get(name, any_of)
+        raise TypeError(
+            f"{name} is {dtype}; it must be of {wanted}, in native byte order: convert it"
+        )
+    if not given.shape:
+        return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())
+    return Operand(name, dtype, tuple(map(int, given.shape)))
+
+
+def of_record(
+    name: str, dtype: str, shape: Sequence[int], value: Any = None, gradient: bool = False
+) -> Operand:
+    """The operand of these fields, which may be from a file: names become names of C++."""
+    if name not in (*OWN_ARRAYS, *_WITHOUT_TEXT, *MAPS) and not name.startswith(OF_BLOCKS):
+        operand(name, 0)  # refuses names that no caller may give
+    elif not (name.isidentifier() and name.isascii()):
+        raise ValueError(f"{name!r} is no name of an array")
+    if value is not None:
+        return of_value(name, value)
+    if dtype not in (*_DTYPES, *_FLOATS) or not shape:
+        raise ValueError(f"{name} is an array of dtype {dtype!r} and shape {tuple(shape)}")
+    return Operand(name, dtype, tuple(shape), None, gradient)
+
+
+def of_list(name: str, given: Any) -> Any:
+    """A list or a tuple of numbers as a NumPy array; lengths and anything else as they are.
+
+    Raises TypeError for a list that is no array of numbers.
+    """
+    if not isinstance(given, list | tuple) or name in LENGTHS:
+        return given
+    try:
+        return np.array(given, np.float32 if name in DESCALES else None)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise TypeError(
+            f"{name} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
+            "of one length"
+        ) from None
+
+
+def is_array(given: Any) -> bool:
+    """Whether it is an array, of one element too; NumPy's scalars are numbers."""
+    return hasattr(given, "shape") and not isinstance(given, np.generic)
+
+
+def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
+    """A bias or mask as [batch, heads, M, N], where sizes of 1 serve a whole axis.
+
+    ``lead`` are the axes of q before its heads, which become the batch.
+    """
+    shape = tuple(array.shape)
+    if len(shape) < 4:
+        return array.reshape((1,) * (4 - len(shape)) + shape)
+    own = (1,) * (len(lead) - len(shape) + 3) + shape[:-3]
+    if all(n == 1 for n in own) or own == tuple(lead):
+        return array.reshape(-1 if array.size else int(np.prod(own)), *shape[-3:])
+    raise ValueError(
+        f"{name} has shape {shape}, whose first axes must be those of q, {tuple(lead)}, or all 1; "
+        "broadcast them"
+    )

@@ -1,0 +1,548 @@
+"""The options of attention: everything besides shapes and dtypes that changes the result."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+
+from cupyfa.errors import described, nearest
+from cupyfa.problem.dtypes import DTYPES, name_of
+from cupyfa.score.expressions import POSITIONS, Expression
+
+FLOAT8 = "float8_e4m3"
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
+Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
+Causal = Literal["bottom-right", "top-left"]
+OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype | type
+MASKS = ("bottom-right", "top-left")
+FARTHEST = 2**30  # of query 0 from key 0
+DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
+Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
+MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
+_PLACES = ", ".join(POSITIONS)
+NO_WINDOW: Window = (None, None)
+Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
+
+
+class NotGiven:
+    """The default of an option's keyword: ``options=`` may say otherwise, and no value may."""
+
+    __repr__ = "<not given>".__str__  # type: ignore[assignment]  # fast: keys of calls have it
+
+    def __reduce__(self) -> str:
+        return "NOT_GIVEN"  # the same object when it is copied
+
+
+NOT_GIVEN: Any = NotGiven()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class Option:
+    """The properties of one option; docs/options.md says what else an option takes.
+
+    help: the text of the command line.
+    read: the normal form of an argument; raises TypeError or ValueError for a wrong one.
+    default: the normal form if the option is not given.
+    parse: the value of a text on the command line; ``separator`` separates several values.
+    shown: the value in a result row; its text is the one that ``parse`` reads.
+    choices: all texts, if there are few. flag: the text that the option without a value means.
+    tried: values that checks combine with other options and sizes.
+    features: features that a kernel needs, each with the condition on the value.
+    constants: constants above the text of a kernel, for all options of a problem.
+    """
+
+    help: str
+    read: Callable[[Any], Any]
+    default: Any = None
+    parse: Callable[[str], Any] = _same
+    shown: Callable[[Any], Any] = _same
+    separator: str = ","
+    metavar: str | None = None
+    choices: Sequence[str] | None = None
+    flag: str | None = None
+    tried: Sequence[Any] = ()
+    features: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+    constants: Callable[[AttentionOptions], Mapping[str, bool]] = lambda options: {}
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers."""
+
+    precision: Precision | None
+    causal: Causal | bool | None
+    window: Window | None
+    offset: int | None
+    scale: float | None
+    softcap: float | None
+    score_mod: Text
+    mask_mod: Text
+    out_dtype: OutDtype | None
+    dropout: float
+    dropout_seed: Any  # an int, or an array of one
+    dropout_offset: Any
+
+
+def _read_precision(value: Any) -> str | None:
+    if value is None or (isinstance(value, str) and value in PRECISIONS):
+        return value
+    raise ValueError(f"precision is {described(value)}; use one of {', '.join(PRECISIONS)}")
+
+
+def _read_out_dtype(value: Any) -> str | None:
+    value = name_of(value)
+    if value is None or (isinstance(value, str) and value in DTYPES):
+        return value
+    raise ValueError(
+        f"out_dtype is {described(value)}; use 'float32', or leave it out for the dtype of q; with "
+        "inputs in float8_e4m3fn use 'bfloat16', 'float16' or 'float32'"
+    )
+
+
+def _read_causal(value: Any) -> str | None:
+    value = without_axes(value)
+    if value is None or isinstance(value, bool | np.bool_):
+        return MASKS[0] if value else None
+    if isinstance(value, str) and value in MASKS:
+        return value
+    raise ValueError(
+        f"causal is {described(value)}; use False, True (the same as 'bottom-right': query i sees "
+        "keys j <= i + N - M) or 'top-left' (j <= i)"
+    )
+
+
+def _parse_causal(text: str) -> str | None:
+    words = {"false": None, "none": None, "true": MASKS[0], **dict(zip(MASKS, MASKS))}
+    if text.lower() not in words:
+        raise ValueError(
+            f"causal={text!r} is unknown{nearest(text, words)}; use one of {', '.join(words)}"
+        )
+    return words[text.lower()]
+
+
+def _read_window(value: Any) -> Window:
+    if value is None:
+        return NO_WINDOW
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError(
+            f"window is {described(value)}; give a pair, the keys to the left and to the right of "
+            "a query's position, None for no limit"
+        )
+    left, right = (_read_side(side) for side in value)
+    return left, right
+
+
+def _read_side(side: Any) -> int | None:
+    if (side := without_axes(side)) is None:
+        return None
+    if isinstance(side, int | np.integer) and side < 0:
+        raise ValueError(
+            f"window has a negative side, {side}; give 0 or more keys, or None for no limit (- on "
+            "the command line)"
+        )
+    try:
+        return read_size("a window's side", side, 2**31 - 1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error}, and None is no limit (- on the command line)") from None
+
+
+def _read_offset(value: Any) -> int | None:
+    if (value := without_axes(value)) is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"offset is {described(value)}; give a whole number, or None for N - M")
+    if not -FARTHEST <= (offset := int(value)) <= FARTHEST:
+        raise ValueError(f"offset is {value}; give a whole number from -2**30 to 2**30")
+    return offset
+
+
+def _parse_offset(text: str) -> int | None:
+    try:
+        return None if text.lower() == "none" else int(text)
+    except ValueError:
+        raise ValueError(f"offset={text!r} is not a whole number") from None
+
+
+def read_size(name: str, size: Any, most: int) -> int:
+    """A size as a Python int, because products of NumPy's integers overflow."""
+    size = without_axes(size)
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
+    if not 0 <= size <= most:
+        raise ValueError(f"{name} is {size}; sizes are 0 to {most:,}")
+    return int(size)
+
+
+def _parse_window(text: str) -> Window:
+    try:
+        left, right = (None if x.strip() == "-" else int(x) for x in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
+        ) from None
+    return _read_window((left, right))
+
+
+def _show_window(window: Window) -> str | None:
+    if window == NO_WINDOW:
+        return None
+    return ",".join("-" if side is None else str(side) for side in window)
+
+
+def without_axes(value: Any) -> Any:
+    """The number of one of NumPy's scalars or arrays without axes; anything else as it is."""
+    is_scalar = isinstance(value, np.generic | np.ndarray) and not value.shape
+    return value.item() if is_scalar else value
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """True or False as Python's bool. Raises TypeError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {described(value)}; give True or False")
+    return bool(value)
+
+
+def read_number(name: str, value: Any, default: str) -> float | None:
+    if value is None:
+        return None
+    value = without_axes(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {described(value)}; give a number, or None for {default}")
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # of Real
+
+
+def parse_number(name: str, text: str) -> float | None:
+    """A number, or None for the word none. Raises ValueError for anything else."""
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number") from None
+
+
+def _read_softcap(value: Any) -> float | None:
+    number = read_number("softcap", value, "none")
+    if number is not None and not 0 < number < math.inf:
+        raise ValueError(f"softcap is {value}; give a finite number above 0, or leave it out")
+    return number
+
+
+def _read_dropout(value: Any) -> float:
+    number = read_number("dropout", value, "none") or 0.0
+    if not 0 <= number < 1 or round(number * 16384) == 16384:
+        raise ValueError(
+            f"dropout is {value}; give the probability that a weight is dropped, from 0 to below "
+            "1: it is rounded to multiples of 1/16384"
+        )
+    return number if round(number * 16384) else 0.0
+
+
+def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
+    """The reader of a whole number of so many bits; None stays."""
+
+    def read(value: Any) -> int | None:
+        if (value := without_axes(value)) is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(
+                f"{name} is {described(value)}; give a whole number, or an array of one"
+            )
+        if not 0 <= value < 2**bits:
+            raise ValueError(f"{name} is {value}; give a whole number from 0 to 2**{bits} - 1")
+        return int(value)
+
+    return read
+
+
+def _parse_bits(name: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
+        if text.endswith("[1]"):  # the form of an array
+            return text
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(
+                f"{name}={text!r} is not a whole number, nor the form of an array, u64[1] or i32[1]"
+            ) from None
+
+    return parse
+
+
+def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
+    """The option that is an expression."""
+    return Option(
+        help=help,
+        read=lambda value: None if value is None else Expression.of(name, value),
+        shown=lambda value: None if value is None else value.text,
+        separator=";",
+        metavar="TEXT",
+        tried=tried,
+        features={feature: lambda value: value is not None},
+    )
+
+
+def _field(option: Option) -> Any:
+    return field(default=option.default, metadata={"option": option})
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Everything that changes what attention computes, in its normal form.
+
+    precision: one of PRECISIONS, that float32 inputs may be rounded to ("float8_e4m3": 16-bit
+        inputs too); None leaves it to the kernel.
+    causal: None, "bottom-right" (query i sees keys j <= i + N - M; True is the same) or "top-left"
+        (j <= i).
+    window: (left, right) lets query i, whose position among the keys is p = i + N - M (i under a
+        "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is
+        the limit on the right, so a window under it has none of its own.
+    offset: the position of query 0, in place of N - M: a causal mask lets query i see the keys
+        j <= i + offset. So parts of a problem are masked as they are in the whole.
+    scale: scores are multiplied with it; by default 1/sqrt(d).
+    softcap: scores become softcap * tanh(score / softcap), after the scale.
+    score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
+    mask_mod: an expression, which is True for the pairs that are seen: "key <= position".
+    out_dtype: "float32" leaves the output and the gradients of float16 and bfloat16 inputs in
+        float32, in which they are summed; None rounds them to the dtype of the inputs. Of inputs
+        in float8_e4m3fn the output is "bfloat16", which is None, "float16" or "float32".
+    dropout: the probability with which a weight is set to 0, rounded to multiples of 1/16384; the
+        others are multiplied by 1/(1 - dropout). dropout_seed (64 bits) and dropout_offset (32
+        bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
+    """
+
+    precision: str | None = _field(
+        Option(
+            help="Format to which float32 inputs may be rounded; float8_e4m3 also applies to "
+            "16-bit inputs.  [default: float32, if the kernel can]",
+            read=_read_precision,
+            choices=PRECISIONS,
+        ),
+    )
+    causal: str | None = _field(
+        Option(
+            help="Query i sees keys j <= i + N - M (bottom-right, also --causal alone) or j <= i "
+            "(top-left).",
+            read=_read_causal,
+            parse=_parse_causal,
+            choices=MASKS,
+            flag=MASKS[0],
+            tried=MASKS,
+            features={"causal": lambda value: value is not None},
+            constants=lambda options: {"causal": options.right is not None},
+        ),
+    )
+    window: Window = _field(  # noqa: RUF009  # it makes a field
+        Option(
+            default=NO_WINDOW,
+            help="The keys that query i sees to the left and right of key i + N - M (of key i "
+            "under a top-left mask); - is no limit, as in 128,-.",
+            read=_read_window,
+            parse=_parse_window,
+            shown=_show_window,
+            separator="/",
+            metavar="LEFT,RIGHT",
+            tried=((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000)),
+            features={
+                "causal": lambda value: value[1] is not None,
+                "window": lambda value: value[0] is not None,
+            },
+            constants=lambda options: {"windowed": options.left is not None},
+        ),
+    )
+    offset: int | None = _field(
+        Option(
+            help="Position of query 0 among the keys, for causal masks, windows and expressions.  "
+            "[default: N - M]",
+            read=_read_offset,
+            parse=_parse_offset,
+            metavar="INTEGER",
+        ),
+    )
+    scale: float | None = _field(
+        Option(
+            help="Factor of the scores.  [default: 1/sqrt(d)]",
+            read=lambda value: read_number("scale", value, "1/sqrt(d)"),
+            parse=lambda text: parse_number("scale", text),
+            metavar="FLOAT",
+            tried=(0.0, -0.3, 2.0),
+            constants=lambda options: {
+                "positive_scale": options.scale is None or options.scale > 0
+            },
+        ),
+    )
+    softcap: float | None = _field(
+        Option(
+            help="Scores become softcap * tanh(score / softcap), after the scale.",
+            read=_read_softcap,
+            parse=lambda text: parse_number("softcap", text),
+            metavar="FLOAT",
+            tried=(0.5, 20.0),
+            features={"score": lambda value: value is not None},
+        ),
+    )
+    score_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
+        _text("score_mod", f"The score, as an expression of score, {_PLACES}.", "score"),
+    )
+    mask_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
+        _text("mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"),
+    )
+
+    out_dtype: str | None = _field(
+        Option(
+            help="Dtype of the output and the gradients of 16-bit inputs: float32 leaves out their "
+            "last rounding.  [default: that of the inputs]",
+            read=_read_out_dtype,
+            choices=tuple(DTYPES),
+            tried=("float32",),
+            features={"out_dtype": lambda value: value is not None},
+        ),
+    )
+    dropout: float = _field(
+        Option(
+            default=0.0,
+            help="Probability with which a weight is dropped; needs a seed.",
+            read=_read_dropout,
+            parse=lambda text: parse_number("dropout", text),
+            shown=lambda value: value or None,
+            metavar="FLOAT",
+            features={"dropout": bool},
+        ),
+    )
+    dropout_seed: int | None = _field(
+        Option(
+            help="Seed of dropout; u64[1] or i32[1] is an array of one random number.",
+            read=_read_bits("dropout_seed", 64),
+            parse=_parse_bits("dropout_seed"),
+            metavar="INTEGER",
+        ),
+    )
+    dropout_offset: int = _field(
+        Option(
+            default=0,
+            help="Selects another sequence of random bits for the same seed, 0 to 2**32 - 1.  "
+            "[default: 0]",
+            read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
+            parse=_parse_bits("dropout_offset"),
+            shown=lambda value: value or None,
+            metavar="INTEGER",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            object.__setattr__(self, name, option.read(getattr(self, name)))
+        if not self.dropout:
+            object.__setattr__(self, "dropout_seed", None)
+            object.__setattr__(self, "dropout_offset", 0)
+        elif self.dropout_seed is None:
+            raise ValueError(
+                f"dropout is {self.dropout} without dropout_seed; give dropout_seed=, a whole "
+                "number from 0 to 2**64 - 1, another one for each layer and step: calls keep no "
+                "state"
+            )
+        if self.causal:
+            object.__setattr__(self, "window", (self.window[0], None))
+        if self.offset is not None and self.causal == "top-left":
+            raise ValueError(
+                f"offset is {self.offset} under a 'top-left' mask, which is offset=0; give "
+                "causal=True with the offset, or leave the offset out"
+            )
+
+    @classmethod
+    def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
+        """The options that a caller gives, as one value or by name.
+
+        A seed or an offset by name takes the place of that in ``options``, as an array does. Raises
+        TypeError for an unknown name, ValueError if other options are given in both ways, also at
+        their defaults.
+        """
+        if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
+            raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
+        given = {name: x for name, x in keywords.items() if x is not NOT_GIVEN}
+        if options is None:
+            return cls(**given)
+        if not isinstance(options, AttentionOptions):
+            raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
+        seeds = {name: given.pop(name) for name in DROPOUT[1:] if name in given}
+        if names := ", ".join(given):
+            raise ValueError(f"options is given, and {names} too; set {names} in options")
+        return replace(options, **seeds) if seeds else options
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        values = {name: getattr(self, name) for name in OPTIONS}
+        return {name: x for name, x in values.items() if x != OPTIONS[name].default}
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What of them decides plans and texts of kernels: not the numbers in struct Mods."""
+        softcap = self.softcap is not None, self.has_usual_softcap
+        alike = {"softcap": softcap, "dropout": self.dropout > 0}
+        alike |= {"dropout_seed": False, "dropout_offset": False}
+        return tuple(alike.get(name, getattr(self, name)) for name in OPTIONS)
+
+    @property
+    def has_usual_softcap(self) -> bool:
+        """Whether an error of 2**-22 of the softcap is small beside the rounding of 16 bits."""
+        return self.softcap is not None and self.softcap <= MOST_USUAL_SOFTCAP
+
+    @property
+    def right(self) -> int | None:
+        """How many keys right of its position a query sees; None if all."""
+        return 0 if self.causal else self.window[1]
+
+    @property
+    def left(self) -> int | None:
+        """How many keys left of its position a query sees; None if all."""
+        return self.window[0]
+
+    @property
+    def features(self) -> list[str]:
+        given = [(option, getattr(self, name)) for name, option in OPTIONS.items()]
+        needed = (
+            x for option, value in given for x in option.features if option.features[x](value)
+        )
+        return list(dict.fromkeys(needed))
+
+    @property
+    def constants(self) -> dict[str, bool]:
+        found: dict[str, bool] = {}
+        for option in OPTIONS.values():
+            found |= option.constants(self)
+        return found
+
+    def row(self) -> dict[str, Any]:
+        return {name: option.shown(getattr(self, name)) for name, option in OPTIONS.items()}
+
+    def command_line(self, besides: Collection[str] = ()) -> list[str]:
+        """The command-line options for changed values, without those in ``besides``."""
+        row = self.row()
+        changed = [name for name in self.changed if name not in besides]
+        return [f"--{name.replace('_', '-')}={row[name]}" for name in changed]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, besides: Collection[str] = ()) -> str:
+        """The changed values as name=value, without those in ``besides``."""
+        changed = self.changed.keys() - {*besides}
+        shown = ((name, x) for name, x in self.row().items() if name in changed)
+        return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)
+
+
+OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(AttentionOptions)}
+FEATURES = tuple(dict.fromkeys(x for option in OPTIONS.values() for x in option.features))
+PLAIN = AttentionOptions()

@@ -1,0 +1,786 @@
+"""What one call computes: sizes, dtype and options, checked when a Problem is made."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from operator import attrgetter
+from typing import Any, Unpack
+
+import numpy as np
+
+from cupyfa.errors import Unsupported, described
+from cupyfa.problem import optional_inputs, shape_language
+from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_named
+from cupyfa.problem.lengths import Lengths, Packed, lengths_of, pairs_of, shown_lengths
+from cupyfa.problem.optional_inputs import (
+    ALIBI,
+    BIAS,
+    DESCALES,
+    LENGTHS,
+    MAPS,
+    MASK,
+    PADDED,
+    PAGE_TABLE,
+    SCALES,
+    SEEDS,
+    STARTS,
+    Modifiers,
+    Operand,
+)
+from cupyfa.problem.options import (
+    FLOAT8,
+    OPTIONS,
+    PLAIN,
+    AttentionOptions,
+    OptionKeywords,
+    read_size,
+)
+from cupyfa.problem.resizing import resized
+from cupyfa.problem.wrt import differentiated
+from cupyfa.score.expressions import Expression
+
+SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
+MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
+MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
+LAYOUTS = ("bhsd", "bshd")
+TEXTS = ("score_mod", "mask_mod")  # options that are expressions
+PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
+# Of a batch element of a ragged batch: it is none.
+_ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """One attention problem: q [batch, heads, M, d], k [batch, kv_heads, N, d], v [.., N, dv].
+
+    ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
+    is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
+    softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
+    numbers that texts read. With ``block_mask`` its masks are a block mask together: plans go by
+    maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those of the
+    queries and keys of a ragged batch where they are known: what is compiled does not depend on
+    them, but work and random inputs do. With ``pages`` k and v are as many pages, k [pages,
+    kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many keys of a
+    cache each batch element has, where that is known: it decides work and inputs alone, too.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    M: int
+    N: int
+    d: int
+    dv: int
+    dtype: DType
+    options: AttentionOptions = PLAIN
+    shift: int = 0
+    is_softmax: bool = False
+    operands: tuple[Operand, ...] = ()
+    block_mask: bool = False
+    lengths: Packed | None = None
+    pages: int = 0
+    cached: Lengths | None = None
+
+    def __post_init__(self) -> None:
+        for name in SIZES:
+            object.__setattr__(self, name, read_size(name, getattr(self, name), MOST))
+        if self.options.scale == _default_scale(self.d):
+            object.__setattr__(self, "options", replace(self.options, scale=None))
+        elements = self.batch * self.heads * max(self.M, self.N) * (max(self.d, self.dv) or self.N)
+        if elements >= MOST_ELEMENTS:
+            raise ValueError(f"an array would have {elements:,} elements; the limit is 2**59")
+        if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
+            raise ValueError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}; "
+                "every key head must serve the same number of query heads"
+            )
+        _check_precision(self.precision, self.dtype)
+        _check_out_dtype(self.options.out_dtype, self.dtype)
+        if self.options.out_dtype == self.dtype.usual_result:
+            object.__setattr__(self, "options", replace(self.options, out_dtype=None))
+        _ = self.modifiers  # raises for texts and arrays that do not fit
+        self._check_descales()
+        if self.is_ragged:
+            self._check_ragged()
+        if self.lengths is not None:
+            self._check_lengths(*self.lengths)
+        if self.block_mask and not self.has_mask:
+            object.__setattr__(self, "block_mask", False)
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(self.dtype.sums.type(self.scale * math.log2(math.e)))
+        if not finite:
+            raise ValueError(
+                f"scale is {self.scale}; give a finite number of {self.dtype.sums} whose product "
+                "with log2(e) is finite"
+            )
+
+    @classmethod
+    def of_sizes(
+        cls,
+        *,
+        M: int | None = None,
+        N: int | None = None,
+        d: int,
+        dv: int | None = None,
+        batch: int | None = None,
+        heads: int = 1,
+        kv_heads: int | None = None,
+        dtype: DTypeLike = "float32",
+        options: AttentionOptions | None = None,
+        alibi_slopes: Any = None,
+        bias: Any = None,
+        mask: Any = None,
+        sink: Any = None,
+        lengths_q: Any = None,
+        lengths_k: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
+        captured: Mapping[str, Any] | None = None,
+        wrt: str | Sequence[str] | None = None,
+        block_mask: bool | None = None,
+        dlse: bool | None = None,
+        lengths: Any = None,
+        page_size: int | None = None,
+        **keywords: Unpack[OptionKeywords],
+    ) -> Problem:
+        """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
+
+        lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
+        [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
+
+        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
+        captured, wrt, dlse: forms of arrays, those whose gradients a backward kernel gives, and
+        whether it takes a gradient of lse, as ``shape_language`` has them; dropout_seed and
+        dropout_offset may be arrays, or forms such as "u64[1]". With block_mask, mask and mask_mod
+        are a block mask. With page_size, keys lie in pages of so many: see ``in_pages``.
+        """
+        kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
+        packed = None if lengths is None else lengths_of(lengths)
+        batch, M, N = _sizes_of_rows(packed, batch, M, N)
+        asked = dict[str, Any](keywords)
+        seeds = shape_language.seeds_in_memory(asked)
+        asked |= dict.fromkeys(seeds, 0)
+        known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
+        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
+        given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
+        descales = dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
+        given |= shape_language.of_heads(descales, batch, kv_heads)
+        given |= {
+            "captured": captured,
+            "wrt": wrt,
+            "dlse": dlse,
+            **(seeds if chosen.dropout else {}),
+            **shape_language.forms_of_lengths(packed),
+        }
+        arrays = shape_language.operands(given, (batch, heads, M, N), known.name)
+        batch = 1 if packed else batch
+        sizes = batch, heads, kv_heads, M, N, d, dv
+        p = cls(*sizes, known, chosen, operands=arrays, lengths=packed)
+        return p.in_blocks(block_mask).in_pages(page_size)
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "bhsd",
+        options: AttentionOptions | None = None,
+        operands: tuple[Operand, ...] = (),
+        **keywords: Unpack[OptionKeywords],
+    ) -> Problem:
+        """The problem of arrays with these shapes and dtypes.
+
+        Raises ValueError for shapes and options that do not fit together, TypeError for dtypes.
+        """
+        batch, heads, M, d = sizes_of("q", q, layout)
+        _, kv_heads, N, k_d = sizes_of("k", k, layout)
+        _, v_heads, v_N, dv = sizes_of("v", v, layout)
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        table = next((x for x in operands if x.name == PAGE_TABLE), None)
+        of_pages = (k, v) if table else (q, k, v)
+        _same("the leading axes", shapes, *(tuple(x.shape[:-3]) for x in of_pages))
+        _same("d, the last axis of q and k,", shapes, d, k_d)
+        _same("the number of key heads", shapes, kv_heads, v_heads)
+        _same("N, the number of keys,", shapes, N, v_N)
+        is_e4m3 = any(x.name in SCALES for x in operands)
+        of_dtype = {"q": q} if is_e4m3 else {"q": q, "k": k, "v": v}
+        dtype = _common_dtype(INPUTS, **of_dtype)
+        chosen = AttentionOptions.of(options, keywords)
+        pages = len(k) if table else 0
+        N *= table.shape[1] if table else 1
+        sizes = batch, heads, kv_heads, M, N, d, dv
+        p = cls(*sizes, dtype, chosen, operands=operands, pages=pages)
+        optional_inputs.refuse_short(p.modifiers, p.of_scores)
+        return p
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Problem:
+        """The problem that ``record()`` describes; what the record lacks has its default.
+
+        Raises ValueError or TypeError for a record that describes none: it may be from a file.
+        """
+        options = {name: value for name, value in record.items() if name in OPTIONS}
+        others = _reader()({name: x for name, x in record.items() if name not in OPTIONS})
+        others["dtype"] = dtype_named(others["dtype"])
+        others["operands"] = tuple(
+            optional_inputs.of_record(*x) for x in others.get("operands", ())
+        )
+        others["lengths"] = lengths_of(x) if (x := others.get("lengths")) else None
+        others["cached"] = Lengths.of(x) if (x := others.get("cached")) else None
+        return cls(**others, options=AttentionOptions(**options))
+
+    def record(self) -> dict[str, Any]:
+        plain = {**vars(self), "dtype": self.dtype.name}
+        del plain["options"]
+        plain["operands"] = tuple(
+            (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
+        )
+        plain["lengths"] = self.lengths and shown_lengths(self.lengths)
+        plain["cached"] = self.cached and str(self.cached)
+        texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
+        return {**plain, **vars(self.options), "scale": self.scale, **texts}
+
+    def row(self) -> dict[str, Any]:
+        """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks.
+
+        The batch of a ragged one is its sequences, and M and N are the rows of all of them.
+        """
+        options = self._explicit.row()
+        if self.is_softmax:
+            options = dict.fromkeys(options)
+        sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
+        sizes["batch"] = self.sequences or sizes["batch"]
+        lengths = self.known_lengths and shown_lengths(self.known_lengths)
+        arrays = " ".join(self._arrays_shown) or None
+        return {**sizes, "lengths": lengths, "dtype": self.dtype.name, **options, "arrays": arrays}
+
+    def with_options(self, **changes: Any) -> Problem:
+        return replace(self, options=replace(self.options, **changes))
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether an array or a text hides pairs."""
+        return self.options.mask_mod is not None or any(x.name == MASK for x in self.operands)
+
+    def in_blocks(self, asked: bool | None = True) -> Problem:
+        """The problem with a block mask, if that is asked for. Raises ValueError without a mask."""
+        if asked and not self.has_mask:
+            raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
+        return replace(self, block_mask=bool(asked))
+
+    def without_maps(self) -> Problem:
+        """The problem without the maps of tiles of one kernel."""
+        kept = tuple(x for x in self.operands if x.name not in MAPS)
+        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+
+    @property
+    def wrt(self) -> tuple[str, ...]:
+        """The arrays that change scores whose gradients a backward kernel gives."""
+        return tuple(x.name for x in self.operands if x.gradient)
+
+    def with_wrt(self, names: Sequence[str]) -> Problem:
+        """The problem with the gradients of these arrays, besides those of q, k and v."""
+        return replace(self, operands=differentiated(self.operands, names))
+
+    def padded(self, sides: Collection[str]) -> Problem:
+        """The problem whose batch elements have lengths of their own, of queries ("q"), of keys
+        ("k") or of both; without a side all rows count.
+        """
+        if self.pages:
+            raise ValueError("batch elements with keys in pages have lengths; leave out padded")
+        _refuse_others("padded", sides, "qk")
+        own = [x for x, side in zip(PADDED, "qk") if side in sides]
+        return self._with_own(PADDED, [Operand(x, "int32", (self.batch,)) for x in own])
+
+    def descaled(self, names: Collection[str]) -> Problem:
+        """The problem with descales of these, of "q", "k" and "v"."""
+        _refuse_others("descales", names, "qkv")
+        own, shape = [x for x in DESCALES if x[0] in names], (self.batch, self.kv_heads)
+        return self._with_own(DESCALES, [Operand(x, "float32", shape) for x in own])
+
+    def _with_own(self, names: Collection[str], own: Iterable[Operand]) -> Problem:
+        """The problem with these in place of the operands with such names."""
+        kept = (x for x in self.operands if x.name not in names)
+        return replace(self, operands=(*kept, *own))
+
+    def in_pages(self, size: int | None) -> Problem:
+        """The problem whose batch elements have as many keys as their lengths say, in pages of
+        ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
+        """
+        if size is None:
+            kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
+            return replace(self, operands=kept, pages=0) if self.pages else self
+        check_page_size(shape_language.PAGE_SIZE, size)
+        if self.sequences is not None:
+            raise ValueError(
+                "page_size is for batch elements, and lengths for packed sequences; "
+                "leave one of them out"
+            )
+        most = max(-(-self.N // size), 1)
+        lengths = Operand(PADDED[1], "int32", (self.batch,))
+        table = Operand(PAGE_TABLE, "int32", (self.batch, most))
+        dense, after = self.in_pages(None), (*self.of_scores[:3], most * size)
+        fitting = resized(dense.operands, self.expressions, self.of_scores, after)
+        operands = (*fitting, lengths, table)
+        return replace(dense, N=most * size, operands=operands, pages=self.batch * most + 1)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key there are for a head, with those that masks hide."""
+        if self.cached is not None:
+            return self.M * self.cached.total
+        if self.lengths is None:
+            return self.batch * self.M * self.N
+        return sum(x * y for x, y in pairs_of(*self.lengths))
+
+    @property
+    def known_lengths(self) -> Packed | None:
+        """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
+        return self.lengths if self.cached is None else (self.cached, self.cached)
+
+    @property
+    def expressions(self) -> list[Expression]:
+        """The caller's expressions, of score_mod and of mask_mod."""
+        return [x for x in (self.options.score_mod, self.options.mask_mod) if x is not None]
+
+    @property
+    def reads_position(self) -> bool:
+        """Whether slopes or a text read the positions of queries, also where there is no pair."""
+        has_slopes = any(x.name == ALIBI for x in self.operands)
+        return has_slopes or any("position" in x.positions for x in self.expressions)
+
+    @property
+    def of_scores(self) -> shape_language.Sizes:
+        """Batch, or how many sequences there are, heads, M and N: the sizes that forms go by."""
+        return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
+
+    @property
+    def sequences(self) -> int | None:
+        """How many sequences lie packed in the rows of its one batch element; None: it is not so.
+
+        M and N are then the rows of the packed arrays, and masks are aligned for each sequence.
+        """
+        return next((x.shape[0] - 1 for x in self.operands if x.name == STARTS[0]), None)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether batch elements, or sequences, have lengths of their own.
+
+        Kernels read them: M and N are then the rows of the arrays.
+        """
+        return self.modifiers.is_ragged
+
+    @property
+    def ragged_by(self) -> str:
+        """What makes it ragged, in messages."""
+        return " and ".join(x.name for x in self.operands if x.name in PADDED) or "a ragged batch"
+
+    @property
+    def page_size(self) -> int:
+        """How many keys a page has; 0 if keys do not lie in pages."""
+        table = next((x for x in self.operands if x.name == PAGE_TABLE), None)
+        return self.N // table.shape[1] if table and table.shape[1] else 0
+
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """Of a ragged batch, how far a query sees from its position, to the right and the left."""
+        if not self.is_ragged:
+            return None
+        return min(self.right or 0, MOST), -min(self.left or 0, MOST)
+
+    def sequence(self, M: int, N: int) -> Problem:
+        """The problem of one batch element of these sizes, without texts and arrays."""
+        plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
+        return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
+
+    def _check_lengths(self, q: Lengths, k: Lengths) -> None:
+        """Raises ValueError for lengths that are not those of the packed arrays."""
+        sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
+        if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
+            raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
+
+    def _check_descales(self) -> None:
+        """Raises ValueError, TypeError and Unsupported for descales that inputs cannot have."""
+        shape = self.batch, self.kv_heads
+        for x in self.operands:
+            if x.name not in DESCALES:
+                continue
+            if self.dtype != E4M3_INPUTS:
+                raise ValueError(
+                    f"{x.name} is given, and the dtype is {self.dtype.name}; descales are for "
+                    f"{E4M3_INPUTS.name}: leave it out"
+                )
+            if self.is_ragged:
+                raise Unsupported(
+                    f"{x.name} cannot be used with sequences of different lengths; convert q, k "
+                    "and v to float16 or bfloat16"
+                )
+            if x.shape != shape:
+                raise ValueError(
+                    f"{x.name} has shape {x.shape}; its shape must be [batch, kv_heads], here "
+                    f"{shape}"
+                )
+            if x.dtype != "float32":
+                raise TypeError(f"{x.name} is {x.dtype}; it must be float32: convert it")
+
+    def check_offset(self) -> None:
+        """Raises ValueError for an offset that nothing depends on, in a complete problem."""
+        if self.offset is None or self.is_masked or self.reads_position:
+            return
+        raise ValueError(
+            f"offset is {self.offset}, and nothing depends on the positions of queries; give "
+            "causal=True or a window, or leave offset out"
+        )
+
+    def _check_ragged(self) -> None:
+        """Raises Unsupported for what batch elements or sequences with lengths cannot have."""
+        by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
+        asked = [x.name for x in self.operands if x.name in by_pair]
+        for what, given, remedy in (
+            (" and ".join(asked), asked, "give a score_mod or mask_mod that reads captured arrays"),
+            ("a block mask", self.block_mask, "give its expression as mask_mod"),
+            (f"wrt={', '.join(self.wrt)}", self.wrt, "ask for the gradients of q, k and v alone"),
+            (
+                f"offset={self.offset}",
+                self.offset is not None,
+                "each sequence has positions of its own: leave it out",
+            ),
+        ):
+            if given:
+                raise Unsupported(f"{what} cannot be used with {self.ragged_by}; {remedy}")
+
+    @property
+    def _arrays_shown(self) -> list[str]:
+        p = self.without_maps()
+        found = shape_language.shown(p.shown_operands, self.of_scores).items()
+        shown = [f"{name}={x}" if x else name for name, x in found]
+        if self.cached is not None:
+            pages = f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
+        else:
+            pages = f"{shape_language.PAGE_SIZE}={self.page_size}" if self.pages else ""
+        return [*shown, *[pages] * bool(pages), *[shape_language.BLOCK_MASK] * self.block_mask]
+
+    @property
+    def shown_operands(self) -> tuple[Operand, ...]:
+        """The operands, without offsets and lengths where these are known as numbers, and without
+        what pages have.
+        """
+        named = (*LENGTHS, PAGE_TABLE) if self.known_lengths or self.pages else ()
+        return tuple(x for x in self.operands if x.name not in named)
+
+    @property
+    def _in_memory(self) -> list[str]:
+        """The options whose values kernels read from arrays."""
+        return [x.name for x in self.operands if x.name in SEEDS]
+
+    @classmethod
+    def of_rows(cls, x: Any) -> Problem:
+        """The softmax over the last axis of x: M rows of N scores."""
+        if x.ndim == 0:
+            raise ValueError("x has no axis for the softmax; give at least one dimension")
+        return cls.of_row_sizes(
+            math.prod(x.shape[:-1]), x.shape[-1], _common_dtype(DTYPES, x=x).name
+        )
+
+    @classmethod
+    def of_row_sizes(cls, M: int, N: int, dtype: DTypeLike) -> Problem:
+        return cls(1, 1, 1, M, N, 0, 0, dtype_named(dtype), is_softmax=True)
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def scale(self) -> float:
+        """The factor of the scores; with d = 0 every score is 0."""
+        scale = self.options.scale
+        return _default_scale(self.d) if scale is None else scale
+
+    # Read from the options, for formulas of records.
+    causal = property(attrgetter("options.causal"))
+    window = property(attrgetter("options.window"))
+    offset = property(attrgetter("options.offset"))
+    precision = property(attrgetter("options.precision"))
+    right = property(attrgetter("options.right"))
+    left = property(attrgetter("options.left"))
+
+    @property
+    def modifiers(self) -> Modifiers:
+        """The texts that change or hide its scores."""
+        return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
+
+    @property
+    def first_position(self) -> int:
+        """The position of query 0 among the keys, for texts."""
+        return self._position
+
+    @property
+    def _explicit(self) -> AttentionOptions:
+        """The options with the scale as a number."""
+        return replace(self.options, scale=self.scale)
+
+    @property
+    def is_masked(self) -> bool:
+        return self.left is not None or self.right is not None
+
+    @property
+    def causal_offset(self) -> int:
+        """With a limit on the right, query i sees keys j <= i + causal_offset, from -M to N - 1."""
+        if self.right is None:
+            return 0
+        offset = max(min(self._position + self.right, max(self.N - 1, 0)), -self.M)
+        return offset if self.left is None else max(offset, self.window_offset)
+
+    @property
+    def window_offset(self) -> int:
+        """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
+        return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
+
+    def visible(self) -> np.ndarray:
+        """Whether query i sees key j, [M, N]: what a reference of a kernel's own needs."""
+        rows, keys = np.arange(self.M)[:, None], np.arange(self.N)
+        seen = np.ones((self.M, self.N), bool)
+        if self.right is not None:
+            seen &= keys <= rows + self.causal_offset
+        if self.left is not None:
+            seen &= keys >= rows + self.window_offset
+        return seen
+
+    @property
+    def _position(self) -> int:
+        """The position of the first query among the keys."""
+        usual = 0 if self.causal == "top-left" else self.N - self.M
+        return self.shift + (usual if self.offset is None else self.offset)
+
+    def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
+        """The problem of this many batch elements and key heads, of some rows and some keys.
+
+        Its arrays are the parts for these. Texts see the numbers of the part, except positions.
+        """
+        heads, M, N = kv_heads * self.group, len(rows), len(keys)
+        sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
+        of_arrays = {**sizes, "batch": self.sequences or batch, "kv_heads": kv_heads}
+        operands = tuple(x.part(of_arrays) for x in self.operands)
+        part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
+        if not (self.is_masked or self.reads_position):
+            return part
+        return replace(part, shift=self._position + rows.start - keys.start - part._position)
+
+    def of_sequences(self, count: int, M: int, N: int) -> Problem:
+        """The problem of this many sequences of a packed batch, with fewer rows and keys."""
+        sizes = {"batch": count, "M": M, "N": N, **dict.fromkeys(STARTS, count + 1)}
+        operands = tuple(x.part(sizes) for x in self.operands)
+        return replace(self, M=M, N=N, operands=operands, lengths=None)
+
+    @property
+    def out_dtype(self) -> DType:
+        """The dtype of the output and of the gradients of Q, K and V."""
+        return DTYPES[self.options.out_dtype or self.dtype.usual_result]
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def arithmetic(self) -> str:
+        """The dtype, and the precision if it differs: what speeds are measured for."""
+        same = self.precision in (None, "float32")
+        return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
+
+    def bytes(self, *, reals: int = 0, scalars: int = 0, align: int = 0) -> int:
+        """Bytes of a C++ struct of ``reals`` sums followed by ``scalars`` elements."""
+        size = self.dtype.sums.itemsize
+        align = align or (size if reals else self.itemsize)
+        return round_up(reals * size, align) + round_up(scalars * self.itemsize, align)
+
+    def shape(self, axes: str) -> tuple[int, ...]:
+        """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
+        return tuple(map(self._extent, axes.split()))
+
+    def _extent(self, axis: str) -> int:
+        name = axis.rstrip("0123456789")
+        return round_up(getattr(self, name), int(axis[len(name) :] or 1))
+
+    def __repr__(self) -> str:
+        return f"<problem {self}>"
+
+    def __str__(self) -> str:
+        if self.is_softmax:
+            return f"M={self.M} N={self.N} {self.dtype.name}"
+        kv_heads = f" kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        dv = f" dv={self.dv}" if self.dv != self.d else ""
+        shift = f" shift={self.shift}" if self.shift else ""
+        arrays = "".join(f" {x}" for x in self._arrays_shown)
+        batch = self.batch if self.lengths is None else self.sequences
+        lengths = (
+            f" lengths={shown_lengths(self.known_lengths, short=True)}"
+            if self.known_lengths
+            else ""
+        )
+        return (
+            f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
+            f"{dv} {self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
+        )
+
+
+@cache
+def _reader() -> Callable[[Any], dict[str, Any]]:
+    """Reads the fields of ``record()`` besides the options, which read their values themselves."""
+    from cupyfa.cache_folder import records  # only here: most calls read no files
+
+    number = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
+    size, text = records.whole(0, MOST), records.text()
+    shape = records.list_of(size, optional_inputs.MOST_AXES)
+    operand = records.row_of(text, text, shape, records.optional(number), records.flag, least=3)
+    return records.record(
+        {**dict.fromkeys(SIZES, size), "dtype": records.one_of(INPUTS)},
+        {
+            "shift": records.whole(-MOST, MOST),
+            **dict.fromkeys(("is_softmax", "block_mask"), records.flag),
+            "pages": size,
+            **dict.fromkeys(("lengths", "cached"), records.optional(text)),
+            "operands": records.list_of(operand),
+        },
+        only=True,
+    )
+
+
+def _sizes_of_rows(
+    packed: Packed | None,
+    batch: int | None,
+    M: int | None,
+    N: int | None,
+) -> tuple[int, int, int]:
+    """Batch, M and N, or how many sequences there are and the rows of all of them."""
+    if packed is None:
+        if M is None:
+            raise TypeError("M is missing; give it, or the lengths of a ragged batch")
+        return 1 if batch is None else batch, M, M if N is None else N
+    if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
+        raise ValueError(
+            f"lengths and {given[0]} are given; leave out {given[0]}, which follows from lengths"
+        )
+    q, k = packed
+    return len(q.rows), q.total, k.total
+
+
+def _refuse_others(what: str, names: Collection[str], known: str) -> None:
+    """Raises ValueError for names that are not letters of ``known``."""
+    if unknown := ", ".join(x for x in names if x not in known):
+        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
+
+
+def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:
+    """Raises an error unless so many keys are a page."""
+    if not isinstance(size, int | np.integer) or size not in PAGE_SIZES:
+        sizes = ", ".join(map(str, PAGE_SIZES))
+        raise error(f"{name} is {described(size)}; use one of {sizes}")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A Python int from ``least`` to ``most``. Raises ValueError for anything else."""
+    is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (is_whole and value >= least and (most is None or value <= most)):
+        to = "" if most is None else f" to {most:,}"
+        raise ValueError(f"{name} is {described(value)}; give a whole number from {least}{to}")
+    return int(value)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below ``size``."""
+    return -(-size // multiple) * multiple
+
+
+def sizes_of(name: str, array: Any, layout: str) -> tuple[int, int, int, int]:
+    """Batch, heads, rows and columns of an array in a layout; missing axes are 1."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
+    if array.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; it needs at least two axes, [rows, columns]"
+        )
+    heads = array.shape[-3] if array.ndim > 2 else 1
+    rows = array.shape[-2]
+    if layout == "bshd" and array.ndim > 2:
+        heads, rows = rows, heads
+    return math.prod(array.shape[:-3]), heads, rows, array.shape[-1]
+
+
+def rows_of(q: Any, layout: str) -> tuple[int, ...]:
+    """The shape of lse, [..., heads, M]: that of q without columns, heads before rows."""
+    if layout == "bshd" and q.ndim > 2:
+        return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    return tuple(q.shape[:-1])
+
+
+def _same(what: str, shapes: str, *values: Any) -> None:
+    if len(set(values)) > 1:
+        raise ValueError(f"{what} must be equal; the shapes are {shapes}")
+
+
+def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
+    """The dtype of all these arrays, one of those known; errors call the arrays by their names."""
+    for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
+        if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
+            raise TypeError(
+                f"{name} has dtype {dtype.str}, whose bytes are in the other order; convert it: "
+                f"{name}.astype({dtype.newbyteorder('=').name!r})"
+            )
+        if str(dtype) not in known:
+            raise TypeError(
+                f"{name} has dtype {dtype}, which is not supported; use one of {', '.join(known)}"
+            )
+    names = {name: str(array.dtype) for name, array in arrays.items()}
+    if len(set(names.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in names.items())
+        raise TypeError(f"dtypes differ: {listed}; convert them to one")
+    return known[next(iter(names.values()))]
+
+
+def _check_precision(precision: str | None, dtype: DType) -> None:
+    narrower = dtype.itemsize == 2 and precision == FLOAT8
+    if precision is not None and dtype.name != "float32" and not narrower:
+        remedy = f"leave it out or give {FLOAT8!r}" if dtype.itemsize == 2 else "leave it out"
+        if dtype.result:
+            remedy = "such inputs are not rounded, so leave it out"
+        raise ValueError(
+            f"precision={precision!r} is for float32, and the dtype is {dtype.name}; {remedy}"
+        )
+
+
+def can_give(name: str | None, dtype: DType) -> bool:
+    """Whether results of inputs of a dtype may be in the one that is named."""
+    if dtype.result:
+        return name in (None, "float16", "bfloat16", "float32")
+    return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)
+
+
+def _check_out_dtype(name: str | None, dtype: DType) -> None:
+    if can_give(name, dtype):
+        return
+    able = [repr(x) for x in DTYPES if can_give(x, dtype)]
+    which = " or ".join(filter(None, (", ".join(able[:-1]), able[-1])))
+    raise ValueError(
+        f"out_dtype is {name!r}, and the dtype is {dtype.name}; give {which}, or leave it out"
+    )
+
+
+def _default_scale(d: int) -> float:
+    return 1.0 / math.sqrt(d) if d > 0 else 1.0
+
+
+def four_axes(array: Any, layout: str) -> Any:
+    """A view [batch, heads, rows, columns] of an array; a copy only if there is no view."""
+    if layout == "bshd" and array.ndim > 2:
+        array = array.swapaxes(-2, -3)
+    if array.ndim < 4:
+        return array[(None,) * (4 - array.ndim)]
+    lead: Sequence[int] = array.shape[:-3]
+    return array.reshape(math.prod(lead), *array.shape[-3:])

@@ -1,0 +1,59 @@
+"""Arrays that expressions read, in a problem of other sizes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, PADDED, STARTS, Operand
+from cupyfa.problem.shape_language import AXES, Sizes
+from cupyfa.score.expressions import Expression
+
+SIZE_OF_PLACE = dict(zip(("batch", "head", "query", "key"), AXES))
+
+
+def resized(
+    found: Iterable[Operand], texts: Iterable[Expression], before: Sizes, after: Sizes
+) -> tuple[Operand, ...]:
+    """The operands for a problem of other sizes.
+
+    An axis that a text indexes with places alone, as doc[query], gets the larger one of their
+    sizes; others stay as they are.
+    """
+    new, read, found = dict(zip(AXES, after)), tuple(texts), tuple(found)
+    is_packed = any(x.name == STARTS[0] for x in found)
+    return tuple(
+        replace(x, shape=_own_shape(x, before, after, is_packed))
+        if x.name in (*OWN_ARRAYS, DLSE, *PADDED)
+        else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
+        for x in found
+    )
+
+
+def _own_shape(x: Operand, before: Sizes, after: Sizes, is_packed: bool) -> tuple[int, ...]:
+    if x.name == DLSE and is_packed:
+        return (1, *after[1:3])
+    if x.name in (DLSE, *PADDED):
+        return after[: len(x.shape)]
+    axes = tuple(zip(before, after))
+    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]
+    is_bias = len(x.shape) == 4
+    return tuple(1 if is_bias and n == 1 != b else a for n, (b, a) in zip(x.shape, axes))
+
+
+def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[str, int]) -> int:
+    indices = [index for text in texts for index in indices_of(text, x.name, axis)]
+    places = [i.id for i in indices if isinstance(i, ast.Name) and i.id in SIZE_OF_PLACE]
+    if not places or len(places) < len(indices):
+        return x.shape[axis]
+    return max(new[SIZE_OF_PLACE[name]] for name in places)
+
+
+def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
+    """The indices of an array's axis in a text."""
+    for node in ast.walk(text.tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
+            every = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if node.value.id == name and axis < len(every):
+                yield every[axis]

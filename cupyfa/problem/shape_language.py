@@ -1,0 +1,258 @@
+"""The forms of arrays that expressions read, as words: "1hmn", "f16[1hmn]", "i32[M]".
+
+A command line and a plan have no arrays, so they name an array's form: its dtype, and its shape by
+the sizes of the problem. A problem of other sizes has arrays of the same form.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import described
+from cupyfa.problem.dtypes import INPUTS
+from cupyfa.problem.lengths import Packed
+from cupyfa.problem.optional_inputs import (
+    ALIBI,
+    BIAS,
+    DESCALES,
+    DLSE,
+    MASK,
+    OWN_ARRAYS,
+    PADDED,
+    SEEDS,
+    SINK,
+    STARTS,
+    USED,
+    Operand,
+    is_array,
+    of_value,
+    operand,
+)
+from cupyfa.problem.options import OptionKeywords
+from cupyfa.problem.wrt import WRT, differentiated, names_of_gradients
+
+CAPTURED, BLOCK_MASK = "captured", "block_mask"
+LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
+PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
+# Arguments that give forms, or say what is done with the arrays.
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF, PAGE_SIZE)
+USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
+DTYPES = {
+    **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
+    **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+Sizes = tuple[int, int, int, int]  # batch, heads, M and N
+AXES = ("batch", "heads", "M", "N")
+_LETTERS = "bhmn"
+_SHORT = {long: short for short, long in DTYPES.items()}
+_SHAPES = {
+    **{ALIBI: "h or bh", SINK: "h or bh"},
+    **{BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"},
+}
+_OF_PACKED = (*STARTS, *USED)
+
+
+class Keywords(OptionKeywords, total=False):
+    """The options and forms as keyword arguments, for type checkers."""
+
+    alibi_slopes: Any
+    bias: Any
+    mask: Any
+    sink: Any
+    captured: Mapping[str, Any] | None
+    wrt: str | Sequence[str] | None
+    block_mask: bool | None
+    dlse: bool | None
+    lengths: Any
+    page_size: int | None
+
+
+def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tuple[Operand, ...]:
+    """The arrays and numbers of these forms, in a problem of these sizes and this dtype.
+
+    given: by the names of NAMES. A form is a text, a shape, an array, or True for the usual shape;
+        of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
+        "i32[batch]", of DESCALES a shape or an array, of those of packed rows a shape. A bias has
+        by default the dtype of results, other floats have float32. ``dlse`` is whether there is a
+        gradient of lse. ``wrt`` are names, as "q,bias": see ``differentiated``.
+
+    Raises ValueError and TypeError for what is no form.
+    """
+    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED, *DESCALES}):
+        raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
+    named = dict(zip(AXES, sizes))
+    found = [
+        _own(name, form, named, dtype)
+        for name in OWN_ARRAYS
+        if (form := given.get(name)) is not None and form is not False
+    ]
+    if given.get(DLSE):
+        batch = 1 if STARTS[0] in given else sizes[0]
+        found.append(Operand(DLSE, INPUTS[dtype].sums.name, (batch, *sizes[1:3])))
+    found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
+    found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
+    found += [_of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None]
+    found += [_seed(name, given[name]) for name in SEEDS if name in given]
+    captured = given.get(CAPTURED) or {}
+    if not isinstance(captured, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
+    more = [_captured(name, form, named) for name, form in captured.items()]
+    every = (*found, *sorted(more, key=lambda x: not x.is_array))  # numbers last, as in calls
+    return differentiated(every, given.get(WRT) or ())
+
+
+def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, Any]:
+    """The same forms, with the usual shape for descales that are True."""
+    usual = {x: (batch, kv_heads) for x in DESCALES if given.get(x) is True}
+    return {**given, **usual}
+
+
+def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
+    usual = {BIAS: INPUTS[dtype].usual_result, MASK: "bool"}.get(name, "float32")
+    if form is True:
+        form = USUAL[name]
+    if not isinstance(form, str):
+        return _of_shape(name, form, usual)
+    short, letters = _parts(form) or ("", form)
+    known = DTYPES.get(short, usual if not short else "")
+    if not known or not letters or set(letters) - set(_LETTERS + "1"):
+        raise ValueError(
+            f"{name} is {form!r}; give its shape by letters, for example {_SHAPES[name]}, also "
+            f"with a dtype, as f32[{USUAL[name]}]"
+        )
+    by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
+    return Operand(name, known, tuple(by_letter[x] for x in letters))
+
+
+def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The seed and the offset of dropout, where options give an array or the form of one."""
+    given = {name: options[name] for name in SEEDS if name in options}
+    return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
+
+
+def _seed(name: str, form: Any) -> Operand:
+    if not isinstance(form, str):
+        return of_value(name, form)
+    short, size = _parts(form) or ("", "")
+    if short not in DTYPES or short[0] not in "iu" or size != "1":
+        raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
+    return Operand(name, DTYPES[short], (1,))
+
+
+def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+    if form is True:
+        form = (named["batch"],)
+    if not isinstance(form, str):
+        found = _of_shape(name, form, "int32")
+        is_converted = isinstance(form, np.ndarray) and form.dtype.kind in "iu"
+        return replace(found, dtype="int32") if is_converted else found
+    short, axis = _parts(form) or ("", "")
+    size = _size(axis, named)
+    if short not in DTYPES or size is None:
+        raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
+    return Operand(name, DTYPES[short], (size,))
+
+
+def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+    if isinstance(form, str):
+        short, axes = _parts(form) or ("", "")
+        sizes = [_size(x.strip(), named) for x in axes.split(",")]
+        if short not in DTYPES or None in sizes:
+            raise ValueError(
+                f"captured {name} is {form!r}; give a number, or a dtype ({', '.join(DTYPES)}) and "
+                "sizes by name or number, as f32[heads], i32[M] or bool[batch,N]; M|N is the "
+                "larger one"
+            )
+        return replace(operand(name, 0), dtype=DTYPES[short], shape=tuple(sizes), value=None)  # type: ignore[arg-type]
+    if isinstance(form, tuple | list):
+        return replace(_of_shape(name, form, "float32"), name=operand(name, 0).name)
+    return operand(name, form)
+
+
+def _of_shape(name: str, given: Any, dtype: str) -> Operand:
+    """The form of an array, or of one of a shape."""
+    if isinstance(given, tuple | list):
+        if not all(isinstance(n, int) and n >= 0 for n in given):
+            raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
+        return Operand(name, dtype, _with_four(name, given), given=tuple(given))
+    found = of_value(name, given)
+    return replace(found, shape=_with_four(name, found.shape), given=found.shape)
+
+
+def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = tuple(shape)
+    return (1,) * (4 - len(sizes)) + sizes if name in (BIAS, MASK) else sizes
+
+
+def _parts(form: str) -> tuple[str, str] | None:
+    """The dtype and what is in brackets."""
+    found = re.fullmatch(r"(\w+)\[(.*)\]", form.replace(" ", ""))
+    return (found[1], found[2]) if found else None
+
+
+def _size(axis: str, named: Mapping[str, int]) -> int | None:
+    sizes = [int(x) if x.isdecimal() else named.get(x) for x in axis.split("|")]
+    return None if None in sizes else max(x for x in sizes if x is not None)
+
+
+def value_of(text: str) -> str | bool | int | float:
+    """A captured value on the command line: a number, or else a form."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def is_form(text: str) -> bool:
+    """Whether a word of the command line is, or should be, the form of one of OWN_ARRAYS."""
+    return _parts(text) is not None or (bool(text) and not set(text) - set(_LETTERS + "1"))
+
+
+def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
+    """The texts of operands by name, which give them again in a problem of these sizes."""
+    every = tuple(found)
+    wrt = names_of_gradients(every)
+    return {x.name: _shown(x, sizes) for x in every} | ({WRT: wrt} if wrt else {})
+
+
+def _shown(x: Operand, sizes: Sequence[int]) -> str:
+    if not x.is_array:
+        return str(x.value)
+    if x.name == DLSE:
+        return ""
+    if x.name not in OWN_ARRAYS:
+        return f"{_SHORT[x.dtype]}[{','.join(map(str, x.shape))}]"
+    axes = tuple(zip(_LETTERS, sizes))
+    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]  # of ALiBi slopes
+    letters = "".join(
+        "1" if n == 1 and len(axes) == 4 else axis for n, (axis, _) in zip(x.shape, axes)
+    )
+    return letters if x.name == MASK else f"{_SHORT[x.dtype]}[{letters}]"
+
+
+def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
+    """The forms of operands, as ``operands`` takes them, in a problem of these sizes."""
+    every = tuple(x for x in found if x.name not in SEEDS)
+    texts = shown(every, sizes)
+    own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, *PADDED, WRT)}
+    own |= {DLSE: True} if DLSE in texts else {}
+    others = [x for x in every if x.name not in (*OWN_ARRAYS, *PADDED, DLSE)]
+    return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
+
+
+def forms_of_lengths(packed: Packed | None) -> dict[str, tuple[int]]:
+    """The shapes of the offsets of a ragged batch, and of the lengths that are given besides."""
+    if packed is None:
+        return {}
+    count = len(packed[0].rows)
+    used = {name: (count,) for name, x in zip(USED, packed) if x.used is not None}
+    return dict.fromkeys(STARTS, (count + 1,)) | used

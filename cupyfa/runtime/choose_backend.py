@@ -1,0 +1,254 @@
+"""Chooses the backend of a call by its name and by the memory of its arrays."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cupyfa.errors import DeviceError, described, nearest, warn
+from cupyfa.problem.optional_inputs import of_list
+from cupyfa.runtime.arrays import is_masked
+from cupyfa.runtime.backend import Backend
+
+NAMES = ("auto", "cuda", "simulator")
+CHOICE = "CUPYFA_BACKEND"  # the variable that says what "auto" is
+_choosing = threading.RLock()
+_owners: dict[type, Backend] = {}  # by the type of the backend's arrays
+_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
+
+
+def backend_named(backend: str | Backend) -> Backend:
+    """A backend by its name, or as it is. "auto" is CUDA if there is a device.
+
+    CUPYFA_BACKEND names another one for "auto". Raises DeviceError if "cuda" is asked for and there
+    is none.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if isinstance(backend, str) and backend in NAMES:
+        with _choosing:  # concurrent threads get the same backend
+            return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
+    known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
+    raise ValueError(f"backend {backend!r} is unknown{nearest(backend, NAMES)}; {known}")
+
+
+def backend_to_measure(backend: str | Backend) -> Backend:
+    """A backend whose times are wanted: the simulator only where it is asked for.
+
+    Raises DeviceError if "auto" is left with the simulator.
+    """
+    if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
+        raise DeviceError(
+            f"{reason}: times of the simulator say nothing about a GPU; to take them all the same, "
+            'give backend="simulator"'
+        )
+    return backend_named(backend)
+
+
+def chosen_backend() -> str:
+    """What "auto" is by CUPYFA_BACKEND; "auto" without it. Raises ValueError for other words."""
+    chosen = os.environ.get(CHOICE) or "auto"
+    if chosen not in NAMES:
+        known = f"use one of {', '.join(NAMES)}, or unset it"
+        raise ValueError(f"{CHOICE} is {chosen!r}{nearest(chosen, NAMES)}; {known}")
+    return chosen
+
+
+def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
+    """The backend whose own type all arrays have; None for other arrays."""
+    found = _owners.get(type(arrays[0]))
+    if found is None or not (backend == "auto" or backend is found or backend == found.name):
+        return None
+    return found if len({*map(type, arrays)}) == 1 else None
+
+
+def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
+    """The backend for these arrays, and the arrays as NumPy's or CuPy's, without a copy.
+
+    NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
+    on CUDA. Raises TypeError for anything else and for a mixture.
+    """
+    values = list(arrays.values())
+    if (theirs := owner(backend, values)) is not None:
+        return theirs, values
+    if (seen := _tensors(backend, values)) is not None:
+        return seen
+    if set(map(type, values)) == {np.ndarray}:
+        return backend_named(backend), values
+    host = {name: _on_host(name, array) for name, array in arrays.items()}
+    if len(set(host.values())) > 1:
+        where = ", ".join(f"{name} in {'host' if h else 'GPU'} memory" for name, h in host.items())
+        raise TypeError(
+            f"arrays in host and GPU memory are mixed ({where}); copy all to one of the two"
+        )
+    if all(host.values()):
+        return backend_named(backend), [
+            np.asarray(x) if isinstance(x, np.ndarray) else _foreign(name, x, np.from_dlpack)
+            for name, x in arrays.items()
+        ]
+    if backend == "simulator" or getattr(backend, "name", "cuda") == "simulator":
+        lies = "lies" if len(arrays) == 1 else "lie"
+        raise TypeError(
+            f"the simulator takes NumPy arrays, and {', '.join(arrays)} {lies} in GPU memory; copy "
+            "with cupy.asnumpy or, of torch, .cpu()"
+        )
+    cuda = backend_named("cuda" if backend == "auto" else backend)
+    return cuda, [_foreign(name, array, cuda.adopt) for name, array in arrays.items()]
+
+
+def as_array(backend: str | Backend, name: str, given: Any) -> Any:
+    """Another library's array as NumPy's or CuPy's, a list as NumPy's; anything else as it is."""
+    given = of_list(name, given)
+    is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
+    if isinstance(given, np.ndarray) or hasattr(given, "get") or not is_foreign:
+        return given
+    _, (array,) = adopt(backend, **{name: given})
+    return array
+
+
+def where_q_is(backend: str | Backend, q: Any, array: Any) -> Any:
+    """NumPy's or CuPy's array in the memory where q is; anything else as it is."""
+    if isinstance(q, np.ndarray):
+        return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
+    if not isinstance(array, np.ndarray):
+        return array
+    theirs, (q, *_) = adopt(backend, q=q)
+    if isinstance(q, np.ndarray):
+        return array
+    with theirs.working_on(q):
+        return theirs.upload(array)
+
+
+def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
+    """The numbers of the devices that share a call, all of one model.
+
+    devices: "all" are those like the current one, which comes first.
+    """
+    models = backend.models
+    if isinstance(devices, str) and devices == "all":
+        alike = [i for i, model in enumerate(models) if model == models[backend.device]]
+        return tuple(sorted(alike, key=lambda i: i != backend.device))
+    numbers = _numbers(devices)
+    if unknown := [i for i in numbers if not 0 <= i < len(models)]:
+        raise ValueError(
+            f'there is no device {unknown[0]}: {_known(backend)}; give numbers of these, or "all"'
+        )
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"devices is {list(numbers)}; give at least one, and each once: {_known(backend)}"
+        )
+    if len({models[i] for i in numbers}) > 1:
+        named = ", ".join(f"{i} is {models[i]}" for i in numbers)
+        raise ValueError(f"devices are of several models ({named}); give those of one model")
+    return numbers
+
+
+def _known(backend: Backend) -> str:
+    count = len(backend.models)
+    return f"{backend.name} has device{'s' * (count > 1)} {', '.join(map(str, range(count)))}"
+
+
+def _numbers(devices: Any) -> tuple[int, ...]:
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        given = tuple(devices)
+        if all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in given):
+            return tuple(map(int, given))
+    raise TypeError(f'devices is {described(devices)}; give "all", or numbers as [0, 1]')
+
+
+def writable_view(backend: Backend, name: str, array: Any) -> Any:
+    """Another library's array as NumPy's or the backend's, to write to, without a copy."""
+    _, (view,) = adopt(backend, **{name: array})
+    if isinstance(view, np.ndarray) and not view.flags.writeable:  # as older DLPack has it
+        other = np.asarray(array)
+        view = other if np.may_share_memory(other, view) else view
+    return view
+
+
+def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
+    """Torch's tensors in GPU memory, without DLPack where possible."""
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)
+    if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
+        return None
+    if getattr(backend, "name", backend) not in ("auto", "cuda"):
+        return None
+    cuda = backend_named("cuda" if backend == "auto" else backend)
+    views = cuda.adopt_tensors(values)
+    return None if views is None else (cuda, views)
+
+
+def _on_host(name: str, array: Any) -> bool:
+    if is_masked(array):
+        raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; pass {name}.data")
+    if isinstance(array, np.ndarray):
+        return True
+    if hasattr(array, "__dlpack_device__"):
+        device = _foreign(name, array, lambda x: x.__dlpack_device__()[0])
+        if device == _HOST:
+            return True
+        if device in (_CUDA, _CUDA_MANAGED):
+            return False
+    elif hasattr(array, "__cuda_array_interface__"):
+        return False
+    raise TypeError(
+        f"{name} is {described(array)}; pass a NumPy or CuPy array, or one that has "
+        "__dlpack__ or __cuda_array_interface__"
+    )
+
+
+def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
+    """A view of another library's array; any error becomes a TypeError that names it."""
+    try:
+        return view(array)
+    except (DeviceError, MemoryError):
+        raise
+    except Exception as error:
+        raise TypeError(
+            f"{name}, a {type(array).__name__}, cannot be seen as an array "
+            f"({type(error).__name__}: {error}); pass it as a NumPy or CuPy array"
+        ) from error
+
+
+@cache
+def _automatic() -> Backend:
+    if (chosen := chosen_backend()) != "auto":
+        return backend_named(chosen)
+    reason = _no_cuda()
+    if reason is None:
+        return _cuda()
+    warn(
+        f"{reason}: running in the simulator on the CPU, which is slow; {CHOICE}=simulator runs "
+        "there without this note"
+    )
+    return _simulator()
+
+
+@cache
+def _cuda() -> Backend:
+    reason = _no_cuda()
+    if reason is not None:
+        raise DeviceError(f"{reason}; use backend 'simulator', or 'auto'")
+    from cupyfa.runtime.cuda.device import ARRAY, Cuda
+
+    _owners[ARRAY] = cuda = Cuda()
+    return cuda
+
+
+def _no_cuda() -> str | None:
+    """Why CUDA cannot be used here, or None if it can."""
+    try:
+        from cupyfa.runtime.cuda import device as cuda
+    except ImportError as error:
+        return f"CuPy cannot be imported ({error}); run `cupyfa doctor`"
+    return cuda.unavailable()
+
+
+@cache
+def _simulator() -> Backend:
+    from cupyfa.runtime.simulator import Simulator
+
+    return Simulator()

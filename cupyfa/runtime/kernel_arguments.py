@@ -1,0 +1,107 @@
+"""How a kernel receives its arguments: arrays as a struct Tensor, a pointer or a TMA tensor map."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, PlannedLaunch, aligned_width
+from cupyfa.problem.dtypes import E4M3
+from cupyfa.runtime.backend import Backend, Mapped
+
+BOX_ROW_BYTES = 128  # of tma.cuh
+_BOXED = ("float16", "bfloat16", "uint8")  # dtypes that TMA tiles can have
+_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
+_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+
+
+def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
+    """The values of a launch's arguments, each with the bytes of the kernel's parameter."""
+    return [
+        _passed(backend, step, x, arrays[x.name])
+        if x.value is None
+        else _filled(backend, x, arrays)
+        if x.arrays
+        else x.value
+        for x in step.arguments
+    ]
+
+
+def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> Any:
+    """A struct with its arrays: Tensors, or as in Mods struct Array of expression.cuh.
+
+    Strides are in elements.
+    """
+    made = argument.value.copy()
+    for name, _ in argument.arrays:
+        array, field = arrays[name], name.removeprefix("mods.")
+        into = made[field]
+        if into.dtype == TENSOR:
+            made[field] = _tensor(backend, array, argument.strides)
+            continue
+        size = array.dtype.itemsize
+        into["data"] = backend.address(array)
+        into["stride"] = [x // size if n > 1 else 0 for n, x in zip(array.shape, array.strides)]
+        into["size"] = array.shape
+    return made
+
+
+def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:
+    if argument.form == "map":
+        return backend.tensor_map(mapped(backend, step, argument.name, array))
+    if argument.form:
+        return np.uint64(backend.address(array))
+    return _tensor(backend, array, argument.strides)
+
+
+def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
+    """struct Tensor, with the strides of these axes in elements."""
+    size = array.dtype.itemsize
+    strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
+    return np.array((backend.address(array), *strides), TENSOR)
+
+
+def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+    """The contents of an array's tensor map. Raises ValueError if the array can have none.
+
+    The stride of an axis of one element is never used, so it becomes one that is allowed. An axis
+    of no elements counts as one element; the kernel must not read it.
+    """
+    dtype, address = array.dtype, backend.address(array) if array.size else 0
+    what = f"{step.entry}: {name}.map is of {dtype.name} {array.shape}"
+    boxed = "uint8" if dtype == E4M3 else dtype.name
+    if boxed not in _BOXED or len(array.shape) != 4:
+        raise ValueError(
+            f"{what}; boxes are of [batch, heads, rows, columns] in {' or '.join(_BOXED)}"
+        )
+    if not can_be_boxed(array, address):
+        raise ValueError(
+            f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
+            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to an array like that"
+        )
+    batch, heads, rows, columns = (max(size, 1) for size in array.shape)
+    allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize
+    of_batch, of_head, of_row = (
+        stride if array.size and size > 1 else allowed
+        for size, stride in zip(array.shape, array.strides[:3])
+    )
+    sizes, strides = (columns, rows, heads, batch), (of_row, of_head, of_batch)
+    return Mapped(address, boxed, sizes, strides, step.boxes[name])
+
+
+def can_be_boxed(array: Any, address: int) -> bool:
+    """Whether a tensor map can describe an array whose columns are contiguous.
+
+    Its rows must begin at multiples of 16 bytes, and its strides must be positive.
+    """
+    strides = [s for n, s in zip(array.shape[:-1], array.strides) if n > 1] if array.size else []
+    return (not array.size or address % BOX_ALIGNMENT == 0) and all(
+        0 < s < _LARGEST_STRIDE and s % BOX_ALIGNMENT == 0 for s in strides
+    )
+
+
+def blank_map() -> np.ndarray:
+    """Zeroed memory for a struct TensorMap, aligned as one must be."""
+    memory = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _MAP_ALIGNMENT
+    return memory[start : start + _MAP_BYTES].view(f"V{_MAP_BYTES}").reshape(())

@@ -1,0 +1,1 @@
+"""Expressions that change and mask scores: parsed, traced, evaluated; dropout."""

@@ -1,0 +1,107 @@
+"""Which weights dropout keeps, by its definition; kernels have it in attention/dropout.cuh.
+
+Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), whose key is the seed, turns the
+counter (key & ~9, query & ~8, batch * heads + head, offset) into four words of 32 bits. They serve
+eight pairs of query and key: bit 3 of the key and then bit 3 of the query choose the word, bit 0 of
+the key its upper half, whose last 14 bits count. A pair is kept if these are not below 16384 times
+the probability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from cupyfa.problem.options import AttentionOptions
+
+Array = NDArray[Any]
+
+STEPS = 1 << 14  # probabilities are multiples of 1 / STEPS
+ROUNDS = 7
+_LOW = np.uint64(0xFFFFFFFF)
+_FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout of the weights of `heads` heads in each batch element.
+
+    probability: 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits. offset: 32 bits.
+    """
+
+    probability: float
+    seed: int
+    offset: int
+    heads: int
+
+    @classmethod
+    def of(
+        cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
+    ) -> Dropout | None:
+        """The dropout that options ask for, if any; arrays replace their seed and offset."""
+        if not options.dropout or options.dropout_seed is None:
+            return None
+        own = options.dropout_seed if seed is None else _bits(seed, 64)
+        number = options.dropout_offset if offset is None else _bits(offset, 32)
+        return cls(options.dropout, own, number, heads)
+
+    @property
+    def least(self) -> int:
+        """The least bits that keep a weight."""
+        return round(self.probability * STEPS)
+
+    @property
+    def factor(self) -> float:
+        """What kept weights are multiplied by, 1 / (1 - probability)."""
+        return STEPS / (STEPS - self.least)
+
+    @property
+    def round_keys(self) -> list[int]:
+        """The two keys of each round."""
+        halves = self.seed & 0xFFFFFFFF, self.seed >> 32
+        return [
+            (half + i * step) & 0xFFFFFFFF
+            for i in range(ROUNDS)
+            for half, step in zip(halves, _KEY_STEPS)
+        ]
+
+    def kept(self, batch: Array, head: Array, query: Array, key: Array) -> Array:
+        """Where weights are kept; bool, of the shape that the indices broadcast to.
+
+        batch, head [..., 1, 1], query [..., rows, 1] and key [..., keys] are whole numbers.
+        """
+        queries, of_query = np.unique(query.ravel() & ~8, return_inverse=True)
+        keys, of_key = np.unique(key.ravel() & ~9, return_inverse=True)
+        counter = keys, queries[:, None], batch * self.heads + head, np.asarray(self.offset)
+        words = philox(counter, self.round_keys)[..., of_query[:, None], of_key]
+        query, key = query.reshape(-1, 1), key.ravel()
+        which = np.broadcast_to((key >> 3 & 1) * 2 + (query >> 3 & 1), words.shape[1:])
+        word = np.take_along_axis(words, which[None], 0)[0]
+        half = np.where(key & 1, word >> np.uint64(16), word)
+        return half % np.uint64(STEPS) >= self.least
+
+
+def _bits(array: Array, count: int) -> int:
+    """The lowest bits of a whole number in an array."""
+    return int(array.item()) & (2**count - 1)
+
+
+def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
+    """The four words [4, ...] of counters, whose four words broadcast; uint64."""
+    a, b, c, d = (np.asarray(x).astype(np.uint64) & _LOW for x in counter)
+    keys = [np.uint64(x) for x in round_keys]
+    for of_even, of_odd in zip(keys[::2], keys[1::2]):
+        x, y = a * _FACTORS[0], c * _FACTORS[1]
+        a, b, c, d = (
+            (y >> np.uint64(32)) ^ b ^ of_even,
+            y & _LOW,
+            (x >> np.uint64(32)) ^ d ^ of_odd,
+            x & _LOW,
+        )
+    return np.stack(np.broadcast_arrays(a, b, c, d))

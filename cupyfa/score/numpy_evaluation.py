@@ -1,0 +1,723 @@
+"""What the options' texts make of scores, in NumPy: values, derivatives and rounding errors.
+
+An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated on all pairs
+of query and key of a tile at once, in float64; whole numbers stay whole.
+
+**Derivatives** by the score follow the chain rule. That of a function is its complex step,
+f'(x) = Im f(x + ih) / h, which has no cancellation and takes nothing but f itself; those of min,
+max, abs, floor and where are those of the argument that is taken.
+
+**Errors** are absolute, in units of eps, the spacing at 1 of the format that a kernel computes in.
+A node of the text has the errors of its arguments times its derivatives, and its own:
+
+- half an eps of the result for a sum, a difference, a product, and a number that is rounded when
+  the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
+- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. All have a small
+  relative error near an argument of 0, where their results are small: a text may multiply them by
+  any number. Elsewhere sin and cos have an absolute error of 6 eps.
+
+Where an error may turn a comparison, floor or the choice of min and max, the result has also the
+distance to what it would be then. A derivative has an error by the same rules: from the second
+derivative, and from how it is computed. Results of -inf, +inf and NaN are exact.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyfa.score.dropout import Dropout
+from cupyfa.score.expressions import Expression
+
+Array = NDArray[Any]
+
+_STEP = 1e-30  # h of the complex step
+_EXACT_WHOLE = 2.0**24  # the largest whole number below which float32 has all
+_LARGE = 1e-3  # an error that is no rounding error
+_EPS = float(np.finfo(np.float32).eps)
+
+Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadcast
+
+
+@dataclass
+class Number:
+    """Values of a node: of bool, whole numbers or float64. None stands for 0.
+
+    Whole numbers are int64, or Python's in an array of objects where 64 bits may not do.
+
+    slope: the derivative by the score. error, slope_error: absolute errors of both, in eps. The
+    error of a bool is where it may be the other one.
+    """
+
+    value: Array
+    slope: Any = None
+    error: Any = None
+    slope_error: Any = None
+
+    @property
+    def is_real(self) -> bool:
+        return self.value.dtype.kind == "f"
+
+
+@dataclass(frozen=True, eq=False)
+class Modifications:
+    """Texts that change scores or hide pairs, and what they name.
+
+    score_steps are applied one after the other to the scaled score; a pair is seen if all
+    mask_steps are True, and causal and window let it. names: the captured arrays and numbers.
+    position: of query 0 among the keys. queries, keys: the sizes that the texts see.
+    first: batch, head, query and key that the first element of the arrays belongs to, for excerpts.
+    dropout: which weights are dropped after the softmax; None for none.
+    """
+
+    score_steps: Sequence[Expression] = ()
+    mask_steps: Sequence[Expression] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    position: int = 0
+    queries: int = 0
+    keys: int = 0
+    first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dropout: Dropout | None = None
+
+    def place(self, batch: Array, head: Array, query: Array, key: Array) -> Place:
+        """The pairs of these indices into the arrays, counted from 0."""
+        given = (batch, head, query, key)
+        names = ("batch", "head", "query", "key")
+        return {name: x + start for name, x, start in zip(names, given, self.first)}
+
+    def kept(self, place: Place) -> Array | None:
+        """The pairs whose weights dropout keeps; None without dropout."""
+        return None if self.dropout is None else self.dropout.kept(**place)
+
+    @np.errstate(all="ignore")
+    def hidden(
+        self, place: Place, masked: Array | None, shape: tuple[int, ...]
+    ) -> tuple[Array | None, Array | None]:
+        """Which pairs are hidden, and of which a float32 kernel may decide otherwise.
+
+        masked: the pairs that causal and window hide, or None. Both results have `shape`, that of
+        the pairs, or are None.
+        """
+        if not self.mask_steps:
+            return masked, None
+        seen = may = must = np.broadcast_to(True if masked is None else ~masked, shape)
+        for text in self.mask_steps:  # each counts where those before let a pair be seen
+            step = _Walk(self, text, place, ~seen, None, _EPS).visit(text.tree)
+            unsure = np.asarray(False if step.error is None else step.error)
+            seen = seen & step.value
+            may, must = may & (step.value | unsure), must & step.value & ~unsure
+        unsure = may & ~must
+        return ~seen, unsure if unsure.any() else None
+
+    def modified(self, scores: Array, place: Place, masked: Array | None) -> Array:
+        """Scores after all steps, float64. Hidden pairs, where masked is True, may get anything."""
+        return self.number(scores, place, masked).value
+
+    def differentiated(
+        self, scores: Array, place: Place, masked: Array | None
+    ) -> tuple[Array, Array]:
+        """Modified scores, and their derivatives by the given ones."""
+        result = self.number(scores, place, masked, slope=1.0)
+        slope = 0.0 if result.slope is None else result.slope
+        return result.value, np.broadcast_to(slope, scores.shape)
+
+    @np.errstate(all="ignore")
+    def number(
+        self,
+        scores: Array,
+        place: Place,
+        masked: Array | None,
+        *,
+        slope: float | None = None,
+        error: Array | None = None,
+        eps: float | None = None,
+    ) -> Number:
+        """The modified scores with what is asked for.
+
+        slope: 1.0 for derivatives. eps: of the kernel's format, for errors; `error` is then that of
+        the scores. Raises ValueError if a pair that is not masked reads beyond an array.
+        """
+        number = Number(scores.astype(np.float64, copy=False), slope, error)
+        for text in self.score_steps:
+            number = _Walk(self, text, place, masked, number, eps).real(text.tree)
+        if number.value.shape != scores.shape:  # of a text that does not name the score
+            return replace(number, value=np.broadcast_to(number.value, scores.shape).copy())
+        return number
+
+    @np.errstate(all="ignore")
+    def accesses(
+        self,
+        scores: Array,
+        place: Place,
+        masked: Array | None,
+        names: Collection[str],
+        *,
+        error: Array | None = None,
+        eps: float | None = None,
+    ) -> Iterator[tuple[str, tuple[Array, ...], Number]]:
+        """Every reading of an element of these arrays: the array, the indices, the modified scores.
+
+        The slope of these is the derivative by the element. error, eps: as of `number`.
+        """
+        for text in self.score_steps:
+            for node in _elements(text.tree, names):
+                number = Number(scores.astype(np.float64, copy=False), error=error)
+                at: tuple[Array, ...] = ()
+                for step in self.score_steps:
+                    walk = _Walk(self, step, place, masked, number, eps, seed=node)
+                    number, at = walk.real(step.tree), walk.at or at
+                yield _name_of(node), at, number
+
+    def applied_to(self, scores: Array, visible: Array | None = None) -> Array:
+        """Scores [batch, heads, M, N] after all steps; -inf where a pair is hidden.
+
+        visible: pairs that causal and window let through, broadcastable; None for all.
+        """
+        place = self.place(*np.ogrid[tuple(slice(size) for size in scores.shape)])
+        masked, _ = self.hidden(place, None if visible is None else ~visible, scores.shape)
+        modified = self.modified(scores, place, masked) if self.score_steps else scores
+        return modified if masked is None else np.where(masked, -np.inf, modified)
+
+
+NONE = Modifications()
+
+
+def _elements(tree: ast.expr, names: Collection[str]) -> list[ast.expr]:
+    """The nodes that read an element of these arrays."""
+    found = [x for x in ast.walk(tree) if isinstance(x, ast.Subscript)]
+    inner = {id(x.value) for x in found}  # a[i] of a[i][j]
+    return [x for x in found if id(x) not in inner and _name_of(x) in names]
+
+
+def _name_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id  # type: ignore[attr-defined]  # the rules leave names alone
+
+
+class _Walk:
+    """The evaluation of one text on pairs; all its parts are evaluated, as in kernels.
+
+    live: the pairs that count, None for all: an index beyond an array is an error only there.
+    """
+
+    def __init__(
+        self,
+        mods: Modifications,
+        text: Expression,
+        place: Place,
+        masked: Array | None,
+        score: Number | None,
+        eps: float | None,
+        seed: ast.expr | None = None,
+    ) -> None:
+        """``seed``: the element by which slopes are derivatives; then ``at`` has its indices."""
+        self.mods, self.text, self.place, self.score, self.eps = mods, text, place, score, eps
+        self.seed = seed
+        self.at: tuple[Array, ...] = ()
+        self.live = None if masked is None else ~masked
+
+    def visit(self, node: ast.expr) -> Number:
+        match node:
+            case ast.Constant(value):
+                return self._given(value)
+            case ast.Name(name):
+                return self._named(name)
+            case ast.Subscript():
+                return self._element(node)
+            case ast.UnaryOp(op, operand):
+                return self._unary(op, self.visit(operand))
+            case ast.BinOp(left, op, right):
+                return self._binary(op, self.visit(left), self.visit(right))
+            case ast.BoolOp(op, values):
+                return self._either([self.visit(x) for x in values], isinstance(op, ast.And))
+            case ast.Compare(left, ops, rights):
+                sides = [self.visit(x) for x in (left, *rights)]
+                pairs = zip(ops, sides, sides[1:])
+                return self._either([self._ordered(type(op), a, b) for op, a, b in pairs], True)
+            case ast.IfExp(test, body, other):
+                return self._chosen(*(self.visit(x) for x in (test, body, other)))
+            case ast.Call(ast.Name(name), arguments):
+                return self._call(name, [self.visit(x) for x in arguments])
+        raise ValueError(f"{self.text.option}: {ast.unparse(node)!r} is not available")
+
+    def real(self, node: ast.expr) -> Number:
+        return self._real(self.visit(node))
+
+    def _given(self, value: Any) -> Number:
+        """A number of the text or of a captured array; float32 may not have it."""
+        value = np.asarray(value)
+        if value.dtype.kind in "biu":
+            return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
+        wide = value.astype(np.float64)
+        if self.eps is None or value.dtype.itemsize <= 4:
+            return Number(wide)
+        rounds = wide.astype(np.float32) != wide
+        return Number(
+            wide, error=np.where(rounds, 0.5 * _size(wide), 0.0) if rounds.any() else None
+        )
+
+    def _named(self, name: str) -> Number:
+        if name == "score" and self.score is not None:
+            return self.score
+        if name in self.place:
+            return Number(self.place[name])
+        if name == "position":
+            return Number(self.place["query"] + self.mods.position)
+        if name in ("queries", "keys"):
+            return Number(np.asarray(getattr(self.mods, name)))
+        if name not in self.mods.names:
+            raise ValueError(f"{self.text.option}: {name!r} is not given")
+        return self._given(self.mods.names[name])
+
+    def _element(self, node: ast.expr) -> Number:
+        indices: list[ast.expr] = []
+        is_seed = node is self.seed
+        while isinstance(node, ast.Subscript):
+            part = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            node, indices = node.value, [*part, *indices]
+        assert isinstance(node, ast.Name)
+        array = np.asarray(self.mods.names[node.id])
+        numbers = [self.visit(x) for x in indices]
+        at = tuple(
+            self._inside(node.id, axis, size, np.asarray(x.value))
+            for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
+        )
+        found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
+        if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
+            found.value = array[at].astype(object)
+        if is_seed:
+            self.at, found.slope = at, 1.0
+        if any(x.error is not None for x in numbers):  # which element is read is not known
+            other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
+            found.error = other if found.value.dtype.kind == "b" else np.where(other, np.inf, 0.0)
+        return found
+
+    def _inside(self, name: str, axis: int, size: int, index: Array) -> Array:
+        """An index, clamped where a pair does not count."""
+        outside = np.asarray((index < 0) | (index >= size), bool)
+        if not outside.any():
+            return index.astype(np.int64, copy=False)
+        if (found := self._first(outside, index)) is not None:
+            read, place = found
+            allowed = f"give 0 to {size - 1}" if size else "it has no element"
+            raise ValueError(
+                f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
+                f"{place}; the axis has size {size}: {allowed}"
+            )
+        return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
+
+    def _refuse_zeros(self, divisor: Array) -> None:
+        if (found := self._first(divisor == 0, divisor)) is not None:
+            raise ValueError(
+                f"{self.text.option}: // or % divides by 0, for {found[1]}; let the divisor be "
+                "another number, for example by max(…, 1)"
+            )
+
+    def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
+        """The value at the first pair that counts of some pairs, and the pair in words."""
+        here = where if self.live is None else where & self.live
+        if not here.any():
+            return None
+        shape = np.broadcast_shapes(here.shape, *(x.shape for x in self.place.values()))
+        first = np.unravel_index(np.broadcast_to(here, shape).argmax(), shape)
+        value, *pair = (
+            int(np.broadcast_to(x, shape)[first]) for x in (values, *self.place.values())
+        )
+        return value, ", ".join(f"{x} {i}" for x, i in zip(self.place, pair))
+
+    def _unary(self, op: ast.unaryop, x: Number) -> Number:
+        if isinstance(op, ast.Not | ast.Invert):
+            return Number(~x.value, error=x.error)
+        if isinstance(op, ast.UAdd):
+            return x
+        return replace(x, value=-_negatable(x.value), slope=None if x.slope is None else -x.slope)
+
+    def _binary(self, op: ast.operator, a: Number, b: Number) -> Number:
+        if isinstance(op, ast.BitAnd | ast.BitOr):
+            return self._either([a, b], isinstance(op, ast.BitAnd))
+        if isinstance(op, ast.Pow):
+            return self._product(a, a) if a.is_real else self._whole(np.multiply, a, a)
+        if isinstance(op, ast.Div):
+            return self._quotient(self._real(a), self._real(b))
+        if isinstance(op, ast.FloorDiv | ast.Mod):
+            self._refuse_zeros(np.asarray(b.value))
+        if isinstance(op, ast.FloorDiv | ast.Mod) or not (a.is_real or b.is_real):
+            return self._whole(_WHOLE[type(op)], a, b)
+        a, b = self._real(a), self._real(b)
+        if isinstance(op, ast.Mult):
+            return self._product(a, b)
+        value = a.value + b.value if isinstance(op, ast.Add) else a.value - b.value
+        slope = _sum(a.slope, b.slope if isinstance(op, ast.Add) else _times(-1.0, b.slope))
+        if self.eps is None:
+            return Number(value, slope)
+        both = slope if a.slope is not None and b.slope is not None else None
+        return self._checked(
+            Number(
+                *(value, slope, _sum(a.error, b.error, 0.5 * _size(value))),
+                _sum(a.slope_error, b.slope_error, _times(0.5, _size(both))),
+            ),
+            *(a, b),
+        )
+
+    def _whole(self, function: Callable[..., Any], a: Number, b: Number) -> Number:
+        """Exact, unless rounding has decided which numbers these are."""
+        error = _sum(a.error, b.error)
+        if error is not None:
+            error = np.where(error > 0, np.inf, 0.0)
+        value = np.asarray(function(a.value, b.value))
+        if value.dtype == np.int64 and _are_large(a.value, b.value):
+            exact = np.asarray(function(a.value.astype(object), b.value.astype(object)))
+            self._refuse_long(np.asarray(value != exact, bool))
+        return Number(value, error=error)
+
+    def _refuse_long(self, wrong: Array) -> None:
+        """Raises ValueError where a result of 64 bits does not fit."""
+        if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
+            raise ValueError(
+                f"{self.text.option}: a sum, difference or product of whole numbers needs more "
+                f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
+            )
+
+    def _product(self, a: Number, b: Number) -> Number:
+        value = a.value * b.value
+        parts = _times(a.slope, b.value), _times(a.value, b.slope)
+        slope = _sum(*parts)
+        if self.eps is None:
+            return Number(value, slope)
+        size_a, size_b, slope_a, slope_b = map(_size, (a.value, b.value, a.slope, b.slope))
+        most_a = _sum(size_a, _times(self.eps, a.error))  # the product of two errors counts too
+        error = _sum(_times(most_a, b.error), _times(size_b, a.error), 0.5 * _size(value))
+        slope_error = _sum(
+            _times(_sum(slope_a, _times(self.eps, a.slope_error)), b.error),
+            _times(_sum(slope_b, _times(self.eps, b.slope_error)), a.error),
+            *(_times(size_b, a.slope_error), _times(size_a, b.slope_error)),
+            *map(_size, parts),
+        )
+        return self._checked(Number(value, slope, error, slope_error), a, b)
+
+    def _quotient(self, a: Number, b: Number) -> Number:
+        found = self._product(a, self._function("reciprocal", b))
+        return replace(found, value=np.asarray(a.value / b.value))
+
+    def _function(self, name: str, x: Number) -> Number:
+        f, df, own, own_of_slope = FUNCTIONS[name]
+        y = np.asarray(f(x.value))
+        if self.eps is None and x.slope is None:
+            return Number(y)
+        d = np.asarray(df(x.value)) if x.slope is None else complex_step(f, df, x.value, y)
+        slope = _times(d, x.slope)
+        if self.eps is None:
+            return Number(y, slope)
+        size_d, size_slope, slope_error = np.abs(d), _size(x.slope), None
+        if x.slope is not None:
+            curve = np.abs(complex_step(df, None, x.value, d))
+            slope_error = _sum(
+                _times(_times(curve, x.error), size_slope),
+                _times(size_d, x.slope_error),
+                _times(own_of_slope(x.value, y, d) + 0.5 * size_d, size_slope),
+            )
+        error = _sum(self._reach(f, x, y, size_d), own(x.value, y))
+        return self._checked(Number(y, slope, error, slope_error), x)
+
+    def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
+        """How far the error of x moves f(x): by the slope, or, if it is large, by f itself."""
+        if x.error is None or self.eps is None:
+            return None
+        error, move = size_d * x.error, self.eps * x.error
+        if not np.any(move > _LARGE):
+            return error
+        ends = [np.abs(f(x.value + step) - y) for step in (-move, move)]
+        return np.where(move > _LARGE, np.fmax(error, np.fmax(*ends) / self.eps), error)
+
+    def _call(self, name: str, arguments: list[Number]) -> Number:
+        if name in FUNCTIONS:
+            return self._function(name, self._real(arguments[0]))
+        if name == "where":
+            return self._chosen(*arguments)
+        if name in ("min", "max"):
+            a, b = self._alike(*arguments)
+            other = self._ordered(ast.Lt if name == "min" else ast.Gt, b, a)
+            other.value = other.value | (b.value != b.value)  # NaN wins
+            return self._chosen(other, b, a)
+        (x,) = arguments
+        if name == "abs":
+            if not x.is_real:
+                return replace(x, value=np.abs(_negatable(x.value)))
+            negative = self._ordered(ast.Lt, x, Number(np.asarray(0.0)))
+            found = self._chosen(negative, self._unary(ast.USub(), x), x)
+            if found.slope is not None:
+                found.slope = np.where(x.value == 0, 0.0, found.slope)
+            return found
+        assert name == "floor"
+        x = self._real(x)
+        value = np.floor(x.value)
+        if self.eps is None or x.error is None:
+            return Number(value)
+        reach = self.eps * x.error  # how many steps the floor may go up or down
+        steps = np.maximum(np.floor(x.value + reach) - value, value - np.floor(x.value - reach))
+        return self._checked(Number(value, error=steps / self.eps), x)
+
+    def _ordered(self, op: type[ast.cmpop], a: Number, b: Number) -> Number:
+        value = np.asarray(_COMPARISONS[op](a.value, b.value))
+        error = None if self.eps is None else _sum(a.error, b.error)
+        if error is None:
+            return Number(value)
+        if a.value.dtype.kind == "b":
+            return Number(value, error=np.asarray(error))
+        unsure = (np.abs(a.value - b.value) <= self.eps * error) & (error > 0)
+        return Number(value, error=unsure if unsure.any() else None)
+
+    def _either(self, parts: Sequence[Number], is_and: bool) -> Number:
+        """`and` or `or` of the parts; unsure where it may be True and may be False."""
+        join = np.logical_and if is_and else np.logical_or
+        value = reduce(join, [x.value for x in parts])
+        if all(x.error is None for x in parts):
+            return Number(np.asarray(value))
+        unsure = [np.asarray(False if x.error is None else x.error) for x in parts]
+        may = reduce(join, [x.value | u for x, u in zip(parts, unsure)])
+        must = reduce(join, [x.value & ~u for x, u in zip(parts, unsure)])
+        return Number(np.asarray(value), error=may & ~must)
+
+    def _chosen(self, test: Number, a: Number, b: Number) -> Number:
+        """a where the test holds, else b; where the test is unsure, their distance is an error."""
+        if a.value.dtype.kind == b.value.dtype.kind == "b":
+            return self._chosen_bool(test, a, b)
+        a, b = self._alike(a, b)
+
+        def pick(x: Any, y: Any) -> Any:
+            return None if x is y is None else np.where(test.value, _or_0(x), _or_0(y))
+
+        result = Number(
+            np.where(test.value, a.value, b.value),
+            pick(a.slope, b.slope),
+            pick(a.error, b.error),
+            pick(a.slope_error, b.slope_error),
+        )
+        if self.eps is None or test.error is None:
+            return result
+        for name, of_error in (("value", "error"), ("slope", "slope_error")):
+            x, y = (_or_0(getattr(part, name)) for part in (a, b))
+            apart = np.where(np.equal(x, y), 0.0, np.abs(np.subtract(x, y, dtype=float)))
+            errors = np.maximum(_or_0(getattr(a, of_error)), _or_0(getattr(b, of_error)))
+            jump = np.where(test.error, apart / self.eps + errors, 0.0)
+            setattr(result, of_error, np.maximum(_or_0(getattr(result, of_error)), jump))
+        return result
+
+    def _chosen_bool(self, test: Number, a: Number, b: Number) -> Number:
+        value = np.where(test.value, a.value, b.value)
+        errors = [np.asarray(False if x.error is None else x.error) for x in (test, a, b)]
+        either = (a.value != b.value) | errors[1] | errors[2]
+        unsure = np.where(test.value, errors[1], errors[2]) | errors[0] & either
+        return Number(value, error=unsure if unsure.any() else None)
+
+    def _alike(self, a: Number, b: Number) -> tuple[Number, Number]:
+        """Both as they are if they are whole, else as real numbers."""
+        if a.is_real or b.is_real:
+            return self._real(a), self._real(b)
+        return a, b
+
+    def _real(self, x: Number) -> Number:
+        if x.is_real:
+            return x
+        value = x.value.astype(np.float64)
+        if self.eps is None or _size(value).max(initial=0) <= _EXACT_WHOLE:
+            return Number(value, error=x.error)
+        rounds = np.where(_size(value) > _EXACT_WHOLE, 0.5 * _size(value), 0.0)
+        return Number(value, error=_sum(x.error, rounds))
+
+    def _checked(self, x: Number, *parts: Number) -> Number:
+        """A result of these parts, without the errors of what is infinite or NaN.
+
+        An infinite error stays: it is that of a part which may be infinite or not.
+        """
+        known = np.isfinite(x.value)
+        for name in ("error", "slope_error"):
+            error = getattr(x, name)
+            if error is None or (known.all() and not np.isnan(error).any()):
+                continue
+            lost = [np.isposinf(e) for y in parts if (e := getattr(y, name)) is not None]
+            counts = known & ~np.isnan(error)
+            kept = np.where(counts, error, 0.0)
+            setattr(x, name, np.where(_sum(*lost), np.inf, kept) if lost else kept)
+        return x
+
+
+def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array, y: Array) -> Array:
+    """The derivative of f, whose values y are; by df, its formula, where x or y is a limit."""
+    found = np.asarray(f(x + 1j * _STEP).imag / _STEP)
+    known = np.isfinite(x) & np.isfinite(y) & (np.abs(found) < 1e10)
+    if known.all():
+        return found
+    formula = found if df is None else df(x)
+    return np.where(np.isnan(y), np.nan, np.where(known, found, formula))
+
+
+def _are_large(*values: Array) -> bool:
+    """Whether a product may need more than 64 bits."""
+    return any(x.size and (int(x.max()) >= 2**31 or int(x.min()) <= -(2**31)) for x in values)
+
+
+def _negatable(value: Array) -> Array:
+    """The same, as Python's numbers if one is the lowest of int64."""
+    is_lowest = value.dtype == np.int64 and bool((value == np.iinfo(np.int64).min).any())
+    return value.astype(object) if is_lowest else value
+
+
+def _sum(*terms: Any) -> Any:
+    """The sum of the terms that are not None; None if there are none."""
+    total = None
+    for x in terms:
+        if x is not None:
+            total = x if total is None else total + x
+    return total
+
+
+def _times(a: Any, b: Any) -> Any:
+    return None if a is None or b is None else a * b
+
+
+def _size(x: Any) -> Any:
+    return None if x is None else np.abs(x)
+
+
+def _or_0(x: Any) -> Any:
+    return 0.0 if x is None else x
+
+
+def _exp2(x: Any) -> Any:
+    return np.exp(_LN2 * x) if np.iscomplexobj(x) else np.exp2(x)
+
+
+def _sigmoid(x: Any) -> Any:
+    small = np.exp(np.where(x.real < 0, x, -x))  # never overflows
+    return np.where(x.real < 0, small, 1.0) / (1.0 + small)
+
+
+def _softplus(x: Any) -> Any:
+    return np.where(x.real < 0, 0.0, x) + np.log1p(np.exp(np.where(x.real < 0, x, -x)))
+
+
+def _gauss(x: Any) -> Any:
+    return 2 / math.sqrt(math.pi) * np.exp(-x * x)
+
+
+def _erf(x: Any) -> Any:
+    """NumPy has no erf; of a complex number with a tiny imaginary part, by its derivative."""
+    real = np.vectorize(math.erf, otypes=[float])(np.real(x))
+    return real + 1j * np.imag(x) * _gauss(np.real(x)) if np.iscomplexobj(x) else real
+
+
+_POLYNOMIAL = 0.54, 0.49  # tanh and sin are polynomials at least up to these
+
+
+def _error_far_from_0(x: Array, y: Array) -> Array:
+    """Of tanh(x) = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and
+    its denominator, the exponential, the difference.
+    """
+    size = np.abs(y)
+    r = 1 - size
+    of_exponential = 0.5 * (1 + size) * (1.5 * np.abs(x) + 2)
+    return 3 * r + r * (0.5 + of_exponential) + 0.5 * size
+
+
+def _error_of_tanh(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[0], 2.5 * np.abs(y), _error_far_from_0(x, y))
+
+
+def _error_of_sine(x: Array, y: Array) -> Array:
+    return np.where(np.abs(x) < _POLYNOMIAL[1], 2 * np.abs(y), 6.0)
+
+
+_Function = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+_LN2 = math.log(2)
+# Of each function: f and f', which take complex numbers; the errors in eps of f(x) = y and of
+# f'(x) = d for an exact x, as kernels compute them. exp(x) is the power of two of a rounded
+# x * log2(e); the derivatives of exp, sigmoid and roots are computed from y.
+FUNCTIONS: dict[str, _Function] = {
+    "exp": (
+        *(np.exp, np.exp),
+        lambda x, y: y * (np.abs(x) + 3),
+        lambda x, y, d: y * (np.abs(x) + 3),
+    ),
+    "exp2": (
+        *(_exp2, lambda x: _LN2 * _exp2(x)),
+        lambda x, y: 3 * y,
+        lambda x, y, d: 4 * d,
+    ),
+    "log": (
+        *(np.log, lambda x: 1 / x),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: 2 * np.abs(d),
+    ),
+    "log1p": (
+        *(np.log1p, lambda x: 1 / (1 + x)),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: 3 * np.abs(d),
+    ),
+    "expm1": (
+        *(np.expm1, np.exp),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: d * (np.abs(x) + 3),
+    ),
+    "sqrt": (
+        *(np.sqrt, lambda x: 0.5 / np.sqrt(x)),
+        lambda x, y: 5 * y,
+        lambda x, y, d: 4 * d,
+    ),
+    "rsqrt": (
+        *(lambda x: 1 / np.sqrt(x), lambda x: -0.5 / (x * np.sqrt(x))),
+        lambda x, y: 3 * y,
+        lambda x, y, d: 8 * np.abs(d),
+    ),
+    "tanh": (
+        *(np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+        _error_of_tanh,
+        lambda x, y, d: 2 * np.abs(y) * _error_far_from_0(x, y) + 1,
+    ),
+    "sigmoid": (
+        *(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x)),
+        lambda x, y: y * (3 + (1 - y) * (np.abs(x) + 3)),
+        lambda x, y, d: d * (6 + np.abs(1 - 2 * y) * (np.abs(x) + 3)),
+    ),
+    "softplus": (
+        *(_softplus, _sigmoid),
+        lambda x, y: 3 * y + np.exp(-np.abs(x)) * (np.abs(x) + 3),
+        lambda x, y, d: d * (3 + (1 - d) * (np.abs(x) + 3)),
+    ),
+    "sin": (
+        *(np.sin, np.cos),
+        _error_of_sine,
+        lambda x, y, d: 6 + 0 * y,
+    ),
+    "cos": (
+        *(np.cos, lambda x: -np.sin(x)),
+        lambda x, y: 6 + 0 * y,
+        lambda x, y, d: _error_of_sine(x, d),
+    ),
+    "erf": (
+        *(_erf, _gauss),
+        lambda x, y: 3 * np.abs(y),
+        lambda x, y, d: d * (1.5 * x * x + 4),
+    ),
+    "reciprocal": (
+        *(lambda x: 1 / x, lambda x: -1 / (x * x)),
+        lambda x, y: 2 * np.abs(y),
+        lambda x, y, d: 5 * np.abs(d),
+    ),
+}
+_WHOLE: dict[type[ast.operator], Callable[..., Any]] = {
+    **{ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply},
+    **{ast.FloorDiv: np.floor_divide, ast.Mod: np.remainder},
+}
+_COMPARISONS: dict[type[ast.cmpop], Callable[..., Any]] = {
+    **{ast.Lt: np.less, ast.LtE: np.less_equal, ast.Gt: np.greater},
+    **{ast.GtE: np.greater_equal, ast.Eq: np.equal, ast.NotEq: np.not_equal},
+}

@@ -1,0 +1,421 @@
+"""Keywords of all functions: given or not, of which type, and for which kernel."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa import AttentionOptions, Problem
+from cupyfa.lab.bench import sweeps
+from cupyfa.problem.options import OPTIONS
+
+F = np.float32
+Q = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(F)
+LSE = np.ones((1, 2, 5), F)
+ROWS, OFFSETS = Q[0].swapaxes(0, 1), np.array([0, 2, 5], np.int32)
+SIM = {"backend": "simulator", "kernel": "fa2"}
+SIM_ALONE = {"backend": "simulator"}
+BACK = {"backend": "simulator", "kernel": "columns"}
+
+
+def decoded(**how):
+    cache = cupyfa.KVCache(
+        np.ones((1, 8, 2, 16), F), np.ones((1, 8, 2, 16), F), np.ones(1, np.int32)
+    )
+    return cupyfa.decode(Q[:, :, :1], cache, backend="simulator", **how)
+
+
+def of_dask(function):
+    def call(**how):
+        parts = pytest.importorskip("cupyfa.dask")
+        da = pytest.importorskip("dask.array")
+        x = da.from_array(Q, chunks=(1, 1, 3, -1))
+        return getattr(parts, function)(x, x, x, **SIM, **how)
+
+    return call
+
+
+def of_ranks(function, *more):
+    def call(**how):
+        from cupyfa import distributed
+
+        def run(group):
+            return getattr(distributed, function)(*more, Q, Q, Q, *more, group=group, **SIM, **how)
+
+        return distributed.threads(1, run)
+
+    return call
+
+
+# Calls of every function that takes options=, by name.
+FUNCTIONS = {
+    "attention": lambda **how: cupyfa.attention(Q, Q, Q, **SIM, **how),
+    "lists": lambda **how: cupyfa.attention([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
+    "backward": lambda **how: cupyfa.attention_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
+    "vjp": lambda **how: cupyfa.attention_vjp(Q, Q, Q, **SIM, **how),
+    "vjp of lists": lambda **how: cupyfa.attention_vjp([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
+    "ragged": lambda **how: cupyfa.attention_ragged(
+        ROWS, ROWS, ROWS, OFFSETS, OFFSETS, **SIM, **how
+    ),
+    "ragged backward": lambda **how: cupyfa.attention_ragged_backward(
+        ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], OFFSETS, OFFSETS, **BACK, **how
+    ),
+    "ragged vjp": lambda **how: cupyfa.attention_ragged_vjp(
+        ROWS, ROWS, ROWS, OFFSETS, OFFSETS, **SIM, **how
+    ),
+    "decode": decoded,
+    "compile": lambda **how: cupyfa.compile(Q, Q, Q, **SIM, **how),
+    "compile of shapes": lambda **how: cupyfa.compile(
+        Q.shape, Q.shape, Q.shape, dtype=F, **SIM, **how
+    ),
+    "compile_backward": lambda **how: cupyfa.compile_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
+    "plan": lambda **how: cupyfa.plan(M=5, d=16, **SIM, **how),
+    "problem": lambda **how: Problem.of_sizes(M=5, d=16, **how),
+    "sweep": lambda **how: sweeps.problems("forward", {"M": 5, "d": 16, **how}),
+    "dask": of_dask("attention"),
+    "dask vjp": of_dask("attention_vjp"),
+    "ranks": of_ranks("attention"),
+    "ranks vjp": of_ranks("attention_vjp"),
+}
+# What callers write for the default of an option.
+USUAL = {name: x.default for name, x in OPTIONS.items()} | {"causal": False}
+DEFAULTS = [(name, None) for name in USUAL] + [
+    (name, x) for name, x in USUAL.items() if x is not None
+]
+SEEDS = ("dropout_seed", "dropout_offset")  # which take the place of those in options
+OF_DECODE = ("window", "scale", "softcap", "score_mod", "mask_mod", "out_dtype")
+ASKED = AttentionOptions(window=(3, None), scale=0.3)
+
+
+@pytest.mark.each_choice
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("name, default", DEFAULTS, ids=str)
+def test_a_default_beside_options_is_refused(function, name, default):
+    if name in SEEDS or (function == "decode" and name not in OF_DECODE):
+        pytest.skip("the function has no such keyword, or it is combined")
+    with pytest.raises(ValueError, match=f"options is given, and {name} too; set {name} in"):
+        FUNCTIONS[function](options=ASKED, **{name: default})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_defaults_may_be_given_without_options(function):
+    names = OF_DECODE if function == "decode" else OPTIONS
+    FUNCTIONS[function](**{name: None for name in names})
+
+
+def test_a_seed_beside_options_takes_the_place_of_theirs():
+    options = AttentionOptions(dropout=0.5, dropout_seed=1, dropout_offset=2)
+
+    def call(**how):
+        return cupyfa.attention(Q, Q, Q, **SIM, **how).tobytes()
+
+    usual = call(options=options)
+    assert usual == call(dropout=0.5, dropout_seed=1, dropout_offset=2)
+    assert call(options=options, dropout_seed=7) == call(
+        dropout=0.5, dropout_seed=7, dropout_offset=2
+    )
+    assert call(options=options, dropout_offset=0) == call(dropout=0.5, dropout_seed=1)
+    with pytest.raises(ValueError, match=r"dropout is 0.5 without dropout_seed"):
+        call(options=options, dropout_seed=None)
+
+
+# Types
+
+FLAGS = {
+    "check": ("attention", "backward", "vjp", "ragged", "ragged backward", "decode", "lists"),
+    "return_lse": ("attention", "vjp", "vjp of lists", "ragged", "ragged vjp", "decode", "compile"),
+    "deterministic": ("backward", "vjp", "ragged backward", "ragged vjp", "compile_backward"),
+}
+FLAGS["check"] += ("dask", "dask vjp", "ranks", "ranks vjp")
+FLAGS["return_lse"] += ("dask", "dask vjp", "ranks", "ranks vjp")
+FLAGS["deterministic"] += ("dask vjp", "ranks vjp")
+
+
+@pytest.mark.parametrize("value", ["no", 1, 0.0, [True], np.array([1])], ids=repr)
+@pytest.mark.parametrize("name, function", [(x, y) for x, every in FLAGS.items() for y in every])
+def test_flags_are_true_or_false(name, function, value):
+    with pytest.raises(TypeError, match=rf"{name} is .*; give True or False"):
+        FUNCTIONS[function](**{name: value})
+
+
+def test_other_functions_have_such_flags():
+    for call in (
+        lambda: cupyfa.softmax(Q, check="no", backend="simulator"),
+        lambda: cupyfa.softmax(Q, return_lse=3, backend="simulator"),
+        lambda: cupyfa.merge([(Q, LSE)], check="no", backend="simulator"),
+        lambda: cupyfa.merge_vjp([(Q, LSE)], check="no", backend="simulator"),
+        lambda: decoded(interleaved="no"),
+    ):
+        with pytest.raises(TypeError, match="give True or False"):
+            call()
+    assert cupyfa.attention(Q, Q, Q, check=np.bool_(False), **SIM).shape == Q.shape
+
+
+@pytest.mark.parametrize("value", [3, "bar", True])
+def test_progress_is_a_function(value):
+    with pytest.raises(TypeError, match=r"progress is .*; give a function of \(done, total"):
+        cupyfa.attention(Q, Q, Q, progress=value, **SIM)
+
+
+NUMBERS = {
+    "scale": 0.5,
+    "softcap": 3,
+    "dropout": 0.25,
+    "offset": 3,
+    "causal": True,
+}
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        np.array,
+        lambda x: np.float64(x) if isinstance(x, float) else np.array(x)[()],
+        lambda x: ml_dtypes.bfloat16(x) if isinstance(x, float) else np.array(x),
+        lambda x: np.array(x, ml_dtypes.bfloat16) if isinstance(x, float) else np.array(x),
+    ],
+    ids=["array", "scalar", "bfloat16", "array of bfloat16"],
+)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_may_be_arrays_without_axes(name, of):
+    more = {"dropout": {"dropout_seed": 1}, "offset": {"causal": True}}.get(name, {})
+    given, plain = of(NUMBERS[name]), NUMBERS[name]
+    wanted = cupyfa.attention(Q, Q, Q, **{name: plain}, **more, **SIM)
+    found = cupyfa.attention(Q, Q, Q, **{name: given}, **more, **SIM)
+    assert found.tobytes() == wanted.tobytes()
+    assert getattr(AttentionOptions(**{name: given}, **more), name) == getattr(
+        AttentionOptions(**{name: plain}, **more), name
+    )
+
+
+def test_an_array_without_axes_may_change_between_calls():
+    scale = np.array(0.5)
+    found = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
+    scale[...] = 0.5 + 2**-50  # a number of which repr of an array shows the first digits
+    again = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
+    scale[...] = 0.25
+    other = cupyfa.attention(Q, Q, Q, scale=scale, **SIM)
+    assert found.tobytes() == again.tobytes() != other.tobytes()
+
+
+LISTS = {
+    "alibi_slopes": [0.5, 0.25],
+    "sink": (1.0, -1.0),
+    "bias": [[0.5] * 5] * 5,
+    "mask": [[True, False, True, True, False]] * 5,
+    "captured": {"x": [0.5, 2.0], "n": (3,)},
+    "lengths_q": [3],
+    "lengths_k": (4,),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_arrays(name):
+    def as_arrays(x):
+        return {y: as_arrays(z) for y, z in x.items()} if isinstance(x, dict) else np.array(x)
+
+    text = {"score_mod": "score * x[head] + n[0]"} if name == "captured" else {}
+    how = {**SIM, **text}
+    results = []
+    for given in (LISTS[name], as_arrays(LISTS[name])):
+        out, pull = cupyfa.attention_vjp(
+            Q, Q, Q, backward_kernel="two_pass", **{name: given}, **how
+        )
+        results.append([x.tobytes() for x in (out, *pull(Q))])
+        prepared = cupyfa.compile(Q, Q, Q, **{name: given}, **how)
+        named = given if isinstance(given, dict) else {name: given}
+        assert prepared(Q, Q, Q, **named).tobytes() == results[-1][0]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sink", "captured"])
+@pytest.mark.parametrize("value", [[1.0, [2.0]], ["a", "b"], [None, 1.0]], ids=str)
+def test_lists_that_are_no_arrays_are_refused(name, value):
+    given = {"captured": {"x": value}, "score_mod": "score * x[head]"}
+    given = given if name == "captured" else {name: value}
+    with pytest.raises(TypeError, match="that is no array|must be of"):
+        cupyfa.attention(Q, Q, Q, **given, **SIM)
+
+
+def test_caches_take_lists_of_numbers():
+    k = np.random.default_rng(1).standard_normal((3, 16, 2, 16)).astype(F)
+    results = []
+    for of in (list, lambda x: np.array(x, np.int32)):
+        cache = cupyfa.KVCache(k, k, of([5, 20]), of([[2, 0], [1, 2]]))
+        results.append(cupyfa.decode(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
+        table = of([0, 2, 4]), of([2, 0, 1, 2]), of([3, 4])
+        results.append(
+            cupyfa.decode(
+                np.ones((2, 2, 1, 16), F),
+                cupyfa.KVCache.from_csr(k, k, *table),
+                backend="simulator",
+            )
+        )
+    np.testing.assert_array_equal(results[:2], results[2:])
+    for lengths, error, message in (
+        ([1.5, 2.0], TypeError, "lengths has numbers of float64; give whole numbers"),
+        ([2**40, 1], ValueError, "lengths has numbers from 1 to 1099511627776; they are int32"),
+    ):
+        with pytest.raises(error, match=message):
+            cupyfa.KVCache(k, k, lengths, [[0], [1]])
+
+
+# Kernels as records, and numbers in keys of calls
+
+OF_RECORDS = {
+    "number": {"score_mod": "score * c", "captured": {"c": 0.5}},
+    "softcap": {"softcap": 2.0},
+    "dropout": {"dropout": 0.5, "dropout_seed": 3},
+    "tiles": {"score_mod": "score + c", "captured": {"c": 1}, "tiles": {"Br": 32, "Bc": 32}},
+    "mask": {"mask_mod": "key != n", "captured": {"n": 2}},
+}
+
+
+@pytest.mark.parametrize("sort", OF_RECORDS)
+def test_a_record_takes_numbers(sort):
+    given = OF_RECORDS[sort]
+    how = {"backend": "simulator", **given}
+    records = {name: cupyfa.kernel(name) for name in ("fa2", "two_pass")}
+    shared = {name: x for name, x in how.items() if name != "tiles"}
+    wanted = cupyfa.attention(Q, Q, Q, kernel="fa2", return_lse=True, **how)
+    for _ in range(3):
+        found = cupyfa.attention(Q, Q, Q, kernel=records["fa2"], return_lse=True, **how)
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
+    gradients = [
+        cupyfa.attention_backward(Q, Q, Q, Q, *wanted, kernel=x, **shared)
+        for x in ("two_pass", records["two_pass"])
+    ]
+    assert [x.tobytes() for x in gradients[0]] == [x.tobytes() for x in gradients[1]]
+    prepared = cupyfa.compile(Q, Q, Q, kernel=records["fa2"], **how)
+    assert prepared(Q, Q, Q).tobytes() == wanted[0].tobytes()
+
+
+def test_records_keep_their_options_apart():
+    """The numbers of texts alone do not decide what a record computes."""
+    how = {"backend": "simulator", "score_mod": "score * c", "captured": {"c": 0.5}}
+    record = cupyfa.kernel("fa2")
+    for more in ({}, {"causal": True}, {"softcap": 1.0}, {"scale": 0.1}, {"captured": {"c": 2}}):
+        named, given = (
+            cupyfa.attention(Q, Q, Q, kernel=x, **{**how, **more}) for x in ("fa2", record)
+        )
+        assert named.tobytes() == given.tobytes()
+
+
+def test_splits_of_decode_take_numbers():
+    text = {"score_mod": "score * c", "captured": {"c": 0.5}}
+    found = decoded(splits=2, **text)
+    np.testing.assert_allclose(found, decoded(**text), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "record"])
+def test_zeros_of_two_signs_are_two_numbers(kernel):
+    kernel = cupyfa.kernel("fa2") if kernel == "record" else kernel
+    text = "score + 1 if 1 / c > 0 else score * key"
+    how = {"backend": "simulator", "kernel": kernel, "score_mod": text}
+    plus, minus = (cupyfa.attention(Q, Q, Q, captured={"c": c}, **how) for c in (0.0, -0.0))
+    assert plus.tobytes() != minus.tobytes()
+
+
+# Which kernel tiles are for
+
+
+@pytest.mark.parametrize("function", ["vjp", "vjp of lists", "ragged vjp"])
+def test_each_kernel_of_a_pullback_has_its_own_tiles(function, monkeypatch):
+    seen, plan = [], cupyfa.api.planning.plan
+    monkeypatch.setattr(
+        cupyfa.api.planning,
+        "plan",
+        lambda kernel, *a, **given: seen.append((kernel.name, given)) or plan(kernel, *a, **given),
+    )
+    dout = {"vjp": Q, "vjp of lists": [Q[0]], "ragged vjp": ROWS}[function]
+    tiles, own = {"Br": 32, "Bc": 16}, {"Bc": 16}
+    for given in ({"tiles": tiles}, {"backward_tiles": own}):
+        seen.clear()
+        _, pull = FUNCTIONS[function](scale=0.5 + len(given), backward_kernel="columns", **given)
+        pull(dout)
+        assert dict(seen) == {
+            "fa2": given.get("tiles", {}),
+            "columns": given.get("backward_tiles", {}),
+        }
+
+
+@pytest.mark.parametrize("function", ["vjp", "vjp of lists", "ragged vjp"])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"backward_kernel": "fa2"}, "kernel 'fa2' computes forward"),
+        ({"backward_kernel": "colums"}, "kernel 'colums' is unknown"),
+        ({"backward_kernel": "columns", "backward_tiles": {"Bd": 3}}, "columns has no tile size"),
+        ({"backward_kernel": "columns", "backward_tiles": {"Br": 0}}, "Br=0 must be a positive"),
+        ({"backward_tiles": 3}, "backward_tiles is 3|tiles is 3"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_pullback_are_looked_at_by_the_call(function, given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        FUNCTIONS[function](**given)
+
+
+def test_gradients_are_deterministic_if_asked_for_everywhere():
+    from inspect import signature
+
+    from cupyfa import distributed
+
+    dask = pytest.importorskip("cupyfa.dask")
+    for module in (cupyfa, dask, distributed):
+        for name in ("attention_vjp", "attention_backward", "attention_ragged_vjp"):
+            if function := getattr(module, name, None):
+                assert signature(function).parameters["deterministic"].default is False
+
+
+# Messages
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q), "arrays q, k, v; v is missing"),
+        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q), "k, v are missing"),
+        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, Q), "there is 1 more"),
+        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, v=Q), "v is given twice"),
+        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, sink=Q), "sink is unknown"),
+        (
+            lambda: cupyfa.compile(
+                Q, Q, Q, score_mod="score * c", captured={"c": 2.0}, **SIM
+            )(Q, Q, Q, c=2.0),
+            "c is compiled in, so to be left out",
+        ),
+    ],
+)  # fmt: skip
+def test_a_prepared_call_says_which_array_is_missing(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
+    sizes = {"M": 1, "d": 1, "batch": 2**16, "heads": 2**16, "backend": "simulator"}
+    for kernel in ("fa2", "minimal"):
+        with pytest.raises(cupyfa.Unsupported, match=r"can either: too many blocks \(.*v2, .*\)$"):
+            cupyfa.plan(kernel=kernel, **sizes)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: cupyfa.empty_pinned(2.5, **SIM_ALONE), TypeError, "shape is 2.5; give whole"),
+        (lambda: decoded(splits=2.0), ValueError, "splits is 2.0; give a whole number"),
+        (lambda: decoded(splits=True), ValueError, "splits is True; give a whole number"),
+        (lambda: cupyfa.attention(Q, Q, Q, devices=3, **SIM), TypeError, "devices is 3; give"),
+        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": 64.0}, **SIM), ValueError, "Br=64.0 must"),
+        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": True}, **SIM), ValueError, "Br=True must"),
+        (lambda: cupyfa.attention(Q, Q, Q, return_own=3, **SIM), TypeError, "return_own is 3;"),
+        (lambda: cupyfa.attention(Q, Q, Q, layout=["bhsd"], **SIM), ValueError, "layout is"),
+        (lambda: cupyfa.attention(Q, Q, Q, options={"causal": True}, **SIM), TypeError, "options"),
+        (lambda: cupyfa.attention_vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
+    ],
+)
+def test_other_arguments_of_wrong_types_are_refused(call, error, message):
+    """Twice: the call before is not known."""
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            call()

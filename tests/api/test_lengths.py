@@ -1,0 +1,191 @@
+"""lengths_q and lengths_k of attention, its gradients, prepared calls and plans."""
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa.errors import Unsupported
+from cupyfa.lab.verify import transforms
+
+F = np.float32
+ROWS, KEYS = (9, 0, 4), (5, 11, 0)
+LENGTHS = {"lengths_q": ROWS, "lengths_k": KEYS}
+HOW = {"kernel": "fa2", "backend": "simulator"}
+
+
+def drawn(*, heads=2, kv_heads=1, d=16, dtype=F):
+    rng = np.random.default_rng(0)
+    shapes = (3, heads, 9, d), (3, kv_heads, 11, d), (3, kv_heads, 11, d)
+    return [rng.standard_normal(x).astype(dtype) for x in shapes]
+
+
+def each(q, k, v, backend):
+    how = {"kernel": "fa2", "backend": backend, "causal": True, "return_lse": True}
+    parts = ((x[:, :m], y[:, :n], z[:, :n]) for x, y, z, m, n in zip(q, k, v, ROWS, KEYS))
+    return [cupyfa.attention(*x, **how) for x in parts]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_first_rows_are_the_call_of_their_own(backend, layout):
+    q, k, v = drawn()
+    wanted = each(q, k, v, backend)
+    if layout == "bshd":
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    how = {"kernel": "fa2", "backend": backend, "causal": True, "layout": layout}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **how, **LENGTHS)
+    out = out if layout == "bhsd" else out.swapaxes(1, 2)
+    for i, (m, (one, of_rows)) in enumerate(zip(ROWS, wanted, strict=True)):
+        np.testing.assert_array_equal(out[i, :, :m], one)
+        np.testing.assert_array_equal(lse[i, :, :m], of_rows)
+        assert not np.any(out[i, :, m:]) and (lse[i, :, m:] == -np.inf).all()
+
+
+@pytest.mark.parametrize("of", [list, tuple, *("i1", "u2", "i4", "u4", "i8", "u8")], ids=str)
+def test_lengths_are_whole_numbers_of_any_dtype(of):
+    q, k, v = drawn()
+    make = of if callable(of) else lambda x: np.array(x, of)
+    given = {name: make(x) for name, x in LENGTHS.items()}
+    out = cupyfa.attention(q, k, v, **HOW, **given)
+    assert out.tobytes() == cupyfa.attention(q, k, v, **HOW, **LENGTHS).tobytes()
+
+
+def test_batch_axes_are_one(backend):
+    q, k, v = drawn()
+    how = {"kernel": "fa2", "backend": backend}
+    out = cupyfa.attention(*(x[:, None] for x in (q, k, v)), **how, **LENGTHS)
+    assert out[:, 0].tobytes() == cupyfa.attention(q, k, v, **how, **LENGTHS).tobytes()
+    one = cupyfa.attention(q[0], k[0], v[0], lengths_k=[5], **how)
+    assert one.tobytes() == cupyfa.attention(q[0], k[0, :, :5], v[0, :, :5], **how).tobytes()
+    assert cupyfa.attention(q[:0], k[:0], v[:0], lengths_k=[], **how).shape == (0, 2, 9, 16)
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        (
+            {"lengths_k": [3, 12, 0]},
+            ValueError,
+            r"lengths_k\[1\] is 12, and batch element 1 has 11",
+        ),
+        (
+            {"lengths_q": [3, 0, -1]},
+            ValueError,
+            r"lengths_q\[2\] is -1, .*; give a number from 0 to",
+        ),
+        ({"lengths_q": [9, 9]}, ValueError, r"lengths_q has shape \(2,\); .* here \(3,\)"),
+        ({"lengths_q": [[9, 9, 9]]}, ValueError, r"lengths_q has shape \(1, 3\); .* here \(3,\)"),
+        ({"lengths_k": [1.0, 2.0, 3.0]}, TypeError, "lengths_k is float64; it must be of whole"),
+        ({"lengths_k": 3}, TypeError, "lengths_k is 3; give a NumPy or CuPy array of int32"),
+        ({"lengths_k": [True] * 3}, TypeError, "lengths_k is bool; it must be of whole numbers"),
+    ],
+    ids=str,
+)
+def test_wrong_lengths_are_refused(given, error, message):
+    q, k, v = drawn()
+    with pytest.raises(error, match=message):
+        cupyfa.attention(q, k, v, **HOW, **given)
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **HOW)
+    with pytest.raises(error, match=message):
+        cupyfa.attention_backward(out, q, k, v, out, lse, backend="simulator", **given)
+    with pytest.raises(error, match=message):
+        cupyfa.compile(q, k, v, **HOW, **given)
+
+
+def test_auto_takes_a_kernel_that_can():
+    sizes = {"d": 64, "batch": 3, "heads": 2, "dtype": "float16", "backend": "simulator"}
+    few, many = (cupyfa.plan(M=M, N=4096, **sizes, lengths_k=True).kernel for M in (1, 4096))
+    assert few.name == "mma_split_kv"
+    assert "lengths" in many.features
+
+
+@pytest.mark.parametrize("form", [True, (3,), "i32[batch]", "i32[3]", np.array(KEYS)], ids=str)
+def test_plans_have_forms_of_lengths(form):
+    p = cupyfa.plan(M=9, N=11, d=16, batch=3, lengths_k=form, **HOW).problem
+    assert [(x.name, x.dtype, x.shape) for x in p.operands] == [("lengths_k", "int32", (3,))]
+    assert "lengths_k=i32[3]" in str(p)
+    assert transforms.resize(p, batch=5).operands[0].shape == (5,)
+
+
+@pytest.mark.parametrize("form", ["batch", "i32[rows]"])
+def test_wrong_forms_are_refused(form):
+    with pytest.raises(ValueError, match=r"lengths_k is .*; give its dtype and size, i32\[batch\]"):
+        cupyfa.plan(M=9, d=16, batch=3, lengths_k=form, **HOW)
+
+
+def test_prepared_calls_take_lengths_in_order_or_by_name(backend):
+    q, k, v = drawn()
+    how = {"kernel": "fa2", "backend": backend, "causal": True}
+    rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
+    slopes = np.array([0.1, 0.2], F)
+    prepared = cupyfa.compile(q, k, v, **how, alibi_slopes=slopes, **LENGTHS)
+    wanted = cupyfa.attention(q, k, v, **how, alibi_slopes=slopes, **LENGTHS).tobytes()
+    assert prepared(q, k, v, slopes, rows, keys).tobytes() == wanted
+    named = {"lengths_k": keys, "lengths_q": rows, "alibi_slopes": slopes}
+    assert prepared(q, k, v, **named).tobytes() == wanted
+
+
+def test_prepared_gradients_take_lengths(backend):
+    q, k, v = drawn()
+    how, of_gradients = {"backend": backend, "causal": True}, {"kernel": "two_pass"}
+    rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
+    out, lse = cupyfa.attention(q, k, v, kernel="fa2", return_lse=True, **how, **LENGTHS)
+    given = out, q, k, v, out, lse
+    right = cupyfa.attention_backward(*given, **of_gradients, **how, **LENGTHS)
+    prepared = cupyfa.compile_backward(*given, **of_gradients, **how, **LENGTHS)
+    for a, b in zip(prepared(*given, rows, keys), right, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_prepared_calls_of_shapes_take_lengths():
+    shapes, lengths = [x.shape for x in drawn()], {"lengths_q": (3,), "lengths_k": "i32[batch]"}
+    prepared = cupyfa.compile(*shapes, dtype="float32", **HOW, **lengths)
+    rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
+    wanted = cupyfa.attention(*drawn(), **HOW, **LENGTHS)
+    assert prepared(*drawn(), rows, keys).tobytes() == wanted.tobytes()
+
+
+def test_pullbacks_have_the_lengths_of_the_call(backend):
+    q, k, v = drawn()
+    out, pullback = cupyfa.attention_vjp(
+        q, k, v, kernel="fa2", backward_kernel="two_pass", backend=backend, check=True, **LENGTHS
+    )
+    dq, dk, dv = pullback(np.ones_like(out))
+    assert not (np.any(dq[1]) or np.any(dq[2]) or np.any(dk[1:]) or np.any(dv[0, :, 5:]))
+    assert np.any(dq[0]) and np.any(dk[0, :, :5])
+
+
+def test_what_else_cannot_be_given():
+    q, k, v = drawn()
+    blocks = cupyfa.block_mask(np.ones((9, 11), bool), backend="simulator")
+    with pytest.raises(Unsupported, match="a block mask cannot be used with lengths_q and "):
+        cupyfa.attention(q, k, v, backend="simulator", mask=blocks, **LENGTHS)
+    with pytest.raises(Unsupported, match="wrt=bias cannot be used with lengths_q and lengths_k; "):
+        bias = np.zeros((9, 11), F)
+        _, pullback = cupyfa.attention_vjp(
+            q, k, v, backend="simulator", bias=bias, wrt="q,bias", **LENGTHS
+        )
+        pullback(np.ones_like(q))
+    with pytest.raises(Unsupported, match="lengths_k cannot be used with lists of arrays"):
+        cupyfa.attention(*([x[0]] for x in (q, k, v)), backend="simulator", lengths_k=[3])
+    with pytest.raises(TypeError, match="no argument 'lengths_q'; write seqused_q="):
+        packed = (x[0].swapaxes(0, 1) for x in (q, k, v))
+        cupyfa.attention_ragged(*packed, [0, 9], [0, 11], backend="simulator", lengths_q=[3])
+
+
+@pytest.mark.gpu
+def test_lengths_in_gpu_memory_are_looked_at_by_checks(cuda):
+    import cupy
+
+    q, k, v = map(cupy.asarray, drawn())
+    wrong = cupy.asarray(np.array([11, 12, -3], "i4"))
+    with pytest.raises(ValueError, match=r"lengths_k\[1\] is 12"):
+        cupyfa.attention(q, k, v, lengths_k=wrong, check=True)
+    out = cupyfa.attention(q, k, v, lengths_k=wrong, kernel="fa2")
+    right = cupyfa.attention(q, k, v, lengths_k=[11, 11, 0], kernel="fa2")
+    assert out.get().tobytes() == right.get().tobytes()
+    with pytest.raises(TypeError, match="lengths_k is int64; it must be int32: convert it"):
+        cupyfa.attention(q, k, v, lengths_k=wrong.astype("i8"))
+    strided = cupy.asarray(np.array([11, 99, 11, 99, 0], "i4"))[::2]
+    assert cupyfa.attention(q, k, v, lengths_k=strided, kernel="fa2").get().tobytes() == (
+        right.get().tobytes()
+    )

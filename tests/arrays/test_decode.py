@@ -1,0 +1,644 @@
+"""cupyfa.decode: new tokens and a cache of keys and values, contiguous or in pages.
+
+What no sequence has in a cache is NaN. The reference is dense attention in float64 of one sequence
+after the other, whose keys a loop collects.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.far_device import FarDevice
+from helpers.problems import FORWARD
+
+import cupyfa
+from cupyfa.arrays import kv_cache
+from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.ladder.forward import for_decoding
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics import tolerance
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.problem import Problem
+
+DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
+SIZE, MOST = 16, 4  # of a page, of pages of a sequence
+N = SIZE * MOST
+BATCH, HEADS, KV_HEADS, D, DV = 6, 4, 2, 24, 16
+LENGTHS = np.array([0, 1, SIZE - 1, SIZE, SIZE + 1, N], "i4")
+SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages in a tile of keys
+RNG = np.random.default_rng(3)
+
+
+def drawn(shape, dtype="float32", seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(DTYPES[dtype])
+
+
+def laid_out(array, layout):
+    return array.copy() if layout == "nhd" else np.ascontiguousarray(array.swapaxes(1, 2))
+
+
+def cache_of(k, v, lengths=LENGTHS, *, pages=False, layout="nhd", spare=3, size=SIZE, table=None):
+    """A cache with the first rows of k and v [batch, rows, kv_heads, columns], all else NaN."""
+    batch, rows = k.shape[:2]
+    if not pages:
+        made = [np.full_like(x, np.nan) for x in (k, v)]
+        for to, x in zip(made, (k, v)):
+            for b, n in enumerate(lengths):
+                to[b, :n] = x[b, :n]
+        return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), layout=layout)
+    most = rows // size
+    if table is None:
+        table = np.random.default_rng(5).permutation(batch * most + spare)[: batch * most]
+        table = table.reshape(batch, most).astype("i4")
+    count = batch * most + spare
+    made = [np.full((count, size, *x.shape[2:]), np.nan, x.dtype) for x in (k, v)]
+    for to, x in zip(made, (k, v)):
+        for b, n in enumerate(lengths):
+            for j in range(n):
+                to[table[b, j // size], j % size] = x[b, j]
+    table = table.copy()
+    for b, n in enumerate(lengths):  # what no key needs is no page
+        table[b, -(-int(n) // size) :] = -7 if b % 2 else 2**30
+    return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), table, layout)
+
+
+def expected(q, k, v, **options):
+    """O and lse of one sequence, q [heads, M, d], k and v [keys, kv_heads, columns]."""
+    q, k, v = q[None], k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
+    read = {x: options.pop(x) for x in optional_inputs.OWN_ARRAYS if x in options}
+    operands = tuple(optional_inputs.of_value(*x) for x in read.items())
+    p = Problem.of(q, k, v, causal=True, operands=operands, **options)
+    arrays = {"Q": q, "K": k, "V": v, **{f"mods.{name}": x for name, x in read.items()}}
+    return OPERATIONS["forward"].reference(arrays, p, [None])[None]
+
+
+def require(out, lse, q, k, v, lengths, **options):
+    """Raises if results differ from those of sequences with so many keys of k and v."""
+    for b, n in enumerate(lengths):
+        wanted = expected(q[b], k[b, :n], v[b, :n], **options)
+        found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
+        tolerance.require(tolerance.compare(found, wanted), f"sequence {b} of {n} keys")
+
+
+def given(dtype, tokens=1, heads=HEADS, kv_heads=KV_HEADS, d=D, dv=DV, rows=N, batch=BATCH):
+    q = drawn((batch, heads, tokens, d), dtype)
+    k, v = (drawn((batch, rows, kv_heads, x), dtype, seed=x) for x in (d, dv))
+    return q, k, v
+
+
+def decoded(backend, q, cache, **how):
+    return cupyfa.decode(q, cache, backend=backend, return_lse=True, **how)
+
+
+# Which kernels, dtypes, layouts
+
+
+KERNELS = [
+    ("mma_split_kv", "float16", SMALL),
+    ("mma_split_kv", "bfloat16", {**SMALL, "Bc": 16}),
+    ("fa2", "float32", {"Br": 8, "Bc": 8}),
+    ("fa2_coalesced", "float64", {"Br": 8, "Bc": 8}),
+    ("fa2_split_kv", "float32", {"Br": 4, "Bc": 16, "blocks_per_sm": 4}),
+    ("fa2_split_kv", "float64", {"Br": 8, "Bc": 8, "blocks_per_sm": 1}),
+]
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("kernel, dtype, tiles", KERNELS)
+def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
+    q, k, v = given(dtype, tokens=3)
+    for layout in ("nhd", "hnd"):
+        cache = cache_of(k, v, pages=pages, layout=layout)
+        how = {"kernel": kernel, "tiles": tiles, "check": True}
+        out, lse = decoded(backend, q, cache, **how)
+        require(out, lse, q, k, v, LENGTHS)
+        assert out.dtype == q.dtype
+        assert (out[0] == 0).all() and (lse[0] == -np.inf).all()
+        assert (out[1, :, :2] == 0).all() and (lse[1, :, :2] == -np.inf).all()  # of one key
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_keeps_the_accuracy_of_each_dtype(backend, dtype):
+    q, k, v = given(dtype)
+    for pages in (False, True):
+        out, lse = decoded(backend, q, cache_of(k, v, pages=pages))
+        require(out, lse, q, k, v, LENGTHS)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("d", [24, 64, 96, 128])
+def test_pages_of_all_sizes(backend, size, d):
+    """Smaller and larger than a tile of keys, for all distances of a thread's rows."""
+    lengths = np.array([1, size - 1, size + 1, 2 * size], "i4")
+    q, k, v = given("float16", rows=2 * size, batch=4, d=d, dv=d)
+    cache = cache_of(k, v, lengths, pages=True, size=size)
+    for tiles in ({}, {"Bc": 48, "Br": 32, "Wr": 16, "stages": 2}, {**SMALL, "Bc": 16}):
+        out, lse = decoded(backend, q, cache, kernel="mma_split_kv", tiles=tiles)
+        require(out, lse, q, k, v, lengths)
+
+
+@pytest.mark.parametrize(
+    "dtype, splits",
+    [
+        *(("float16", 1), ("float16", 3), ("float32", 1), ("float32", 3)),
+        pytest.param("float64", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_the_bits_of_a_sequence_do_not_depend_on_the_batch(backend, dtype, splits):
+    q, k, v = given(dtype)
+    for pages in (False, True):
+        cache = cache_of(k, v, pages=pages)
+        out, lse = decoded(backend, q, cache, splits=splits)
+        require(out, lse, q, k, v, LENGTHS)
+        for b in (2, 5):
+            one = slice(b, b + 1)
+            its = cache_of(k[one], v[one], LENGTHS[one], pages=pages)
+            alone = decoded(backend, q[one], its, splits=splits)
+            assert alone[0].tobytes() == out[one].tobytes()
+            assert alone[1].tobytes() == lse[one].tobytes()
+
+
+def test_sequences_may_share_pages(backend):
+    q, k, v = given("float16", batch=2)
+    k[1], v[1] = k[0], v[0]
+    table = np.array([[3, 1, 0, 4], [3, 1, 0, 2]], "i4")
+    lengths = np.array([N - 1, 2 * SIZE + 3], "i4")
+    cache = cache_of(k, v, lengths, pages=True, table=table)
+    out, lse = decoded(backend, q, cache, check=True)
+    require(out, lse, q, k, v, lengths)
+
+
+OPTIONS = (
+    {"window": (20, None), "scale": -0.4},
+    {"softcap": 3.0, "sink": np.linspace(-1, 1, HEADS, dtype="f4")},
+    {"score_mod": "score + 0.1 * (key - position) + 0.01 * keys"},
+    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask_mod": "key % 3 != 1"},
+)
+QUICK = (
+    *(("mma_split_kv", 1), ("mma_split_kv", 3), ("fa2", 0), ("fa2", 2)),
+    *(("fa2_split_kv", 1), ("fa2_split_kv", 2)),
+)
+
+
+@pytest.mark.parametrize(
+    "kernel, number",
+    [
+        pytest.param(kernel, i, marks=[pytest.mark.slow] * ((kernel, i) not in QUICK))
+        for kernel in ("mma_split_kv", "fa2_split_kv", "fa2", "fa2_coalesced")
+        for i in range(len(OPTIONS))
+    ],
+)
+def test_options_of_attention(backend, kernel, number):
+    options = OPTIONS[number]
+    q, k, v = given("float16", tokens=2)
+    cache = cache_of(k, v, pages=True)
+    out, lse = decoded(backend, q, cache, kernel=kernel, check=True, **options)
+    require(out, lse, q, k, v, LENGTHS, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_few_tokens_of_wide_dtypes_fill_a_device(dtype):
+    """One query and 8192 keys with 8 key heads; many queries are left to other kernels."""
+    limits = limits_of("90")
+    for lengths in ({}, {"lengths_k": True}):
+        p = Problem.of_sizes(M=1, N=8192, heads=32, kv_heads=8, d=128, dtype=dtype, **lengths)
+        plan = planning.plan(FORWARD[for_decoding("auto", "auto", dtype, p.group)], p, limits)
+        (blocks, *_), c = plan.launches[0].grid, plan.constants
+        assert blocks >= 0.9 * limits.multiprocessors * c["blocks_per_sm"]
+    assert for_decoding("auto", "auto", dtype, 100) == "auto"
+    assert for_decoding("fa2", "auto", dtype, 1) == "fa2"
+
+
+# New tokens
+
+
+def turned(x, first, rotary, interleaved, dtype):
+    """Rows x [..., tokens, d] at positions from `first` on."""
+    at = first + np.arange(x.shape[-2])
+    cos, sin = (table[at] for table in rotary)
+    return tolerance.expected_rotation(x, cos, sin, interleaved=interleaved, dtype=dtype)
+
+
+def quarter_turns(positions, angles, dtype):
+    """Angles of whole quarters of a circle, by which numbers are turned exactly."""
+    quarters = RNG.integers(0, 4, (positions, angles))
+    return [np.array(x)[quarters].astype(DTYPES[dtype]) for x in ([1, 0, -1, 0], [0, 1, 0, -1])]
+
+
+def rows_of(cache, array, b, rows):
+    """Rows of a sequence in an array of a cache, [rows, kv_heads, columns]."""
+    found = array if cache.layout == "nhd" else array.swapaxes(1, 2)
+    if cache.pages is None:
+        return np.array(found[b, rows])
+    size = cache.page_size
+    return np.stack([found[cache.pages[b, j // size], j % size] for j in rows])
+
+
+def with_room(cache, k, tokens):
+    """The same cache with pages for new tokens."""
+    if cache.pages is not None:
+        used = {
+            cache.pages[b, i]
+            for b, n in enumerate(cache.lengths)
+            for i in range(-(-int(n) // cache.page_size))
+        }
+        free = [x for x in range(len(cache.k)) if x not in used]
+        for b, n in enumerate(cache.lengths):
+            for i in range(-(-int(n) // SIZE), -(-int(n + tokens) // SIZE)):
+                cache.pages[b, i] = free.pop()
+    return cache
+
+
+NEW_LENGTHS = np.array([0, 1, SIZE - 2, SIZE, SIZE + 1, N - 3], "i4")
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("layout, pages", [("nhd", True), ("hnd", False), ("hnd", True)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_new_tokens_are_turned_and_appended(backend, dtype, layout, pages, interleaved):
+    """By quarters of a circle, so that rows of the cache have exactly these bits."""
+    q, k, v = given(dtype, tokens=3)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), dtype, seed=9 + x) for x in (D, DV))
+    rotary = quarter_turns(N, 5, dtype)
+    cache = cache_of(k, v, NEW_LENGTHS, pages=pages, layout=layout)
+    cache = with_room(cache, k, 3)
+    before = [x.copy() for x in (cache.k, cache.v)]
+    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
+    out, lse = decoded(backend, q, cache, **how)
+    assert (cache.lengths == NEW_LENGTHS).all()
+    every_q = np.empty_like(q)
+    for b, n in enumerate(NEW_LENGTHS):
+        its = [turned(x[b], n, rotary, interleaved, dtype).value for x in (q, new_k)]
+        every_q[b], rows = its[0], range(n, n + 3)
+        k[b, rows], v[b, rows] = its[1].swapaxes(0, 1), new_v[b].swapaxes(0, 1)
+        np.testing.assert_array_equal(rows_of(cache, cache.k, b, rows), k[b, rows])
+        np.testing.assert_array_equal(rows_of(cache, cache.v, b, rows), v[b, rows])
+    require(out, lse, every_q, k, v, NEW_LENGTHS + 3)
+    written = BATCH * 3 * KV_HEADS
+    for old, new, columns in ((before[0], cache.k, D), (before[1], cache.v, DV)):
+        bits = f"u{old.itemsize}"
+        changed = (old.view(bits) != new.view(bits)).sum()
+        assert changed <= written * columns  # and nothing else
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_angles_turn_within_their_bounds(backend, dtype):
+    q, k, v = given(dtype, tokens=2)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), dtype, seed=x) for x in (D, DV))
+    angles = RNG.uniform(-7, 7, (N, D // 2))
+    for of in {DTYPES[dtype], "f8" if dtype == "float64" else "f4"}:
+        rotary = [f(angles).astype(of) for f in (np.cos, np.sin)]
+        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=True), k, 2)
+        how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": of == "f4"}
+        decoded(backend, q, cache, check=True, **how)
+        for b, n in enumerate(NEW_LENGTHS):
+            wanted = turned(new_k[b], n, rotary, of == "f4", dtype)
+            found = rows_of(cache, cache.k, b, range(n, n + 2)).swapaxes(0, 1)
+            assert (np.abs(found.astype("f8") - wanted.value) <= wanted.bound).all()
+
+
+def test_appending_alone_and_turning_alone(backend):
+    q, k, v = given("float32", tokens=2)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), seed=x) for x in (D, DV))
+    cache = cache_of(k, v, NEW_LENGTHS)
+    out, lse = decoded(backend, q, cache, k=new_k, v=new_v, check=True)
+    for b, n in enumerate(NEW_LENGTHS):
+        k[b, n : n + 2], v[b, n : n + 2] = new_k[b].swapaxes(0, 1), new_v[b].swapaxes(0, 1)
+    require(out, lse, q, k, v, NEW_LENGTHS + 2)
+
+    rotary = quarter_turns(N, D // 2, "float32")
+    cache = cache_of(k, v, NEW_LENGTHS + 2)
+    out, lse = decoded(backend, q, cache, rotary=rotary, check=True)
+    every_q = np.stack(
+        [turned(q[b], n, rotary, False, "float32").value for b, n in enumerate(NEW_LENGTHS)]
+    )
+    require(out, lse, every_q.astype("f4"), k, v, NEW_LENGTHS + 2)
+
+
+def test_without_new_tokens_nothing_is_written(backend):
+    _, k, v = given("float32")
+    cache = cache_of(k, v)
+    q, new_k, new_v = (np.empty((BATCH, h, 0, x), "f4") for h, x in ((4, D), (2, D), (2, DV)))
+    out, lse = decoded(backend, q, cache, k=new_k, v=new_v)
+    assert out.shape == (BATCH, HEADS, 0, DV) and lse.shape == (BATCH, HEADS, 0)
+
+
+# Arrays elsewhere, and wrong ones
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
+    q, k, v = given("float32", tokens=2)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), seed=x) for x in (D, DV))
+    rotary = quarter_turns(N, 5, "float32")
+    results, caches = [], []
+    for backend in (FarDevice(), "simulator"):
+        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=pages), k, 2)
+        out = np.empty((BATCH, HEADS, 2, DV), "f4")
+        how = {"k": new_k, "v": new_v, "rotary": rotary, "out": out, "kernel": "fa2"}
+        made = decoded(backend, q, cache, **how)
+        assert made[0] is out and type(made[1]) is np.ndarray
+        results.append(made)
+        caches.append(cache)
+    for one, other in zip(*results):
+        assert one.tobytes() == other.tobytes()
+    for name in ("k", "v"):
+        np.testing.assert_array_equal(*(getattr(x, name) for x in caches))
+
+
+def test_flashinfers_tables_are_read(backend):
+    q, k, v = given("float16", batch=3)
+    lengths = np.array([SIZE + 5, 0, 2 * SIZE], "i4")
+    paged = cache_of(k, v, lengths, pages=True)
+    pages = -(-lengths // SIZE)
+    indices = np.concatenate([x[:n] for x, n in zip(paged.pages, pages)])
+    indptr = np.cumsum([0, *pages]).astype("i4")
+    last = np.array([5, 0, SIZE], "i4")
+    cache = cupyfa.KVCache.from_csr(paged.k, paged.v, indptr, indices, last)
+    assert (cache.lengths == lengths).all() and cache.pages.shape == (3, 2)
+    out, lse = decoded(backend, q, cache)
+    require(out, lse, q, k, v, lengths)
+    with pytest.raises(ValueError, match="offsets from 0"):
+        cupyfa.KVCache.from_csr(paged.k, paged.v, indptr + 1, indices, last)
+
+
+def test_lengths_are_read_when_a_call_runs(backend):
+    q, k, v = given("float16")
+    cache = cache_of(k, v, np.full(BATCH, N, "i4"))
+    for lengths in (LENGTHS, LENGTHS[::-1]):
+        cache.lengths[:] = lengths
+        out, lse = decoded(backend, q, cache)
+        require(out, lse, q, k, v, lengths)
+
+
+def refused(error, words, *arrays, backend="simulator", **how):
+    with pytest.raises(error, match=words):
+        cupyfa.decode(*arrays, backend=backend, **how)
+
+
+def test_wrong_calls_are_refused():
+    q, k, v = given("float32", tokens=2)
+    new = {"k": drawn((BATCH, KV_HEADS, 2, D)), "v": drawn((BATCH, KV_HEADS, 2, DV))}
+    cache = cache_of(k, v, NEW_LENGTHS)
+    wrong = (
+        (
+            ValueError,
+            r"lengths\[5\] is 63.* give a number from 0 to 62",
+            {**new},
+            {"lengths": N - 1},
+        ),
+        (ValueError, r"lengths\[5\] is -1", {}, {"lengths": -1}),
+        (TypeError, "give both or none", {"k": new["k"]}, {}),
+        (TypeError, "give rotary=", {"interleaved": True}, {}),
+        (ValueError, "1 to 12 angles", {"rotary": [np.ones((N, 13), "f4")] * 2}, {}),
+        (
+            TypeError,
+            "rotary is of float16 and float16; both must be float32; convert them",
+            {"rotary": [np.ones((N, 2), "f2")] * 2},
+            {},
+        ),
+        (ValueError, "rotary has 9 positions", {"rotary": [np.ones((9, 2), "f4")] * 2}, {}),
+        (ValueError, "k is float32", {**new, "k": new["k"][:, :1]}, {}),
+        (
+            ValueError,
+            "decode has no dropout=0.1: there are no gradients; leave it out of options",
+            {"options": cupyfa.AttentionOptions(dropout=0.1, dropout_seed=1)},
+            {},
+        ),
+        (
+            ValueError,
+            "decode has no precision='tf32': products are in the dtype of the cache",
+            {"options": cupyfa.AttentionOptions(precision="tf32")},
+            {},
+        ),
+        (
+            ValueError,
+            "decode has no causal='top-left': new tokens are the last ones",
+            {"options": cupyfa.AttentionOptions(causal="top-left")},
+            {},
+        ),
+        *(
+            (TypeError, f"{name!r}; decoding has no {name}: leave it out", {name: value}, {})
+            for name, value in (
+                *(("precision", "tf32"), ("dropout", 0.1)),
+                *(("dropout_seed", 1), ("dropout_offset", 1)),
+            )
+        ),
+        *(
+            (TypeError, f"{name!r}; write score_mod= or mask_mod=, which may", {name: q}, {})
+            for name in ("bias", "mask")
+        ),
+        (ValueError, "splits is 0", {"splits": 0}, {}),
+        (ValueError, "splits is for fa2_split_kv", {"splits": 2, "kernel": "fa2"}, {}),
+        (Unsupported, "mma_split_kv cannot do", {"splits": 2, "kernel": "mma_split_kv"}, {}),
+        (TypeError, r"decode\(\) has no argument 'windw'; did you mean window", {"windw": 1}, {}),
+    )
+    for error, words, how, change in wrong:
+        its = cupyfa.KVCache(cache.k, cache.v, NEW_LENGTHS.copy())
+        its.lengths[5] = change.get("lengths", its.lengths[5])
+        refused(error, words, q, its, **how)
+    refused(ValueError, "q has shape", q[:, :, :, :5], cache)
+    refused(TypeError, "give a cupyfa.KVCache", q, (k, v))
+    refused(
+        ValueError,
+        "shares memory",
+        q,
+        cupyfa.KVCache(k, v, NEW_LENGTHS),
+        **{**new, "k": k[:, :2].swapaxes(1, 2)},
+    )
+    k.flags.writeable = False
+    refused(ValueError, "read-only", q, cupyfa.KVCache(k, v, NEW_LENGTHS), **new)
+
+
+def test_new_keys_need_arrays_of_their_own():
+    """Both halves of one array are such, whatever its axes: FlashInfer has pages of both."""
+    q = drawn((2, 2, 1, 8))
+    new = drawn((2, 1, 1, 8))
+    lengths, table = np.array([3, 0], "i4"), np.array([[1], [0]], "i4")
+    whole = np.zeros((2, 2, 2, 16, 8), "f4")
+
+    def decode(halves, **new):
+        cache = cupyfa.KVCache(*halves, lengths, table, layout="hnd")
+        return cupyfa.decode(q, cache, backend="simulator", kernel="fa2", **new)
+
+    for halves in (
+        (whole[0, :, :1], whole[1, :, :1]),
+        (whole[:, 0, :1], whole[:, 1, :1]),
+        (whole[:, 0, :1], whole[:, 0, 1:]),
+        (whole[0, :, :1, :, :], whole[0, :, 1:, :, :]),
+        (whole.reshape(2, 1, 16, -1)[..., :8], whole.reshape(2, 1, 16, -1)[..., 8:16]),
+    ):
+        whole[...] = 0
+        decode(halves, k=new, v=-new)
+        for half, written in zip(halves, (new, -new)):
+            np.testing.assert_array_equal(half[table[:, 0], 0, lengths], written[:, 0, 0])
+    rows = np.zeros((4, 1, 16, 8), "f4")
+    for same in ((rows[:2], rows[:2]), (rows[:2], rows[1:3]), (rows[:2], rows[1::-1])):
+        with pytest.raises(ValueError, match="cache.k and cache.v share memory.*give two arrays"):
+            decode(same, k=new, v=new)
+        decode(same)
+
+
+def test_wrong_pages_are_refused():
+    q, k, v = given("float16")
+    cache = cache_of(k, v, pages=True)
+    cache.pages[4, 1] = len(cache.k)
+    refused(ValueError, r"pages\[4, 1\] is 27, and there are 27 pages", q, cache)
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2_split_kv", "fa2"])
+def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatch):
+    """As on a device, where nobody looks at them: kernels run, and the simulator sees all."""
+    monkeypatch.setattr("cupyfa.arrays.kv_cache._check_contents", lambda *_: None)
+    monkeypatch.setattr("cupyfa.runtime.ragged._check_counts", lambda *_: None)
+    q, k, v = given("float16", tokens=3)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), "float16") for x in (D, DV))
+    cache = cache_of(k, v, pages=pages)
+    cache.lengths[:] = [-5, N - 1, N + 1, 2**31 - 1, -(2**31), 7]
+    if pages:
+        cache.pages[...] = np.where(np.arange(MOST) % 2, -(2**31), 2**31 - 1)
+    before = cache.k.copy()
+    rotary = quarter_turns(5, 2, "float16")
+    for new in ({}, {"k": new_k, "v": new_v}):
+        decoded("simulator", q, cache, kernel=kernel, rotary=rotary, **new)
+    if pages:  # those that are not there are not written
+        np.testing.assert_array_equal(before, cache.k)
+    else:  # row N - 1 is, and rows from 0 and 7 on
+        changed = np.argwhere((before.view("u2") != cache.k.view("u2")).any(axis=(2, 3)))
+        places = [
+            [0, 0],
+            [0, 1],
+            [0, 2],
+            [1, N - 1],
+            [4, 0],
+            [4, 1],
+            [4, 2],
+            [5, 7],
+            [5, 8],
+            [5, 9],
+        ]
+        np.testing.assert_array_equal(changed, places)
+
+
+def test_a_check_finds_rows_that_are_written_wrongly(monkeypatch):
+    q, k, v = given("float32")
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 1, x)) for x in (D, DV))
+    rotary = quarter_turns(N, 5, "float32")
+    write = kv_cache._New.write
+
+    lengths = np.full(BATCH, 7, "i4")
+    for name, change in (
+        ("cache.k", lambda arrays: arrays["cache.k"].__setitem__((2, 1, 7, 3), 0)),
+        ("cache.v", lambda arrays: arrays["cache.v"].__setitem__((5, 0, 7, 0), np.nan)),
+        ("turned", lambda arrays: arrays["turned"].__setitem__((0, 0, 0, 23), 0)),
+    ):
+
+        def wrongly(self, change=change):
+            write(self)
+            change(self._arrays)
+
+        monkeypatch.setattr(kv_cache._New, "write", wrongly)
+        cache = cache_of(k, v, lengths)
+        how = {"k": new_k, "v": new_v, "rotary": rotary, "check": True, "kernel": "fa2"}
+        with pytest.raises(cupyfa.WrongResult, match=f"append_keys on .*\n.*{name}"):
+            decoded("simulator", q, cache, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+def test_a_captured_call_takes_other_lengths(cuda, pages):
+    import cupy
+
+    q, k, v = given("float16", tokens=2)
+    new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), "float16", seed=x) for x in (D, DV))
+    rotary = quarter_turns(N, 5, "float16")
+    host = cache_of(k, v, np.full(BATCH, N, "i4"), pages=pages)
+    table = None if host.pages is None else cupy.asarray(host.pages)
+    cache = cupyfa.KVCache(*map(cupy.asarray, (host.k, host.v, host.lengths)), table)
+    there, out = cupy.asarray(q), cupy.empty((BATCH, HEADS, 2, DV), "f2")
+    how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
+    how["rotary"] = tuple(map(cupy.asarray, rotary))
+    cache.lengths[...] = 0
+    cupyfa.decode(there, cache, **how, check=True)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupyfa.decode(there, cache, **how)  # compiles, and takes memory for this stream
+        cache.lengths += 0
+        stream.begin_capture()
+        _, lse = cupyfa.decode(there, cache, **how)
+        cache.lengths += 2
+        graph = stream.end_capture()
+        for n in range(0, N - 1, 2):
+            graph.launch()
+            stream.synchronize()
+            its = [turned(x, n, rotary, False, "float16").value.astype("f2") for x in (q, new_k)]
+            k[:, n : n + 2], v[:, n : n + 2] = its[1].swapaxes(1, 2), new_v.swapaxes(1, 2)
+            require(out.get(), lse.get(), its[0], k, v, cache.lengths.get())
+
+
+@pytest.mark.parametrize("size", [None, 16])
+def test_nvrtc_compiles_what_decoding_launches(size):
+    lengths, table = np.zeros(1, "i4"), None if size is None else np.zeros((1, 128), "i4")
+    k = np.zeros((3, 16, 8, 128), "f2") if size else np.zeros((1, 2048, 8, 128), "f2")
+    cache = cupyfa.KVCache(k, k, lengths, table)
+    rows = {"cache.k": k.swapaxes(1, 2), "cache.v": k.swapaxes(1, 2), "lengths": lengths}
+    rows |= {} if size is None else {"pages": table}
+    q, new, angles = (np.zeros(x, "f2") for x in ((1, 32, 1, 128), (1, 8, 1, 128), (2048, 64)))
+    made = {"used": lengths, "turned": q}
+    arrays = {"q": q, **rows, "k": new, "v": new, "cos": angles, "sin": angles, **made}
+    (append,) = kv_cache._plan(arrays, cache, interleaved=False).programs
+    operands = [optional_inputs.of_value("lengths_k", lengths)]
+    operands += [] if size is None else [optional_inputs.of_value("page_table", table)]
+    p = Problem.of(q, *[rows["cache.k"]] * 2, causal=True, operands=tuple(operands))
+    attend = planning.plan(
+        planning.select("auto", "forward", p, limits_of("90")), p, limits_of("90")
+    )
+    assert attend.kernel.name == "mma_split_kv"
+    for program in (append, *attend.programs):
+        assert compile_launch(program, "90").spilled_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        ({"layout": "bshd"}, ValueError, "layout is 'bshd'; use one of nhd, hnd"),
+        ({"lengths": LENGTHS.astype("i8")}, TypeError, "lengths is int64; it must be int32"),
+        ({"lengths": LENGTHS[:2]}, ValueError, "k has 6 sequences"),
+        ({"lengths": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
+        ({"v": np.zeros((BATCH, N, 1, DV), "f4")}, ValueError, "kv_heads, columns"),
+        (
+            {"v": np.zeros((BATCH, N, KV_HEADS, DV), "f2")},
+            TypeError,
+            "k is float32 and v is float16",
+        ),
+        ({"k": np.zeros((BATCH, N, KV_HEADS, 2 * D), "f4")[..., ::2]}, ValueError, "side by side"),
+        ({"pages": np.zeros((BATCH, 1), "i8")}, TypeError, "pages is int64"),
+        ({"pages": np.zeros((BATCH, 0), "i4")}, ValueError, "0 columns; give at least one"),
+        ({"pages": np.zeros((BATCH + 1, 2), "i4")}, ValueError, "pages has 7 sequences"),
+    ],
+    ids=str,
+)
+def test_wrong_caches_are_refused(change, error, words):
+    _, k, v = given("float32")
+    with pytest.raises(error, match=words):
+        cupyfa.KVCache(**{"k": k, "v": v, "lengths": LENGTHS, **change})
+
+
+@pytest.mark.parametrize("size", [8, 24, 512])
+def test_other_sizes_of_pages_are_unsupported(size):
+    k = np.zeros((2, size, 1, 8), "f4")
+    with pytest.raises(Unsupported, match=f"page_size is {size}; use one of 16, 32, 64, 128, 256"):
+        cupyfa.KVCache(k, k, np.zeros(1, "i4"), np.zeros((1, 2), "i4"))
+
+
+def test_a_cache_describes_itself():
+    _, k, v = given("float16")
+    cache = cache_of(k, v, pages=True)
+    assert (cache.batch, cache.capacity, cache.page_size) == (BATCH, N, SIZE)
+    assert repr(cache) == (
+        "<KVCache: 6 sequences of up to 64 keys in pages of 16, float16 nhd (27, 16, 2, 24)>"
+    )

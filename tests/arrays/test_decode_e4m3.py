@@ -1,0 +1,465 @@
+"""cupyfa.decode with keys and values in e4m3, and their scales.
+
+The reference is dense attention in float64 to the same e4m3 numbers times their scales. What no
+sequence has in a cache is NaN, and so are the scales of pages that none has.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.far_device import FarDevice
+from helpers.merged import merged
+
+import cupyfa
+from cupyfa.arrays import kv_cache
+from cupyfa.errors import Unsupported
+from cupyfa.lab.analysis.resources import compile_launch, limits_of
+from cupyfa.ladder.forward import for_decoding
+from cupyfa.numerics import tolerance
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.dtypes import E4M3
+from cupyfa.problem.problem import Problem
+from cupyfa.runtime.simulator import Simulator
+
+SIZE, MOST = 16, 6  # of a page, of pages of a sequence
+N = SIZE * MOST
+BATCH, HEADS, KV_HEADS, D, DV = 4, 4, 2, 48, 24
+LENGTHS = np.array([0, 1, SIZE + 5, N], "i4")
+COUNT = BATCH * MOST + 3  # of pages
+DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages in a tile of keys
+SCALES = {
+    None: None,
+    "heads": (KV_HEADS,),
+    "batch": (BATCH, KV_HEADS),
+    "pages": (COUNT, KV_HEADS),
+}
+
+
+def drawn(shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def scale(form, seed):
+    """Scales of very different sizes."""
+    if form is None:
+        return None
+    return 2 ** np.random.default_rng(seed).uniform(-6, 2, SCALES[form]).astype("f4")
+
+
+class Filled:
+    """A cache, and the numbers that it stands for: k and v [batch, rows, kv_heads, columns]."""
+
+    def __init__(self, *, pages=False, layout="nhd", forms=(None, None), lengths=LENGTHS, room=0):
+        self.lengths = lengths
+        table = np.random.default_rng(5).permutation(COUNT)[: BATCH * MOST].reshape(BATCH, MOST)
+        table = table.astype("i4")
+        rows = (COUNT, SIZE) if pages else (BATCH, N)
+        self.at = np.arange(BATCH)[:, None], np.arange(N)[None]
+        if pages:
+            self.at = np.repeat(table, SIZE, 1), np.tile(np.arange(SIZE), MOST)[None]
+        used = np.arange(N) < lengths[:, None]
+        self.stored, self.factors, scales = [], [], []
+        for seed, (columns, form) in enumerate(zip((D, DV), forms)):
+            array = np.full((*rows, KV_HEADS, columns), np.nan, E4M3)
+            numbers = drawn((BATCH, N, KV_HEADS, columns), seed).astype(E4M3)
+            array[tuple(x[used] for x in np.broadcast_arrays(*self.at))] = numbers[used]
+            factor = scale(form, seed)
+            if form == "pages":
+                unused = np.ones(COUNT, bool)
+                for b, n in enumerate(lengths):
+                    unused[table[b, : -(-int(n + room) // SIZE)]] = False
+                factor[unused] = np.nan
+            self.stored.append(array)
+            scales.append(factor)
+            of_rows = np.ones((BATCH, N, KV_HEADS), "f4")
+            if form is not None:
+                of_rows *= factor[self.at[0]] if form == "pages" else factor[..., None, :]
+            self.factors.append(of_rows[..., None])
+        if pages:
+            for b, n in enumerate(lengths):  # what no key needs is no page
+                table[b, -(-int(n + room) // SIZE) :] = -7 if b % 2 else 2**30
+        arrays = [x if layout == "nhd" else x.swapaxes(1, 2).copy() for x in self.stored]
+        self.cache = cupyfa.KVCache(
+            *arrays, lengths.copy(), table if pages else None, layout, *scales
+        )
+
+    def bits(self):
+        """What the cache has of each row, [batch, rows, kv_heads, columns]."""
+        found = (self.cache.k, self.cache.v)
+        nhd = [x if self.cache.layout == "nhd" else x.swapaxes(1, 2) for x in found]
+        return [x[np.broadcast_arrays(*self.at)[0], self.at[1]] for x in nhd]
+
+    def numbers(self):
+        return [x.astype("f8") * y for x, y in zip(self.bits(), self.factors)]
+
+
+def require(out, lse, q, filled, lengths, left=None):
+    k, v = filled.numbers()
+    for b, n in enumerate(lengths):
+        its = (x[b : b + 1, :n].swapaxes(1, 2) for x in (k, v))
+        first = int(n) - q.shape[2]
+        how = {"scale": D**-0.5, "causal_offset": first}
+        how |= {} if left is None else {"window_offset": first - left}
+        wanted = tolerance.expected_attention(
+            q[b : b + 1].astype("f8"), *its, dtype=str(q.dtype), **how
+        )[None]
+        found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
+        tolerance.require(tolerance.compare(found, wanted), f"sequence {b} of {n} keys")
+
+
+def decoded(backend, q, filled, **how):
+    return cupyfa.decode(q, filled.cache, backend=backend, return_lse=True, **how)
+
+
+FORMS = [
+    (False, "nhd", ("heads", "batch"), "float16"),
+    (True, "hnd", ("pages", "pages"), "bfloat16"),
+    *(
+        pytest.param(*x, marks=pytest.mark.slow)
+        for x in (
+            (False, "hnd", ("batch", None), "bfloat16"),
+            (True, "hnd", ("heads", "pages"), "float16"),
+            (True, "nhd", ("pages", "batch"), "float16"),
+            (True, "nhd", (None, "heads"), "bfloat16"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("splits", ["auto", 1, 3])
+@pytest.mark.parametrize("pages, layout, forms, dtype", FORMS)
+def test_scales_of_all_forms(backend, pages, layout, forms, dtype, splits):
+    filled = Filled(pages=pages, layout=layout, forms=forms)
+    q = drawn((BATCH, HEADS, 3, D), 7, DTYPE[dtype])
+    out, lse = decoded(backend, q, filled, splits=splits, check=True, tiles=SMALL)
+    require(out, lse, q, filled, LENGTHS)
+    assert out.dtype == q.dtype and lse.dtype == np.float32
+
+
+@pytest.mark.parametrize("tokens, tiles", [(1, {}), (9, {}), (20, {}), (5, {**SMALL, "Wr": 16})])
+def test_tiles_of_few_and_of_many_rows(backend, tokens, tiles):
+    filled = Filled(pages=True, forms=("pages", "heads"))
+    q = drawn((BATCH, HEADS, tokens, D), 7, np.float16)
+    out, lse = decoded(backend, q, filled, tiles=tiles)
+    require(out, lse, q, filled, LENGTHS)
+
+
+def test_a_window_hides_what_is_not_finite(backend):
+    """Rows that it reaches on the way are computed again."""
+    filled = Filled(pages=True, forms=("pages", "pages"))
+    b, (place, row) = 3, np.broadcast_arrays(*filled.at)
+    for name in ("k", "v"):
+        getattr(filled.cache, name)[place[b, 40], row[b, 40]] = np.nan
+    q = drawn((BATCH, HEADS, 1, D), 7, np.float16)
+    out, lse = decoded(backend, q, filled, window=(50, None), splits=2)
+    assert np.isfinite(out).all()
+    for name in ("k", "v"):
+        getattr(filled.cache, name)[place[b, 40], row[b, 40]] = 0
+    require(out, lse, q, filled, LENGTHS, left=50)
+
+
+def test_scores_change_as_in_attention(backend):
+    filled = Filled(forms=("batch", "heads"))
+    q = drawn((BATCH, HEADS, 2, D), 7, DTYPE["bfloat16"])
+    slopes = np.linspace(0.1, 1, HEADS, dtype="f4")
+    for options in ({"softcap": 3.0, "sink": slopes}, {"alibi_slopes": slopes, "scale": -0.3}):
+        decoded(backend, q, filled, check=True, **options)
+
+
+# New tokens
+
+NEW_LENGTHS = np.array([0, 1, SIZE - 2, N - 3], "i4")
+
+
+@pytest.mark.parametrize("pages, layout, forms, dtype", FORMS)
+def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
+    """Also numbers beyond the largest one, which become that, and NaN."""
+    filled = Filled(pages=pages, layout=layout, forms=forms, lengths=NEW_LENGTHS, room=3)
+    q, new_k, new_v = (
+        drawn((BATCH, h, 3, x), x, DTYPE[dtype])
+        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
+    )
+    new_v *= np.asarray(2.0**9, new_v.dtype)
+    new_v[0, 0, 0, :2] = np.inf, -np.inf
+    new_k[1, 1, 2, 5] = np.nan
+    before = filled.bits()
+    _, lse = decoded(backend, q, filled, k=new_k, v=new_v, check=True, splits=2)
+    at = NEW_LENGTHS[:, None] + np.arange(3)
+    every = np.arange(BATCH)[:, None]
+    for new, old, found, factors in zip((new_k, new_v), before, filled.bits(), filled.factors):
+        quotient = new.swapaxes(1, 2).astype("f4") / factors[every, at]
+        wanted = np.clip(quotient, -448, 448).astype(E4M3)
+        np.testing.assert_array_equal(found[every, at].astype("f4"), wanted.astype("f4"))
+        old[every, at] = found[every, at]
+        np.testing.assert_array_equal(old.view("u1"), found.view("u1"))  # and nothing else
+    assert np.isnan(lse[1, 2:, 2]).all()
+    assert np.isfinite(np.delete(lse, 1, axis=0)).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_keys_are_turned_before_they_are_rounded(backend, interleaved):
+    filled = Filled(pages=True, forms=("pages", "heads"), lengths=NEW_LENGTHS, room=2)
+    q, new_k, new_v = (
+        drawn((BATCH, h, 2, x), x, np.float16)
+        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
+    )
+    angles = np.random.default_rng(1).uniform(-7, 7, (N, D // 2))
+    rotary = [f(angles).astype("f4") for f in (np.cos, np.sin)]
+    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
+    out, lse = decoded(backend, q, filled, check=True, **how)
+    turned = np.empty_like(q)
+    for b, n in enumerate(NEW_LENGTHS):
+        tables = [x[n : n + 2] for x in rotary]
+        options = {"interleaved": interleaved, "dtype": "float16"}
+        turned[b] = tolerance.expected_rotation(q[b], *tables, **options).value
+        made = tolerance.expected_rotation(new_k[b], *tables, **options)
+        factor = filled.factors[0][b, n : n + 2].swapaxes(0, 1)
+        wanted = tolerance.expected_e4m3(made, factor)
+        found = filled.bits()[0][b, n : n + 2].swapaxes(0, 1).astype("f8")
+        assert (np.abs(found - wanted.value) <= wanted.bound).all()
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+def test_a_check_finds_a_row_that_is_rounded_wrongly(monkeypatch):
+    filled = Filled(forms=("heads", "heads"), lengths=NEW_LENGTHS)
+    q, new_k, new_v = (
+        drawn((BATCH, h, 1, x), x, np.float16)
+        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
+    )
+    write = kv_cache._New.write
+
+    def wrongly(self):
+        write(self)
+        bits = self._arrays["cache.k"].view("u1")
+        bits[2, 1, NEW_LENGTHS[2], 3] ^= 2  # two units in the last place
+
+    monkeypatch.setattr(kv_cache._New, "write", wrongly)
+    with pytest.raises(cupyfa.WrongResult, match="append_keys on .*\n.*cache.k"):
+        decoded("simulator", q, filled, k=new_k, v=new_v, check=True)
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
+    results, caches = [], []
+    for backend in (FarDevice(), "simulator"):
+        forms = ("pages", "batch") if pages else ("heads", None)
+        filled = Filled(pages=pages, forms=forms, lengths=NEW_LENGTHS, room=2)
+        q, new_k, new_v = (
+            drawn((BATCH, h, 2, x), x, np.float16)
+            for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
+        )
+        results.append(decoded(backend, q, filled, k=new_k, v=new_v))
+        caches.append(filled.bits())
+    for one, other in zip(*results):
+        assert one.tobytes() == other.tobytes()
+    for one, other in zip(*caches):
+        np.testing.assert_array_equal(one.view("u1"), other.view("u1"))
+
+
+# What is refused
+
+
+def cache_with(**change):
+    filled = Filled(pages=change.pop("pages", False))
+    cache = filled.cache
+    given = {"k": cache.k, "v": cache.v, "lengths": LENGTHS, "pages": cache.pages, **change}
+    return cupyfa.KVCache(**given)
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (
+            {"k_scale": np.ones(3, "f4")},
+            ValueError,
+            r"\(3,\); its shape must be \[kv_heads\], here \(2,\)",
+        ),
+        ({"v_scale": np.ones((COUNT, 2), "f4")}, ValueError, r"v_scale has shape \(27, 2\)"),
+        ({"k_scale": np.ones(2)}, TypeError, "k_scale is float64; it must be float32"),
+        ({"k_scale": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
+        ({"k_scale": [1, 1, 1]}, ValueError, r"k_scale has shape \(3,\)"),
+        (
+            {"k_scale": np.ones((4, 4), "f4")[:, ::2]},
+            ValueError,
+            "its last axis must be contiguous",
+        ),
+        (
+            {"pages": True, "k_scale": np.ones((5, 2), "f4")},
+            ValueError,
+            r"\[pages, kv_heads\], \(27, 2\)",
+        ),
+        (
+            {"k": np.ones((BATCH, N, 2, D), "f2"), "v": np.ones((BATCH, N, 2, DV), "f2")}
+            | {"v_scale": np.ones(2, "f4")},
+            ValueError,
+            "v_scale is given, and k is float16",
+        ),
+        ({"v": np.ones((BATCH, N, 2, DV), "f2")}, TypeError, "k is float8_e4m3fn and v is float16"),
+        ({"k": np.ones((BATCH, N, 2, 7), E4M3)}, ValueError, "an even number of bytes"),
+        ({"k": np.ones((BATCH, N, 2, 7), E4M3)[..., :6]}, ValueError, "begin at even ones"),
+    ],
+    ids=str,
+)
+def test_wrong_scales_are_refused(change, error, words):
+    with pytest.raises(error, match=words):
+        cache_with(**change)
+
+
+def test_scales_of_as_many_pages_as_sequences_are_ambiguous():
+    k = np.ones((2, SIZE, KV_HEADS, D), E4M3)
+    cache = k, k, np.ones(2, "i4"), np.zeros((2, 1), "i4")
+    with pytest.raises(ValueError, match="as many pages as sequences; give k and v a page more"):
+        cupyfa.KVCache(*cache, k_scale=np.ones((2, KV_HEADS), "f4"))
+    cupyfa.KVCache(*cache, k_scale=np.ones(KV_HEADS, "f4"))
+
+
+def test_wrong_calls_are_refused(monkeypatch):
+    filled = Filled()
+    q, new = drawn((BATCH, HEADS, 1, D), 7, np.float16), drawn((BATCH, KV_HEADS, 1, D), 8)
+    for error, words, given, how in (
+        (TypeError, "q is float32; with a cache of", q.astype("f4"), {}),
+        (ValueError, "k is float32 .* must be float16", q, {"k": new, "v": new[..., :DV]}),
+        (Unsupported, "only mma_split_kv takes a cache of e4m3", q, {"kernel": "fa2"}),
+    ):
+        with pytest.raises(error, match=words):
+            decoded("simulator", given, filled, **how)
+    limits = limits_of("80")
+    monkeypatch.setattr(Simulator, "limits", limits)
+    with pytest.raises(Unsupported, match="is sm_80, and a cache of float8_e4m3fn needs sm_89"):
+        decoded(Simulator(), q, filled)
+
+
+# Compilation, and a device
+
+
+def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
+    """What decoding launches for a cache of such a form."""
+    count = N // size if size else 0
+    shape = (count, 1, 8) if by_page else (1, 8)
+    scales = [np.zeros(shape, "f4")] * 2
+    rows = (count, 8, size, d) if size else (1, 8, N, d)
+    lengths, table = np.zeros(1, "i4"), np.zeros((1, max(count, 1)), "i4")
+    operands = [optional_inputs.of_value("lengths_k", lengths)]
+    operands += [optional_inputs.of_value("page_table", table)] if size else []
+    operands += [optional_inputs.of_value(*x) for x in zip(optional_inputs.SCALES, scales)]
+    q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, E4M3)
+    p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
+    kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=True)
+    yield from planning.plan(kernel, p, limits_of(arch)).programs
+    cache = cupyfa.KVCache(k, k, lengths, table if size else None, "hnd")
+    new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
+    arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}
+    arrays |= {"pages": table} if size else {}
+    arrays |= {**dict(zip(optional_inputs.SCALES, scales)), "k": new, "v": new}
+    arrays |= {"cos": angles, "sin": angles, "used": lengths, "turned": q}
+    yield from kv_cache._plan(arrays, cache, interleaved=False).programs
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, form",
+    [
+        ("90", "bfloat16", {"size": 0, "by_page": False}),
+        pytest.param("90", "bfloat16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
+        pytest.param("89", "float16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
+        pytest.param("89", "bfloat16", {"size": 0, "by_page": False}, marks=pytest.mark.slow),
+        pytest.param("100", "bfloat16", {"size": 64, "by_page": True}, marks=pytest.mark.slow),
+        pytest.param("120", "float16", {"size": 64, "by_page": False}, marks=pytest.mark.slow),
+        pytest.param(
+            "90", "float16", {"size": 0, "by_page": False, "d": 64}, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_nvrtc_compiles_what_decoding_launches(arch, dtype, form):
+    for program in launches(dtype, arch, **form):
+        assert compile_launch(program, arch).spilled_bytes == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forms", [("heads", "batch"), ("pages", "pages")], ids=str)
+def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
+    """What is captured reads lengths, tables and scales when it runs."""
+    import cupy
+
+    pages = "pages" in forms
+    lengths = np.full(BATCH, SIZE, "i4")
+    filled = Filled(pages=pages, forms=forms, lengths=lengths, room=20)
+    host, dtype = filled.cache, np.float16
+    there = {}
+    for name in ("k", "v"):
+        array = getattr(host, name)
+        there[name] = cupy.asarray(array.view("u1")).view(E4M3)
+    for name in ("lengths", "pages", "k_scale", "v_scale"):
+        array = getattr(host, name)
+        there[name] = None if array is None else cupy.asarray(array)
+    cache = cupyfa.KVCache(**there)
+    q, new_k, new_v = (
+        drawn((BATCH, h, 1, x), x, dtype) for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
+    )
+    out = cupy.empty((BATCH, HEADS, 1, DV), dtype)
+    how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
+    queries = cupy.asarray(q)
+    cupyfa.decode(queries, cache, **how, check=True)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupyfa.decode(queries, cache, **how)
+        cache.lengths += 0
+        stream.begin_capture()
+        _, lse = cupyfa.decode(queries, cache, **how)
+        cache.lengths += 1
+        graph = stream.end_capture()
+        for _ in range(3):
+            graph.launch()
+            stream.synchronize()
+            for name in ("k", "v"):
+                getattr(host, name).view("u1")[...] = getattr(cache, name).view("u1").get()
+            require(out.get(), lse.get(), q, filled, cache.lengths.get())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPE)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_long_sequences_on_a_gpu(cuda, d, dtype):
+    """With the tiles, and the number of splits, that a GPU has."""
+    rng = np.random.default_rng(d)
+    lengths = np.array([3000, 1234], "i4")
+    k, v = (rng.standard_normal((2, 3000, 2, d)).astype(E4M3) for _ in range(2))
+    scales = [rng.uniform(0.5, 2, (2, 2)).astype("f4") for _ in range(2)]
+    q = rng.standard_normal((2, 8, 1, d)).astype(DTYPE[dtype])
+    cache = cupyfa.KVCache(k, v, lengths, k_scale=scales[0], v_scale=scales[1])
+    cupyfa.decode(q, cache, backend=cuda, check=True)
+
+
+@pytest.mark.parametrize("form", [None, "heads"])
+@pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
+def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
+    """What one cache with the keys of both gives."""
+    filled, n = Filled(forms=(form, form)), 20
+    q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
+    shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]
+    scales = [filled.cache.k_scale, filled.cache.v_scale] if in_cache else [None, None]
+    prefix = tuple(x.swapaxes(1, 2) for x in shared)
+    if in_cache:
+        prefix = cupyfa.KVCache(*shared, np.array([n], "i4"), None, "nhd", *scales)
+    out, lse = cupyfa.decode(
+        q, filled.cache, prefix=prefix, backend=backend, return_lse=True, check=True
+    )
+    factors = [np.ones(KV_HEADS, "f4") if x is None else x for x in scales]
+    before = [x.astype("f8") * f[:, None] for x, f in zip(shared, factors)]
+    own = filled.numbers()
+    for b, length in enumerate(LENGTHS):
+        sequence = [
+            np.concatenate([x, y[b : b + 1, :length]], 1).swapaxes(1, 2)
+            for x, y in zip(before, own)
+        ]
+        parts = [[x[:, :, :n] for x in sequence], [x[:, :, n:] for x in sequence]]
+        expected = [
+            tolerance.expected_attention(
+                q[b : b + 1].astype("f8"), *x, dtype="float16", scale=D**-0.5
+            )[None]
+            for x in (*parts, sequence)
+        ]
+        wanted = merged(expected[:2], expected[2], "float16")
+        found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
+        tolerance.require(tolerance.compare(found, wanted), f"sequence {b}")

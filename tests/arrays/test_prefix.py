@@ -1,0 +1,362 @@
+"""cupyfa.decode with prefixes: keys that sequences share stand before those of their own.
+
+The reference is dense attention in float64 of one sequence after the other to all of its keys, as
+one cache would have them.
+"""
+
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.far_device import FarDevice
+from helpers.merged import merged
+
+import cupyfa
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics import tolerance
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.problem import Problem
+
+DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
+BATCH, HEADS, KV_HEADS, D, DV, ROOM = 4, 4, 2, 24, 16, 32
+LENGTHS = np.array([0, 1, 17, ROOM - 3], "i4")
+
+
+def drawn(*shape, dtype="float32", seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(DTYPES[dtype])
+
+
+class Case:
+    """Sequences of lengths of their own behind prefixes of [(how many, how many keys of each)]."""
+
+    def __init__(self, dtype="float32", tokens=1, prefixes=((1, 20),), appended=True):
+        self.dtype, self.tokens = dtype, tokens
+        self.q = drawn(BATCH, HEADS, tokens, D, dtype=dtype)
+        self.shared = [
+            tuple(drawn(g, KV_HEADS, n, x, dtype=dtype, seed=10 * i + x) for x in (D, DV))
+            for i, (g, n) in enumerate(prefixes)
+        ]
+        own = [drawn(BATCH, ROOM, KV_HEADS, x, dtype=dtype, seed=x) for x in (D, DV)]
+        self.lengths = LENGTHS.copy()
+        self.used = LENGTHS + tokens if appended else LENGTHS
+        self.own = own  # of which the new ones are given as such
+        self.given = [np.full_like(x, np.nan) for x in own]
+        for b, n in enumerate(LENGTHS):
+            for to, x in zip(self.given, own):
+                to[b, :n] = x[b, :n]
+        self.cache = cupyfa.KVCache(*self.given, self.lengths)
+        self.new = {}
+        if appended:
+            rows = LENGTHS[:, None] + np.arange(tokens)
+            at = np.arange(BATCH)[:, None], rows
+            self.new = {name: x[at].swapaxes(1, 2).copy() for name, x in zip("kv", own)}
+
+    def keys_of(self, b):
+        """All keys and values of a sequence, [kv_heads, keys, columns], and where parts begin."""
+        parts = [[x[b * len(x) // BATCH] for x in pair] for pair in self.shared]
+        parts.append([x[b, : self.used[b]].swapaxes(0, 1) for x in self.own])
+        starts = np.cumsum([0, *(x[0].shape[1] for x in parts)])
+        return (*(np.concatenate(x, axis=1) for x in zip(*parts)), starts)
+
+    def decoded(self, backend, prefix=None, **how):
+        given = self.shared if prefix is None else prefix
+        how = {"return_lse": True, **self.new, **how}
+        return cupyfa.decode(self.q, self.cache, prefix=given, backend=backend, **how)
+
+    def require(self, out, lse, **options):
+        sink = options.pop("sink", None)
+        of_sink = {} if sink is None else {"sink": sink}
+        for b in range(BATCH):
+            k, v, starts = self.keys_of(b)
+            mine = dict(options)
+            if "score_mod" in mine:  # the reference has one sequence
+                mine["score_mod"] = mine["score_mod"].replace("batch", str(b))
+            hidden = mine.pop("mask_mod", "True")
+            parts = []
+            for i, (a, end) in enumerate(pairwise(starts)):
+                text = f"({hidden}) and {a} <= key and key < {end}"
+                its = of_sink if i == len(self.shared) else {}
+                parts.append(expected(self.q[b], k, v, mask_mod=text, **its, **mine))
+            whole = expected(self.q[b], k, v, mask_mod=hidden, **of_sink, **mine)
+            wanted = merged(parts, whole, self.dtype)
+            found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
+            tolerance.require(tolerance.compare(found, wanted), f"sequence {b}")
+
+
+def expected(q, k, v, **options):
+    """O and lse of a sequence, q [heads, M, d], k and v [kv_heads, keys, columns]."""
+    q, k, v = q[None], k[None], v[None]
+    read = {x: options.pop(x) for x in optional_inputs.OWN_ARRAYS if x in options}
+    operands = tuple(optional_inputs.of_value(*x) for x in read.items())
+    p = Problem.of(q, k, v, causal=True, operands=operands, **options)
+    arrays = {"Q": q, "K": k, "V": v, **{f"mods.{name}": x for name, x in read.items()}}
+    return OPERATIONS["forward"].reference(arrays, p, [None])[None]
+
+
+NESTED = ((1, 20), (2, 9))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_of_a_prefix_stand_before_those_of_all(backend, dtype, tokens):
+    case = Case(dtype, tokens)
+    out, lse = case.decoded(backend, case.shared[0], check=True)
+    assert out.dtype == case.q.dtype and out.shape == (BATCH, HEADS, tokens, DV)
+    case.require(out, lse)
+
+
+OPTIONS = (
+    {},
+    {"window": (14, None), "scale": -0.4},
+    {"softcap": 3.0, "sink": np.linspace(-1, 1, HEADS, dtype="f4")},
+    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask_mod": "key % 3 != 1"},
+    {
+        "score_mod": "score + 0.1 * key - 0.2 * position + 0.01 * keys + batch + query * queries",
+        "alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"),
+    },
+)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "+".join(x) or "none")
+def test_options_are_those_of_one_cache(backend, options):
+    """Of nested prefixes, the inner one of two sequences each."""
+    case = Case(tokens=2, prefixes=NESTED)
+    case.require(*case.decoded(backend, check=True, **options), **options)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["there already", "appended"])
+def test_tokens_may_be_more_than_keys_of_their_own(backend, new):
+    """So that those without keys of their own stand before the end of the prefix."""
+    case = Case("float16", tokens=3, prefixes=NESTED, appended=new)
+    case.require(*case.decoded(backend, check=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_positions_go_on_from_the_prefix(backend, tokens):
+    """A prefix whose keys were rotated before gives what one cache with all of them does."""
+    case = Case(tokens=tokens, prefixes=NESTED)
+    quarters = np.random.default_rng(1).integers(0, 4, (80, 5))
+    rotary = [np.array(x, "f4")[quarters] for x in ([1, 0, -1, 0], [0, 1, 0, -1])]  # exact
+    out, lse = case.decoded(backend, rotary=rotary, check=True)
+    before = sum(n for _, n in NESTED)
+
+    def turned(x, b):
+        at = before + LENGTHS[b] + np.arange(tokens)
+        cos, sin = (table[at] for table in rotary)
+        return tolerance.expected_rotation(x, cos, sin, interleaved=False, dtype="float32").value
+
+    for b, n in enumerate(LENGTHS):
+        case.q[b] = turned(case.q[b], b)
+        rows = slice(n, n + tokens)
+        case.own[0][b, rows] = turned(case.new["k"][b], b).swapaxes(0, 1)
+        np.testing.assert_array_equal(case.cache.k[b, rows], case.own[0][b, rows])
+    case.require(out, lse)
+    short = [x[: before + LENGTHS.max()] for x in rotary]
+    with pytest.raises(ValueError, match=f"a sequence has {before + LENGTHS.max() + tokens} keys"):
+        case.decoded(backend, rotary=short)
+
+
+def in_pages(k, v, spare=2):
+    """[1, kv_heads, 32, columns] in pages of 16, with NaN in the others."""
+    table = np.array([[1 + spare, 0]], "i4")
+    made = []
+    for x in (k, v):
+        pages = np.full((2 + spare, 16, *x.shape[1::2]), np.nan, x.dtype)
+        rows = np.pad(x[0], ((0, 0), (0, 32 - x.shape[2]), (0, 0))).swapaxes(0, 1)
+        pages[table[0]] = rows.reshape(2, 16, *rows.shape[1:])
+        made.append(pages)
+    return cupyfa.KVCache(*made, np.array([x.shape[2] for x in (k,)], "i4"), table)
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+def test_a_prefix_may_be_a_cache(backend, pages):
+    case = Case("float16", tokens=2)
+    ((k, v),) = case.shared
+    if pages:
+        prefix = in_pages(k, v)
+    else:
+        room = [np.pad(x, ((0, 0), (0, 0), (0, 7), (0, 0)), constant_values=np.nan) for x in (k, v)]
+        prefix = cupyfa.KVCache(*room, np.array([k.shape[2]], "i4"), layout="hnd")
+    options = {"score_mod": "score + 0.1 * key - 0.2 * position"}
+    case.require(*case.decoded(backend, prefix, check=True, **options), **options)
+    prefix.lengths[0] = 100
+    with pytest.raises(ValueError, match=r"prefix: lengths\[0\] is 100.* give a number from 0"):
+        case.decoded(backend, prefix)
+
+
+def test_a_prefix_may_lie_in_pages_of_the_same_arrays(backend):
+    """As where sequences begin with pages that another one has written."""
+    case = Case("float16")
+    ((k, v),) = case.shared
+    arrays, table = [], np.arange(2 * BATCH, dtype="i4").reshape(BATCH, 2)
+    for own, x in zip(case.given, (k, v)):
+        pages = np.zeros((2 * BATCH + 2, 16, KV_HEADS, x.shape[3]), x.dtype)
+        pages[: 2 * BATCH] = own.reshape(2 * BATCH, 16, KV_HEADS, -1)
+        pages[2 * BATCH :].reshape(32, KV_HEADS, -1)[: x.shape[2]] = x[0].swapaxes(0, 1)
+        arrays.append(pages)
+    prefix = cupyfa.KVCache(
+        *arrays, np.array([k.shape[2]], "i4"), 2 * BATCH + np.array([[0, 1]], "i4")
+    )
+    case.cache = cupyfa.KVCache(*arrays, case.lengths, table)
+    case.require(*case.decoded(backend, prefix))
+
+
+def test_prefixes_without_keys_and_many_of_them(backend):
+    case = Case("float16", prefixes=((1, 0), (1, 3), (2, 0), (2, 5), (4, 1)))
+    case.require(*case.decoded(backend))
+
+
+@pytest.mark.parametrize("batch, tokens", [(0, 1), (2, 0)])
+def test_nothing_to_decode(backend, batch, tokens):
+    prefix = tuple(drawn(1, KV_HEADS, 5, x) for x in (D, DV))
+    cache = cupyfa.KVCache(*(drawn(batch, 8, KV_HEADS, x) for x in (D, DV)), np.ones(batch, "i4"))
+    q = drawn(batch, HEADS, tokens, D)
+    how = {"prefix": prefix, "return_lse": True, "score_mod": "score + position", "window": (3, 0)}
+    out, lse = cupyfa.decode(q, cache, backend=backend, **how)
+    assert out.shape == (batch, HEADS, tokens, DV) and lse.shape == (batch, HEADS, tokens)
+
+
+def test_numpy_arrays_are_copied_to_a_device():
+    results = []
+    for backend in (FarDevice(), "simulator"):
+        case = Case(tokens=2, prefixes=NESTED)
+        out = np.empty((BATCH, HEADS, 2, DV), "f4")
+        options = {"kernel": "fa2", "score_mod": "score - 0.1 * position"}
+        made = case.decoded(backend, out=out, **options)
+        assert made[0] is out and type(made[1]) is np.ndarray
+        results.append((*made, case.cache.k))
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_kernel_is_for_keys_of_their_own(backend):
+    case = Case("float16")
+    case.require(*case.decoded(backend, splits=3, tiles={"Br": 16, "Bc": 16, "Wr": 16}))
+    alone = case.decoded(backend, return_lse=False)
+    np.testing.assert_array_equal(alone, case.decoded(backend)[0])
+
+
+def test_what_is_refused_is_not_begun(backend):
+    case = Case("float16")
+    before = case.cache.k.tobytes()
+    with pytest.raises(cupyfa.Unsupported):
+        case.decoded(backend, kernel="minimal")
+    with pytest.raises(ValueError, match=r"out is float16 \(4, 4, 1, 5\), the result is float16"):
+        case.decoded(backend, out=np.zeros((BATCH, HEADS, 1, 5), "f2"))
+    assert case.cache.k.tobytes() == before
+
+
+WRONG = (
+    (ValueError, "prefix is an empty list", lambda k, v: []),
+    (TypeError, "prefix is of type ndarray; give a cupyfa.KVCache, a tuple", lambda k, v: k),
+    (TypeError, r"prefix\[1\] is 3; give a cupyfa.KVCache", lambda k, v: [(k, v), 3]),
+    (ValueError, "^prefix: k has shape", lambda k, v: (k[0], v)),
+    (ValueError, "both must be", lambda k, v: (k, v[:, :, :3])),
+    (
+        TypeError,
+        r"prefix is a tuple of prefixes; several prefixes are a list: \[\(k, v\), ...\]",
+        lambda k, v: ((k, v), (k, v)),
+    ),
+    (TypeError, "prefix.v is 5; give a NumPy or CuPy array", lambda k, v: (k, 5)),
+    (TypeError, r"prefix\[0\].k is None; give", lambda k, v: [(None, v)]),
+    (
+        ValueError,
+        "prefix has 3 sequences, and the cache 4; .* a number that divides 4$",
+        lambda k, v: (k.repeat(3, 0), v.repeat(3, 0)),
+    ),
+    (
+        ValueError,
+        r"prefix\[1\] has 1 sequences.* divides 4 and is a multiple of the 2 of the prefix before",
+        lambda k, v: [(k.repeat(2, 0), v.repeat(2, 0)), (k, v)],
+    ),
+    (ValueError, "k of 1 heads and 24 columns.* of 2 and 24", lambda k, v: (k[:, :1], v[:, :1])),
+    (
+        ValueError,
+        "v of 2 heads and 8 columns",
+        lambda k, v: (k, np.ascontiguousarray(v[..., :8])),
+    ),
+    (
+        TypeError,
+        "prefix is float16 and the cache float32",
+        lambda k, v: (k.astype("f2"), v.astype("f2")),
+    ),
+)
+
+
+@pytest.mark.parametrize("error, words, prefix", WRONG, ids=lambda x: x if type(x) is str else "")
+def test_wrong_prefixes_are_refused(error, words, prefix):
+    case = Case()
+    with pytest.raises(error, match=words):
+        case.decoded("simulator", prefix(*case.shared[0]))
+
+
+def test_names_that_texts_of_prefixes_use_are_refused():
+    case = Case()
+    taken = {"prefix_keys": np.zeros(3, "f4")}
+    with pytest.raises(ValueError, match="captured has 'prefix_keys'.*rename it"):
+        case.decoded("simulator", score_mod="score + prefix_keys[head]", captured=taken)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[-1:], ids=str)
+def test_a_captured_call_takes_other_lengths(cuda, options):
+    """Of the cache, and of a prefix that is one."""
+    import cupy
+
+    case = Case("float16", tokens=2, prefixes=NESTED, appended=False)
+    case.lengths[:] = case.used = np.array([2, 3, 17, ROOM], "i4")
+    cache = cupyfa.KVCache(*map(cupy.asarray, case.own), cupy.asarray(case.used))
+    (first, second), most = case.shared, NESTED[0][1]
+    outer = cupyfa.KVCache(*map(cupy.asarray, first), cupy.full(1, most, "i4"), layout="hnd")
+    how = {"prefix": [outer, tuple(map(cupy.asarray, second))], "return_lse": True}
+    how |= {x: cupy.asarray(y) if hasattr(y, "dtype") else y for x, y in options.items()}
+    q = cupy.asarray(case.q)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupyfa.decode(q, cache, **how)  # compiles, and takes memory
+        stream.begin_capture()
+        out, lse = cupyfa.decode(q, cache, **how)
+        graph = stream.end_capture()
+        noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]  # in memory that is free
+        for used, n in (([2, 3, 17, ROOM], most), ([5, 2, 30, 2], 7), ([2, 2, 2, 2], 1)):
+            cache.lengths[...] = cupy.asarray(used, "i4")
+            outer.lengths[...] = n
+            graph.launch()
+            stream.synchronize()
+            case.used = np.array(used, "i4")
+            case.shared[0] = tuple(x[:, :, :n] for x in first)
+            case.require(out.get(), lse.get(), **options)
+        del noise
+
+
+@pytest.mark.gpu
+def test_a_long_prefix_is_read_once(cuda):
+    """64 sequences with 32,768 keys that they share and 256 of their own: 8 times as fast as 64
+    caches with all keys, which are read by each.
+    """
+    import cupy
+
+    batch, shared, own, heads, kv_heads, d = 64, 32768, 256, 32, 8, 128
+    random = cupy.random.default_rng(0)
+
+    def filled(*shape):
+        return random.standard_normal(shape, cupy.float32).astype("f2")
+
+    q, prefix = filled(batch, heads, 1, d), tuple(filled(1, kv_heads, shared, d) for _ in "kv")
+    mine = [filled(batch, kv_heads, own, d) for _ in "kv"]
+    cache = cupyfa.KVCache(*mine, cupy.full(batch, own, "i4"), layout="hnd")
+    whole = [cupy.empty((batch, kv_heads, shared + own, d), "f2") for _ in "kv"]
+    for to, x, y in zip(whole, prefix, mine):
+        to[:, :, :shared], to[:, :, shared:] = x, y
+    all_keys = cupyfa.KVCache(*whole, cupy.full(batch, shared + own, "i4"), layout="hnd")
+
+    def once():
+        return cupyfa.decode(q, cache, prefix=prefix)
+
+    def by_each():
+        return cupyfa.decode(q, all_keys)
+
+    once_ms, by_each_ms = (min(cuda.time(call) for _ in range(10)) for call in (once, by_each))
+    assert by_each_ms >= 8 * once_ms, (once_ms, by_each_ms)

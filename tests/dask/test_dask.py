@@ -1,0 +1,606 @@
+"""cupyfa.dask: results of tasks are those of one call on the whole arrays."""
+
+import os
+import pickle
+import runpy
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.merged import of_parts
+
+import cupyfa
+from cupyfa import AttentionOptions, Limits, Problem, Unsupported
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics import tolerance
+from cupyfa.numerics.tolerance import Expected
+from cupyfa.planner.source import ROOT
+
+dask = pytest.importorskip("dask")
+da = pytest.importorskip("dask.array")
+
+import cupyfa.dask as parts  # noqa: E402  # after the check for Dask
+from cupyfa.partition.position_names import places  # noqa: E402
+from cupyfa.partition.visible_chunks import met_by, ranges, tile_of  # noqa: E402
+
+TILES = {"Br": 16, "Bc": 16}
+FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
+BACKWARD = {"backward_kernel": "two_pass"}
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 48, "N": 80, "d": 8, "dv": 8}
+EVEN = {"batch": 1, "heads": 1, "rows": 16, "keys": 32}
+WHOLE = {"batch": 2, "heads": 2, "rows": -1, "keys": -1}
+# Sizes that differ from SIZES, how many there are in a chunk (of key heads), and options.
+CASES = {
+    "plain": ({}, EVEN, {}),
+    "causal": ({}, EVEN, {"causal": True}),
+    "top-left": ({}, EVEN, {"causal": "top-left"}),
+    "more rows than keys": ({"M": 96, "N": 40}, EVEN, {"causal": True}),
+    "top-left, more rows": ({"M": 64, "N": 24}, EVEN, {"causal": "top-left"}),
+    "window": ({}, EVEN, {"window": (20, 9)}),
+    "causal window": ({}, EVEN, {"window": (20, None), "causal": True}),
+    "window on the right": ({}, EVEN, {"window": (None, 3)}),
+    "window of rows beyond the keys": ({"M": 80, "N": 32}, EVEN, {"window": (2, 3), "offset": 9}),
+    "offset": ({}, EVEN, {"causal": True, "offset": -21}),
+    "one key head": ({"kv_heads": 1}, EVEN, {"causal": True}),
+    "as many key heads": ({"heads": 2}, {**EVEN, "heads": 2}, {"causal": True}),
+    "dv": ({"dv": 5}, EVEN, {"causal": True}),
+    "ragged chunks": ({}, {**EVEN, "rows": (16, 32), "keys": (7, 1, 0, 41, 31)}, {"causal": True}),
+    "one chunk": ({}, WHOLE, {"causal": True}),
+    "batch and heads cut": ({}, {**WHOLE, "batch": 1, "heads": 1}, {"causal": True}),
+    "scale and softcap": ({}, EVEN, {"scale": -0.3, "softcap": 2.0}),
+    "text": ({}, EVEN, {"score_mod": "score - 0.1 * (position - key)", "causal": True}),
+    "float64": ({"dtype": "float64"}, EVEN, {"causal": True}),
+    "float16": ({"dtype": "float16"}, EVEN, {"causal": True}),
+    "bfloat16": ({"dtype": ml_dtypes.bfloat16}, EVEN, {"causal": True}),
+}
+
+
+def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = ((batch, heads, M, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv))
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def cut(q, k, v, chunks):
+    """The arrays as Dask's; chunks of q's heads belong to those of k."""
+    batch, heads, rows, keys = (chunks[x] for x in ("batch", "heads", "rows", "keys"))
+    group = q.shape[1] // max(k.shape[1], 1)
+    of_k = batch, heads, keys, -1
+    return (
+        da.from_array(q, chunks=(batch, max(heads * group, 1), rows, -1)),
+        da.from_array(k, chunks=of_k),
+        da.from_array(v, chunks=of_k),
+    )
+
+
+def case(name):
+    sizes, chunks, options = CASES[name]
+    given = arrays(**{**SIZES, **sizes})
+    return given, cut(*given, chunks), options
+
+
+def computed(*arrays):
+    return dask.compute(*arrays, scheduler="synchronous")
+
+
+def assert_same_bits(found, right):
+    for x, y in zip(found, right, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+def require_right(found, given, chunked, *, fan_in=None, dout=None, dlse=None, **options):
+    """Raises if results are off by more than the bounds.
+
+    found: out, lse, and the gradients for dout, if it is given. fan_in: how many parts were merged
+    at a time; None where keys were gathered.
+    """
+    p = Problem.of(*given, options=AttentionOptions(**options))
+    arrays = dict(zip("QKV", given))
+    rows, keys = (ranges(x.chunks[2]) for x in chunked[:2])
+    of_rows = [of_parts(arrays, p, x, keys if fan_in else [range(p.N)], fan_in) for x in rows]
+    wanted = {
+        name: Expected(*(np.concatenate(x, axis=2) for x in zip(*(x[name] for x in of_rows))))
+        for name in ("O", "lse")
+    }
+    if dout is not None:
+        of_lse = {} if dlse is None else {"mods.dlse": dlse}
+        arrays |= {"O": found[0], "lse": found[1], "dO": dout, **of_lse}
+        wanted |= OPERATIONS["backward"].reference(arrays, p, (None,))[None]
+    tolerance.require(tolerance.compare(dict(zip(wanted, found, strict=True)), wanted), str(p))
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_one_call(name):
+    given, chunked, options = case(name)
+    right = cupyfa.attention(*given, return_lse=True, **FORWARD, **options)
+    found = parts.attention(*chunked, return_lse=True, **FORWARD, **options)
+    assert [x.shape for x in found] == [x.shape for x in right]
+    assert [x.dtype for x in found] == [x.dtype for x in right]
+    assert_same_bits(computed(*found), right)
+    how = {"keys": "merge", "fan_in": 2, "return_lse": True, **FORWARD, **options}
+    merged = computed(*parts.attention(*chunked, **how))
+    require_right(merged, given, chunked, fan_in=2, **options)
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_call(name):
+    given, chunked, options = case(name)
+    how = {"return_lse": True, "backward_tiles": TILES, **FORWARD, **BACKWARD, **options}
+    (out, lse), back = cupyfa.attention_vjp(*given, **how)
+    dout = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+    results, pullback = parts.attention_vjp(*chunked, **how)
+    found = pullback(da.from_array(dout))
+    assert [x.shape for x in found] == [x.shape for x in given]
+    found, right = computed(*results, *found), (out, lse, *back(dout))
+    if name != "ragged chunks":
+        assert_same_bits(found, right)
+    else:  # Chunks of keys that do not end with a tile have their sums in another order.
+        require_right(found, given, chunked, dout=dout, **options)
+
+
+def test_gradients_of_lse_and_of_merged_keys():
+    given, chunked, options = case("causal")
+    dout, dlse = (x[..., ::-1].copy() for x in cupyfa.attention(*given, return_lse=True, **FORWARD))
+    results, pullback = parts.attention_vjp(
+        *chunked, keys="merge", return_lse=True, **FORWARD, **options
+    )
+    found = computed(*results, *pullback(da.from_array(dout), da.from_array(dlse)))
+    require_right(found, given, chunked, fan_in=4, dout=dout, dlse=dlse, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_merged_results_are_rounded_once(dtype):
+    given = arrays(**{**SIZES, "dtype": dtype})
+    chunked = cut(*given, {"batch": 1, "heads": 1, "rows": 40, "keys": 16})
+    how = {"keys": "merge", "fan_in": 2, "causal": True, **FORWARD}
+    out, pullback = parts.attention_vjp(*chunked, out_dtype="float32", **how)
+    gradients = pullback(out.astype(dtype))
+    (narrow,) = computed(parts.attention(*chunked, **how))
+    wide, *found = computed(out, *gradients)
+    assert {x.dtype.name for x in (out, wide, *gradients, *found)} == {"float32"}
+    np.testing.assert_array_equal(narrow, wide.astype(dtype))
+
+
+def test_rows_of_any_height():
+    """With one row in a chunk, too."""
+    q, k, v = arrays(**{**SIZES, "batch": 1, "M": 11, "N": 9})
+    chunked = cut(q, k, v, {"batch": 1, "heads": 2, "rows": 1, "keys": 1})
+    how = {"causal": True, "return_lse": True, **FORWARD}
+    for keys, fan_in in (("gather", None), ("merge", 4)):
+        results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+        found = computed(*results, *pullback(results[0]))
+        require_right(found, (q, k, v), chunked, fan_in=fan_in, dout=found[0], causal=True)
+
+
+def test_rows_that_see_no_key():
+    """Of a chunk none, or some."""
+    q, k, v = arrays(**{**SIZES, "M": 64, "N": 24})
+    for keys in ("gather", "merge"):
+        out, lse = computed(
+            *parts.attention(
+                *cut(q, k, v, EVEN), causal=True, keys=keys, return_lse=True, **FORWARD
+            )
+        )
+        assert not out[:, :, :40].any() and (lse[:, :, :40] == -np.inf).all()
+        assert np.isfinite(lse[:, :, 40:]).all()
+
+
+@pytest.mark.parametrize("axis", ["batch", "heads", "kv_heads", "M", "N", "d", "dv"])
+def test_empty_arrays(axis):
+    empty = {axis: 0} if axis != "kv_heads" else {"kv_heads": 0, "heads": 0}
+    given = arrays(**{**SIZES, "M": 20, "N": 20, **empty})
+    options = {"causal": True, "return_lse": True, "kernel": "fa2", "backend": "simulator"}
+    right, back = cupyfa.attention_vjp(*given, **options)
+    found, pullback = parts.attention_vjp(*map(da.from_array, given), **options)
+    assert_same_bits(computed(*found), right)
+    assert_same_bits(computed(*pullback(found[0])), back(right[0]))
+
+
+def test_chunks_of_d_and_of_other_arrays_are_rechunked():
+    q, k, v = arrays(**SIZES)
+    chunked = (
+        da.from_array(x, chunks=y) for x, y in ((q, 3), (k, (2, 1, 32, 5)), (v, (1, 2, 9, 8)))
+    )
+    found = parts.attention(*chunked, **FORWARD)
+    assert found.chunks == ((2,), (2, 2), (3,) * 16, (8,))
+    assert_same_bits(computed(found), [cupyfa.attention(q, k, v, **FORWARD)])
+
+
+def test_the_plan_is_made_once_for_the_whole():
+    """By itself a chunk would have other tiles; bits are those of the whole."""
+    q, k, v = arrays(**{**SIZES, "M": 256, "N": 40, "d": 16})
+    chunked = cut(q, k, v, {"batch": 2, "heads": 1, "rows": 128, "keys": 20})
+    found = parts.attention(*chunked, causal=True, backend="simulator")
+    assert_same_bits(computed(found), [cupyfa.attention(q, k, v, causal=True, backend="simulator")])
+
+
+def test_limits_of_another_device_choose_the_kernel():
+    x = da.ones((1, 1, 64, 64), chunks=32, dtype="float16")
+    other = Limits("an H100", 232448, arch="90")
+    found = parts.attention(x, x, x, backend="cuda", limits=other)
+    right = cupyfa.plan(M=64, d=64, dtype="float16", limits=other)
+    task = next(x for x in found.dask.layers[found.name.removesuffix("-out")].values())[0]
+    assert task.how["kernel"] == right.kernel.name and task.how["tiles"] == right.constants
+    assert task.how["backend"] == "cuda"
+
+
+def test_chunks_that_are_hidden_are_not_taken():
+    q, k, v = case("causal")[1]
+    found = parts.attention(q, k, v, causal=True, offset=0, **FORWARD)
+    needed = found.blocks[:, :, :2].dask.cull(
+        [(found.name, b, h, i, 0) for b in range(2) for h in range(2) for i in range(2)]
+    )
+    assert {key[3] for key in needed.to_dict() if key[0] == k.name} == {0}
+
+
+def test_equal_calls_have_equal_names():
+    chunked = case("causal")[1]
+    one, other = (parts.attention(*chunked, causal=True, **FORWARD) for _ in range(2))
+    assert one.name == other.name
+    assert one.name != parts.attention(*chunked, **FORWARD).name
+
+
+def test_tasks_can_be_sent():
+    """Also those with a Python function as text, which is traced by the caller."""
+    chunked = case("causal")[1]
+    found = parts.attention(
+        *chunked, score_mod=lambda score, position, slope: score - slope * position,
+        captured={"slope": 0.25}, **FORWARD,
+    )  # fmt: skip
+    pickle.loads(pickle.dumps(dict(found.dask)))
+
+
+@pytest.mark.parametrize(
+    "options, chunks",
+    [
+        ({"score_mod": "score - 0.1 * position", "window": (10, 10)}, EVEN),
+        ({"mask_mod": "key <= position"}, EVEN),
+        ({"mask_mod": "key // 8 == position // 8", "window": (10, 10)}, EVEN),
+        ({"score_mod": "score * (head + 1) - query + queries"}, WHOLE),
+        ({"score_mod": "score + 0.1 * keys - batch", "window": (4, 4)}, WHOLE),
+        ({"score_mod": "score - slope * position", "captured": {"slope": 0.1}}, EVEN),
+    ],
+    ids=str,
+)
+def test_texts_count_as_in_the_whole(options, chunks):
+    given = arrays(**SIZES)
+    right = cupyfa.attention(*given, **FORWARD, **options)
+    assert_same_bits(computed(parts.attention(*cut(*given, chunks), **FORWARD, **options)), [right])
+
+
+def test_options_are_as_of_attention():
+    given, chunked, _ = case("plain")
+    options = AttentionOptions(window=(9, 3), scale=0.5)
+    right = cupyfa.attention(*given, options=options, **FORWARD)
+    assert_same_bits(computed(parts.attention(*chunked, options=options, **FORWARD)), [right])
+    how = {"keys": "merge", "return_lse": True, "check": True, **FORWARD}
+    checked = computed(*parts.attention(*chunked, options=options, **how))
+    require_right(checked, given, chunked, fan_in=4, window=(9, 3), scale=0.5)
+
+
+X = np.ones((1, 2, 8, 4), np.float32)
+A = da.from_array(X, chunks=(1, 1, 4, 4))
+WRONG = {
+    "numpy": ({"q": X}, TypeError, r"q is of type ndarray; give a Dask array, as dask.array.from"),
+    "axes": ({"k": A[0]}, ValueError, r"k has shape \(2, 8, 4\); give \[batch, heads, rows, d\]"),
+    "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) before"),
+    "heads": ({"q": A[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
+    "d": ({"q": A[..., :3]}, ValueError, "d, the last axis of q and k, must be equal"),
+    "rows": ({"v": A[:, :, :5]}, ValueError, "the number of keys, must be equal"),
+    "dtype": ({"q": A.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
+    "dtypes": ({"q": A.astype("f2")}, TypeError, "dtypes differ: q float16, k float32"),
+    "keys": ({"keys": "ring"}, ValueError, "keys is 'ring'; use 'gather' or 'merge'"),
+    "fan_in": ({"fan_in": 1}, ValueError, "fan_in is 1; give a whole number from 2"),
+    "kernel": ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
+    "tiles": ({"tiles": {"Bx": 3}}, ValueError, "has no tile size 'Bx'"),
+    "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
+    "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
+    "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "mask": ({"mask": A}, Unsupported, "give causal=, window= or a mask_mod"),
+    "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
+    "lengths": ({"lengths_k": [3]}, Unsupported, "call for the batch elements of each length"),
+    "captured": (
+        {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},
+        Unsupported,
+        r"captured x is an array of shape \(8, 4\), .*; give numbers",
+    ),
+    "no mapping": ({"captured": 3}, TypeError, 'captured is 3; give {"name": number}'),
+    "dropout": ({"dropout": 0.5, "dropout_seed": 1}, Unsupported, "dropout is 0.5, .*; leave it"),
+    "head": (
+        {"score_mod": "score + head"},
+        Unsupported,
+        "score_mod names head, and tasks count from 0 in each of the 2 chunks of heads; rechunk",
+    ),
+    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, and tasks .* of queries"),
+    "merged keys": (
+        {"mask_mod": "key > 1", "keys": "merge"},
+        Unsupported,
+        "mask_mod names key, and tasks count from 0 in each of the 2 chunks of keys",
+    ),
+    "layout": ({"layout": "bshd"}, TypeError, r"no argument 'layout'; .* q.swapaxes\(1, 2\)"),
+    "out": ({"out": X}, TypeError, "no argument 'out'; results are new Dask arrays"),
+    "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("function", [parts.attention, parts.attention_vjp])
+def test_wrong_arguments(function, what):
+    """Found before anything is computed."""
+    wrong, error, message = WRONG[what]
+    with pytest.raises(error, match=message):
+        function(**{"q": A, "k": A, "v": A, "backend": "simulator", **wrong})
+
+
+@pytest.mark.parametrize(
+    "wrong, error, message",
+    [
+        ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
+        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
+        ((A.astype("f2"),), TypeError, "dout is float16; it must be float32, as out: convert it"),
+        ((A, A), ValueError, r"dlse has shape .*; it must be \(1, 2, 8\), that of lse"),
+    ],
+)
+def test_wrong_gradients(wrong, error, message):
+    _, pullback = parts.attention_vjp(A, A, A, backend="simulator")
+    with pytest.raises(error, match=message):
+        pullback(*wrong)
+
+
+def test_kernels_that_are_not_deterministic_are_refused_if_they_have_to_be():
+    how = {"backend": "simulator", "backward_kernel": "columns"}
+    with pytest.raises(Unsupported, match="sums dQ in any order"):
+        parts.attention_vjp(A, A, A, deterministic=True, **how)
+    parts.attention_vjp(A, A, A, **how)
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("score - abs(position - key) * (key - position) + where(key <= position, 1, 0)", ""),
+        ("score - position", "position"),
+        ("score - (position - 1 - key)", "key position"),
+        ("score + (key - key) + head * (query - key)", "head query key"),
+        ("score + where(0 <= key <= position, 1, 0)", "key position"),
+    ],
+)
+def test_what_texts_count(text, found):
+    assert {*places(AttentionOptions(score_mod=text))} == {*found.split()}
+
+
+def test_gradients_that_name_key_need_one_chunk_of_keys():
+    with pytest.raises(Unsupported, match="names key, and tasks"):
+        parts.attention_vjp(A, A, A, mask_mod="key > 1", backend="simulator")
+    whole = A.rechunk({2: -1})
+    parts.attention_vjp(A, whole, whole, mask_mod="key > 1", backend="simulator")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_strips_are_the_chunks_that_are_met(seed):
+    rng = np.random.default_rng(seed)
+    rows, keys = (ranges(rng.integers(0, 9, 5).tolist()) for _ in range(2))
+    if not keys[-1].stop:
+        return
+    shift, tile = int(rng.integers(-20, 20)), int(rng.integers(1, 5))
+    before, after = (None if rng.random() < 0.3 else int(rng.integers(0, 9)) for _ in range(2))
+    for own in rows:
+        seen = {
+            key
+            for row in own
+            for key in range(keys[-1].stop)
+            if (before is None or key >= row + shift - before)
+            and (after is None or key <= row + shift + after)
+        }
+        found = met_by(own, keys, shift, before, after, tile)
+        taken = [key for n in found.chunks for key in keys[n]][found.skipped :]
+        assert taken == list(range(taken[0], taken[-1] + 1)) if taken else True
+        assert not taken or taken[0] == found.start
+        assert seen <= {*taken}
+        if seen:
+            assert found.start % tile == 0 or found.start == keys[found.chunks[0]].start
+            assert not {*keys[found.chunks[0]]}.isdisjoint(range(found.start, max(seen) + 1))
+            assert max(seen) in keys[found.chunks[-1]]
+
+
+def test_whole_tiles():
+    assert tile_of({"Br": 128, "Bc": 48, "stages": 5}) == 384 and tile_of({}) == 1
+
+
+def python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+def test_cupyfa_imports_nothing_of_dask():
+    assert python("import sys, cupyfa; print('dask' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize(
+    "before, message",
+    [
+        ("sys.modules['dask'] = None", 'install them: pip install "dask[array]"'),
+        (
+            "import dask; dask.config.set({'array.query-planning': True})",
+            "set array.query-planning to False",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(before, message):
+    if "query-planning" in before and not hasattr(da, "array_expr_enabled"):
+        pytest.skip("this Dask plans no queries of arrays")
+    said = python(f"import sys; {before}; import cupyfa.dask")
+    assert said.startswith("ImportError: cupyfa.dask") and message in said
+
+
+@pytest.fixture(scope="module")
+def client():
+    """Two processes of one thread."""
+    distributed = pytest.importorskip("distributed")
+    quiet = {"silence_logs": 50, "dashboard_address": None}
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, **quiet) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+def computed_by(client, *arrays, **how):
+    return [x.result(timeout=120) for x in client.compute(arrays, **how)]
+
+
+@pytest.mark.slow
+def test_processes_compute_the_same(client):
+    for name in ("plain", "causal window"):
+        given, chunked, options = case(name)
+        right = cupyfa.attention(*given, **FORWARD, **options)
+        found = parts.attention(*chunked, **FORWARD, **options)
+        assert_same_bits(computed_by(client, found), [right])
+        merged = parts.attention(*chunked, keys="merge", return_lse=True, **FORWARD, **options)
+        require_right(computed_by(client, *merged), given, chunked, fan_in=4, **options)
+
+
+def test_an_error_of_a_worker_arrives_as_itself(client):
+    q, k, v = case("plain")[1]
+    shorter = v.map_blocks(lambda x: x[:, :, 1:], dtype=v.dtype, chunks=v.chunks)
+    found = parts.attention(q, k, shorter, **FORWARD)
+    with pytest.raises(ValueError, match="N, the number of keys, must be equal"):
+        found.compute()
+
+
+def deadly(x, folder, block_id):
+    """The first that comes here ends its process."""
+    runs = folder / "-".join(map(str, block_id))
+    with runs.open("a") as file:
+        file.write("run ")
+    with suppress(FileExistsError), (folder / "dead").open("x") as file:
+        file.write(f"{os.getpid()} {runs}")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def require_right_if_one_dies(client, folder, given, chunked, **options):
+    """A worker dies in a task, which is computed again; another one takes its place."""
+    q, k, v = chunked
+    of_q = q.map_blocks(deadly, folder, dtype=q.dtype, meta=q._meta)
+    future = client.compute(parts.attention(of_q, k, v, **options))
+    assert_same_bits([future.result(timeout=120)], [cupyfa.attention(*given, **options)])
+    victim, runs = (folder / "dead").read_text().split()
+    assert Path(runs).read_text() == "run run "
+    client.wait_for_workers(2, timeout=60)
+    assert int(victim) not in client.run(os.getpid).values()
+
+
+@pytest.mark.slow
+def test_tasks_of_a_worker_that_dies_are_repeated(client, tmp_path):
+    given, chunked, options = case("causal")
+    require_right_if_one_dies(client, tmp_path, given, chunked, **FORWARD, **options)
+
+
+@pytest.fixture(scope="module")
+def of_two_gpus(two_gpus):
+    """Two processes of one thread, each with a GPU of its own, as the example starts them."""
+    distributed = pytest.importorskip("distributed")
+    start = runpy.run_path(str(ROOT / "examples" / "dask_attention.py"))["cluster"]
+    with start(2) as cluster, distributed.Client(cluster) as client:
+        client.wait_for_workers(2, timeout=60)
+        yield client
+
+
+# Rows and keys are cut at multiples of the tile sizes of all kernels.
+OF_GPUS = {**SIZES, "batch": 1, "M": 1536, "N": 1536, "d": 64, "dv": 64}
+STRIPS = {"batch": 1, "heads": 1, "rows": 768, "keys": 768}
+
+
+def gpu():
+    import cupy
+
+    return cupy.cuda.Device().pci_bus_id
+
+
+@pytest.mark.gpu
+def test_each_worker_has_a_gpu_of_its_own(of_two_gpus):
+    assert len({*of_two_gpus.run(gpu).values()}) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("keys", ["gather", "merge"])
+def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
+    """Of NumPy chunks, which move between the processes."""
+    given = arrays(**{**OF_GPUS, "dtype": dtype})
+    chunked = cut(*given, STRIPS)
+    how = {"causal": True, "return_lse": True, "deterministic": True}
+    results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+    kept = of_two_gpus.persist([*results, *pullback(chunked[0])])
+    found = computed_by(of_two_gpus, *kept)
+    assert all(of_two_gpus.has_what().values())  # each has computed some of them
+    if keys == "merge":
+        require_right(found, given, chunked, fan_in=4, dout=given[0], causal=True)
+    else:
+        right, back = cupyfa.attention_vjp(*given, **how)
+        assert_same_bits(found, (*right, *back(given[0])))
+
+
+@pytest.mark.gpu
+def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
+    """Each worker has those of one key head, which do not leave it.
+
+    By itself a head takes a kernel that splits keys by the number of rows.
+    """
+    import cupy
+
+    given = arrays(**{**OF_GPUS, "dtype": "float16"})
+    meta = cupy.empty((0, 0, 0, 0), "float16")
+    for head, worker in enumerate(of_two_gpus.run(gpu)):
+        of_head = given[0][:, 2 * head : 2 * head + 2], *(x[:, head : head + 1] for x in given[1:])
+        q, k, v = (x.map_blocks(cupy.asarray, meta=meta) for x in cut(*of_head, STRIPS))
+        how = {"causal": True, "deterministic": True, "kernel": "mma_async"}
+        out, pullback = parts.attention_vjp(q, k, v, **how)
+        results = [x.map_blocks(cupy.asnumpy, dtype=x.dtype) for x in (out, *pullback(q))]
+        found = computed_by(of_two_gpus, *results, workers=[worker])
+        right, back = cupyfa.attention_vjp(*of_head, **how)
+        assert_same_bits(found, (right, *back(of_head[0])))
+
+
+@pytest.mark.gpu
+def test_tasks_of_a_worker_with_a_gpu_that_dies_are_repeated(of_two_gpus, tmp_path):
+    given = arrays(**{**OF_GPUS, "dtype": "float16"})
+    require_right_if_one_dies(of_two_gpus, tmp_path, given, cut(*given, STRIPS), causal=True)
+    assert len({*of_two_gpus.run(gpu).values()}) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keys", ["gather", "merge"])
+def test_chunks_in_gpu_memory_stay_there(cuda, keys):
+    import cupy
+
+    given = arrays(**{**SIZES, "M": 512, "N": 700, "d": 64, "dv": 64, "dtype": "float16"})
+    chunks = {"batch": 1, "heads": 1, "rows": 256, "keys": 256}
+    meta = cupy.empty((0, 0, 0, 0), "float16")
+    chunked = [x.map_blocks(cupy.asarray, meta=meta) for x in cut(*given, chunks)]
+    q, k, v = map(cupy.asarray, given)
+    right, back = cupyfa.attention_vjp(q, k, v, causal=True, deterministic=True)
+    out, pullback = parts.attention_vjp(*chunked, causal=True, keys=keys)
+    found = computed(out, *pullback(chunked[0]))
+    assert all(isinstance(x, cupy.ndarray) for x in found)
+    for x, y in zip(found, (right, *back(q)), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        cupy.testing.assert_allclose(x.astype("f4"), y.astype("f4"), rtol=2e-2, atol=2e-2)
+    if keys == "gather":
+        cupy.testing.assert_array_equal(found[0], right)

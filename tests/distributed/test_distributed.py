@@ -1,0 +1,736 @@
+"""cupyfa.distributed: results of ranks are those of one call on the whole arrays."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.ranks import expected, joined, ranges
+
+import cupyfa
+import cupyfa.distributed as ranks
+from cupyfa import DeviceError, Limits, Problem, Simulator, SimulatorFault, Unsupported
+from cupyfa.distributed import agreed_arguments, agreement, communicator, in_threads, job, packing
+from cupyfa.distributed.packing import copy_to, in_words
+from cupyfa.distributed.shards import Shards
+from cupyfa.ladder.operations import OPERATIONS
+from cupyfa.numerics import tolerance
+from cupyfa.planner.source import ROOT
+
+SCHEDULES = ["gather", "heads", "ring"]
+TILES = {"Br": 16, "Bc": 16}
+FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
+BACKWARD = {"kernel": "two_pass", "tiles": TILES, "backend": "simulator"}
+SIZES = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 64, "N": 96, "d": 8, "dv": 8}
+# The number of ranks, sizes that differ from SIZES, and options; and what is given besides.
+CASES = {
+    "causal": (2, {}, {"causal": True}),
+    "ragged": (2, {"M": 37, "N": 51}, {"causal": True}),
+    "more ranks than rows": (4, {"kv_heads": 4, "M": 3, "N": 5}, {"causal": True}),
+    "contiguous": (2, {}, {"causal": True, "order": "contiguous"}),
+    "plain": (2, {}, {}),
+    "three ranks": (3, {"kv_heads": 3, "heads": 3}, {"causal": True}),
+    "window": (2, {}, {"window": (20, 9)}),
+    "no rows": (2, {"M": 0}, {"causal": True}),
+    "no keys": (2, {"N": 0}, {"causal": True}),
+    "bfloat16": (2, {"dtype": ml_dtypes.bfloat16}, {"causal": True}),
+    "text": (2, {}, {"score_mod": "score - 0.1 * (position - key)"}),
+    "one rank": (1, {}, {"causal": True}),
+    "top-left": (2, {}, {"causal": "top-left"}),
+    "rows that see no key": (2, {"M": 96, "N": 40, "dtype": "float64"}, {"causal": True}),
+    "window on the left": (2, {}, {"window": (7, None), "causal": True}),
+    "offset": (2, {}, {"causal": True, "offset": -21}),
+    "as many key heads": (2, {"heads": 2}, {"causal": True}),
+    "one key head": (1, {"kv_heads": 1}, {"causal": True}),
+    "dv": (2, {"dv": 5}, {"causal": True}),
+    "scale and softcap": (2, {}, {"scale": -0.3, "softcap": 2.0}),
+    "float64": (2, {"dtype": "float64"}, {"causal": True}),
+    "float16": (2, {"dtype": "float16"}, {"window": (50, 30)}),
+    "no heads": (2, {"heads": 0, "kv_heads": 0}, {}),
+    "no batch": (2, {"batch": 0}, {"causal": True}),
+    "four ranks": (4, {"kv_heads": 4, "M": 77}, {"window": (30, 3)}),
+}
+# Rarer cases have "ring" and one of the others in turn, to save time.
+RUNS = [
+    (name, schedule)
+    for i, name in enumerate(CASES)
+    for schedule in SCHEDULES
+    if i < 8 or schedule != SCHEDULES[i % 2]
+]
+
+
+def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
+    """q, k, v, dout and dlse."""
+    rng = np.random.default_rng(0)
+    of_q = batch, heads, M
+    shapes = ((*of_q, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv), (*of_q, dv), of_q)
+    *drawn, dlse = (rng.standard_normal(shape).astype(dtype) for shape in shapes)
+    return *drawn, dlse.astype("float64" if dtype == "float64" else "float32")
+
+
+def run(given, count, order="zigzag", schedule="gather", **options):
+    """out, lse, dq, dk and dv of all ranks, joined, and the bytes that each rank sent."""
+    M, N = given[0].shape[2], given[1].shape[2]
+
+    def of_rank(group):
+        q, k, v, dout, dlse = (ranks.shard(x, group, order=order) for x in given)
+        how = {"group": group, "M": M, "N": N, "order": order, "schedule": schedule, **options}
+        out, lse = ranks.attention(q, k, v, return_lse=True, **FORWARD, **how)
+        sent = group.sent
+        grads = ranks.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **BACKWARD, **how)
+        wanted = options.get("out_dtype", q.dtype)
+        assert [x.dtype for x in (out, *grads)] == [wanted] * 4 and lse.dtype == dlse.dtype
+        return (out, lse, *grads), (sent, group.sent - sent)
+
+    results, sent = zip(*ranks.threads(count, of_rank, timeout=20))
+    return [joined(x, order) for x in zip(*results)], sent
+
+
+def whole(given, **options):
+    """The same of one call."""
+    q, k, v, dout, dlse = given
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **FORWARD, **options)
+    backward = partial(cupyfa.attention_backward, dlse=dlse, **BACKWARD, **options)
+    return [out, lse, *backward(dout, q, k, v, out, lse)]
+
+
+@pytest.fixture
+def one_head_in_a_step(monkeypatch):
+    for name in ("heads_of_rows", "heads_of_keys"):
+        monkeypatch.setattr(job.Job, name, lambda its: 1)
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("name, schedule", RUNS)
+def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
+    count, sizes, options = CASES[name]
+    given = arrays(**{**SIZES, **sizes})
+    if schedule == "heads" and given[1].shape[1] % count:
+        pytest.skip("ranks do not divide key heads")
+    found, _ = run(given, count, schedule=schedule, **options)
+    order = options.get("order", "zigzag")
+    plain = {x: y for x, y in options.items() if x != "order"}
+    right = whole(given, **plain)
+    exact = len(right) if schedule == "heads" or count == 1 else 0
+    if schedule == "gather":
+        heights = {len(x) % TILES["Br"] for x in ranges(given[0].shape[2], count, order)}
+        exact = 3 if heights <= {0} else 0
+    for x, y in zip(found[:exact], right):
+        np.testing.assert_array_equal(x, y)
+    cuts = [ranges(x.shape[2], count, order) for x in given[:2]]
+    wanted = expected(given, *cuts, found, **plain)
+    tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), f"{name}, {schedule}")
+
+
+def formula(p, count, rank, schedule):
+    """Bytes that a rank sends, forward and backward, for zigzag shards."""
+    queries, keys = (Shards.of(n, count, "zigzag") for n in (p.M, p.N))
+    size, sums, width = p.dtype.numpy.itemsize, p.dtype.sums.itemsize, p.d + p.dv
+    digests, others = 64 * (count - 1), [s for s in range(count) if s != rank]
+    of_key = p.batch * p.kv_heads * width
+    if schedule == "gather":
+        forward = (count - 1) * keys.most * of_key * size
+        return digests + forward, digests + forward + (count - 1) * keys.most * of_key * sums
+    if schedule == "ring":
+        travelling = sum(keys.sizes[s] for s in range(count) if s != (rank + 1) % count) * of_key
+        home = p.N * of_key
+        return digests + travelling * size, digests + travelling * size + home * sums
+    of_keys = (count - 1) * keys.sizes[rank] * of_key // count
+    head = p.batch * p.heads // count  # numbers of a row and column
+    rows, back = queries.sizes[rank], sum(queries.sizes[s] for s in others)
+    of_others = sum(keys.sizes[s] for s in others) * of_key // count
+    forward = (count - 1) * rows * head * p.d * size + of_keys * size
+    forward += back * head * (p.dv * size + sums)
+    backward = (count - 1) * rows * head * ((p.d + 2 * p.dv) * size + 2 * sums) + of_keys * size
+    backward += back * head * p.d * size + of_others * size
+    return digests + forward, digests + backward
+
+
+@pytest.mark.parametrize("schedule, count", [("gather", 3), ("ring", 3), ("heads", 2)])
+def test_bytes_are_those_of_the_formula(schedule, count, one_head_in_a_step):
+    given = arrays(**{**SIZES, "M": 35, "N": 41, "dv": 5})
+    _, sent = run(given, count, schedule=schedule, causal=True)
+    p = Problem.of(*given[:3])
+    assert [*sent] == [formula(p, count, rank, schedule) for rank in range(count)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_results_of_16_bits_without_their_last_rounding(schedule):
+    given = arrays(**{**SIZES, "dtype": "float16"})
+    narrow, _ = run(given, 2, schedule=schedule, causal=True)
+    wide, _ = run(given, 2, schedule=schedule, causal=True, out_dtype="float32")
+    assert {x.dtype.name for x in wide} == {"float32"}
+    off = abs(wide[0].astype("float16") - narrow[0])
+    # A ring rounds parts and their mean, and here the other result is rounded: by half a step of
+    # float16 each, at numbers up to the largest of v.
+    most = 1.5 * np.spacing(abs(given[2]).max()) if schedule == "ring" else 0
+    assert off.max() <= most and (wide[0] != narrow[0]).any()
+
+
+def test_rows_of_nobody_are_not_added_up(monkeypatch):
+    """Where ranks have rooms for more keys than they have; these may be any numbers."""
+
+    def new(like, shape, dtype=None):
+        made = packing.new(like, shape, dtype)
+        made[...] = np.finfo(made.dtype).max
+        return made
+
+    for module in (communicator, job):
+        monkeypatch.setattr(module, "new", new)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run(arrays(**{**SIZES, "M": 37, "N": 51}), 2, causal=True)
+
+
+def test_gradients_of_keys_are_added_up_in_the_order_of_ranks():
+    """Those of a part are rounded to the dtype; sums are of float32, and rounded once."""
+    given = arrays(**{**SIZES, "dtype": "float16"})
+    q, k, v, dout, dlse = given
+    (out, lse, _, *found), _ = run(given, 2, causal=True)
+    total = 0
+    for rank in range(2):
+        of_rank = 0
+        for part in Shards.of(q.shape[2], 2, "zigzag").parts(rank):
+            x = part.rows
+            at = np.s_[:, :, x.start : x.stop]
+            of_rows = [y[at] for y in (dout, q)], [y[at] for y in (out, lse)]
+            offset = k.shape[2] - q.shape[2] + x.start
+            how = {**BACKWARD, "causal": True, "offset": offset, "wrt": "k,v"}
+            made = cupyfa.attention_backward(*of_rows[0], k, v, *of_rows[1], dlse=dlse[at], **how)
+            of_rank = of_rank + np.array(made, "float32")
+        total = total + of_rank
+    for x, y in zip(found, total.astype("float16")):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_run_gives_the_same_bits(schedule):
+    given = arrays(**SIZES)
+    first, second = (run(given, 2, schedule=schedule, causal=True)[0] for _ in range(2))
+    for x, y in zip(first, second):
+        np.testing.assert_array_equal(x, y)
+
+
+# What each schedule allows.
+TEXTS = {
+    "gather": {"score_mod": "score - 0.1 * position * key / keys + batch", "window": (20, 10)},
+    "heads": {"mask_mod": "query <= key + queries // 4", "score_mod": "score * keys / 90"},
+    "ring": {"score_mod": "score + batch - 0.125 * (position - key)"},
+}
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gather", *(pytest.param(x, marks=pytest.mark.slow) for x in ("heads", "ring"))]
+)
+def test_texts_count_as_in_the_whole(schedule):
+    """Of gradients too, whose kernels "gather" would else give some keys."""
+    given, asked = arrays(**SIZES), TEXTS[schedule]
+    how = {}
+    if schedule == "ring":
+        how = {
+            "captured": {"slope": 0.125},
+            "score_mod": asked["score_mod"].replace("0.125", "slope"),
+        }
+    found, _ = run(given, 2, schedule=schedule, **asked | how)
+    right = whole(given, **asked | how)
+    for x, y in zip(found[: {"gather": 3, "heads": 5, "ring": 0}[schedule]], right):
+        np.testing.assert_array_equal(x, y)
+    of_rows, of_keys = ([ranges(SIZES[x], 2), [range(SIZES[x])]] for x in "MN")
+    cuts = {
+        "gather": (of_rows[0], of_keys[1]),
+        "heads": (of_rows[1], of_keys[1]),
+        "ring": (of_rows[0], of_keys[0]),
+    }[schedule]
+    wanted = expected(given, *cuts, found, **asked)
+    tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), schedule)
+
+
+def test_the_pullback_gives_the_gradients():
+    given = arrays(**SIZES)
+    right, _ = run(given, 2, causal=True)
+
+    def of_rank(group):
+        q, k, v, dout, dlse = (ranks.shard(x, group) for x in given)
+        (out, lse), pullback = ranks.attention_vjp(
+            q, k, v, group=group, return_lse=True, causal=True, **FORWARD,
+            backward_kernel="two_pass", backward_tiles=TILES,
+        )  # fmt: skip
+        return out, lse, *pullback(dout, dlse)
+
+    for x, y in zip(zip(*ranks.threads(2, of_rank)), right):
+        np.testing.assert_array_equal(joined(x, "zigzag"), y)
+
+
+def test_the_plan_is_that_of_the_whole():
+    """By itself a part would have other tiles; bits are those of the whole."""
+    q, k, v = arrays(**{**SIZES, "batch": 1, "M": 256, "N": 40, "d": 16})[:3]
+    right = cupyfa.attention(q, k, v, backend="simulator")
+
+    def of_rank(group):
+        own = (ranks.shard(x, group) for x in (q, k, v))
+        return ranks.attention(*own, group=group, backend="simulator", check=True)
+
+    np.testing.assert_array_equal(joined(ranks.threads(2, of_rank), "zigzag"), right)
+
+
+@pytest.mark.parametrize(
+    "schedule, kernel", [("gather", "wgmma_persistent"), ("ring", "wgmma_overlap")]
+)
+def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
+    """Where messages hold multiprocessors, they begin late."""
+    monkeypatch.setattr(OTHER, "read_limits", lambda device: H100)
+    made = []
+    monkeypatch.setattr(job, "attention", lambda *args, **how: made.append(how["kernel"]) or 1 / 0)
+    x = np.zeros((1, 8, 4096, 64), "f2")
+    with pytest.raises(ZeroDivisionError), in_threads.alone(20) as group:
+        ranks.attention(x, x, x, group=group, causal=True, schedule=schedule, backend=OTHER)
+    assert made == [kernel]
+
+
+@pytest.mark.parametrize(
+    "multiprocessors, of_rows, of_keys", [(132, 17, 33), (66, 9, 17), (16, 8, 16)]
+)
+def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
+    """Parts have 512 rows, 16 blocks of 128 for each key head, and 4 MiB of keys and values.
+
+    On the smallest device the second level of the cache would hold those of more heads.
+    """
+    x = np.broadcast_to(np.zeros((), "f2"), (1, 32, 8192, 128))
+    p, shards = Problem.of(x, x[:, :8], x[:, :8]), Shards.of(8192, 8, "zigzag")
+    backend = SimpleNamespace(limits=Limits("a GPU", 232448, multiprocessors=multiprocessors))
+    made = job.Job(None, p, shards, shards, None, backend, in_host=False)
+    assert (made.heads_of_rows(), made.heads_of_keys()) == (of_rows, of_keys)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("n, count", [(0, 3), (1, 2), (5, 4), (48, 3), (49, 1), (50, 7)])
+def test_every_row_is_of_one_rank(order, n, count):
+    shards = Shards.of(n, count, order)
+    assert sorted(shards.by_rank) == [*range(n)]
+    assert shards.by_rank[shards.places].tolist() == [*range(n)]
+    lengths = [len(x) for own in shards.ranges for x in own]
+    assert max(lengths) - min(lengths) <= 1
+    padded = np.full(count * shards.most, -1)
+    padded[shards.padded_places] = np.arange(n)
+    for rank in range(count):
+        own = [row for x in shards.parts(rank) for row in x.rows]
+        assert padded.reshape(count, -1)[rank].tolist()[: len(own)] == own
+
+
+def test_zigzag_balances_a_causal_mask():
+    shards = Shards.of(64, 4, "zigzag")
+    assert {sum(row + 1 for x in own for row in x) for own in shards.ranges} == {64 * 65 // 8}
+
+
+@pytest.mark.parametrize(
+    "columns, first, word",
+    [(8, 0, 16), (8, 8, 16), (4, 4, 8), (6, 2, 4), (3, 0, 2), (8, 1, 2)],
+)
+def test_words_are_as_large_as_places_allow(columns, first, word):
+    whole = np.arange(2 * 3 * 16, dtype=np.float16).reshape(2, 3, 16)
+    part, made = whole[..., first : first + columns], np.zeros((2, 3, columns), np.float16)
+    assert whole.ctypes.data % 16 == 0
+    assert {x.itemsize for x in in_words(part)} == {word}
+    copy_to(made, part)
+    np.testing.assert_array_equal(made, part)
+    assert in_words(whole.T)[0].dtype == np.float16
+
+
+def test_shard_takes_any_axis():
+    x = np.arange(2 * 12).reshape(2, 12)
+
+    def of_rank(group):
+        return ranks.rows(12, group), ranks.shard(x, group, axis=-1)
+
+    (first, own), (second, other) = ranks.threads(2, of_rank)
+    assert first == [range(0, 3), range(9, 12)] and second == [range(3, 6), range(6, 9)]
+    assert own[0].tolist() == [0, 1, 2, 9, 10, 11] and other[1].tolist() == [*range(15, 21)]
+
+
+# Errors
+
+H100 = Limits("an H100", 232448, arch="90")
+OTHER = Simulator()  # as a GPU of another model
+OTHER.read_limits = lambda device: Limits("another", 232448, multiprocessors=7)
+X = np.ones((1, 2, 8, 4), np.float32)
+
+
+class NoText:
+    def __repr__(self):
+        raise TypeError("has no text")
+
+
+WRONG = {
+    "axes": ({"q": X[0], "k": X[0], "v": X[0]}, ValueError, r"give \[batch, heads, rows, d\]"),
+    "rows": (
+        {"q": X[:, :, :5], "M": 16},
+        ValueError,
+        r"q has 5 rows, and rank 1 of 2 has 8 of M=16 queries; give those of rows\(16, group",
+    ),
+    "M": ({"M": -1}, ValueError, "M is -1; give a whole number from 0"),
+    "order": ({"order": "blocks"}, ValueError, "order is 'blocks'; use 'zigzag' or 'contiguous'"),
+    "no text": ({"order": NoText()}, TypeError, "has no text"),
+    "schedule": (
+        {"schedule": "tree"},
+        ValueError,
+        "schedule is 'tree'; use 'gather' or 'heads' or",
+    ),
+    "heads": ({"q": X[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
+    "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
+    "kernel": ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
+    "list": ({"q": [1.0]}, TypeError, "q is"),
+    "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
+    "dropout": ({"dropout": 0.5, "dropout_seed": 1}, Unsupported, "dropout is 0.5, .*; leave it"),
+    "captured": (
+        {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},
+        Unsupported,
+        "captured x is an array",
+    ),
+    "head": (
+        {"score_mod": "score + head"},
+        Unsupported,
+        "names head, .*; write position - key, or",
+    ),
+    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; take schedule='heads', or"),
+    "layout": ({"layout": "bshd"}, TypeError, "cupyfa.distributed has no argument 'layout'"),
+    "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
+    "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
+    "no character": (
+        {"score_mod": "score + \ud800"},
+        ValueError,
+        r"'\\ud800' is not available; use",
+    ),
+}
+
+
+def called(count, of_rank, *, timeout=20.0):
+    """The errors of all ranks, and what those without one return; no rank is left waiting."""
+    found = [None] * count
+
+    def run(group):
+        try:
+            found[group.rank] = of_rank(group)
+        except Exception as error:
+            found[group.rank] = error
+
+    ranks.threads(count, run, timeout=timeout)
+    return found
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
+    """The group goes on: the next call is right."""
+    wrong, error, message = WRONG[what]
+
+    def of_rank(group):
+        given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
+        with pytest.raises(error, match=f"rank 1: .*{message}") as caught:
+            ranks.attention(**given | (wrong if group.rank == 1 else {}))
+        assert np.isfinite(ranks.attention(**given)).all()
+        return str(caught.value)
+
+    assert len({*ranks.threads(2, of_rank, timeout=20)}) == 1
+
+
+@pytest.mark.parametrize(
+    "others, message",
+    [
+        (
+            {"causal": True},
+            "options must be equal on all ranks: none on ranks 0, 2; causal=bottom-right on",
+        ),
+        (
+            {"M": 25, "q": X[:, :, :8]},
+            "sizes .*: M=24 on ranks 0, 2; M=25 on rank 1; give M= and N= of the whole on",
+        ),
+        (
+            {x: X.astype("f2") for x in "qkv"},
+            "dtype must be equal .*: float32 on .*; float16 on rank",
+        ),
+        ({"tiles": {"Br": 32, "Bc": 16}}, "kernel and tiles must be equal"),
+        (
+            {"scale": 0.25, "score_mod": "score * scale", "captured": {"scale": 2.0}},
+            r"options .*: none on ranks 0, 2; captured.scale=2.0, scale=0.25, score_mod=score \*",
+        ),
+        ({"schedule": "ring"}, "the call must be equal .* forward number 1 .* schedule='ring'"),
+        ({x: np.ones((2, 2, 8, 4), "f4") for x in "qkv"}, "sizes must be equal .*batch=1.*batch=2"),
+        (
+            {"backend": OTHER},
+            "the device must be equal .* ranks 0, 2; .*rs=7.* on rank 1",
+        ),
+    ],
+    ids=lambda x: None,
+)
+def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
+    def of_rank(group):
+        given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
+        with pytest.raises(ValueError, match=message) as caught:
+            ranks.attention(**given | (others if group.rank == 1 else {}))
+        assert str(caught.value).endswith(" on all ranks")
+        assert group.sent == 2 * (64 + 4096)
+        return str(caught.value)
+
+    assert len({*ranks.threads(3, of_rank, timeout=20)}) == 1
+
+
+def test_numbers_for_texts_do_not_hide_options():
+    """And their order does not count."""
+
+    def of_rank(group):
+        numbers = {"scale": 2.0, "shift": 1.0}
+        if group.rank == 1:
+            numbers = {**dict(reversed(numbers.items()))}
+        how = {"score_mod": "score * scale + shift", "captured": numbers, "group": group, **FORWARD}
+        ranks.attention(X, X, X, scale=0.5, **how)
+        with pytest.raises(ValueError, match="options must be equal on all ranks"):
+            ranks.attention(X, X, X, scale=0.5 + group.rank, **how)
+
+    ranks.threads(2, of_rank)
+
+
+def test_versions_that_differ(monkeypatch):
+    local = threading.local()
+    digest = agreement.digest
+
+    def of_version(fields):
+        local.version = f"0.{threading.get_ident()}"
+        return digest({**fields, "version": local.version})
+
+    monkeypatch.setattr(agreement, "digest", of_version)
+    written = agreement._written
+    monkeypatch.setattr(
+        agreement, "_written", lambda fields: written({**fields, "version": local.version})
+    )
+    found = called(2, lambda group: ranks.attention(X, X, X, group=group, **FORWARD))
+    assert all(type(x) is ValueError for x in found)
+    assert "the version of cupyfa must be equal" in str(found[0])
+
+
+def test_a_digest_has_64_bytes_and_changes_with_every_field():
+    fields = {x: x for x in agreement.FIELDS}
+    digests = {agreement.digest({**fields, x: "other"}) for x in fields}
+    assert len(digests | {agreement.digest(fields)}) == len(fields) + 1
+    assert {*map(len, digests)} == {64}
+
+
+def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
+    """And every later call of the group."""
+    attention = job.attention
+    fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
+
+    def failing(*args, **options):
+        if threading.current_thread().name == "rank 1":
+            raise fault
+        return attention(*args, **options)
+
+    monkeypatch.setattr(job, "attention", failing)
+
+    def of_rank(group):
+        threading.current_thread().name = f"rank {group.rank}"
+        errors = []
+        for _ in range(2):
+            with pytest.raises((DeviceError, SimulatorFault)) as caught:
+                ranks.attention(X, X, X, group=group, schedule="heads", **FORWARD)
+            errors.append(caught.value)
+        return errors
+
+    for rank, errors in enumerate(called(2, of_rank)):
+        assert errors[0] is fault if rank == 1 else isinstance(errors[0], DeviceError)
+        for error in errors[rank == 1 :]:
+            assert "rank 1 raised SimulatorFault: fa2, block (0, 0, 0)" in str(error)
+
+
+def test_a_rank_that_does_not_call_is_waited_for_until_the_time_out():
+    def of_rank(group):
+        if group.rank != 1:
+            ranks.attention(X, X, X, group=group, **FORWARD)
+
+    first, second, third = called(3, of_rank, timeout=0.2)
+    assert second is None
+    for error in (first, third):
+        assert isinstance(error, DeviceError)
+        assert "waited 0.2 s for the messages of all ranks" in str(error)
+
+
+def test_the_first_error_of_threads_is_raised():
+    def of_rank(group):
+        if group.rank == 1:
+            raise KeyError("mine")
+        group.agree(b"")
+
+    with pytest.raises(KeyError, match="mine"):
+        ranks.threads(2, of_rank)
+    with pytest.raises(ValueError, match="ranks is 0; give a whole number from 1"):
+        ranks.threads(0, of_rank)
+    with pytest.raises(ValueError, match="timeout is None; give seconds above 0"):
+        ranks.threads(1, of_rank, timeout=None)
+
+
+def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
+    """They read what it has sent, however late; a closed group takes no calls."""
+    put = in_threads._Box.put
+
+    def slow(box, source, message):
+        put(box, source, message)
+        if source == 1:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(in_threads._Box, "put", slow)
+
+    def of_rank(group):
+        with group:
+            ranks.attention(X, X, X, group=group, schedule="ring", **FORWARD)
+        with pytest.raises(DeviceError, match="has ended: it was closed"):
+            ranks.attention(X, X, X, group=group, **FORWARD)
+
+    for count in (1, 3):
+        ranks.threads(count, of_rank)
+
+
+def test_a_rank_that_closes_while_another_one_calls():
+    def of_rank(group):
+        if group.rank == 0:
+            group.close()
+        else:
+            ranks.attention(X, X, X, group=group, **FORWARD)
+
+    for error in called(2, of_rank):
+        assert isinstance(error, ValueError)
+        assert r"the call must be equal on all ranks: close() on rank 0; forward" in str(error)
+
+
+def test_ranks_take_the_device_of_their_caller(monkeypatch):
+    """A new thread begins with device 0."""
+    local = threading.local()
+    cuda = SimpleNamespace(device=3, use=lambda device: setattr(local, "device", device))
+    monkeypatch.setattr(in_threads, "backend_named", lambda name: cuda)
+    assert ranks.threads(2, lambda group: local.device) == [3, 3]
+
+
+def test_ctrl_c_ends_all_ranks():
+    """No thread is at work when it is raised, also if it comes again."""
+    before, errors = threading.active_count(), []
+
+    def of_rank(group):
+        if group.rank == 0:
+            for _ in range(2):
+                time.sleep(0.1)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.1)
+            return
+        try:
+            group.agree(b"")
+        except DeviceError as error:
+            errors.append(str(error))
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.threads(2, of_rank, timeout=20)
+    assert threading.active_count() == before
+    assert "has ended: threads() raised KeyboardInterrupt" in errors[0]
+
+
+def test_equal_calls_are_checked_and_planned_once(monkeypatch):
+    """Others are not taken for equal: of another type, or with what may have changed."""
+    planned, calls = agreed_arguments.planned, []
+
+    def counted(*args, **options):
+        calls.append(args[0])
+        return planned(*args, **options)
+
+    monkeypatch.setattr(agreed_arguments, "planned", counted)
+
+    def of_rank(group):
+        for scale in (1.0, 1.0, 2.0, 1.0):
+            ranks.attention(X, X, X, group=group, scale=scale, **FORWARD)
+        assert len(calls) == 2
+        for text in (lambda score: score, lambda score: score + 1):
+            ranks.attention(X, X, X, group=group, score_mod=text, **FORWARD)
+        assert len(calls) == 4
+        with pytest.raises(ValueError, match="causal is 1"):
+            ranks.attention(X, X, X, group=group, causal=True, **FORWARD)
+            ranks.attention(X, X, X, group=group, causal=1, **FORWARD)
+
+    ranks.threads(1, of_rank)
+
+
+def test_what_is_no_group():
+    with pytest.raises(TypeError, match="group is 3; give that of cupyfa.distributed.group"):
+        ranks.attention(X, X, X, group=3)
+
+
+def test_cupyfa_imports_nothing_of_it():
+    code = "import sys, cupyfa; print([x for x in sys.modules if 'cupyfa.distributed' in x])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
+
+
+# Many ranks
+
+
+def plain(q, k, v, *, return_lse, options, **how):
+    """Attention by its definition, so that a test has time for many calls of it."""
+    scores = q @ k.swapaxes(2, 3) * q.shape[3] ** -0.5
+    rows, keys = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
+    scores[..., keys > rows + options.offset] = -np.inf
+    top = scores.max(axis=3, keepdims=True, initial=-1e30)
+    weights = np.exp(scores - top)
+    sums = weights.sum(axis=3)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.log(sums) + top[..., 0]
+        return np.where(sums[..., None] == 0, 0, weights @ v / sums[..., None]), lse
+
+
+def plainly_merged(parts, **how):
+    top = np.max([lse for _, lse in parts], axis=0)
+    weights = [np.where(np.isneginf(lse), 0, np.exp(lse - top))[..., None] for _, lse in parts]
+    total = sum(weights)
+    return sum(w * out for w, (out, _) in zip(weights, parts)) / total, top + np.log(total[..., 0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule, count, n, heads",
+    [
+        ("gather", 64, 200, 2),
+        ("gather", 1024, 1500, 1),
+        ("heads", 64, 100, 64),
+        ("ring", 64, 300, 1),
+        ("ring", 128, 100, 1),
+    ],
+)
+def test_many_ranks(monkeypatch, schedule, count, n, heads):
+    """Some without rows; the bytes sent are those of the formula.
+
+    Results of float64 are held to the bounds of float32, which are 2**29 times its own: a wrong
+    place or weight exceeds them, the roundings of some hundred merges do not.
+    """
+    monkeypatch.setattr(job, "attention", plain)
+    monkeypatch.setattr(job, "merge", plainly_merged)
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, heads, n, 4))
+
+    def of_rank(group):
+        own = (ranks.shard(x, group) for x in (q, k, v))
+        how = {"group": group, "M": n, "N": n, "schedule": schedule, "causal": True, **FORWARD}
+        found = ranks.attention(*own, return_lse=True, **how)
+        return *found, group.sent
+
+    *results, sent = zip(*ranks.threads(count, of_rank, timeout=60))
+    found = dict(zip(("O", "lse"), (joined(x, "zigzag") for x in results)))
+    narrow = Problem.of(*(x.astype("f4") for x in (q, k, v)), causal=True)
+    forward = OPERATIONS["forward"].reference
+    wanted = forward({"Q": q, "K": k, "V": v}, narrow, (None,))[None]
+    tolerance.require(tolerance.compare(found, wanted), schedule)
+    p = Problem.of(q, k, v)
+    assert [*sent] == [formula(p, count, rank, schedule)[0] for rank in range(count)]

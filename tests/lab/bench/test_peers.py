@@ -1,0 +1,362 @@
+"""Peers: other libraries' attention on our arrays. Those that are not installed are skipped.
+
+Without a GPU, torch and JAX compute on the CPU, on the arrays of the simulator.
+"""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from cupyfa import Problem, Simulator, Unsupported
+from cupyfa.lab.bench import peers, torch_masks
+from cupyfa.lab.bench.sweeps import problem_of_cache
+from cupyfa.lab.bench.timing import placed
+from cupyfa.lab.verify.case import Case
+from cupyfa.ladder.operations import OPERATIONS, exact_attention, modifications, without_pages
+from cupyfa.numerics import tolerance
+from cupyfa.problem.optional_inputs import STARTS
+from cupyfa.score import expressions
+
+SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
+MASKS = [
+    {},
+    {"causal": True},
+    {"causal": "top-left"},
+    {"causal": True, "M": 40},
+    {"kv_heads": 2},
+    {"kv_heads": 1, "causal": True},
+    {"scale": -0.7},
+]
+
+
+def installed(name):
+    module = {"cudnn-frontend": "cudnn", "jax": "jax"}.get(name, "torch")
+    return importlib.util.find_spec(module) is not None
+
+
+def asked(engine, name, layout="bhsd", operation="forward", **sizes):
+    """A peer, and verdicts on its results with the bounds of a 16-bit or tf32 kernel."""
+    problem = Problem.of_sizes(**{**SIZES, **sizes})
+    inputs = Case(operation, problem, seed=5, layout=layout).inputs()
+    with engine.working_on(None):
+        peer = peers.peer(name, engine, problem, placed(engine, inputs, {}), operation)
+    rounding = "tf32" if problem.dtype.name == "float32" else None
+    expected = OPERATIONS[operation].reference(inputs, problem, [rounding])[rounding]
+    return peer, tolerance.compare(peer.outputs, expected)
+
+
+def agrees(engine, name, **sizes):
+    peer, verdicts = asked(engine, name, **sizes)
+    for verdict in verdicts:
+        assert verdict.passed, f"{peer.label}: {verdict}"
+    return peer
+
+
+on_cpu = pytest.mark.parametrize("name", ["math", "fa2", "jax"])
+
+
+@pytest.fixture
+def simulator():
+    return Simulator()
+
+
+def needs(name):
+    if not installed(name):
+        pytest.skip(f"{peers.PACKAGES[name]} is not installed")
+
+
+@on_cpu
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masks_heads_and_scales_mean_the_same(simulator, name, mask, dtype):
+    needs(name)
+    if name == "jax" and mask.get("causal") is True and "M" not in mask:  # M and N differ
+        with pytest.raises(Unsupported, match="jax cannot do .*: its causal mask"):
+            asked(simulator, name, dtype=dtype, **mask)
+    else:
+        agrees(simulator, name, dtype=dtype, **mask)
+
+
+@pytest.mark.parametrize("name", ["math", "fa2"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_gradients_mean_the_same(simulator, name, mask):
+    needs(name)
+    peer = agrees(simulator, name, operation="backward", dtype="float32", **mask)
+    assert list(peer.outputs) == ["dQ", "dK", "dV"]
+    again = peer.call()
+    np.testing.assert_array_equal(again[0].numpy(), peer.outputs["dQ"])
+
+
+def test_peers_without_gradients_are_refused(simulator):
+    needs("jax")
+    with pytest.raises(Unsupported, match="its gradients are not timed here"):
+        asked(simulator, "jax", operation="backward")
+
+
+@on_cpu
+@pytest.mark.parametrize("layout", ["bshd", "packed", "gaps", "unaligned"])
+def test_peers_take_every_layout(simulator, name, layout):
+    needs(name)
+    agrees(simulator, name, layout=layout, N=24)
+
+
+@pytest.mark.parametrize("name", ["math", "fa2"])
+def test_nothing_is_copied_for_torch(simulator, name):
+    needs(name)
+    torch = pytest.importorskip("torch")
+
+    problem = Problem.of_sizes(**SIZES)
+    arrays = Case("forward", problem).inputs()
+    assert peers._tensor(torch, arrays["Q"]).data_ptr() == arrays["Q"].ctypes.data
+    peer = peers.peer(name, simulator, problem, arrays)
+    arrays["V"][...] = 1
+    np.testing.assert_allclose(peer.call().numpy(), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, reason",
+    [
+        ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
+        ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
+        ("fa2", {"causal": True, "M": 50}, "its rows without a key are NaN"),
+        ("jax", {"dtype": "float64"}, "its arrays have no float64"),
+        ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
+    ],
+)
+def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):
+    needs(name)
+    with pytest.raises(Unsupported, match=reason):
+        asked(simulator, name, **sizes)
+
+
+@pytest.mark.parametrize("name, module", [("math", "torch"), ("jax", "jax")])
+def test_a_peer_that_is_not_installed(simulator, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(Unsupported, match=f"{name} is not installed"):
+        asked(simulator, name)
+
+
+def test_versions_are_those_of_the_packages():
+    found = peers.versions(["math", "fa2", "jax"])
+    assert set(found) == {name for name in ("torch", "jax") if installed(name)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in peers.NAMES if name != peers.FLEX])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 256}, {"kv_heads": 2}], ids=str)
+def test_peers_agree_on_the_gpu(cuda, name, dtype, mask):
+    needs(name)
+    sizes = {"M": 128, "N": 256, "d": 64, **mask}
+    if name == "efficient" and "kv_heads" in mask:
+        with pytest.raises(Unsupported, match="same num_heads"):
+            agrees(cuda, name, dtype=dtype, **sizes)
+        return
+    peer = agrees(cuda, name, dtype=dtype, **sizes)
+    with cuda.working_on(None):
+        assert 0 < cuda.time(peer.call, cold=True) < 100
+
+
+def gradients_agree(cuda, name, **sizes):
+    problem = Problem.of_sizes(**(sizes if "lengths" in sizes else {**SIZES, **sizes}))
+    arrays = Case("backward", problem, seed=5).inputs()
+    with cuda.working_on(None):
+        peer = peers.peer(name, cuda, problem, placed(cuda, arrays, {}), "backward")
+        assert 0 < cuda.time(peer.call, cold=True) < 100
+    are_near(peer, arrays, problem)
+    return peer
+
+
+def are_near(peer, arrays, problem):
+    """Compares gradients, which have no bounds here: peers compute delta from their own O."""
+    expected = OPERATIONS["backward"].reference(arrays, problem, [None])[None]
+    for grad, x in peer.outputs.items():
+        np.testing.assert_allclose(x.astype(float), expected[grad].value, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa2", "cudnn", "efficient"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True, "M": 256}], ids=str)
+def test_gradients_agree_on_the_gpu(cuda, name, mask):
+    needs(name)
+    sizes = {"M": 128, "N": 256, "d": 64, "dtype": "bfloat16", **mask}
+    gradients_agree(cuda, name, **sizes)
+
+
+ADDED = {"bias": "1hmn", "mask": "b1mn", "causal": True}
+EVERYTHING = {
+    **(ADDED | {"softcap": 5.0, "alibi_slopes": "h"}),
+    "score_mod": "score + slope[head] * min(position - key, 9) if key % 3 > 0 else score",
+    "mask_mod": "not (doc[query] < doc[key]) or 0 <= key < 4",
+    "captured": {"slope": "f32[heads]", "doc": "i32[N]"},
+}
+
+
+@pytest.mark.parametrize("sizes", [{"bias": "11mn"}, {"mask": "bh1n"}, {"window": (5, 3)}, ADDED])
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+def test_biases_and_masks_for_torch(simulator, operation, sizes):
+    needs("math")
+    agrees(simulator, "math", operation=operation, dtype="float32", M=40, **sizes)
+
+
+def test_torch_has_no_texts_and_no_slopes(simulator):
+    for sizes, reason in (({"softcap": 2.0}, "no softcap=2"), ({"alibi_slopes": "h"}, "no alibi")):
+        with pytest.raises(Unsupported, match=f"{reason}|not installed"):
+            asked(simulator, "math", **sizes)
+        with pytest.raises(Unsupported, match=f"{reason}|not installed"):
+            asked(simulator, "jax", **sizes)
+
+
+def test_texts_become_functions_of_tensors():
+    """By NumPy, whose functions have the names of torch's."""
+    p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
+    names = {name: getattr(np, name, None) for name in expressions.FUNCTIONS}
+    functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))
+    library = SimpleNamespace(**names, nn=SimpleNamespace(functional=functional))
+    arrays = Case("forward", p).inputs()
+    made = {}
+
+    def create_block_mask(mask_mod, batch, heads, M, N, device):
+        made.update(mask_mod=mask_mod, sizes=(batch, heads, M, N))
+
+    module = SimpleNamespace(create_block_mask=create_block_mask)
+    given = torch_masks.flex(library, module, p, arrays, "cpu")
+    assert made["sizes"] == (2, None, 40, 40)
+    place = np.ix_(range(2), range(4), range(40), range(40))
+    score = np.random.default_rng(0).standard_normal((2, 4, 40, 40))
+    expected = modifications(arrays, p).applied_to(score, p.visible())
+    seen = np.broadcast_to(made["mask_mod"](*place), score.shape)
+    np.testing.assert_array_equal(seen, expected > -np.inf)
+    modified = np.where(seen, given["score_mod"](score, *place), -np.inf)
+    np.testing.assert_allclose(modified, expected, rtol=1e-12)
+
+
+@pytest.mark.gpu
+def test_flex_takes_texts(cuda):
+    needs("flex")
+    sizes = {"M": 256, "N": 256, "d": 64, "kv_heads": 2, "dtype": "float16", **EVERYTHING}
+    agrees(cuda, "flex", **sizes)
+    gradients_agree(cuda, "flex", **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("name", [x for x in peers.NAMES if x not in ("jax", peers.FLEX)])
+def test_peers_are_captured_as_graphs(cuda, name, operation):
+    needs(name)
+    sizes = {"dtype": "float16", "M": 512, "N": 512, "d": 64}
+    if operation == "backward" and name not in ("fa2", "cudnn", "efficient", "math"):
+        with pytest.raises(Unsupported, match="its gradients"):
+            asked(cuda, name, operation=operation, **sizes)
+        return
+    peer, _ = asked(cuda, name, operation=operation, **sizes)
+    with cuda.working_on(None):
+        replay = peer.capture()
+        eager, replayed = (min(cuda.time(call) for _ in range(30)) for call in (peer.call, replay))
+    assert 0.2 * eager < replayed < 2 * eager
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa2", "efficient"])
+def test_gradients_of_packed_sequences(cuda, name):
+    needs(name)
+    sizes = {"dtype": "float16", "lengths": "100,0,29", "heads": 2, "d": 64}
+    peer = gradients_agree(cuda, name, **sizes)
+    assert (peer.capture is None) == (name == "efficient")
+
+
+class Operators:
+    """torch's operators for packed sequences, by the reference: what they are called with."""
+
+    def __init__(self, p):
+        self.p = p
+
+    def _flash_attention_forward(self, q, k, v, *rest, scale, **window):
+        starts, ends, *longest, dropout, causal, debug = rest
+        assert (dropout, debug) == (0.0, False) and window == {}
+        return self.attend((q, k, v), (starts, ends), longest, scale, causal), None
+
+    def _efficient_attention_forward(self, q, k, v, bias, *rest, scale):
+        starts, ends, *longest, dropout, mask, keeps_lse = rest
+        assert bias is None and dropout == 0.0 and keeps_lse
+        arrays = [x[0] for x in (q, k, v)]
+        causal = (None, "top-left", "bottom-right")[mask]
+        return self.attend(arrays, (starts, ends), longest, scale, causal)[None], None
+
+    def attend(self, arrays, starts, longest, scale, causal):
+        assert list(longest) == [9, 7] and [list(x) for x in starts] == [
+            [0, 5, 5, 14],
+            [0, 7, 10, 14],
+        ]
+        p = self.p.with_options(scale=scale, causal=causal or None)
+        inputs = {x: array.swapaxes(0, 1)[None] for x, array in zip("QKV", arrays, strict=True)}
+        inputs |= {f"mods.{x}": y for x, y in zip(STARTS, starts, strict=True)}
+        return exact_attention(inputs, p)[0][0].swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("name", ["fa2", "efficient"])
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+def test_sequences_are_handed_over_packed(name, causal):
+    p = Problem.of_sizes(lengths="5,0,9:7,3,4", heads=2, d=8, causal=causal)
+    inputs = Case("forward", p).inputs()
+    torch = SimpleNamespace(ops=SimpleNamespace(aten=Operators(p)))
+    attend = peers._packed(torch, name, p, inputs, None)
+    wanted, _ = exact_attention(inputs, p)
+    np.testing.assert_allclose(attend(*(inputs[x] for x in "QKV")), wanted)
+
+
+@pytest.mark.parametrize(
+    "name, sizes, reason",
+    [
+        ("math", {}, "no ragged batches"),
+        ("flex", {}, "no ragged batches"),
+        ("jax", {}, "no ragged batches"),
+        ("fa2", {"lengths": "3/5"}, "no seqused_q, seqused_k"),
+        ("fa2", {"lengths": "_1,5"}, "no rows of no sequence"),
+        ("fa2", {"softcap": 3.0}, "no softcap"),
+        ("efficient", {"window": (3, 0)}, "no window"),
+        ("fa2", {"sink": "h"}, "no sink"),
+    ],
+)
+def test_sequences_that_peers_cannot_have_are_refused(simulator, name, sizes, reason):
+    p = Problem.of_sizes(**{"lengths": "5,4", "d": 8, **sizes})
+    with pytest.raises(Unsupported, match=reason):
+        peers.peer(name, simulator, p, Case("forward", p).inputs())
+
+
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("lengths", [(20, 20), (7, 20, 1)])
+@pytest.mark.parametrize("M", [1, 3])
+def test_peers_get_caches_as_dense_keys(page, lengths, M):
+    p = problem_of_cache(lengths, page=page, M=M, heads=4, kv_heads=2, d=8)
+    inputs = Case("forward", p).inputs()
+    wanted = exact_attention(*(without_pages(inputs, p) if page else (inputs, p)))
+    dense, theirs = peers.without_cache(p, inputs)
+    names = [x.name for x in dense.operands]
+    is_whole = len({*lengths}) == 1
+    assert names == ([] if is_whole else ["mask"]) and (dense.N, dense.pages) == (20, 0)
+    assert theirs.keys() == {"Q", "K", "V", *(f"mods.{x}" for x in names)}
+    assert (dense.causal is None) == (M == 1 or not is_whole)
+    for one, other in zip(exact_attention(theirs, dense), wanted):
+        np.testing.assert_allclose(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fa2", "efficient"])
+@pytest.mark.parametrize("operation", ["forward", "backward"])
+@pytest.mark.parametrize("causal", [None, "bottom-right"])
+@pytest.mark.parametrize("lengths", ["64,64", "130,7,0,300", "130,7,1:150,200,9"])
+def test_sequences_on_a_gpu(cuda, name, operation, causal, lengths):
+    needs(name)
+    p = Problem.of_sizes(lengths=lengths, heads=2, d=64, dtype="float16", causal=causal)
+    inputs = Case(operation, p, seed=5).inputs()
+    with cuda.working_on(None):
+        peer = peers.peer(name, cuda, p, placed(cuda, inputs, {}), operation)
+    if operation == "backward":
+        return are_near(peer, inputs, p)
+    expected = OPERATIONS[operation].reference(inputs, p, [None])[None]
+    for verdict in tolerance.compare(peer.outputs, expected):
+        assert verdict.passed, f"{peer.label}: {verdict}"

@@ -1,0 +1,326 @@
+"""Bad calls and bad command lines: each ends in one line with the value, the rule and the remedy,
+and the next call finds everything as it was.
+"""
+# ruff: noqa: F401 (the calls of bad_calls.txt use the names that are imported here)
+
+import gc
+import json
+import math
+import re
+import shlex
+import sys
+import tempfile
+import weakref
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import own_kernel
+from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works, table
+from helpers.problems import FORWARD
+
+import cupyfa
+from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported
+from cupyfa.lab.verify import failures
+from cupyfa.lab.verify.case import Case
+from cupyfa.problem.problem import MOST
+from cupyfa.runtime import transfer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_folders(tmp_path_factory):
+    """A private cache and temporary directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPYFA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+        still_works()
+        yield
+
+
+ALIVE = []
+
+
+def a(*shape, dtype=np.float32, of=np.zeros):
+    """An array that must be freed after the call."""
+    array = of(shape, dtype)
+    ALIVE.append(weakref.ref(array))
+    return array
+
+
+def attention(q=(4, 8), k=(4, 8), v=(4, 8), **options):
+    """The call with arrays, or with arrays of shapes."""
+    q, k, v = (a(*x) if isinstance(x, tuple) else x for x in (q, k, v))
+    return cupyfa.attention(q, k, v, **{"backend": "simulator", **options})
+
+
+def alike(dtype, **options):
+    """The call with arrays of a dtype."""
+    return attention(*(a(4, 8, dtype=dtype) for _ in range(3)), **options)
+
+
+def backward(**change):
+    """A call for gradients with some arguments replaced."""
+    arrays = {name: a(4, 8) for name in ("dout", "q", "k", "v", "out")}
+    given = {**arrays, "lse": a(4), "backend": "simulator", **change}
+    return cupyfa.attention_backward(**given)
+
+
+def softmax(x, **options):
+    return cupyfa.softmax(x, backend="simulator", **options)
+
+
+def view(strides, shape=(4, 8)):
+    """An array of more elements than memory."""
+    return np.lib.stride_tricks.as_strided(a(16), shape, strides)
+
+
+def read_only():
+    array = a(4, 8)
+    array.flags.writeable = False
+    return array
+
+
+class Foreign:
+    """Another library's array with the attributes that a test gives."""
+
+    shape, ndim, dtype = (4, 8), 2, np.dtype(np.float32)
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+def raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+def gpu_array():
+    return Foreign(__cuda_array_interface__={"shape": (4, 8), "typestr": "<f4", "version": 3})
+
+
+def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale", **more):
+    return Launch("own", args, grid, threads, **more)
+
+
+def own(**change):
+    """A record of a kernel without a file."""
+    return Kernel(**{"name": "own", "adds": "", "launches": (launch(),), "folder": "/", **change})
+
+
+def with_launch(scratch=None, **change):
+    return attention(kernel=own(launches=(launch(**change),), scratch=scratch or {}))
+
+
+def problem(**sizes):
+    return Problem.of_sizes(**{"M": 4, "d": 8, **sizes})
+
+
+WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all there
+ONE_OF = "float16, bfloat16, float32, float64"
+
+
+@pytest.mark.parametrize("call, error, words", table("lab/commands/bad_calls.txt"))
+def test_errors_of_calls_are_one_line_and_leave_no_traces(call, error, words, capfd):
+    ALIVE.clear()
+    before = files()
+    message = refusal(eval(f"lambda: {call}"), eval(error))
+    assert "\n" not in message
+    says(message, *(word.replace("ONE_OF", ONE_OF) for word in words))
+    if any(array() is not None for array in ALIVE):
+        gc.collect()  # takes long in a process of many tests
+    assert not [array for array in ALIVE if array() is not None], "arrays of the call are alive"
+    assert files() == before
+    still_works()
+    assert capfd.readouterr() == ("", "")
+
+
+def refusal(call, error):
+    """The message of the error that a call raises; keeps no reference to the error."""
+    try:
+        call()
+    except error as raised:
+        assert type(raised) is error or error is MemoryError
+        return str(raised)
+    pytest.fail(f"no {error.__name__}")
+
+
+@pytest.mark.parametrize("scale", [Fraction(1, 3), np.float16(0.5), np.int8(2)])
+def test_a_scale_may_be_any_number_type(scale):
+    np.testing.assert_allclose(
+        attention(a(4, 8, of=np.ones), scale=scale),
+        attention(a(4, 8, of=np.ones), scale=float(scale)),
+    )
+
+
+def test_sizes_may_be_numpy_integers():
+    large = problem(**{name: np.int16(181) for name in ("M", "N", "heads", "batch")})
+    plan = cupyfa.planner.choose_kernel.plan(FORWARD["fa2_coalesced"], large, Simulator().limits)
+    assert plan.launches[0].grid[0] == 181 * 181 * math.ceil(181 / 128)
+
+
+BEFORE = "mine = Kernel"
+# A file, its content (None: it is missing), and parts of the message.
+FILES = (
+    ("mine.cu", None, "mine.cu, the file of kernel mine", "put"),
+    ("mine.cu", "a folder", "mine.cu, the file of kernel mine", "Is a directory", "put it there"),
+    ("mine.cu", b"\xff\xfe", "mine.cu is not text in UTF-8", "byte 0xff", "save it"),
+    ("mine.cu", b"", "mine.cu has no kernel mine", "write"),
+    ("script.py", None, "there is no file", "give the path"),
+    ("script.py", "a folder", "there is no file", "give the path"),
+    ("script.py", b'x = "\xff"\n', r"script\.py: SyntaxError: .*0xff", "correct the script"),
+    ("script.py", b"x = 1\0\n", r"script\.py: .*Error: .*null bytes", "correct the script"),
+)
+
+
+@pytest.mark.parametrize(
+    "right, wrong, code, words", table("lab/commands/bad_scripts.txt", columns=3)
+)
+def test_errors_in_records_are_one_line(tmp_path, right, wrong, code, words):
+    where = "py" if right in own_kernel.SCRIPT else "cu"
+    script = own_kernel.write(tmp_path, **{where: (right, wrong)})
+    refused(["run", f"{script}:mine", *SIMULATOR, *SMALL], int(code), words)
+
+
+@pytest.mark.parametrize("file, content, words", [(x, y, words) for x, y, *words in FILES])
+@pytest.mark.parametrize("how", ["run", "compile"])
+def test_errors_in_files_are_one_line(tmp_path, file, content, words, how):
+    script = own_kernel.write(tmp_path)
+    (tmp_path / file).unlink()
+    if content == "a folder":
+        (tmp_path / file).mkdir()
+    elif content is not None:
+        (tmp_path / file).write_bytes(content)
+    rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32"]
+    refused([how, f"{script}:mine", *rest], 2, words)
+
+
+def refused(args, code, words):
+    """Checks that a command ends with an exit code and one line, and leaves no files."""
+    before = files()
+    done = cli(*args, code=code)
+    assert done.stdout == ""
+    says(line_of(done.stderr), *words)
+    assert files() == before
+    still_works()
+
+
+BODY = "const int row"
+# What is replaced in the kernel's file, and what the compilers say of it.
+SIZE = 'struct Shared { real x[8]; }; static_assert(sizeof(Shared) == shared_bytes, "shared=");'
+TEXTS = (
+    ("if (row >= M) return;", "if (row >= M return;", 9, "expected"),
+    ("real score = 0;", "real score = nought;", 12, "nought"),
+    (BODY, f'static_assert(d % 2 == 0, "even"); {BODY}', 8, "static assertion failed.*even"),
+    (BODY, f"{SIZE} {BODY}", 8, "static assertion failed.*shared="),
+    ("<tile/math.cuh>", "<nothing.cuh>", 2, r"nothing\.cuh"),
+    (BODY, f"#error not today\n  {BODY}", 8, "not today"),
+)
+
+
+@pytest.mark.parametrize("right, wrong, line, words", TEXTS)
+@pytest.mark.parametrize("how", ["run", "compile"])
+def test_compiler_errors_name_file_and_line(tmp_path, right, wrong, line, words, how):
+    script = own_kernel.write(tmp_path, cu=(right, wrong))
+    rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32", "-d", 3]
+    before = files()
+    stderr = cli(how, f"{script}:mine", *rest, code=2).stderr
+    place = rf"{tmp_path}/mine\.cu[:(]{line}[:)]"
+    assert re.search(rf"{place}.*error.*{words}", stderr), stderr
+    assert "Traceback" not in stderr
+    assert files() == before
+    still_works()
+
+
+def test_output_of_a_script_goes_to_stderr(tmp_path):
+    script = own_kernel.write(tmp_path, py=(BEFORE, f"print('hello')\n{BEFORE}"))
+    done = cli("run", f"{script}:mine", *SIMULATOR, *SMALL, "--format", "json", code=0)
+    assert json.loads(done.stdout)[0]["passed"]
+    assert done.stderr == "hello\n"
+
+
+def test_a_script_cannot_change_the_module_path(tmp_path):
+    script = own_kernel.write(tmp_path, py=(BEFORE, f"import sys\nsys.path.clear()\n{BEFORE}"))
+    before = list(sys.path)
+    cli("run", f"{script}:mine", *SIMULATOR, *SMALL, code=0)
+    assert sys.path == before
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A folder with a file of ``bench --save`` and with invalid ones."""
+    folder = tmp_path_factory.mktemp("results")
+    save = ("--budget", "0", "--alone", "--save", folder / "good.json")
+    cli("bench", "fa2", *SIMULATOR, *SMALL, *save, code=0)
+    good = (folder / "good.json").read_text()
+    (row,) = json.loads(good)["rows"]
+    for name, rows in {
+        "empty": [],
+        "number": [3],
+        "other": [{"kernel": "fa2"}],
+        "key": [{**row, "kernal": 3}],
+        "operation": [{**row, "operation": "x"}],
+        "times": [{**row, "milliseconds": "x"}],
+        "problem": [{**row, "problem": {}}],
+        "sizes": [{**row, "problem": {**row["problem"], "M": -5}}],
+        "words": [{**row, "problem": {**row["problem"], "dtype": "int8"}}],
+    }.items():
+        (folder / f"{name}.json").write_text(json.dumps({"environment": {}, "rows": rows}))
+    for name, text in {
+        "foreign": '{"a": 1}',
+        "list": "[1, 2]",
+        "cut": good[: len(good) // 2],
+        "text": "hello",
+        "nothing": "",
+        "where": '{"environment": 3, "rows": []}',
+        "nowhere": '{"rows": []}',
+    }.items():
+        (folder / f"{name}.json").write_text(text)
+    (folder / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    stored(folder, "fa2").rename(folder / "good.npz")
+    stored(folder, "gone.py:mine").rename(folder / "gone.npz")
+    (folder / "cut.npz").write_bytes((folder / "good.npz").read_bytes()[:700])
+    (folder / "text.npz").write_text("hello")
+    np.savez(folder / "other.npz", x=1)
+    (folder / "folder").mkdir()
+    return folder
+
+
+def stored(folder, kernel):
+    """A file of a failure, as ``check`` writes it."""
+    case = Case("forward", problem())
+    outcome = failures.Outcome(kernel, failures.WRONG_RESULT, arrays=case.inputs())
+    made_with = {"device": "the simulator", "cupyfa": "0"}
+    return failures.write(folder, failures.Stored(case, outcome, made_with=made_with), "")
+
+
+@pytest.mark.parametrize("args, code, words", table("lab/commands/bad_commands.txt"))
+def test_errors_of_command_lines_are_one_line(results, monkeypatch, no_device, args, code, words):
+    monkeypatch.chdir(results)
+    before = {path: path.stat().st_mtime_ns for path in results.iterdir()}
+    small = " ".join((*SIMULATOR, *SMALL[:-2]))
+    refused(shlex.split(args.replace("SMALL", small)), int(code), words)
+    assert {path: path.stat().st_mtime_ns for path in results.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda x: x.requires_grad_(),
+        lambda x: x.bfloat16(),
+        lambda x: x.to_sparse(),
+        lambda x: x.to("meta"),
+    ],
+    ids=["with gradient", "bfloat16, which NumPy has not", "sparse", "without memory"],
+)
+def test_torch_tensors_that_numpy_cannot_read(spoil):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError) as raised:
+        attention(q=spoil(torch.ones(4, 8)))
+    says(str(raised.value), "q(, a| is a) (Tensor|Parameter)", "pass (it as )?a NumPy")
+    still_works()

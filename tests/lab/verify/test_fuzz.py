@@ -1,0 +1,338 @@
+"""Random cases: sizes near a kernel's tiles, rings and schedule, and what they cover."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import cupyfa
+from cupyfa import Problem, Simulator
+from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
+from cupyfa.lab.verify.fuzz import SAMPLES, TOGETHER, Fuzz, covers
+from cupyfa.lab.verify.random_modifiers import _FUNCTIONS, MODIFIED
+from cupyfa.lab.verify.shrink import shrunk
+from cupyfa.lab.verify.sizes import splits_of
+from cupyfa.ladder.lookup import record_named
+from cupyfa.planner import choose_kernel, source
+from cupyfa.problem.optional_inputs import OWN_ARRAYS, SEEDS
+
+SIMULATOR = Simulator()
+# What the default number of samples covers of kernels of different families.
+SIZES = ("below a tile", "a tile's edge", "several tiles", "GQA", "mask", "softcap")
+COVERED = {
+    "v3": SIZES,
+    "fa2": (*SIZES, "window"),
+    "mma_pipelined": (*SIZES, "window", "beyond the ring"),
+    "mma_split_kv": (*SIZES, "beyond the ring", "several splits"),
+    "mma_slices": (*SIZES, "beyond the ring", "several spans", "slices of d"),
+    "wgmma": (*SIZES, "window", "beyond the ring"),
+    "wgmma_persistent": (*SIZES, "beyond the ring", "several tasks a block"),
+    "wgmma_slices": (*SIZES, "beyond the ring", "slices of d"),
+    "mma_slices_backward": (*SIZES, "several rounds", "slices of d"),
+    "wgmma_columns": (*SIZES, "beyond the ring"),
+    "softmax_safe": ("below a tile", "a tile's edge", "several tiles"),
+}
+
+
+def samples(name, count=32, **how):
+    drawing = Fuzz(cupyfa.kernel(name) if name != "auto" else None, SIMULATOR, **how)
+    return [drawing.sample(i) for i in range(count)]
+
+
+def limits_of(drawn):
+    usual = SIMULATOR.limits
+    return replace(usual, multiprocessors=drawn.multiprocessors or usual.multiprocessors)
+
+
+def planned(drawn):
+    problem = drawn.case.problem
+    return choose_kernel.plan(drawn.kernel, problem, limits_of(drawn), **drawn.constants)
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_samples_cover_sizes_relative_to_the_tiles(name):
+    count = Counter(
+        what
+        for drawn in samples(name, seed=1)
+        for what, has in covers(planned(drawn), SIMULATOR.limits).items()
+        if has
+    )
+    assert {what: count[what] for what in COVERED[name] if count[what] < 4} == {}
+
+
+def test_what_a_problem_covers():
+    kernel, limits = cupyfa.kernel("wgmma"), SIMULATOR.limits
+    tile = {"Br": 64, "Bc": 32, "stages": 2}
+
+    def found(M, N, **more):
+        p = Problem.of_sizes(M=M, N=N, d=16, dtype="float16", **more)
+        return {
+            x
+            for x, has in covers(choose_kernel.plan(kernel, p, limits, **tile), limits).items()
+            if has
+        }
+
+    assert found(63, 70) == {"below a tile", "a tile's edge", "several tiles", "beyond the ring"}
+    assert found(70, 40) == {"several tiles"}
+    assert found(64, 64) == {"a tile's edge", "several tiles"}
+    assert found(70, 0, causal=True) == {"several tiles", "no rows or keys", "mask"}
+    assert "several splits" not in found(64, 640)
+    assert {"GQA", "window", "softcap"} <= found(
+        70, 70, heads=2, kv_heads=1, window=(3, None), softcap=2.0
+    )
+
+
+@pytest.mark.parametrize("name", ["fa2", "v3", "mma_tf32", "wgmma_columns", "softmax_safe", "auto"])
+def test_a_sample_is_one_that_the_kernel_runs_and_depends_on_seed_and_number_only(name):
+    many = samples(name, 30, seed=3)
+    assert all(planned(drawn).problem for drawn in many)
+    assert many[7] == samples(name, 8, seed=3)[7]
+    cases = {drawn.case for drawn in many}
+    assert len(cases) == 30 and not cases & {x.case for x in samples(name, 30, seed=4)}
+    for drawn in many:
+        p = drawn.case.problem
+        assert p.batch * p.heads * p.M * p.N * (p.d + p.dv) <= 2**26
+
+
+def test_successive_samples_share_what_is_compiled():
+    for first in range(0, 28, TOGETHER):
+        programs = {
+            (program.entry, str(sorted(program.constants.items())), program.dtype)
+            for drawn in samples("wgmma", first + TOGETHER)[first or 1 :]
+            for program in planned(drawn).programs
+        }
+        assert len(programs) == 1
+
+
+@pytest.mark.parametrize("name", ["fa2", "minimal", "mma_two_pass", "auto"])
+def test_the_first_sample_is_plain_and_others_are_not(name):
+    for seed in range(4):
+        first, *rest = (drawn.case for drawn in samples(name, 4, seed=seed))
+        plain, others = first.problem, [case.problem for case in rest]
+        assert (first.values, first.layout) == ("normal", "bhsd")
+        assert (plain.d, plain.dv, plain.is_masked) == (64, 64, False)
+        assert not plain.options.changed.keys() - {"scale"}
+        assert any(p.is_masked or p.d != 64 for p in others)
+    masked = samples(name, 1, options={"causal": "top-left"})[0].case.problem
+    assert masked.causal == "top-left"
+
+
+def test_choices_take_turns():
+    cases = [drawn.case for drawn in samples("fa2", 200)]
+    problems = [case.problem for case in cases]
+    assert {case.values for case in cases} == set(VALUES)
+    assert {case.layout for case in cases} == set(LAYOUTS) - {"far"}
+    assert {p.causal for p in problems} == {None, "bottom-right", "top-left"}
+    assert {tuple(x is None for x in p.window) for p in problems} == {
+        *((True, True), (True, False), (False, True), (False, False))
+    }
+    assert {p.dtype.name for p in problems[:16]} == {"float16", "bfloat16", "float32", "float64"}
+    assert {0, 1} & {p.M for p in problems} and max(p.d for p in problems) > 256
+    assert any(p.options.scale is not None and p.scale < 0 for p in problems)
+    assert any(p.dv != p.d for p in problems)
+
+
+def test_features_that_a_kernel_lacks_are_not_drawn():
+    plain = replace(cupyfa.kernel("fa2"), features=())
+    for i in range(40):
+        p = Fuzz(plain, SIMULATOR).sample(i).case.problem
+        assert p.group == 1 and p.d == p.dv and not p.is_masked and p.options.softcap is None
+
+
+def test_dtypes_and_options_replace_the_drawn_ones():
+    options = {"causal": "top-left", "window": (5, None), "scale": 2.0, "softcap": None}
+    for drawn in samples("fa2", 12, dtypes=["float64"], options=options):
+        p = drawn.case.problem
+        assert p.dtype.name == "float64" and p.options.scale == 2.0
+        assert (p.causal, p.window, p.options.softcap) == ("top-left", (5, None), None)
+
+
+def has_text(p):
+    return p.options.score_mod is not None or p.options.mask_mod is not None
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "two_pass", "v3", "auto"])
+def test_more_than_a_third_of_the_samples_have_texts_or_arrays(kernel):
+    record = None if kernel == "auto" else record_named(kernel)
+    drawn = [Fuzz(record, SIMULATOR).sample(i).case.problem for i in range(SAMPLES["simulator"])]
+    modified = [p for p in drawn if p.modifiers.arrays or p.options.dropout or has_text(p)]
+    assert not drawn[0].operands
+    if kernel == "v3":
+        assert not modified
+    else:
+        assert len({(p.options, tuple(x.name for x in p.operands)) for p in modified}) >= 5
+        assert len(drawn) / 3 < len(modified) < len(drawn) * 2 / 3
+        assert sum(p.options.dropout > 0 for p in drawn) >= 8
+        assert any(p.wrt for p in drawn) == (kernel == "two_pass")
+    given = {"options": {"mask_mod": "x[key] > 0"}, "arrays": {"captured": {"x": "i8[N]"}}}
+    if kernel != "v3":
+        for i in range(4):
+            p = Fuzz(record, SIMULATOR, **given).sample(i).case.problem
+            assert [(x.name, x.shape) for x in p.operands] == [("x", (p.N,))]
+
+
+def test_gradients_of_lse_and_seeds_in_memory_are_drawn():
+    def of(name):
+        problems = [x.case.problem for x in samples(name, 80) if not x.case.problem.lengths]
+        return [{x.name for x in p.operands} for p in problems], problems
+
+    arrays, problems = of("two_pass")
+    assert sum("dlse" in x for x in arrays) >= 8 and not any(arrays[:16])
+    in_memory = [p for p in problems if any(x.name in SEEDS for x in p.operands)]
+    assert in_memory and all(p.options.dropout for p in in_memory)
+    drawn = {x.dtype for p in in_memory for x in p.operands if x.name in SEEDS}
+    assert drawn <= {"int32", "int64", "uint32", "uint64"} and len(drawn) > 1
+    assert not any("dlse" in x for x in of("fa2")[0])
+    plain = replace(cupyfa.kernel("two_pass"), features=())
+    assert not any(Fuzz(plain, SIMULATOR).sample(i).case.problem.operands for i in range(64))
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns", "v3", "auto"])
+def test_the_eighth_group_is_of_ragged_batches(kernel):
+    drawn = [x.case for x in samples(kernel, 40)]
+    packed = [i for i, case in enumerate(drawn) if case.problem.lengths]
+    assert packed == ([] if kernel == "v3" else [*range(28, 32)])
+    problems = [drawn[i].problem for i in packed]
+    for p in problems:
+        q, k = p.lengths
+        assert p.pairs == sum(m * n for m, n in zip(q.counts, k.counts, strict=True))
+        assert p.sequences >= 2
+    if problems:
+        assert sum(p.pairs > 0 for p in problems) >= 3
+        sides = [x for p in problems for x in p.lengths]
+        assert any(0 in x.counts for x in sides) and any(x.before for x in sides)
+
+
+# What the default samples of every seed cover of kernels that have it.
+OF_EVERY_SEED = {
+    "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout"),
+    "fa2": ("pages", "new tokens", "sequences", "sink", "mask array", "score_mod"),
+    "mma_pipelined": ("lengths", "packed heads", "sink", "sequences", "score_mod"),
+    "wgmma_fp8": ("descales", "sink", "score_mod"),
+    "wgmma_columns": ("lengths", "gradients of arrays", "gradient of lse", "score_mod"),
+    "two_pass": ("lengths", "gradients of arrays", "gradient of lse", "sink", "score_mod"),
+}
+
+
+def counted(name, seed):
+    """How many default samples cover what, new tokens included."""
+    found = Counter()
+    for drawn in samples(name, SAMPLES["simulator"], seed=seed):
+        found["new tokens"] += drawn.case.tokens != "cached"
+        found.update(what for what, has in covers(planned(drawn), limits_of(drawn)).items() if has)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", OF_EVERY_SEED)
+def test_the_default_samples_cover_what_a_kernel_has(name, seed):
+    found = counted(name, seed)
+    assert [x for x in OF_EVERY_SEED[name] if not found[x]] == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_default_samples_reach_every_schedule(seed):
+    """Merging in rounds, blocks without a tile, counters of heads and of tiles."""
+
+    def plans(name):
+        return [planned(drawn) for drawn in samples(name, SAMPLES["simulator"], seed=seed)]
+
+    assert sum(splits_of(plan) > 32 for plan in plans("mma_split_kv")) > 1
+    turned = [x for x in plans("wgmma_persistent") if has_a_block_without_a_tile(x)]
+    assert turned
+    counts = [y.constants for x in plans("wgmma_columns") for y in x.launches]
+    for name in ("finishes", "persistent"):
+        assert any(x.get(name) for x in counts), name
+
+
+def has_a_block_without_a_tile(plan):
+    """By schedule.cuh, above d = 64: heads of a few tiles are dealt out in turn."""
+    p, blocks = plan.problem, plan.launches[0].grid[0]
+    tiles = -(-p.M // plan.constants["Br"])
+    rest = blocks % tiles if 2 <= tiles <= 8 else 0
+    return p.causal and p.dv > 64 and 0 < rest <= blocks / 32 and p.batch * p.heads >= blocks // 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_group_has_every_function_of_texts(seed):
+    """In gradients, too."""
+    texts = [
+        str(x.case.problem.options.score_mod)
+        for x in samples("two_pass", SAMPLES["simulator"], seed=seed)
+    ]
+    for function in _FUNCTIONS:
+        name = function.split("(")[0]
+        assert any(f"0.2 * {name}(" in text for text in texts), name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_gradient_of_a_bias_alone_is_drawn(seed):
+    plans = [planned(drawn) for drawn in samples("wgmma_columns", SAMPLES["simulator"], seed=seed)]
+    alone = [x.problem for x in plans if any(y.entry == "wgmma_bias_gradient" for y in x.launches)]
+    assert len(alone) >= 3 and all({*p.wrt} - {"sink"} == {"bias"} for p in alone)
+
+
+def test_arrays_whose_gradients_are_asked_for_are_drawn_in_any_combination():
+    found = {
+        (frozenset(p.wrt), len([x for x in p.operands if x.is_differentiable]))
+        for seed in range(5)
+        for p in (x.case.problem for x in samples("columns", 80, seed=seed))
+        if p.wrt
+    }
+    assert len({len(names) for names, _ in found}) >= 3
+    assert any(len(names) < able for names, able in found)
+    assert len({names for names, _ in found}) >= 8
+
+
+def test_sums_do_not_overflow_where_the_reference_is_its_authors():
+    own = replace(cupyfa.kernel("fa2"), reference=lambda arrays, p, c: {})
+
+    def values_of(record):
+        return {Fuzz(record, SIMULATOR).sample(i).case.values for i in range(SAMPLES["simulator"])}
+
+    assert "lowest" in values_of(cupyfa.kernel("fa2")) and "lowest" not in values_of(own)
+
+
+@pytest.mark.parametrize("name, most", [("fa2", 16), ("wgmma_persistent", 16), ("two_pass", 60)])
+def test_the_default_samples_take_few_compilations(name, most):
+    plans = [planned(drawn) for drawn in samples(name, SAMPLES["simulator"])]
+    assert len({source.text(x) for plan in plans for x in plan.launches}) <= most
+
+
+def test_lengths_replace_those_of_every_sample():
+    for drawn in samples("fa2", 12, arrays={"lengths": "5,0,40/50"}):
+        p = drawn.case.problem
+        assert [str(x) for x in p.lengths] == ["5/5,0/0,40/50"] * 2 and p.M == 55
+
+
+def test_ragged_batches_shrink_to_a_sequence_or_to_a_dense_problem():
+    lengths = "_3,20,0,1,33/40,_5:_1,30,7,0,50"
+    case = Case("forward", Problem.of_sizes(lengths=lengths, heads=2, d=8, alibi_slopes="bh"))
+    assert shrunk(case, lambda x: x.problem.M > 2).problem.lengths is None
+    least = shrunk(case, lambda x: bool(x.problem.lengths) and x.problem.pairs > 8).problem
+    (m,), (n,) = (x.rows for x in least.lengths)
+    assert m * n == 9 and not least.modifiers.arrays[2:]
+    empty = shrunk(case, lambda x: bool(x.problem.lengths) and 0 in x.problem.lengths[1].rows)
+    assert [str(x) for x in empty.problem.lengths] == ["0", "0"]
+
+
+def test_arrays_with_sizes_given_as_numbers_keep_them():
+    text = {"score_mod": "score + x[key] + y[head] + z[query]"}
+    arrays = {"captured": {"x": "f32[4]", "y": "f32[3]", "z": "f32[M]"}}
+    drawn = samples("fa2", 8, options=text, arrays=arrays)
+    for p in (x.case.problem for x in drawn):
+        assert [x.shape for x in p.operands] == [(4,), (3,), (p.M,)]
+        assert p.N <= 4 and p.heads <= 3
+    assert max(x.case.problem.M for x in drawn) > 4
+
+
+@pytest.mark.parametrize("given", MODIFIED, ids=str)
+def test_drawn_texts_shrink_to_nothing(given):
+    sizes = {"batch": 2, "heads": 4, "M": 40, "N": 50, "d": 8}
+    case = Case("forward", Problem.of_sizes(**sizes, **given, softcap=3.0))
+    least = shrunk(case, lambda case: case.problem.N > 2).problem
+    assert least.modifiers.features == [] and least.N == 3
+    arrays = {x.name for x in case.problem.operands if x.name in OWN_ARRAYS}
+    for name in arrays:
+        kept = shrunk(case, lambda x, name=name: name in [o.name for o in x.problem.operands])
+        assert [x.name for x in kept.problem.operands] == [name] and kept.problem.M == 1

@@ -1,0 +1,454 @@
+"""merge and merge_vjp: attentions over parts of the keys become that of all."""
+
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.merged import merged
+
+import cupyfa
+from cupyfa.numerics import merge_bounds, reference, tolerance
+from cupyfa.runtime.merging import MOST_PARTS
+
+DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
+F = np.float32
+INF, NAN = np.inf, np.nan
+
+
+def drawn(count, *shape, dtype="float32", spread=5.0, seed=0):
+    """Parts of random numbers, [batch, heads, M, dv]; ``spread`` is that of lse."""
+    rng, of_lse = np.random.default_rng(seed), np.float64 if dtype == "float64" else F
+    shape = shape or (2, 3, 5, 24)
+    return [
+        (
+            rng.standard_normal(shape).astype(DTYPES[dtype]),
+            (spread * rng.standard_normal(shape[:-1])).astype(of_lse),
+        )
+        for _ in range(count)
+    ]
+
+
+def slopes_of(out, lse, seed=1):
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(x.shape).astype(x.dtype) for x in (out, lse))
+
+
+def checked(parts, backend="simulator", **how):
+    """All results, which are compared with the reference."""
+    (out, lse), pullback = cupyfa.merge_vjp(parts, backend=backend, check=True, **how)
+    return (out, lse), pullback(*slopes_of(out, lse))
+
+
+def same_bits(one, other):
+    return all(x.tobytes() == y.tobytes() for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
+def test_results_are_within_their_bounds(backend, dtype, count):
+    parts = drawn(count, dtype=dtype)
+    (out, lse), gradients = checked(parts, backend)
+    assert isinstance(out, np.ndarray) and isinstance(lse, np.ndarray) and len(gradients) == count
+    for part, gradient in zip(parts, gradients, strict=True):
+        assert [(x.shape, x.dtype) for x in part] == [(x.shape, x.dtype) for x in gradient]
+
+
+@pytest.mark.parametrize("count", [MOST_PARTS, MOST_PARTS + 1, 2 * MOST_PARTS + 5])
+@pytest.mark.parametrize("spread", [1.0, 40.0])
+def test_more_parts_than_a_launch_has_room_for(backend, count, spread):
+    parts = drawn(count, 1, 2, 3, 7, spread=spread)
+    for _, lse in parts[: MOST_PARTS + 1]:
+        lse[0, 0, 0] = -INF  # a row that begins in the second launch, or not at all
+    checked(parts, backend)
+
+
+def test_one_part_is_returned_as_it_is(backend):
+    ((out, lse),) = parts = drawn(1, dtype="float16", spread=1e30)
+    result = cupyfa.merge(parts, backend=backend)
+    np.testing.assert_array_equal(result[0], out)
+    np.testing.assert_array_equal(result[1], lse)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_attention_of_all_keys_is_that_of_their_parts(backend, dtype):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 24)).astype(dtype) for n in (9, 40, 40))
+    cuts = [0, 13, 13, 39, 40]
+    slices = [slice(*x) for x in pairwise(cuts)]
+    how = {"kernel": "fa2", "backend": backend, "return_lse": True}
+    parts = [cupyfa.attention(q, k[..., x, :], v[..., x, :], **how) for x in slices]
+    out, lse = cupyfa.merge(parts, backend=backend)
+
+    of = {"dtype": dtype, "scale": 24**-0.5}
+    exact = [tolerance.expected_attention(q, k[..., x, :], v[..., x, :], **of) for x in slices]
+    right = tolerance.expected_attention(q, k, v, **of)[None]
+    expected = merged([x[None] for x in exact], right, dtype)
+    tolerance.require(tolerance.compare({"O": out, "lse": lse}, expected), "merge")
+
+
+def test_gradients_go_on_to_keys_and_queries():
+    """float64 agrees with the gradients of attention within the bounds of float32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 1, n, 8)) for n in (6, 11, 11))
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "backend": "simulator"}
+    passes = [
+        cupyfa.attention_vjp(q, k[..., x, :], v[..., x, :], return_lse=True, **how)
+        for x in (slice(4), slice(4, 11))
+    ]
+    (out, lse), pullback = cupyfa.merge_vjp([x for x, _ in passes], backend="simulator")
+    dout, dlse = slopes_of(out, lse)
+    found = [back(*x) for (_, back), x in zip(passes, pullback(dout, dlse), strict=True)]
+    dq, *dkv = zip(*found)
+    gradients = {"dQ": sum(dq)} | {
+        name: np.concatenate(x, axis=2) for name, x in zip(("dK", "dV"), dkv)
+    }
+    exact, of_rows = reference.attention(q, k, v, scale=8**-0.5)
+    right = tolerance.expected_gradients(
+        q, k, v, exact, of_rows, dout, dlse=dlse, dtype="float32", scale=8**-0.5
+    )[None]
+    tolerance.require(tolerance.compare(gradients, right), "merge_vjp")
+
+
+def plain(outs, lses):
+    """The definition, for complex numbers too."""
+    largest = lses.real.max(axis=0)
+    lse = largest + np.log(np.exp(lses - largest).sum(axis=0))
+    return (np.exp(lses - lse)[..., None] * outs).sum(axis=0), lse
+
+
+@pytest.mark.parametrize("of_lse", [False, True])
+def test_gradients_are_derivatives(backend, of_lse):
+    """Along the imaginary axis a difference has no error of cancellation."""
+    parts = drawn(3, 1, 1, 4, 6, dtype="float64", spread=1.0)
+    (out, lse), pullback = cupyfa.merge_vjp(parts, backend=backend)
+    dout, dlse = slopes_of(out, lse)
+    found = pullback(dout, dlse if of_lse else None)
+    outs, lses = (np.stack(x).astype(complex) for x in zip(*parts))
+    right = merge_bounds.expected_gradients(
+        *(outs.real, lses.real, out, lse, dout, dlse if of_lse else 0 * dlse), dtype="float64"
+    )
+    step = 1e-100
+    for which, array in enumerate((outs, lses)):
+        name = ("dout", "dlse")[which]
+        for at in np.ndindex(array.shape):
+            array[at] += 1j * step
+            moved, of_rows = plain(outs, lses)
+            array[at] = array[at].real
+            slope = (moved.imag * dout).sum() + (of_rows.imag * dlse).sum() * of_lse
+            bound = right[name].bound[at]
+            assert abs(found[at[0]][which][at[1:]] - slope / step) <= 2 * bound, (name, at)
+
+
+def test_gradients_are_finite_differences():
+    """Of merge itself. Half the step changes the difference by more than what is left of its error
+    of truncation, a third of that; rounding adds the bounds of both results."""
+    parts = drawn(3, 1, 1, 4, 6, dtype="float64", spread=1.0)
+    (out, lse), pullback = cupyfa.merge_vjp(parts, backend="simulator")
+    slopes = dout, dlse = tuple(slopes_of(out, lse))
+    directions = drawn(3, 1, 1, 4, 6, dtype="float64", spread=1.0, seed=2)
+    found = sum(
+        (x * y).sum() for a, b in zip(pullback(dout, dlse), directions) for x, y in zip(a, b)
+    )
+
+    def value(step):
+        moved = [
+            tuple(x + step * y for x, y in zip(part, way)) for part, way in zip(parts, directions)
+        ]
+        results = cupyfa.merge(moved, backend="simulator")
+        bounds = merge_bounds.expected_merge(*map(np.stack, zip(*moved)), dtype="float64").values()
+        return [
+            sum((x * y).sum() for x, y in zip(slopes, results)),
+            sum((abs(x) * y.bound).sum() for x, y in zip(slopes, bounds)),
+        ]
+
+    def difference(step):
+        (above, error), (below, other) = value(step), value(-step)
+        return (above - below) / (2 * step), (error + other) / (2 * step)
+
+    (coarse, _), (fine, rounding) = difference(2e-4), difference(1e-4)
+    assert abs(found - fine) <= abs(coarse - fine) + 2 * rounding
+    assert abs(coarse - fine) + 2 * rounding < 1e-3 * abs(found)  # so that the test says something
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_huge_and_empty_rows(backend, dtype):
+    parts = drawn(4, 1, 2, 6, 8, dtype=dtype)
+    rows = [
+        (1e30, 1e30, -1e30, 1e30),
+        (1e38, -1e38, -INF, -3e38),
+        (-INF, 0, -INF, -INF),
+        (-INF, -INF, -INF, -INF),
+        (-1e30, -1e30, -1e30, -INF),
+        (0, -80, -90, -104),
+    ]
+    for i, (out, lse) in enumerate(parts):
+        for row, values in enumerate(rows):
+            lse[..., row] = values[i]
+            if np.isneginf(values[i]):
+                out[..., row, :] = 0
+    (out, lse), gradients = checked(parts, backend)
+    np.testing.assert_array_equal(out[0, 0, 2], parts[1][0][0, 0, 2])
+    assert (out[..., 3, :] == 0).all() and (lse[..., 3] == -INF).all() and (lse[..., 2] == 0).all()
+    for (_, part), (dout, dlse) in zip(parts, gradients, strict=True):
+        empty = np.isneginf(part)
+        assert (dout[empty] == 0).all() and (dlse[empty] == 0).all() and (dout[~empty] != 0).any()
+
+
+def test_a_part_without_keys_adds_nothing_whatever_its_output_is(backend):
+    (out, lse), parts = drawn(1)[0], drawn(2, seed=3)
+    out[...], lse[...] = NAN, -INF
+    wanted, right = checked(parts, backend)
+    found, gradients = checked([parts[0], (out, lse), parts[1]], backend)
+    assert same_bits(wanted, found)
+    assert same_bits(sum(right, ()), gradients[0] + gradients[2])
+    assert all((x == 0).all() for x in gradients[1])
+
+
+def test_the_largest_outputs_do_not_overflow(backend):
+    parts = drawn(3, 1, 1, 2, 4, spread=0.1)
+    for out, _ in parts:
+        out[...] = 3.2e38
+    out, _ = cupyfa.merge(parts, backend=backend, check=True)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    "lse, out, of_row, of_lse",
+    [
+        ((NAN, 0), (1, 1), NAN, NAN),
+        ((NAN, -INF), (1, 0), NAN, NAN),
+        ((INF, 0), (1, 1), NAN, NAN),
+        ((INF, INF), (1, 1), NAN, NAN),
+        ((0, 0), (INF, 1), INF, np.log(F(2))),
+        ((0, 0), (INF, -INF), NAN, np.log(F(2))),
+        ((0, 0), (NAN, 1), NAN, np.log(F(2))),
+        ((0, -INF), (1, INF), 1, 0),
+    ],
+)
+def test_infinity_and_nan(backend, lse, out, of_row, of_lse):
+    parts = drawn(2, 1, 1, 3, 4)
+    for (values, rows), x, y in zip(parts, out, lse, strict=True):
+        values[0, 0, 1, 2], rows[0, 0, 1] = x, y
+    result, of_rows = cupyfa.merge(parts, backend=backend, check=True)
+    np.testing.assert_array_equal(result[0, 0, 1, 2], F(of_row))
+    np.testing.assert_allclose(of_rows[0, 0, 1], of_lse, rtol=np.finfo(F).eps)
+    assert np.isfinite(result[0, 0, ::2]).all() and np.isfinite(of_rows[0, 0, ::2]).all()
+    assert np.isfinite(result[0, 0, 1, 0]) == np.isfinite(of_rows[0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 3, 0, 4), (2, 3, 4, 0), (0, 0, 0, 0)]
+)
+def test_empty_arrays(backend, shape):
+    (out, lse), gradients = checked(drawn(2, *shape), backend)
+    assert out.shape == shape and lse.shape == shape[:-1]
+    assert all(x.shape == shape and y.shape == shape[:-1] for x, y in gradients)
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (3, 5, 24), (2, 2, 3, 5, 24)])
+def test_axes(backend, shape):
+    checked(drawn(3, *shape), backend)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 24), (3, 5, 24), (5, 24)])
+def test_the_other_layout(backend, shape):
+    """Of three axes it is that of the packed rows of ragged batches."""
+    parts = drawn(3, *shape)
+    turned = [(x.swapaxes(-2, -3).copy() if x.ndim > 2 else x, y) for x, y in parts]
+    (wanted, rows), right = checked(parts, backend)
+    (out, lse), gradients = checked(turned, backend, layout="bshd")
+    assert same_bits([wanted, rows], [out.swapaxes(-2, -3) if out.ndim > 2 else out, lse])
+    assert gradients[0][0].shape == turned[0][0].shape == out.shape and lse.shape == shape[:-1]
+    assert same_bits([right[0][1]], [gradients[0][1]]) or len(shape) > 2  # other slopes
+
+
+def test_packed_rows_of_a_ragged_batch(backend):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 2, 24), F) for n in (9, 14, 14))
+    rows, keys = np.array([0, 4, 9], "i4"), np.array([0, 8, 14], "i4")
+    how = {"kernel": "fa2", "backend": backend, "return_lse": True}
+    used = np.array([5, 3], "i4")
+    parts = [cupyfa.attention_ragged(q, k, v, rows, keys, seqused_k=used, **how)]
+    rest = np.concatenate([np.arange(5, 8), np.arange(11, 14)])
+    others = np.array([0, 3, 6], "i4")
+    parts.append(cupyfa.attention_ragged(q, k[rest], v[rest], rows, others, **how))
+    (out, lse), _ = checked(parts, backend, layout="bshd")
+    wanted = cupyfa.attention_ragged(q, k, v, rows, keys, **how)
+    for one, other in zip((out, lse), wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+VIEWS = {
+    "transposed": lambda x: x.swapaxes(0, 1).copy().swapaxes(0, 1),
+    "reversed": lambda x: x[::-1].copy()[::-1],
+    "every second row": lambda x: np.repeat(x, 2, axis=2)[:, :, ::2],
+    "Fortran's order": np.asfortranarray,
+    "at an odd place": lambda x: np.concatenate([x[..., :1], x], axis=-1)[..., 1:],
+    "not aligned": lambda x: np.frombuffer(b"x" + x.tobytes(), x.dtype, offset=1).reshape(x.shape),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_strides_change_no_bit(backend, view):
+    parts = drawn(3, dtype="float16")
+    seen = [tuple(map(VIEWS[view], part)) for part in parts[:2]]
+    assert all(same_bits(one, other) for one, other in zip(seen, parts))
+    (wanted, right), (found, gradients) = (
+        checked(parts, backend),
+        checked([*seen, parts[2]], backend),
+    )
+    assert same_bits(wanted, found) and all(map(same_bits, right, gradients))
+
+
+def test_the_bits_of_a_row_depend_on_its_parts_and_their_order_alone(backend):
+    parts = drawn(5, 2, 3, 7, 24, dtype="float16")
+    whole = cupyfa.merge(parts, backend=backend)
+    row = cupyfa.merge([(x[1:, 2:, 4:5], y[1:, 2:, 4:5]) for x, y in parts], backend=backend)
+    assert same_bits(row, [x[1:, 2:, 4:5] for x in whole])
+    columns = cupyfa.merge([(x[..., 3:6], y) for x, y in parts], backend=backend)
+    assert same_bits(columns, [whole[0][..., 3:6], whole[1]])
+    other = cupyfa.merge(drawn(5, 2, 3, 7, 24, seed=9)[::-1], backend=backend)
+    assert not same_bits(other, cupyfa.merge(drawn(5, 2, 3, 7, 24, seed=9), backend=backend))
+
+
+def test_out_is_written(backend):
+    parts = drawn(2)
+    wanted = cupyfa.merge(parts, backend=backend)
+    for into in (np.zeros((2, 3, 5, 24), F), np.zeros((2, 3, 5, 48), F)[..., ::2]):
+        out, lse = cupyfa.merge(parts, out=into, backend=backend)
+        assert out is into and same_bits((out, lse), wanted)
+
+
+def test_other_libraries_arrays(backend):
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+
+        def __dlpack__(self, **how):
+            return self.array.__dlpack__(**how)
+
+        def __dlpack_device__(self):
+            return self.array.__dlpack_device__()
+
+    parts = drawn(2)
+    (wanted, lse), pullback = cupyfa.merge_vjp(parts, backend=backend)
+    found, back = cupyfa.merge_vjp([tuple(map(Foreign, x)) for x in parts], backend=backend)
+    assert same_bits(found, (wanted, lse))
+    (dout, dlse), again = slopes_of(wanted, lse), slopes_of(wanted, lse)
+    assert all(map(same_bits, pullback(dout, dlse), back(*map(Foreign, again))))
+
+
+def test_the_bounds_find_small_faults():
+    """Of one weight, of one lse and of one gradient, by about a hundred roundings."""
+    parts = drawn(3)
+    outs, lses = map(np.stack, zip(*parts))
+    right = merge_bounds.expected_merge(outs, lses, dtype="float32")
+    lses[1] += F(2e-5)
+    wrong = merge_bounds.expected_merge(outs, lses, dtype="float32")
+    verdicts = tolerance.compare({x: wrong[x].value for x in wrong}, right)
+    assert [x.name for x in verdicts if not x.passed] == ["out", "lse"]
+    out, lse = cupyfa.merge(parts, backend="simulator")
+    given = outs, np.stack([x for _, x in parts]), out, lse, *slopes_of(out, lse)
+    right = merge_bounds.expected_gradients(*given, dtype="float32")
+    for name in right:
+        verdicts = tolerance.compare({name: right[name].value * (1 + 2e-5)}, right)
+        assert not verdicts[0].passed
+
+
+ONE, TWO = drawn(2, 2, 3, 4, 8)
+
+
+def with_part(out=None, lse=None):
+    return [ONE, (TWO[0] if out is None else out, TWO[1] if lse is None else lse)]
+
+
+WRONG = {
+    "none": (lambda: cupyfa.merge([]), ValueError, r"parts is empty; give at least one pair"),
+    "array": (lambda: cupyfa.merge(ONE[0]), TypeError, r"parts is of type ndarray; give a list of"),
+    "no pair": (
+        lambda: cupyfa.merge([ONE, ONE[0]]),
+        TypeError,
+        r"parts\[1\] is of type ndarray; give a pair \(out, lse\), as attention",
+    ),
+    "list": (lambda: cupyfa.merge([([1.0], ONE[1])]), TypeError, r"parts\[0\]\[0\] is \[1.0\]"),
+    "one axis": (
+        lambda: cupyfa.merge([(ONE[0][0, 0, 0], ONE[1])]),
+        ValueError,
+        r"parts\[0\]\[0\] has shape \(8,\); it needs at least two axes",
+    ),
+    "shape": (
+        lambda: cupyfa.merge(with_part(out=TWO[0][..., :7])),
+        ValueError,
+        r"parts\[1\]\[0\] has shape \(2, 3, 4, 7\); it must be that of parts\[0\]\[0\], \(2, 3, 4",
+    ),
+    "rows": (
+        lambda: cupyfa.merge(with_part(lse=TWO[1][..., :3])),
+        ValueError,
+        r"parts\[1\]\[1\] has shape \(2, 3, 3\); .* it must be \(2, 3, 4\), \[..., heads, M\]",
+    ),
+    "layout of rows": (
+        lambda: cupyfa.merge([ONE], layout="bshd"),
+        ValueError,
+        r'for outputs of shape \(2, 3, 4, 8\) with layout="bshd" it must be \(2, 4, 3\)',
+    ),
+    "layout": (
+        lambda: cupyfa.merge([ONE], layout="bsdh"),
+        ValueError,
+        "layout is 'bsdh'; use one of bhsd, bshd",
+    ),
+    "dtype": (
+        lambda: cupyfa.merge([(ONE[0].astype(int), ONE[1])]),
+        TypeError,
+        r"parts\[0\]\[0\] has dtype int64, which is not supported; use one of float16",
+    ),
+    "dtypes": (
+        lambda: cupyfa.merge(with_part(out=TWO[0].astype("f2"))),
+        TypeError,
+        r"parts\[1\]\[0\] is float16; it must be float32, that of parts\[0\]\[0\]: convert all",
+    ),
+    "dtype of lse": (
+        lambda: cupyfa.merge(with_part(lse=TWO[1].astype("f8"))),
+        TypeError,
+        r"parts\[1\]\[1\] is float64; for outputs of float32 it must be float32, as attention",
+    ),
+    "out": (
+        lambda: cupyfa.merge([ONE, TWO], out=np.zeros((2, 3, 4, 7), F), backend="simulator"),
+        ValueError,
+        r"out is float32 \(2, 3, 4, 7\), the result is float32 \(2, 3, 4, 8\); give an array",
+    ),
+    "out overlaps": (
+        lambda: cupyfa.merge([ONE, TWO], out=TWO[0], backend="simulator"),
+        ValueError,
+        r"out overlaps the input parts\[1\]\[0\], which must not be written",
+    ),
+    "out is a list": (
+        lambda: cupyfa.merge([ONE, TWO], out=[], backend="simulator"),
+        TypeError,
+        r"out is \[\]; pass a NumPy or CuPy array",
+    ),
+    "dout": (
+        lambda: cupyfa.merge_vjp([ONE], backend="simulator")[1](ONE[0][:1]),
+        ValueError,
+        r"dout has shape \(1, 3, 4, 8\); it must be that of out, \(2, 3, 4, 8\)",
+    ),
+    "dlse": (
+        lambda: cupyfa.merge_vjp([ONE], backend="simulator")[1](ONE[0], ONE[1].astype("f8")),
+        TypeError,
+        "dlse is float64; for outputs of float32 it must be float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.filterwarnings("ignore:no CUDA device")
+def test_wrong_arguments(what):
+    call, error, message = WRONG[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_a_masked_array_is_refused():
+    masked = np.ma.masked_array(ONE[0])
+    with pytest.raises(TypeError, match=r"parts\[0\]\[0\] is a MaskedArray"):
+        cupyfa.merge([(masked, ONE[1])], backend="simulator")
