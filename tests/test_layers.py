@@ -27,6 +27,7 @@ LAYERS = [
     {"planner"},
     {"runtime"},
     {"blocks"},
+    {"call"},
     {"api"},
     {"parts"},
     {"dask", "distributed"},

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from cupyfa import blocks
-from cupyfa.api import unknown_argument
 from cupyfa.bench import sweeps, timing
+from cupyfa.call.keywords import unknown_argument
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cupyfa import modifiers
-from cupyfa.api import unknown_argument
+from cupyfa.call.keywords import unknown_argument
 from cupyfa.errors import Unsupported, described
 from cupyfa.options import OPTIONS, AttentionOptions
 from cupyfa.problem import Problem

@@ -27,11 +27,11 @@ def backend_named(backend: str | Backend) -> Backend:
     CUPYFA_BACKEND names another one for "auto". Raises DeviceError if "cuda" is asked for and there
     is none.
     """
-    if isinstance(backend, Backend):
-        return backend
     if isinstance(backend, str) and backend in NAMES:
         with _choosing:  # concurrent threads get the same backend
             return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
+    if isinstance(backend, Backend):
+        return backend
     known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
     raise ValueError(f"backend {backend!r} is unknown{nearest(backend, NAMES)}; {known}")
 
