@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.blocks import BlockMask
+from cupyfa.call import pullback, sequences
 from cupyfa.call.call import BackendName, Call, Devices, Layout, Own, Tiles
 from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import add_inputs, split_block_mask
@@ -25,37 +26,19 @@ from cupyfa.call.keywords import (
     RaggedKeywords,
     RaggedTilesKeywords,
     convert_lists,
-    name_options,
-    read_options,
     read_shape,
     read_tiles,
     select_arrays,
-    split_arrays,
+    split_keywords,
     unknown_argument,
 )
 from cupyfa.call.prepare import compile_call
-from cupyfa.call.pullback import (
-    check_dlse,
-    computes_lse,
-    find_dtypes,
-    ignores_lse,
-    make_unread_lse,
-    read_pullback,
-    read_wrt,
-    refuse_gradients,
-)
-from cupyfa.call.sequences import (
-    add_sequences,
-    attention_of_lists,
-    split_fixed,
-    split_offsets,
-    vjp_of_lists,
-)
 from cupyfa.dtypes import INPUTS, DTypeLike, dtype_named
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.numerics.dropout import Dropout
 from cupyfa.options import (
     NOT_GIVEN,
+    OPTIONS,
     AttentionOptions,
     Causal,
     OutDtype,
@@ -77,8 +60,8 @@ if TYPE_CHECKING:
     from cupyfa.runtime.decoding import KVCache
 
 Array = np.ndarray[Any, Any]
-# The arrays that attention reads besides q, k and v, but for captured ones, in the order of calls.
-_READ = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES)
+# What ``attention`` reads besides q, k and v, the arrays in the order of calls.
+_READ = ("captured", *modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES)
 
 
 def attention(
@@ -199,7 +182,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     if isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
-        return attention_of_lists(attention, attention_ragged, locals())
+        return sequences.attention_of_lists(attention, attention_ragged, locals())
     if unknown:
         raise unknown_argument(attention, unknown)
     # fmt: off
@@ -226,11 +209,13 @@ def attention(
         repeated = repeat_call("attention", fixed, (*arrays, *read), out)
         if repeated is not None:
             return repeated
-    asked, given = name_options(values)
-    call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
+    named = dict(zip(OPTIONS, values))
     if read or captured is not None:
-        every = {**dict(zip(_READ, read, strict=bool(read))), "mask": mask, "captured": captured}
-        given |= {name: x for name, x in every.items() if x is not None}
+        named |= zip(_READ, (captured, *read))
+    given, asked = split_keywords(attention, named)
+    if isinstance(mask, BlockMask):
+        given["mask"] = mask
+    call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
     if given:
         call, arrays = add_inputs(call, arrays, given, check)
     if own is not None or return_own:
@@ -272,10 +257,9 @@ def compile(
     keep their values.
     Offsets and lengths are int32; those in GPU memory are not checked.
     """
-    of_sequences, others = split_offsets(compile, keywords)
+    of_sequences, others = sequences.split_offsets(compile, keywords)
     layout = "bshd" if of_sequences else layout
-    given, rest = split_arrays(others)
-    asked = read_options(compile, rest)
+    given, asked = split_keywords(compile, others)
     call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
     return compile_call(call, (q, k, v), dtype, given | of_sequences, own, return_own)
 
@@ -310,26 +294,18 @@ def compile_backward(
     None for it, here and in each call.
     """
     if lse is None and dtype is None:
-        lse = make_unread_lse(kernel, q, backend, layout)
-    elif lse is None and ignores_lse(kernel):
+        lse = pullback.make_unread_lse(kernel, q, backend, layout)
+    elif lse is None and pullback.ignores_lse(kernel):
         lse = out[:-1] if layout == "bhsd" else (*out[:-3], out[-2], out[-3])
-    of_sequences, others = split_offsets(compile_backward, keywords)
+    of_sequences, others = sequences.split_offsets(compile_backward, keywords)
     layout = "bshd" if of_sequences else layout
-    wrt = read_wrt(wrt)
-    given, asked = split_arrays(others)
+    wrt = pullback.read_wrt(wrt)
+    given, asked = split_keywords(compile_backward, others)
     given |= of_sequences
     if dlse is not None:
-        given["dlse"] = check_dlse(dlse, lse) if dtype is None else dlse
+        given["dlse"] = pullback.check_dlse(dlse, lse) if dtype is None else dlse
     call = Call(
-        operation="backward",
-        kernel=kernel,
-        backend=backend,
-        options=options,
-        asked=read_options(compile_backward, asked),
-        layout=layout,
-        tiles=tiles,
-        deterministic=deterministic,
-        wrt=wrt,
+        "backward", kernel, backend, options, asked, layout, tiles, False, deterministic, wrt=wrt
     )
     return compile_call(call, (dout, q, k, v, out, lse), dtype, given, own, return_own)
 
@@ -391,24 +367,15 @@ def attention_backward(
         if repeated is not None:
             return repeated
     if lse is None:
-        lse = make_unread_lse(kernel, q, backend, layout)
+        lse = pullback.make_unread_lse(kernel, q, backend, layout)
         arrays = dout, q, k, v, out, lse
+    given, asked = split_keywords(attention_backward, keywords) if keywords else ({}, {})
+    wrt = forms.QKV if wrt is forms.QKV else pullback.read_wrt(wrt)
     call = Call(
-        operation="backward",
-        kernel=kernel,
-        backend=backend,
-        options=options,
-        layout=layout,
-        tiles=tiles,
-        deterministic=deterministic,
-        wrt=forms.QKV if wrt is forms.QKV else read_wrt(wrt),
+        "backward", kernel, backend, options, asked, layout, tiles, False, deterministic, wrt=wrt
     )
-    given: dict[str, Any] = {}
-    if keywords:
-        given, rest = split_arrays(keywords)
-        call = call._replace(asked=read_options(attention_backward, rest))
     if dlse is not None:
-        given["dlse"] = check_dlse(dlse, lse)
+        given["dlse"] = pullback.check_dlse(dlse, lse)
     if given:
         call, arrays = add_inputs(call, arrays, given, check)
     if own is not None or return_own:
@@ -443,7 +410,7 @@ def attention_vjp(
     to q, k, v, out and lse, and may be called several times; it uses their contents at that time.
     """
     if isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
-        return vjp_of_lists(attention_vjp, attention_ragged_vjp, locals())
+        return sequences.vjp_of_lists(attention_vjp, attention_ragged_vjp, locals())
     if not options.keys() <= OF_BOTH_PASSES.keys():
         if given := options.keys() & {"return_own", "out", "grads"}:
             raise ValueError(
@@ -451,34 +418,45 @@ def attention_vjp(
                 "and lse; call attention and attention_backward to have them"
             )
         raise unknown_argument(attention_vjp, options, tuple(OF_BOTH_PASSES))
-    refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
+    pullback.refuse_gradients(INPUTS.get(str(getattr(q, "dtype", "")).removeprefix("torch.")))
     options = convert_lists(options) if options else options  # type: ignore[assignment]
     if wrt is not forms.QKV:
-        wrt = read_wrt(wrt)
-        forms.refuse_without_gradients(wrt, find_dtypes(options))
-    return_lse, how = read_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
+        wrt = pullback.read_wrt(wrt)
+        forms.refuse_without_gradients(wrt, pullback.find_dtypes(options))
+    return_lse, how = pullback.read_pullback(
+        return_lse, deterministic, backward_kernel, backward_tiles
+    )
     forward, backward = divide_arrays(own, kernel, backward_kernel)
     lse, of_forward = None, dict[str, Any](kernel=kernel, tiles=tiles, own=forward, **options)
-    if not return_lse and ignores_lse(backward_kernel) and not computes_lse(kernel):
+    if (
+        not return_lse
+        and pullback.ignores_lse(backward_kernel)
+        and not pullback.computes_lse(kernel)
+    ):
         out = attention(q, k, v, **of_forward)
     else:
         out, lse = attention(q, k, v, return_lse=True, **of_forward)
 
     how |= {"own": backward, "wrt": wrt}
-    pull = partial(_pullback, (q, k, v, out, lse), {**how, **options})
+    pull = partial(_pullback, attention_backward, (q, k, v, out, lse), {**how, **options})
     return ((out, lse) if return_lse else out), pull
 
 
 def _pullback(
-    arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None, **unknown: Any
+    backward: Callable[..., tuple[Any, ...]],
+    arrays: tuple[Any, ...],
+    how: Mapping[str, Any],
+    dout: Any,
+    dlse: Any = None,
+    **unknown: Any,
 ) -> tuple[Any, ...]:
-    """What ``attention_vjp`` returns; a function of the module, so that it can be pickled."""
+    """The function that ``attention_vjp`` returns, with its first arguments; it can be pickled."""
     if unknown:
         raise TypeError(
             f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
             "returns new arrays: attention_backward writes into grads="
         )
-    return attention_backward(dout, *arrays, dlse=dlse, **how)
+    return backward(dout, *arrays, dlse=dlse, **how)
 
 
 def attention_ragged(
@@ -517,13 +495,12 @@ def attention_ragged(
     written.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    fixed, read = split_fixed((kernel, return_lse), keywords, (None, *lengths))
-    repeated = repeat_call("attention_ragged", fixed, (q, k, v, *read), out)
-    if repeated is not None:
+    fixed, read = sequences.split_fixed((kernel, return_lse), keywords, (None, *lengths))
+    if (repeated := repeat_call("attention_ragged", fixed, (q, k, v, *read), out)) is not None:
         return repeated
     call = Call("forward", kernel, keywords.get("backend", "auto"), return_lse=return_lse)
     packed = {"q": q, "k": k, "v": v}
-    call, arrays = add_sequences(attention_ragged, call, packed, lengths, keywords)
+    call, arrays = sequences.add_sequences(attention_ragged, call, packed, lengths, keywords)
     how: Any = {"check": keywords.get("check", False), "devices": keywords.get("devices")}
     return run_call(call, arrays, out, **how, repeat=("attention_ragged", fixed))
 
@@ -557,13 +534,12 @@ def attention_ragged_backward(
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     function = attention_ragged_backward
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
-    fixed, read = split_fixed((kernel, deterministic), keywords, (dlse, *lengths))
-    repeated = repeat_call(function.__name__, fixed, (*arrays, *read))
-    if repeated is not None:
+    fixed, read = sequences.split_fixed((kernel, deterministic), keywords, (dlse, *lengths))
+    if (repeated := repeat_call(function.__name__, fixed, (*arrays, *read))) is not None:
         return repeated
     call = Call("backward", kernel, keywords.get("backend", "auto"), deterministic=deterministic)
     packed = dict(zip(("dout", "q", "k", "v", "out", "lse"), arrays))
-    call, arrays = add_sequences(function, call, packed, lengths, keywords, dlse)
+    call, arrays = sequences.add_sequences(function, call, packed, lengths, keywords, dlse)
     how: Any = {"check": keywords.get("check", False), "devices": keywords.get("devices")}
     return run_call(call, arrays, **how, repeat=(function.__name__, fixed))
 
@@ -591,7 +567,9 @@ def attention_ragged_vjp(
     ``return_lse`` it returns (out, lse) and ``pullback``. ``kernel`` and ``tiles`` are those of
     ``attention_ragged``, ``backward_kernel`` and ``backward_tiles`` those of the gradients.
     """
-    return_lse, how = read_pullback(return_lse, deterministic, backward_kernel, backward_tiles)
+    return_lse, how = pullback.read_pullback(
+        return_lse, deterministic, backward_kernel, backward_tiles
+    )
     of_both: Any = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     of_both |= convert_lists(keywords)
     out, lse = attention_ragged(
@@ -599,15 +577,8 @@ def attention_ragged_vjp(
     )
 
     arrays = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
-    pull = partial(_ragged_pullback, arrays, {**how, **of_both})
+    pull = partial(_pullback, attention_ragged_backward, arrays, {**how, **of_both})
     return ((out, lse) if return_lse else out), pull
-
-
-def _ragged_pullback(
-    arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None
-) -> tuple[Any, Any, Any]:
-    given: Any = {"dlse": dlse, **how}
-    return attention_ragged_backward(dout, *arrays, **given)
 
 
 def decode(
@@ -733,10 +704,8 @@ def softmax(
     if unknown:
         raise unknown_argument(softmax, unknown)
     fixed = kernel, backend, tiles, return_lse, own, return_own
-    if not check:
-        repeated = repeat_call("softmax", fixed, (x,), out)
-        if repeated is not None:
-            return repeated
+    if not check and (repeated := repeat_call("softmax", fixed, (x,), out)) is not None:
+        return repeated
     call = Call("softmax", kernel, backend, tiles=tiles, return_lse=return_lse)
     arrays: Sequence[Any] = (x,)
     if own is not None or return_own:
@@ -776,8 +745,8 @@ def plan(
 
     Raises what ``attention`` raises.
     """
-    arrays, asked = split_arrays(keywords)
-    chosen = AttentionOptions.of(options, read_options(plan, asked))
+    arrays, asked = split_keywords(plan, keywords)
+    chosen = AttentionOptions.of(options, asked)
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     sizes |= {"kv_heads": kv_heads, "dtype": dtype}
     blocks, arrays = split_block_mask(arrays)

@@ -20,7 +20,7 @@ from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import last_calls
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.prepared import Form, Prepared, list_forms
-from cupyfa.runtime.select import adopt, devices_of, owner
+from cupyfa.runtime.select import adopt_foreign, devices_of, owner
 
 # What ``repeat_call`` knows a call by: its function, and all of its arguments that are no arrays.
 Repeatable = tuple[str, tuple[Any, ...]]
@@ -98,7 +98,7 @@ def _adopt_arrays(
 ) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
     """The backend for arrays, the arrays as its own or NumPy's, and their forms."""
     names = *ARRAYS[call.operation], *map(name_of, call.inputs)
-    backend, arrays = adopt(call.backend, **dict(zip(names, arrays)))
+    backend, arrays = adopt_foreign(call.backend, dict(zip(names, arrays)))
     return backend, arrays, list_forms(backend, arrays)
 
 

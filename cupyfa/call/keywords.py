@@ -30,6 +30,7 @@ from cupyfa.runtime.backend import Backend
 _VALUES = frozenset({type(None), NotGiven, bool, int, float, str, tuple, Expression})
 # Arguments that are arrays, beside q, k and v.
 ARRAY_KEYWORDS = (*modifiers.OWN_ARRAYS, *modifiers.PADDED, *modifiers.DESCALES, "captured")
+_KEYWORDS = {*OPTIONS, *ARRAY_KEYWORDS}
 # Arguments of attention_vjp that go to both passes.
 OF_BOTH_PASSES = dict.fromkeys(
     (*OPTIONS, *ARRAY_KEYWORDS, "options", "backend", "layout", "check", "devices")
@@ -65,27 +66,27 @@ class CompileKeywords(PaddedKeywords, total=False):
     seqused_k: Any
 
 
-class CommonKeywords(PaddedKeywords, total=False):
-    """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
+class RunKeywords(TypedDict, total=False):
+    """How a call runs."""
 
     options: AttentionOptions | None
     backend: BackendName | Backend
-    layout: Layout
     check: bool
     devices: Devices | None
+
+
+class CommonKeywords(PaddedKeywords, RunKeywords, total=False):
+    """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
+
+    layout: Layout
 
 
 class NoKeywords(TypedDict):
     """No further keywords: type checkers report one that a function does not have."""
 
 
-class RaggedKeywords(ScoreKeywords, total=False):
+class RaggedKeywords(ScoreKeywords, RunKeywords, total=False):
     """What the functions of ragged batches take besides."""
-
-    options: AttentionOptions | None
-    backend: BackendName | Backend
-    check: bool
-    devices: Devices | None
 
 
 class RaggedTilesKeywords(RaggedKeywords, total=False):
@@ -132,15 +133,23 @@ def _read_value(name: str, given: Any) -> Any:
     return given.item() if isinstance(given, np.ndarray) and not given.shape else given
 
 
-def split_arrays(keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments that are arrays or numbers of texts, and the others.
+def split_keywords(
+    function: Callable[..., Any], keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], OptionKeywords]:
+    """The arrays and captured numbers among a function's arguments, and the options in their order.
 
-    In place of seeds that are arrays the others have 0.
+    In place of seeds that are arrays the options have 0. Raises TypeError for other arguments.
     """
-    given = {name: x for name, x in keywords.items() if name in ARRAY_KEYWORDS and x is not None}
-    seeds = select_arrays({name: keywords.get(name) for name in modifiers.SEEDS})
-    asked = {name: x for name, x in keywords.items() if name not in ARRAY_KEYWORDS}
-    return {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
+    given: dict[str, Any] = {}
+    if not keywords.keys() <= OPTIONS.keys():
+        if not keywords.keys() <= _KEYWORDS:
+            raise unknown_argument(function, keywords, (*OPTIONS, *ARRAY_KEYWORDS))
+        given = {x: keywords[x] for x in ARRAY_KEYWORDS if keywords.get(x) is not None}
+    asked: Any = {x: keywords[x] for x in OPTIONS if keywords.get(x, NOT_GIVEN) is not NOT_GIVEN}
+    if not asked.keys().isdisjoint(modifiers.SEEDS):
+        seeds = select_arrays({name: asked[name] for name in modifiers.SEEDS if name in asked})
+        given, asked = {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
+    return given, asked
 
 
 def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,29 +174,6 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
     if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
     return tiles
-
-
-def name_options(values: Sequence[Any]) -> tuple[OptionKeywords, dict[str, Any]]:
-    """Of the values of OPTIONS, in their order, those that are given; and seeds that are arrays.
-
-    In place of such seeds the options have 0.
-    """
-    asked: Any = {name: x for name, x in zip(OPTIONS, values) if x is not NOT_GIVEN}
-    if asked.keys().isdisjoint(modifiers.SEEDS):
-        return asked, {}
-    seeds = select_arrays({name: asked[name] for name in modifiers.SEEDS if name in asked})
-    return asked | dict.fromkeys(seeds, 0), seeds
-
-
-def read_options(function: Callable[..., Any], keywords: Mapping[str, Any]) -> OptionKeywords:
-    """The options among the keyword arguments of a function, in the order of OPTIONS.
-
-    Raises TypeError if there are other arguments.
-    """
-    if not keywords.keys() <= OPTIONS.keys():
-        raise unknown_argument(function, keywords, (*OPTIONS, *ARRAY_KEYWORDS))
-    asked: Any = {name: keywords[name] for name in OPTIONS if name in keywords}
-    return asked
 
 
 # Names in other libraries, and what to write here.

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyfa import forms, modifiers
 from cupyfa.call.call import BackendName, Tiles
-from cupyfa.call.keywords import read_tiles, split_arrays
+from cupyfa.call.keywords import read_tiles
 from cupyfa.dtypes import DTYPES, DType
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder import lookup
@@ -136,9 +136,8 @@ def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
 
 def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
     """The dtypes, by name, of the arrays that change scores, before any is converted."""
-    given, _ = split_arrays(keywords)
-    captured = given.get("captured")
-    own = {name: given[name] for name in modifiers.OWN_ARRAYS if name in given}
+    captured = keywords.get("captured")
+    own = {name: keywords[name] for name in modifiers.OWN_ARRAYS if name in keywords}
     found = {**own, **(captured if isinstance(captured, Mapping) else {})}
     arrays = {name: x for name, x in found.items() if getattr(x, "shape", ())}
     dtypes = {name: str(getattr(x, "dtype", "")) for name, x in arrays.items()}

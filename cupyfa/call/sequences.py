@@ -13,19 +13,12 @@ import numpy as np
 from cupyfa import modifiers
 from cupyfa.call.call import Call
 from cupyfa.call.inputs import add_inputs
-from cupyfa.call.keywords import (
-    OF_BOTH_PASSES,
-    read_options,
-    read_tiles,
-    split_arrays,
-    unknown_argument,
-)
+from cupyfa.call.keywords import OF_BOTH_PASSES, read_tiles, split_keywords, unknown_argument
 from cupyfa.call.pullback import check_dlse, read_pullback
 from cupyfa.errors import Unsupported, described
 from cupyfa.options import NOT_GIVEN, OPTIONS, AttentionOptions, read_flag
 from cupyfa.planner import select as planning
 from cupyfa.runtime import ragged
-from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import is_none
 from cupyfa.runtime.select import adopt, as_array, backend_named, where_q_is
 
@@ -49,7 +42,7 @@ def split_fixed(
 def add_sequences(
     function: Callable[..., Any],
     call: Call,
-    named: Mapping[str, Any],
+    packed: Mapping[str, Any],
     lengths: Sequence[Any],
     keywords: Mapping[str, Any],
     dlse: Any = None,
@@ -58,37 +51,24 @@ def add_sequences(
 
     lengths: where sequences begin and how many rows of them count.
     """
-    backend, arrays, given = _read_offsets(named, lengths, keywords)
-    others = {name: x for name, x in keywords.items() if name not in _OF_CALLS}
-    _refuse_padded(function, others)
-    read, asked = split_arrays(others)
-    call = call._replace(
-        backend=backend,
-        options=keywords.get("options"),
-        asked=read_options(function, asked),
-        layout="bshd",
-        tiles=keywords.get("tiles"),
-    )
-    if dlse is not None:
-        read["dlse"] = check_dlse(dlse, named["lse"])
-    return add_inputs(call, arrays, {**read, **given})
-
-
-def _read_offsets(
-    named: Mapping[str, Any], lengths: Sequence[Any], keywords: Mapping[str, Any]
-) -> tuple[Backend, Sequence[Any], dict[str, Any]]:
-    """The backend of a ragged batch, its packed arrays, and its offsets where these are."""
-    check_packed(named)
-    backend, arrays = adopt(keywords.get("backend", "auto"), **named)
-    by_name = dict(zip(named, arrays))
-    given = {name: as_array(backend, name, x) for name, x in zip(_OFFSETS, lengths)}
-    if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
-        given = {name: where_q_is(backend, by_name["q"], x) for name, x in given.items()}
-    if missing := [name for name in modifiers.STARTS if given[name] is None]:
+    check_packed(packed)
+    backend, arrays = adopt(keywords.get("backend", "auto"), **packed)
+    q, k = (arrays[list(packed).index(name)] for name in "qk")
+    offsets = {name: as_array(backend, name, x) for name, x in zip(_OFFSETS, lengths)}
+    if isinstance(q, np.ndarray):  # sequences are copied piece by piece
+        offsets = {name: where_q_is(backend, q, x) for name, x in offsets.items()}
+    if missing := [name for name in modifiers.STARTS if offsets[name] is None]:
         raise TypeError(f"{missing[0]} is None; give where each sequence begins, and the end")
     look = bool(keywords.get("check"))
-    given = ragged.lengths(by_name["q"], by_name["k"], given, look=look, download=backend.download)
-    return backend, arrays, given
+    offsets = ragged.lengths(q, k, offsets, look=look, download=backend.download)
+    others = {name: x for name, x in keywords.items() if name not in _OF_CALLS}
+    _refuse_padded(function, others)
+    given, asked = split_keywords(function, others)
+    options, tiles = keywords.get("options"), keywords.get("tiles")
+    call = call._replace(backend=backend, options=options, asked=asked, layout="bshd", tiles=tiles)
+    if dlse is not None:
+        given["dlse"] = check_dlse(dlse, packed["lse"])
+    return add_inputs(call, arrays, {**given, **offsets})
 
 
 def check_packed(named: Mapping[str, Any]) -> None:
@@ -143,7 +123,7 @@ def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) ->
     others = {name: x for name, x in given.items() if name not in own}
     if others:
         raise unknown_argument(function, others, tuple(OF_BOTH_PASSES))
-    _, asked = split_arrays({x: y for x, y in given.items() if x in OPTIONS})
+    _, asked = split_keywords(function, {x: y for x, y in given.items() if x in OPTIONS})
     AttentionOptions.of(given.get("options"), asked)
     planning.check_named(given.get("kernel", "auto"), "forward", read_tiles(given.get("tiles")))
     read_pullback(
