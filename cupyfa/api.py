@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
@@ -186,13 +186,11 @@ def attention(
     if unknown:
         raise unknown_argument(attention, unknown)
     # fmt: off
-    values = (  # in the order of OPTIONS
+    fixed: tuple[Any, ...] = (
+        # In the order of OPTIONS.
         precision, causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype,
         dropout, dropout_seed, dropout_offset,
-    )
-    fixed: tuple[Any, ...] = (
         kernel, backend, options, layout, tiles, return_lse, captured, own, return_own, devices,
-        *values,
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
@@ -205,23 +203,26 @@ def attention(
         read = alibi_slopes, bias, dense, sink, lengths_q, lengths_k
         read += q_descale, k_descale, v_descale
         fixed += blocks, *map(is_none, read)
-    if not check:
-        repeated = repeat_call("attention", fixed, (*arrays, *read), out)
-        if repeated is not None:
-            return repeated
-    named = dict(zip(OPTIONS, values))
-    if read or captured is not None:
-        named |= zip(_READ, (captured, *read))
-    given, asked = split_keywords(attention, named)
+        arrays = *arrays, *filterfalse(is_none, read)
+    if not check and (repeated := repeat_call("attention", fixed, arrays, out)) is not None:
+        return repeated
+    asked: Any = {name: x for name, x in zip(OPTIONS, fixed) if x is not NOT_GIVEN}
+    given: dict[str, Any] = {}
+    if read or captured is not None or not asked.keys().isdisjoint(modifiers.SEEDS):
+        named = dict(zip(_READ, (captured, *read)))
+        given, asked = split_keywords(attention, {**asked, **named})
     if isinstance(mask, BlockMask):
         given["mask"] = mask
     call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
+    arrays = q, k, v
     if given:
         call, arrays = add_inputs(call, arrays, given, check)
     if own is not None or return_own:
         call, arrays = add_kernel_arrays(call, arrays, own, return_own)
-    how: Any = {"check": check, "progress": progress, "devices": devices}
-    return run_call(call, arrays, out, **how, repeat=("attention", fixed))
+    repeat = "attention", fixed
+    return run_call(
+        call, arrays, out, check=check, progress=progress, repeat=repeat, devices=devices
+    )
 
 
 def compile(
@@ -363,7 +364,8 @@ def attention_backward(
     # fmt: on
     arrays: Sequence[Any] = (dout, q, k, v, out, lse)
     if not check:
-        repeated = repeat_call("attention_backward", fixed, (*arrays, dlse), grads=grads)
+        every = arrays if dlse is None else (*arrays, dlse)
+        repeated = repeat_call("attention_backward", fixed, every, grads=grads)
         if repeated is not None:
             return repeated
     if lse is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from itertools import filterfalse
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ from cupyfa.runtime.select import as_array, writable_view
 _CAUSAL = AttentionOptions(causal="bottom-right")
 
 
-@dataclass(frozen=True)
-class DecodeCall:
+class DecodeCall(NamedTuple):
     """The arguments of ``decode``; scores are alibi_slopes and sink."""
 
     q: Any
@@ -54,9 +54,11 @@ class DecodeCall:
         """The same with flags that are bools. Raises TypeError for what does not fit together."""
         if (self.k is None) != (self.v is None):
             raise TypeError("k and v are the keys and values of the same tokens; give both or none")
-        names = "interleaved", "return_lse", "check"
-        flags: Any = {name: read_flag(name, getattr(self, name)) for name in names}
-        call = replace(self, **flags)
+        call = self._replace(
+            interleaved=read_flag("interleaved", self.interleaved),
+            return_lse=read_flag("return_lse", self.return_lse),
+            check=read_flag("check", self.check),
+        )
         if call.interleaved and self.rotary is None:
             raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
         return call
@@ -95,7 +97,7 @@ def _split_fixed(
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """What ``repeat_call`` knows a step by, and the arrays that it reads besides q, k and v."""
     read = *scores, step.lengths, step.pages, *step.scales
-    return (*fixed, *map(is_none, read)), read
+    return (*fixed, *map(is_none, read)), (*filterfalse(is_none, read),)
 
 
 def repeat_decode(last: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any], out: Any) -> Any:

@@ -105,11 +105,12 @@ def _adopt_arrays(
 def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
     """What decides how a call runs. Options are written out: True equals 1, which is refused."""
     kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)  # kept by the plan
+    asked = repr(call.asked) if call.asked else None
     tiles: Any = call.tiles
     if tiles is not None:  # whatever kind of mapping it is
         tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
     return (
-        *(call.operation, forms, str(kernel), repr(call.asked), call.options, call.layout),
+        *(call.operation, forms, str(kernel), asked, call.options, call.layout),
         *(tiles, call.return_lse, call.deterministic),
         *(call.inputs, call.outputs, call.numbers, call.blocks, call.wrt),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def split_fixed(
     """
     read = keywords.get(modifiers.ALIBI), keywords.get(modifiers.SINK), *others
     asked = [x for x in keywords.items() if x[0] not in (modifiers.ALIBI, modifiers.SINK)]
-    return (*fixed, *map(is_none, read), *chain.from_iterable(asked)), read
+    known = *fixed, *map(is_none, read), *chain.from_iterable(asked)
+    return known, (*filterfalse(is_none, read),)
 
 
 def add_sequences(

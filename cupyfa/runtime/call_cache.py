@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import filterfalse
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +64,12 @@ def repeat_call(
 ) -> Any:
     """The results of a call like the function's last one on the arrays of an earlier call.
 
-    fixed: all that is no array, compared by identity, as True equals 1, which is refused. arrays:
-    in the order of calls, None for one that is not given. before: what is done ahead of the
-    launches. Returns None if there was no such call.
+    fixed: all that is no array, compared by identity, as True equals 1, which is refused; and which
+    optional arrays are given. arrays: those that are given, in the order of calls. before: what is
+    done ahead of the launches. Returns None if there was no such call.
     """
     last = last_calls.get(function)
     if last is None or len(last[0]) != len(fixed) or not all(map(is_, last[0], fixed)):
         return None
-    prepared, given = last[1], tuple(filterfalse(is_none, arrays))
-    return prepared.again(given, prepared.targets(out, grads), shapes=True, before=before)
+    prepared = last[1]
+    return prepared.again(arrays, prepared.targets(out, grads), shapes=True, before=before)
