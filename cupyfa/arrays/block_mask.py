@@ -66,9 +66,6 @@ class BlockMask:
         # their addresses.
         self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
         self._updated = set[str]()  # the names of arrays in ``captured`` that may change
-        # What a call with this mask alone says of its arrays (see api.How): one object, which
-        # the next call recognises.
-        self.alone = (), (), (), self, ("q", "k", "v")
         _ = self._problem  # raises for texts and arrays that do not fit
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import dask.array as da
 
-from cupyfa.api import BackendName, Tiles
+from cupyfa.call.call import BackendName, Tiles
 from cupyfa.dask import graphs
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from cupyfa.api import BackendName, Tiles
+from cupyfa.call.call import BackendName, Tiles
 from cupyfa.distributed.agreed_arguments import Given
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyfa.api import Tiles, given_tiles
+from cupyfa.call.call import Tiles
+from cupyfa.call.keywords import read_tiles
 from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import choose_kernel as planning
@@ -71,6 +72,6 @@ def planned(
     which: ``deterministic`` and ``persistent`` of ``select``.
     """
     record = planning.select(kernel, operation, p, limits, **which)
-    plan = planning.plan(record, p, limits, **given_tiles(tiles))
+    plan = planning.plan(record, p, limits, **read_tiles(tiles))
     named = kernel if isinstance(kernel, Kernel) else record.name
     return {"kernel": named, "tiles": dict(plan.constants)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyfa.api import unknown_argument
+from cupyfa.call.keywords import unknown_argument
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.options import OPTIONS, AttentionOptions

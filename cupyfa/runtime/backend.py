@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cupyfa.planner.plan import Limits, PlannedLaunch
+from cupyfa.runtime.call_cache import CallCache
 
 # Starts a launch: (stream, address of a table with each argument's address, 0).
 Start = Callable[[int | None, int, int], Any]
-# The arguments and the prepared call of each function's last call; cleared when limits change.
-recent: dict[str, tuple[tuple[Any, ...], Any]] = {}
 
 
 class Region(NamedTuple):
@@ -92,7 +91,7 @@ class Backend(ABC):
     name: str
     compile_errors: tuple[type[Exception], ...] = ()  # raised by ``prepare`` for a kernel's text
     failures: tuple[type[Exception], ...] = ()  # which ``working_on`` turns into DeviceError
-    known: dict[Any, Any]  # prepared calls, by what decides them; cleared when the limits change
+    calls: CallCache  # cleared when the limits change
     spaces: dict[Any, Any]  # workspaces that calls share, by device and stream
     devices: int = 1  # visible ones
     models: Sequence[str] = ("",)  # of the visible devices, by number
@@ -127,8 +126,7 @@ class Backend(ABC):
     def refresh(self) -> None:
         """Reads ``limits`` again, after a kernel was tuned."""
         self.read_limits.cache_clear()
-        self.known.clear()
-        recent.clear()
+        self.calls.clear()
 
     def holders(self, array: Any) -> tuple[Any, ...]:
         """The objects that keep the memory of a new array alive, the array among them."""

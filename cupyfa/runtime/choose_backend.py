@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,11 +27,11 @@ def backend_named(backend: str | Backend) -> Backend:
     CUPYFA_BACKEND names another one for "auto". Raises DeviceError if "cuda" is asked for and there
     is none.
     """
-    if isinstance(backend, Backend):
-        return backend
     if isinstance(backend, str) and backend in NAMES:
         with _choosing:  # concurrent threads get the same backend
             return {"auto": _automatic, "cuda": _cuda, "simulator": _simulator}[backend]()
+    if isinstance(backend, Backend):
+        return backend
     known = f"use one of {', '.join(NAMES)}, or a Simulator with options of its own"
     raise ValueError(f"backend {backend!r} is unknown{nearest(backend, NAMES)}; {known}")
 
@@ -73,8 +73,13 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     on CUDA. Raises TypeError for anything else and for a mixture.
     """
     values = list(arrays.values())
-    if (theirs := owner(backend, values)) is not None:
-        return theirs, values
+    theirs = owner(backend, values)
+    return (theirs, values) if theirs is not None else adopt_foreign(backend, arrays)
+
+
+def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Backend, list[Any]]:
+    """The same for arrays that are not all of a backend's own type (``owner``)."""
+    values = list(arrays.values())
     if (seen := _tensors(backend, values)) is not None:
         return seen
     if set(map(type, values)) == {np.ndarray}:

@@ -55,14 +55,16 @@ class Result(NamedTuple):
     given: str | None  # what messages call the caller's array; None if there can be none
 
 
-def form(backend: Backend, array: Any) -> Form:
-    """What decides how a call sees an array: shape, strides and dtype, and the device.
+def list_forms(backend: Backend, arrays: Sequence[Any]) -> tuple[Form, ...]:
+    """What decides how a call sees its arrays: shape, strides and dtype of each, and the device.
 
-    For an array of the host that a device cannot reach the strides do not matter.
+    All lie in the backend's memory, or all on the host. Of arrays of the host that a device cannot
+    reach the strides do not matter.
     """
-    if backend.owns(array):
-        return backend.form(array)
-    return tuple(array.shape), None, array.dtype, backend.device
+    if backend.owns(arrays[0]):
+        return tuple(map(backend.form, arrays))
+    device = backend.device
+    return tuple([(tuple(x.shape), None, x.dtype, device) for x in arrays])
 
 
 def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
@@ -120,7 +122,7 @@ class Prepared(OfThisProcess):
         self.plan = plan
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
-        self._forms = tuple(form(backend, x) for x in inputs.values())
+        self._forms = list_forms(backend, [*inputs.values()])
         # Whether lengths and offsets of sequences lie on the host, where calls look at them.
         self._lengths_seen = any(
             name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
@@ -416,8 +418,8 @@ class Prepared(OfThisProcess):
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
-        for name, array, wanted in zip(self._names, adopted, self._forms):
-            given = form(self._backend, array)
+        forms = list_forms(self._backend, adopted)
+        for name, given, wanted in zip(self._names, forms, self._forms):
             if given != wanted:
                 raise ValueError(
                     f"{_listed([name])} is {_described(given)}, and this was compiled for "
@@ -465,7 +467,7 @@ class Prepared(OfThisProcess):
             if not is_writable(plan, result.name, seen):
                 return None
         self._extents = [extent(x) for x in arrays.values()]
-        self._result_forms = [form(backend, x) for x in made]
+        self._result_forms = list_forms(backend, made)
         self._result_bytes = [x.nbytes for x in made]
         on_host = isinstance(made[0], np.ndarray)  # where addresses may be misaligned
         known = [x.dtype.itemsize for x in (*arrays.values(), *made)] if on_host else []

@@ -31,6 +31,7 @@ LAYERS = [
     {"planner"},
     {"runtime"},
     {"arrays"},
+    {"call"},
     {"api"},
     {"partition"},
     {"dask", "distributed"},

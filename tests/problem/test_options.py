@@ -252,9 +252,7 @@ def test_an_optional_input_reaches_references_and_layouts(gated, monkeypatch):
 
 
 def test_attention_takes_each_option_by_its_name(monkeypatch):
-    monkeypatch.setattr(
-        api, "_call", lambda how, *_, **more: dict(zip(OPTIONS, how[8:], strict=True))
-    )
+    monkeypatch.setattr(api, "run_call", lambda call, *_, **more: call.asked)
     given = {name: object() for name in OPTIONS}
     assert api.attention(1, 2, 3, **given) == given
 

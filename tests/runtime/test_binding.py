@@ -612,7 +612,7 @@ def test_a_repeated_call_enters_few_functions(there, most):
 @pytest.fixture
 def plans(monkeypatch):
     """How often something was planned; the simulator knows no call of other tests."""
-    choose_backend.backend_named("simulator").known.clear()
+    choose_backend.backend_named("simulator").calls.clear()
     made, plan = [], planning.plan
     monkeypatch.setattr(planning, "plan", lambda *a, **k: made.append(a) or plan(*a, **k))
     return made
@@ -672,7 +672,7 @@ def test_kernel_names_may_be_string_subclasses(near):
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
     cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
     cupyfa.attention(*x, backend=near, kernel=np.str_("fa2"))
-    assert all("two_pass" in key or "fa2" in key for key in near.known)
+    assert all("two_pass" in key or "fa2" in key for key in near.calls.prepared)
 
 
 def test_wrong_options_equal_to_valid_ones_are_refused(near):

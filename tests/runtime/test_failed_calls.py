@@ -116,7 +116,7 @@ def test_a_call_that_ran_out_of_memory_keeps_none(device, no_collection, where, 
     CALLS[call](put, backend=device)  # makes what calls share
     usual, attempts = device.alive, 0
     for attempts in range(_MOST_ATTEMPTS):
-        device.known.clear()
+        device.calls.clear()
         device.left = attempts
         try:
             CALLS[call](put, backend=device)

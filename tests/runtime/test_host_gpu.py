@@ -7,6 +7,7 @@ import pytest
 from helpers.threads import in_threads
 
 import cupyfa
+from cupyfa.call import execution
 from cupyfa.runtime import transfer
 
 pytestmark = pytest.mark.gpu
@@ -64,8 +65,8 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
     """On the very arrays of a call before, whose lengths may have changed."""
     import cupy
 
-    slow, call = [], cupyfa.api._call
-    monkeypatch.setattr(cupyfa.api, "_call", lambda *a, **k: slow.append(1) or call(*a, **k))
+    slow, read = [], execution.read_call
+    monkeypatch.setattr(execution, "read_call", lambda *call: slow.append(1) or read(*call))
     q, k, v, offsets = on_device(*arrays(60, 4, 64), np.array([0, 20, 60], np.int32))
     cache = cupyfa.KVCache(*cupy.zeros((2, 2, 30, 4, 64), np.float16), cupy.zeros(2, np.int32))
     new = [x[:2].reshape(2, 4, 1, 64) for x in (q, k, v)]

@@ -7,6 +7,7 @@ import pytest
 from helpers.device_arrays import ArrayDevice, DeviceArray
 
 import cupyfa
+from cupyfa.call import execution
 from cupyfa.runtime import choose_backend
 
 F = np.float32
@@ -22,8 +23,8 @@ def device(monkeypatch):
 @pytest.fixture
 def slow_calls(monkeypatch):
     """How many calls were not repeats."""
-    found, call = [], cupyfa.api._call
-    monkeypatch.setattr(cupyfa.api, "_call", lambda *a, **k: found.append(1) or call(*a, **k))
+    found, read = [], execution.read_call
+    monkeypatch.setattr(execution, "read_call", lambda *call: found.append(1) or read(*call))
     return found
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cupyfa.api import unknown_argument
 from cupyfa.arrays import block_mask as blocks
+from cupyfa.call.keywords import unknown_argument
 from cupyfa.errors import DeviceError, Unsupported
 from cupyfa.lab.bench import sweeps, timing
 from cupyfa.lab.verify.case import Case

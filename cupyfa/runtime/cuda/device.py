@@ -22,6 +22,7 @@ from cupyfa.problem.dtypes import E4M3, INPUTS
 from cupyfa.runtime import environment
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
+from cupyfa.runtime.call_cache import CallCache
 from cupyfa.runtime.cuda import compiler
 from cupyfa.runtime.kernel_arguments import BOX_ROW_BYTES, blank_map
 
@@ -216,7 +217,7 @@ class Cuda(Backend):
     compiles_in_parallel = True
 
     def __init__(self) -> None:
-        self.known, self.spaces = {}, {}
+        self.calls, self.spaces = CallCache(), {}
         self._kernels: dict[tuple[Any, ...], compiler.Kernel] = {}
         self._building: dict[tuple[Any, ...], threading.Lock] = {}
         self._lock = threading.Lock()
@@ -414,7 +415,7 @@ class Cuda(Backend):
 
     def trim(self) -> None:
         self.spaces.clear()
-        for prepared in list(self.known.values()):
+        for prepared in list(self.calls.prepared.values()):
             prepared.forget()
         cupy.get_default_memory_pool().free_all_blocks()
 

@@ -22,6 +22,7 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
+from cupyfa.runtime.call_cache import CallCache
 from cupyfa.runtime.kernel_arguments import blank_map
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
@@ -69,7 +70,7 @@ class Simulator(Backend):
         if multiprocessors is not None:
             whole("multiprocessors", multiprocessors, 1, MOST_MULTIPROCESSORS)
         self.multiprocessors = multiprocessors
-        self.known, self.spaces = {}, {}
+        self.calls, self.spaces = CallCache(), {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(Simulator, **self._asked()), ()

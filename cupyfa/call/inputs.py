@@ -1,0 +1,178 @@
+"""What a call reads besides q, k and v: arrays that change scores, lengths, captured numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyfa.arrays.block_mask import BlockMask
+from cupyfa.call.call import ARRAYS, Call
+from cupyfa.call.keywords import read_shape
+from cupyfa.errors import described
+from cupyfa.problem import optional_inputs, shape_language
+from cupyfa.problem.optional_inputs import Operand
+from cupyfa.problem.problem import sizes_of
+from cupyfa.problem.wrt import QKV
+from cupyfa.runtime import ragged
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is
+
+# In the order of calls.
+_NAMES = (
+    *(
+        *optional_inputs.OWN_ARRAYS,
+        optional_inputs.DLSE,
+        *optional_inputs.LENGTHS,
+        optional_inputs.PAGE_TABLE,
+    ),
+    *optional_inputs.SCALES,
+    *optional_inputs.DESCALES,
+    *optional_inputs.SEEDS,
+)
+
+
+def add_inputs(
+    call: Call, arrays: Sequence[Any], given: Mapping[str, Any], look: bool = False
+) -> tuple[Call, Sequence[Any]]:
+    """A call that also reads these arrays and captured numbers, and all of its arrays.
+
+    look: whether to look at lengths in GPU memory too. Raises TypeError and ValueError for wrong
+    ones.
+    """
+    blocks, given = split_block_mask(given)
+    if not given:
+        return call._replace(blocks=blocks), arrays
+    _, q = adopt_leading_array(call, arrays)
+    captured = {} if (x := given.get("captured")) is None else x
+    if not isinstance(captured, Mapping):
+        raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
+    names = _NAMES if _has_dropout(call) else _NAMES[: -len(optional_inputs.SEEDS)]
+    found = {x: as_array(call.backend, x, given[x]) for x in names if given.get(x) is not None}
+    if lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
+        table = found.get(optional_inputs.PAGE_TABLE)
+        most = 1 if table is None else table.shape[1]  # pages
+        found |= _read_lengths(call, arrays, lengths, most, look)
+    by_name = sorted(captured.items(), key=lambda item: str(item[0]))
+    captured = {name: as_array(call.backend, str(name), x) for name, x in by_name}
+    if optional_inputs.STARTS[0] in found:
+        found = ragged.as_lengths(found)
+        if ragged.has_no_sequence(found):
+            captured = {name: ragged.with_elements(x) for name, x in captured.items()}
+        found = ragged.with_a_sequence(found)
+    operands = [optional_inputs.of_value(name, x) for name, x in found.items()]
+    if numbers := [x.name for x in operands if not x.is_array]:
+        raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
+    operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
+    every = {**found, **captured}
+    like_q = [where_q_is(call.backend, q, every[x.name]) for x in operands if x.is_array]
+    return _name_inputs(call, operands, blocks), (*arrays, *like_q)
+
+
+def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:
+    """A call that also reads these operands and a block mask."""
+    return call._replace(
+        inputs=(*call.inputs, *(x.input for x in operands if x.is_array)),
+        numbers=tuple(x for x in operands if not x.is_array),
+        blocks=blocks,
+    )
+
+
+def _read_lengths(
+    call: Call, arrays: Sequence[Any], given: Mapping[str, Any], most: int, look: bool
+) -> dict[str, Any]:
+    """The lengths of batch elements of a call, checked, where keys may lie in ``most`` pages."""
+    by_name = dict(zip(ARRAYS[call.operation], arrays))
+    backend, (q, k) = adopt(call.backend, q=by_name["q"], k=by_name["k"])
+    batch, _, M, _ = sizes_of("q", q, call.layout)
+    rows = M, sizes_of("k", k, call.layout)[2] * most
+    return ragged.padded_lengths(given, batch, rows, look=look, download=backend.download)
+
+
+def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
+    """The block mask among the arrays that a call reads, and the others."""
+    mask = given.get(optional_inputs.MASK)
+    if not isinstance(mask, BlockMask):
+        return None, dict(given)
+    return mask, {name: x for name, x in given.items() if name != optional_inputs.MASK}
+
+
+def _has_dropout(call: Call) -> bool:
+    """Whether a call drops weights, so that arrays of a seed are read; wrong options may."""
+    return bool(getattr(call.options, "dropout", None) or call.asked.get("dropout"))
+
+
+def add_input_forms(
+    call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any], dtype: str
+) -> tuple[Call, list[tuple[tuple[int, ...], np.dtype]]]:
+    """A call that also reads arrays of these forms, and their shapes and dtypes.
+
+    It is ``add_inputs`` for a call that is prepared from shapes.
+    """
+    batch, heads, M, _ = sizes_of("q", inputs["q"], call.layout)
+    _, kv_heads, N, _ = sizes_of("k", inputs["k"], call.layout)
+    blocks, given = split_block_mask(shape_language.of_heads(given, batch, kv_heads))
+    packed, is_empty = _read_sequence_shapes(given)
+    elements = packed[optional_inputs.STARTS[0]][0] - 1 if packed else batch
+    sizes = elements, heads, M, N
+    unread = () if _has_dropout(call) else optional_inputs.SEEDS
+    others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
+    others |= packed
+    found = list(shape_language.operands(others, sizes, dtype))
+    if is_empty:  # as ``ragged.with_elements`` has it
+        captured = given.get("captured") or ()
+        grown = [tuple(max(size, 1) for size in x.shape) for x in found]
+        found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
+    shapes = {}
+    if (dlse := given.get(optional_inputs.DLSE)) is not None:
+        lse = inputs["lse"]
+        shapes[optional_inputs.DLSE] = lse.shape
+        if read_shape("the shape of dlse", dlse) != lse.shape:
+            raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
+        own = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
+        found.insert(own, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
+    arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in found if x.is_array]
+    return _name_inputs(call, found, blocks), arrays
+
+
+def _read_sequence_shapes(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bool]:
+    """The shapes of the offsets and lengths of packed sequences, which may be given as arrays.
+
+    There is at least one sequence, as ``ragged.with_a_sequence`` has it. Also returns whether there
+    was none.
+    """
+    least = dict.fromkeys(optional_inputs.STARTS, (2,)) | dict.fromkeys(optional_inputs.USED, (1,))
+    shapes = {
+        name: read_shape(f"the shape of {name}", getattr(given[name], "shape", given[name]))
+        for name in least
+        if name in given
+    }
+    is_empty = shapes.get(optional_inputs.STARTS[0]) == (1,)
+    return {x: max(y, least[x]) if is_empty else y for x, y in shapes.items()}, is_empty
+
+
+def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...]:
+    """The operands of the problem of a call: the arrays that it reads besides, and its numbers."""
+    lead, found = tuple(inputs["q"].shape[:-3]), []
+    for name in call.inputs:
+        if not name.startswith("mods."):  # an array of a kernel of the user's
+            continue
+        array, own = inputs[name], name.removeprefix("mods.")
+        shape = tuple(map(int, array.shape))
+        if own in (optional_inputs.BIAS, optional_inputs.MASK):
+            array = optional_inputs.with_four_axes(own, array, lead)
+        if own == optional_inputs.DLSE:
+            array = array.reshape(prod(lead), *array.shape[-2:])
+        asked = own in call.wrt and own not in QKV  # these name the inputs
+        found.append(replace(optional_inputs.of_value(own, array), gradient=asked, given=shape))
+    return (*found, *call.numbers)
+
+
+def adopt_leading_array(call: Call, arrays: Sequence[Any]) -> tuple[Backend, Any]:
+    """The backend of a call, and the array that decides it, q or x, as NumPy's or CuPy's."""
+    names = ARRAYS[call.operation]
+    backend, (array,) = adopt(call.backend, q=arrays[names.index("q") if "q" in names else 0])
+    return backend, array

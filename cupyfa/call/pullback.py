@@ -1,0 +1,145 @@
+"""What the gradients of a call take and give: lse and dlse, and the arrays that wrt names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from cupyfa.call.call import BackendName, Tiles
+from cupyfa.call.keywords import read_tiles
+from cupyfa.errors import Unsupported, described
+from cupyfa.ladder import lookup
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.dtypes import DTYPES, DType
+from cupyfa.problem.options import read_flag
+from cupyfa.problem.problem import rows_of
+from cupyfa.problem.wrt import QKV, names_of, refuse_without_gradients
+from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.choose_backend import adopt
+from cupyfa.runtime.prepared import Result
+
+
+def read_pullback(
+    return_lse: Any, deterministic: Any, kernel: str | Kernel, tiles: Tiles | None
+) -> tuple[bool, dict[str, Any]]:
+    """Whether lse is returned, and what a pullback hands to the backward pass.
+
+    Raises for what no call of it could have, so that the call is refused and not its pullback.
+    """
+    planning.check_named(kernel, "backward", read_tiles(tiles))
+    of_backward = {
+        "deterministic": read_flag("deterministic", deterministic),
+        "kernel": kernel,
+        "tiles": tiles,
+    }
+    return read_flag("return_lse", return_lse), of_backward
+
+
+def ignores_lse(kernel: str | Kernel) -> bool:
+    """Whether a kernel for gradients does not read lse."""
+    record = _find_record(kernel)
+    return record is not None and record.operation == "backward" and not record.reads_lse
+
+
+def computes_lse(kernel: str | Kernel) -> bool:
+    """Whether a kernel computes lse, as far as it is known yet."""
+    record = _find_record(kernel)
+    return record is None or "lse" in record.features
+
+
+def _find_record(kernel: str | Kernel) -> Kernel | None:
+    """The record of a kernel; None for "auto" and for no kernel, which is refused later."""
+    record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
+    return record if isinstance(record, Kernel) else None
+
+
+def make_unread_lse(
+    kernel: str | Kernel, q: Any, backend: BackendName | Backend, layout: str
+) -> Any:
+    """An array in the place of an lse that a kernel does not read; None, if it reads lse."""
+    if not ignores_lse(kernel):
+        return None
+    where, (q,) = adopt(backend, q=q)
+    if str(q.dtype) not in DTYPES:  # which is refused later
+        return None
+    shape, dtype = rows_of(q, layout), DTYPES[str(q.dtype)].sums
+    return np.zeros(shape, dtype) if isinstance(q, np.ndarray) else where.empty(shape, dtype)
+
+
+def check_dlse(dlse: Any, lse: Any) -> Any:
+    """The gradient of lse. Raises TypeError and ValueError for what cannot be one."""
+    if not hasattr(dlse, "shape"):
+        raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
+    if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
+        raise ValueError(
+            f"dlse is {dlse.dtype} {tuple(dlse.shape)}; it must be {lse.dtype} {tuple(lse.shape)}, "
+            "as lse is"
+        )
+    return dlse
+
+
+def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    """Raises if an array is not what the forward pass of the same q, k and v returns."""
+    if tuple(array.shape) != tuple(shape):
+        remedy = (
+            "give the gradient of out, in its shape"
+            if name == "dout"
+            else "pass the out and lse that attention returned"
+        )
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; expected is {tuple(shape)} for these q, k and "
+            f"v: {remedy}"
+        )
+    if str(array.dtype) != str(dtype):
+        other = "convert it, or give the out_dtype of that call" if name == "out" else "convert it"
+        raise TypeError(
+            f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: {other}"
+        )
+
+
+def describe_gradient(name: str, inputs: Mapping[str, Any]) -> Result:
+    if name in QKV:
+        return Result(f"d{name.upper()}", tuple(inputs[name].shape), f"d{name} of grads")
+    shape = tuple(inputs[f"mods.{name}"].shape)
+    return Result(optional_inputs.gradient_of(name), shape, f"d{name} of grads")
+
+
+def read_wrt(wrt: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of the arrays whose gradients a call gives."""
+    if wrt is QKV:
+        return QKV
+    if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
+        raise TypeError(f"wrt is {described(wrt)}; give names, as ('q', 'k', 'v', 'sink')")
+    names = names_of(wrt)
+    if len(set(names)) < len(names) or not names:
+        raise ValueError(f"wrt is {names}; give at least one name, and each once")
+    return names
+
+
+def refuse_gradients(dtype: DType | None) -> None:
+    """Raises Unsupported for inputs of a dtype that gradients cannot have."""
+    if dtype is not None and dtype.result:
+        raise Unsupported(
+            f"q, k and v are {dtype.name}, and no kernel computes their gradients; convert them to "
+            "float16 or bfloat16"
+        )
+
+
+def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
+    read = [x for x in inputs if x.startswith("mods.")]
+    dtypes = {x.removeprefix("mods."): str(inputs[x].dtype) for x in read}
+    refuse_without_gradients(wrt, dtypes)
+
+
+def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
+    """The dtypes, by name, of the arrays that change scores, before any is converted."""
+    captured = keywords.get("captured")
+    own = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
+    found = {**own, **(captured if isinstance(captured, Mapping) else {})}
+    arrays = {name: x for name, x in found.items() if getattr(x, "shape", ())}
+    dtypes = {name: str(getattr(x, "dtype", "")) for name, x in arrays.items()}
+    return {name: x.removeprefix("torch.") for name, x in dtypes.items() if x}
