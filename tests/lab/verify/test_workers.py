@@ -99,8 +99,8 @@ def test_a_lost_device_ends_its_process(monkeypatch, worker):
         return [replace(done[0], kind=DEVICE_LOST)] if len(started) == 1 else done
 
     monkeypatch.setattr(worker, "_begun", lost)
-    rests = []
-    monkeypatch.setattr(worker, "rest", lambda: rests.append(len(started)))
+    rests, rest = [], worker.rest
+    monkeypatch.setattr(worker, "rest", lambda: rests.append(len(started)) or rest())
     done = worker.run(Task(FINE, ("softmax_safe", "softmax_online")))
     assert kinds(done) == [DEVICE_LOST, RIGHT]
     assert started == [("softmax_safe", "softmax_online"), ("softmax_online",)]
