@@ -19,12 +19,6 @@ from cupyfa.call.inputs import add_inputs, split_block_mask
 from cupyfa.call.kernel_arrays import add_kernel_arrays, divide_arrays, find_record, set_floats
 from cupyfa.call.keywords import (
     OF_BOTH_PASSES,
-    CommonKeywords,
-    CompileKeywords,
-    NoKeywords,
-    PaddedKeywords,
-    RaggedKeywords,
-    RaggedTilesKeywords,
     convert_lists,
     read_shape,
     read_tiles,
@@ -57,6 +51,14 @@ from cupyfa.runtime.prepared import Prepared, Progress
 from cupyfa.runtime.select import backend_named
 
 if TYPE_CHECKING:
+    from cupyfa.call.keywords import (
+        CommonKeywords,
+        CompileKeywords,
+        NoKeywords,
+        PaddedKeywords,
+        RaggedKeywords,
+        RaggedTilesKeywords,
+    )
     from cupyfa.runtime.decoding import KVCache
 
 Array = np.ndarray[Any, Any]

@@ -126,8 +126,8 @@ def add_input_forms(
         shapes[modifiers.DLSE] = lse.shape
         if read_shape("the shape of dlse", dlse) != lse.shape:
             raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
-        own = sum(x.name in modifiers.OWN_ARRAYS for x in found)
-        found.insert(own, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
+        before_dlse = sum(x.name in modifiers.OWN_ARRAYS for x in found)
+        found.insert(before_dlse, Operand(modifiers.DLSE, str(lse.dtype), (batch, heads, M)))
     arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in found if x.is_array]
     return _name_inputs(call, found, blocks), arrays
 
@@ -152,16 +152,16 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
     """The operands of the problem of a call: the arrays that it reads besides, and its numbers."""
     lead, found = tuple(inputs["q"].shape[:-3]), []
     for name in call.inputs:
-        if not name.startswith("mods."):  # an array of a kernel of the user's
+        if not name.startswith("mods."):  # an array of the user's kernel
             continue
-        array, own = inputs[name], name.removeprefix("mods.")
+        array, caller_name = inputs[name], name.removeprefix("mods.")
         shape = tuple(map(int, array.shape))
-        if own in (modifiers.BIAS, modifiers.MASK):
-            array = modifiers.with_four_axes(own, array, lead)
-        if own == modifiers.DLSE:
+        if caller_name in (modifiers.BIAS, modifiers.MASK):
+            array = modifiers.with_four_axes(caller_name, array, lead)
+        if caller_name == modifiers.DLSE:
             array = array.reshape(prod(lead), *array.shape[-2:])
-        asked = own in call.wrt and own not in forms.QKV  # these name the inputs
-        found.append(replace(modifiers.of_value(own, array), gradient=asked, given=shape))
+        asked = caller_name in call.wrt and caller_name not in forms.QKV  # these name the inputs
+        found.append(replace(modifiers.of_value(caller_name, array), gradient=asked, given=shape))
     return (*found, *call.numbers)
 
 
