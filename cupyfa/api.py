@@ -18,12 +18,6 @@ from cupyfa.call.inputs import add_inputs, split_block_mask
 from cupyfa.call.kernel_arrays import add_kernel_arrays, divide_arrays, find_record, set_floats
 from cupyfa.call.keywords import (
     OF_BOTH_PASSES,
-    CommonKeywords,
-    CompileKeywords,
-    NoKeywords,
-    PaddedKeywords,
-    RaggedKeywords,
-    RaggedTilesKeywords,
     convert_lists,
     read_shape,
     read_tiles,
@@ -59,6 +53,14 @@ from cupyfa.score.dropout import Dropout
 
 if TYPE_CHECKING:
     from cupyfa.arrays.kv_cache import KVCache
+    from cupyfa.call.keywords import (
+        CommonKeywords,
+        CompileKeywords,
+        NoKeywords,
+        PaddedKeywords,
+        RaggedKeywords,
+        RaggedTilesKeywords,
+    )
 
 Array = np.ndarray[Any, Any]
 # What ``attention`` reads besides q, k and v, the arrays in the order of calls.

@@ -133,16 +133,16 @@ def run_decode(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> A
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         options = replace(options, precision="float32")
     kernel = _choose_kernel(step.q, step.k, call.kernel, call.splits)
-    own = Call("forward", kernel, step.backend, options, tiles=call.tiles)
+    cached = Call("forward", kernel, step.backend, options, tiles=call.tiles)
     if shared is not None:
-        return _run_with_prefixes(call, own, step, shared)
-    own = own._replace(return_lse=call.return_lse)
-    own, arrays = add_inputs(own, (step.q, step.k, step.v), call.list_inputs(step))
+        return _run_with_prefixes(call, cached, step, shared)
+    cached = cached._replace(return_lse=call.return_lse)
+    cached, arrays = add_inputs(cached, (step.q, step.k, step.v), call.list_inputs(step))
     before = call.write(step)
     if not step.is_moved:
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
-        return run_call(own, arrays, call.out, check=call.check, before=before, repeat=repeat)
-    found = run_call(own, arrays, check=call.check, before=before)
+        return run_call(cached, arrays, call.out, check=call.check, before=before, repeat=repeat)
+    found = run_call(cached, arrays, check=call.check, before=before)
     found = found if call.return_lse else (found,)
     found = _copy_to_out(call.out, tuple(map(step.backend.download, found)))
     return found if call.return_lse else found[0]
@@ -176,13 +176,13 @@ def _choose_kernel(
     return for_decoding(kernel, splits, str(q.dtype), rows, is_e4m3=k.dtype == E4M3)
 
 
-def _run_with_prefixes(call: DecodeCall, own: Call, step: Step, shared: Prefixes) -> Any:
+def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefixes) -> Any:
     """The attention to prefixes and to the sequences' own keys, merged in this order."""
-    assert own.options is not None
+    assert cached.options is not None
     out = None if step.is_moved else call.out
     if out is not None:  # before anything is written
-        _check_target(out, step, own.options)
-    calls, write = _make_prefix_calls(call, own, step, shared), call.write(step)
+        _check_target(out, step, cached.options)
+    calls, write = _make_prefix_calls(call, cached, step, shared), call.write(step)
 
     def begin() -> None:
         if write is not None:
@@ -206,22 +206,22 @@ def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
 
 
 def _make_prefix_calls(
-    call: DecodeCall, own: Call, step: Step, shared: Prefixes
+    call: DecodeCall, cached: Call, step: Step, shared: Prefixes
 ) -> list[tuple[Call, Sequence[Any]]]:
     """A call for each prefix, and the one for the sequences' own keys, with their arrays."""
-    assert own.options is not None
+    assert cached.options is not None
     captured, slopes = call.captured, call.scores[0]
     if slopes is not None:
         slopes = as_array(step.backend, "alibi_slopes", slopes)
     new, calls = 0 if call.k is None else step.q.shape[2], []
-    for x in shared.parts(step, own.options, captured, slopes, new):
+    for x in shared.parts(step, cached.options, captured, slopes, new):
         kernel = _choose_kernel(x.q, x.k)
         part = Call("forward", kernel, step.backend, x.options, return_lse=True)
         calls.append(add_inputs(part, (x.q, x.k, x.v), x.given))
-    options, captured = shared.own(own.options, captured)
-    own = own._replace(options=options, return_lse=True)
+    options, captured = shared.own(cached.options, captured)
+    cached = cached._replace(options=options, return_lse=True)
     inputs = {**call.list_inputs(step), "captured": captured}
-    return [*calls, add_inputs(own, (step.q, step.k, step.v), inputs)]
+    return [*calls, add_inputs(cached, (step.q, step.k, step.v), inputs)]
 
 
 def _run_together(

@@ -16,7 +16,6 @@ from cupyfa.errors import described
 from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.optional_inputs import Operand
 from cupyfa.problem.problem import sizes_of
-from cupyfa.problem.wrt import QKV
 from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is
@@ -132,8 +131,8 @@ def add_input_forms(
         shapes[optional_inputs.DLSE] = lse.shape
         if read_shape("the shape of dlse", dlse) != lse.shape:
             raise ValueError(f"the shape of dlse is {dlse}; it must be {lse.shape}, that of lse")
-        own = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
-        found.insert(own, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
+        before_dlse = sum(x.name in optional_inputs.OWN_ARRAYS for x in found)
+        found.insert(before_dlse, Operand(optional_inputs.DLSE, str(lse.dtype), (batch, heads, M)))
     arrays = [(shapes.get(x.name, x.shape), x.numpy) for x in found if x.is_array]
     return _name_inputs(call, found, blocks), arrays
 
@@ -158,16 +157,18 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
     """The operands of the problem of a call: the arrays that it reads besides, and its numbers."""
     lead, found = tuple(inputs["q"].shape[:-3]), []
     for name in call.inputs:
-        if not name.startswith("mods."):  # an array of a kernel of the user's
+        if not name.startswith("mods."):  # an array of the user's kernel
             continue
-        array, own = inputs[name], name.removeprefix("mods.")
+        array, caller_name = inputs[name], name.removeprefix("mods.")
         shape = tuple(map(int, array.shape))
-        if own in (optional_inputs.BIAS, optional_inputs.MASK):
-            array = optional_inputs.with_four_axes(own, array, lead)
-        if own == optional_inputs.DLSE:
+        if caller_name in (optional_inputs.BIAS, optional_inputs.MASK):
+            array = optional_inputs.with_four_axes(caller_name, array, lead)
+        if caller_name == optional_inputs.DLSE:
             array = array.reshape(prod(lead), *array.shape[-2:])
-        asked = own in call.wrt and own not in QKV  # these name the inputs
-        found.append(replace(optional_inputs.of_value(own, array), gradient=asked, given=shape))
+        asked = caller_name in call.wrt and caller_name not in QKV  # these name the inputs
+        found.append(
+            replace(optional_inputs.of_value(caller_name, array), gradient=asked, given=shape)
+        )
     return (*found, *call.numbers)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from cupyfa.call.call import BackendName, Call, Devices, Layout, Tiles
+from cupyfa.call.call import Call, Tiles
 from cupyfa.errors import closest, described
 from cupyfa.ladder import lookup
 from cupyfa.problem import optional_inputs
@@ -17,14 +17,68 @@ from cupyfa.problem.options import (
     DROPOUT,
     NOT_GIVEN,
     OPTIONS,
-    AttentionOptions,
     NotGiven,
     OptionKeywords,
     read_flag,
 )
 from cupyfa.problem.problem import TEXTS
-from cupyfa.runtime.backend import Backend
 from cupyfa.score.expressions import Expression
+
+if TYPE_CHECKING:
+    from cupyfa.call.call import BackendName, Devices, Layout
+    from cupyfa.problem.options import AttentionOptions
+    from cupyfa.runtime.backend import Backend
+
+    class ScoreKeywords(OptionKeywords, total=False):
+        """All that changes what attention computes."""
+
+        alibi_slopes: Any
+        bias: Any
+        mask: Any
+        sink: Any
+        captured: Mapping[str, Any] | None
+
+    class PaddedKeywords(ScoreKeywords, total=False):
+        """And how many rows of each batch element count, and the factors of e4m3 numbers."""
+
+        lengths_q: Any
+        lengths_k: Any
+        q_descale: Any
+        k_descale: Any
+        v_descale: Any
+
+    class CompileKeywords(PaddedKeywords, total=False):
+        """What prepared calls take: also where sequences of a ragged batch lie."""
+
+        cu_seqlens_q: Any
+        cu_seqlens_k: Any
+        seqused_q: Any
+        seqused_k: Any
+
+    class RunKeywords(TypedDict, total=False):
+        """How a call runs."""
+
+        options: AttentionOptions | None
+        backend: BackendName | Backend
+        check: bool
+        devices: Devices | None
+
+    class CommonKeywords(PaddedKeywords, RunKeywords, total=False):
+        """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
+
+        layout: Layout
+
+    class NoKeywords(TypedDict):
+        """No further keywords: type checkers report one that a function does not have."""
+
+    class RaggedKeywords(ScoreKeywords, RunKeywords, total=False):
+        """What the functions of ragged batches take besides."""
+
+    class RaggedTilesKeywords(RaggedKeywords, total=False):
+        """And tile sizes, which each kernel has of its own."""
+
+        tiles: Tiles | None
+
 
 # Of options that are keys as they are; a Python function is no such type.
 _VALUES = frozenset({type(None), NotGiven, bool, int, float, str, tuple, Expression})
@@ -40,64 +94,6 @@ _KEYWORDS = {*OPTIONS, *ARRAY_KEYWORDS}
 OF_BOTH_PASSES = dict.fromkeys(
     (*OPTIONS, *ARRAY_KEYWORDS, "options", "backend", "layout", "check", "devices")
 )
-
-
-class ScoreKeywords(OptionKeywords, total=False):
-    """All that changes what attention computes."""
-
-    alibi_slopes: Any
-    bias: Any
-    mask: Any
-    sink: Any
-    captured: Mapping[str, Any] | None
-
-
-class PaddedKeywords(ScoreKeywords, total=False):
-    """And how many rows of each batch element count, and the factors of e4m3 numbers."""
-
-    lengths_q: Any
-    lengths_k: Any
-    q_descale: Any
-    k_descale: Any
-    v_descale: Any
-
-
-class CompileKeywords(PaddedKeywords, total=False):
-    """What prepared calls take: also where sequences of a ragged batch lie."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    seqused_q: Any
-    seqused_k: Any
-
-
-class RunKeywords(TypedDict, total=False):
-    """How a call runs."""
-
-    options: AttentionOptions | None
-    backend: BackendName | Backend
-    check: bool
-    devices: Devices | None
-
-
-class CommonKeywords(PaddedKeywords, RunKeywords, total=False):
-    """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
-
-    layout: Layout
-
-
-class NoKeywords(TypedDict):
-    """No further keywords: type checkers report one that a function does not have."""
-
-
-class RaggedKeywords(ScoreKeywords, RunKeywords, total=False):
-    """What the functions of ragged batches take besides."""
-
-
-class RaggedTilesKeywords(RaggedKeywords, total=False):
-    """And tile sizes, which each kernel has of its own."""
-
-    tiles: Tiles | None
 
 
 def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:

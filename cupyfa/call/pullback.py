@@ -138,8 +138,8 @@ def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
 def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
     """The dtypes, by name, of the arrays that change scores, before any is converted."""
     captured = keywords.get("captured")
-    own = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
-    found = {**own, **(captured if isinstance(captured, Mapping) else {})}
+    arguments = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
+    found = {**arguments, **(captured if isinstance(captured, Mapping) else {})}
     arrays = {name: x for name, x in found.items() if getattr(x, "shape", ())}
     dtypes = {name: str(getattr(x, "dtype", "")) for name, x in arrays.items()}
     return {name: x.removeprefix("torch.") for name, x in dtypes.items() if x}

@@ -122,8 +122,8 @@ def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Any], list[np
 
 def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
     """Raises for arguments that no call on lists can have, where there is no array to look at."""
-    own = dict.fromkeys(("q", "k", "v", *signature(function).parameters, *OF_BOTH_PASSES))
-    others = {name: x for name, x in given.items() if name not in own}
+    known = dict.fromkeys(("q", "k", "v", *signature(function).parameters, *OF_BOTH_PASSES))
+    others = {name: x for name, x in given.items() if name not in known}
     if others:
         raise unknown_argument(function, others, tuple(OF_BOTH_PASSES))
     _, asked = split_keywords(function, {x: y for x, y in given.items() if x in OPTIONS})

@@ -3,8 +3,8 @@
 A public function looks a call up in this order:
 
 1. ``repeat_call``: if its arguments that are no arrays are the very objects of the function's last
-   call, the Prepared of that call is asked for launches on the very same arrays (``launch_cache``
-   in ``Prepared.again``). Nothing is read, checked or allocated.
+   call, the Prepared of that call is asked for launches on the very same arrays (``Repeats``, in
+   ``Prepared.again``). Nothing is read, checked or planned.
 2. ``CallCache.find`` with a key of all arguments and of the forms of the arrays: shapes, strides,
    dtypes and device. The Prepared runs on the new arrays.
 3. ``CallCache.find`` with a key without numbers: the Prepared is copied with other numbers, and its

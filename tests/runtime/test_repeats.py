@@ -99,6 +99,25 @@ def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
     assert len(slow_calls) <= 7
 
 
+def test_block_masks_and_gradients_of_lse_are_repeated(device, slow_calls):
+    q, k, v, dlse = there(*(drawn(2, 9, 16, seed=x) for x in range(3)), drawn(2, 9))
+    seen = np.tri(9, dtype=bool)
+    mask = cupyfa.block_mask(mask_mod="key <= query", heads=2, M=9, N=9, backend="simulator")
+    how = {"kernel": "two_pass", "mask": mask, "dlse": dlse}
+    for _ in range(8):
+        out, lse = cupyfa.attention(q, k, v, kernel="fa2", mask=mask, return_lse=True)
+        found = cupyfa.attention_backward(out, q, k, v, out, lse, **how)
+    host = [x.host for x in (out, q, k, v, out, lse)]
+    how |= {"mask": seen, "dlse": dlse.host, "backend": "simulator"}
+    wanted = cupyfa.attention_backward(*host, **how)
+    for mine, its in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine.host, its, atol=1e-6)
+    assert len(slow_calls) <= 12
+    slow_calls.clear()
+    cupyfa.attention_backward(out, q, k, v, out, lse, kernel="two_pass", mask=mask)
+    assert len(slow_calls) == 1
+
+
 CONTIGUOUS, PAGED = (3, 64, 2, 16), (12, 16, 2, 16)
 TABLE = np.arange(12, dtype=np.int32)[::-1].reshape(3, 4).copy()
 
