@@ -28,7 +28,7 @@ from cupyfa.runtime import tile_maps
 
 pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and its NVRTC are not installed")
 
-PARTS = 3
+PARTS = 6
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window": (32, None)}}
 TENSOR_CORES = re.compile(r"#include <[\w/]*mma\w*\.cuh>")
 
@@ -62,7 +62,7 @@ def cases():
     return chosen
 
 
-@pytest.mark.few(700)
+@pytest.mark.few(400)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("arch, launch", cases())
 def test_every_kernel_for_every_architecture(arch, launch):

@@ -49,6 +49,7 @@ def gradients(kernel, backend, arrays, read, wrt, **more):
     return cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=wrt, kernel=kernel, **on)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", usual_first(GIVES_ARRAYS))
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from cupyfa.lab.verify.sizes import (
     is_on_few_blocks,
     lengths_near,
     longest,
+    repaired_of,
     some_lengths,
     splits_of,
     window_near,
@@ -72,6 +73,7 @@ SAMPLES = {"simulator": 40, "cuda": 160}  # by default
 _ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
 TOGETHER = 4  # successive samples that share what is compiled
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
+_MOST_REPAIRED = 512  # rows and keys of a case that are computed again, each by a block
 _ATTEMPTS = 8  # at a sample that kernel and backend can run
 # Queries and keys of successive samples. "many" is more of them than the kernel does at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
@@ -102,6 +104,7 @@ _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # rows are contiguous
 _OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens have others
 _VALUES = ("normal", "normal", "uniform", *VALUES)
+_REPAIRED = ("tiny", "lowest", "nan", "inf")  # with which float16 cannot hold most rows
 _OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # where no wrong result exceeds its bound
 
 
@@ -588,7 +591,10 @@ class Fuzz:
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
         least = 2 if p.operands else 1  # batch elements and heads
-        while work_of(p, self._operation) > most:
+        is_repaired = values in _REPAIRED and self._repairs(p)
+        while work_of(p, self._operation) > most or (
+            is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED
+        ):
             if p.batch > least:
                 p = transforms.resize(p, batch=least)
             elif p.kv_heads > 1 and p.heads > p.kv_heads:
@@ -604,6 +610,10 @@ class Fuzz:
             else:
                 p = transforms.resize(p, N=p.N // 2)
         return p
+
+    def _repairs(self, p: Problem) -> bool:
+        """Whether a launch computes rows and keys again that float16 could not hold."""
+        return any(x.entry.startswith("repair_part") for x in self._record(p).launches)
 
     @property
     def _arrays(self) -> dict[str, Any]:

@@ -127,6 +127,12 @@ def work_of(p: Problem, operation: str = "forward") -> int:
     return 5 * forward // 2 if operation == "backward" else forward
 
 
+def repaired_of(p: Problem, operation: str = "forward") -> int:
+    """The rows of O, or of the three gradients."""
+    rows, keys = p.batch * p.heads * p.M, p.batch * p.kv_heads * p.N
+    return rows + 2 * keys if operation == "backward" else rows
+
+
 def longest(p: Problem) -> int:
     """The most keys that a query may see."""
     return max(p.lengths[1].counts) if p.lengths else p.N
