@@ -34,7 +34,7 @@ from cupyfa.lab.verify.sizes import (
     work_of,
 )
 from cupyfa.lab.verify.tasks import refuse_long
-from cupyfa.ladder.kernel import FEATURES, Kernel
+from cupyfa.ladder.kernel import FEATURES, Kernel, Launch
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import shape_language
@@ -613,7 +613,8 @@ class Fuzz:
 
     def _repairs(self, p: Problem) -> bool:
         """Whether a launch computes rows and keys again that float16 could not hold."""
-        return any(x.entry.startswith("repair_part") for x in self._record(p).launches)
+        launches = self._record(p).launches
+        return any(isinstance(x, Launch) and x.entry.startswith("repair_part") for x in launches)
 
     @property
     def _arrays(self) -> dict[str, Any]:
