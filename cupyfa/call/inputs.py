@@ -16,6 +16,7 @@ from cupyfa.errors import described
 from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.optional_inputs import Operand
 from cupyfa.problem.problem import sizes_of
+from cupyfa.problem.wrt import QKV
 from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is
