@@ -149,7 +149,7 @@ def test_gradients_of_arrays_are_named_on_the_command_line_and_in_files(tmp_path
     file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
     again = cupyfa.replay(file, backend="simulator")
     assert again.stored.case == case and again.now == outcome
-    assert "\nd_slope           error" in cli(*shlex.split(command)[1:]).stdout
+    assert re.search("^d_slope +error", cli(*shlex.split(command)[1:]).stdout, re.M)
     kept = shrunk(case, lambda x: "bias" in x.problem.wrt).problem
     assert kept.wrt == ("bias",) and [x.name for x in kept.operands] == ["bias"]
 

@@ -573,7 +573,7 @@ def test_an_error_with_few_buffers_ends_the_call(far, what):
         else:
             patch.setattr(FarMark, "done", False)
             patch.setattr(FarMark, "wait", fail)
-        thread = threading.Thread(target=streamed_call, daemon=True)
+        thread = threading.Thread(target=call, daemon=True)
         thread.start()
         assert ended.wait(20)
         thread.join()
@@ -628,9 +628,9 @@ def test_a_device_that_stands_still_holds_up_no_other(far, where, kernel):
 
     with ThreadPoolExecutor(2) as pool:
         try:
-            still = pool.submit(streamed_call, 0)
+            still = pool.submit(call, 0)
             assert gate.arrived.acquire(timeout=20)
-            pool.submit(streamed_call, 1).result(timeout=20)
+            pool.submit(call, 1).result(timeout=20)
             assert not still.done()
         finally:
             gate.opened.set()
