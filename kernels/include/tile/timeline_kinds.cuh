@@ -1,6 +1,6 @@
 #pragma once
-// What a timeline distinguishes; cupyfa/lab/analysis/timeline_recorder.py has the same numbers.
-// Phases first, which begin and end; then events of a moment.
+// What a timeline distinguishes, numbered as in cupyfa/lab/analysis/timeline_recorder.py: phases,
+// which begin and end; then events of a moment.
 
 namespace timeline {
 enum Kind : unsigned {
