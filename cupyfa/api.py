@@ -144,7 +144,7 @@ def attention(
     sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
         value. The softmax and lse include it; -infinity has no effect.
     lengths_q, lengths_k: [batch], how many queries and keys of each batch element count, from the
-        first on; by default all. Masks, windows and texts are aligned as for arrays of these
+        first on; by default all. Masks, windows and expressions are aligned as for arrays of these
         lengths. The other rows have no influence: out and gradients are 0 there, and lse is
         -infinity. Whole numbers in a list or a NumPy array, which are checked; or an array of int32
         where q is, which kernels read when they run: wrong ones count as the nearest right ones.
@@ -492,10 +492,11 @@ def attention_ragged(
     is: kernels read them when they run, so that a captured CUDA graph takes other lengths each
     time.
 
-    Masks, windows and texts are each sequence's own: query and key count from 0 in it, queries and
-    keys are its lengths, batch is its number, as in alibi_slopes and sink [sequences, heads]. The
-    bits of a sequence do not depend on finite numbers of others. bias=, mask= and block masks are
-    refused: give a text that reads ``captured``. The other arguments are those of ``attention``.
+    Masks, windows and expressions are each sequence's own: query and key count from 0 in it,
+    queries and keys are its lengths, batch is its number, as in alibi_slopes and sink [sequences,
+    heads]. The bits of a sequence do not depend on finite numbers of others. bias=, mask= and
+    block masks are refused: give an expression that reads ``captured``. The other arguments are
+    those of ``attention``.
 
     Returns out [total queries, heads, dv], and with ``return_lse`` lse [heads, total queries]. A
     row of no sequence has out = 0 and lse = -infinity.
@@ -637,7 +638,7 @@ def decode(
         read once for all sequences, by the kernel that "auto" stands for; kernel, tiles and splits
         are for the sequences' own keys. With g sequences in place of one, each is shared by batch /
         g consecutive sequences. A list has several of these, from the outermost to the innermost.
-        Positions, windows and texts count as if one cache held all of these keys.
+        Positions, windows and expressions count as if one cache held all of these keys.
     splits: into how many parts the keys of a row are divided, each of which is computed by a block
         of its own; by default it depends on the device and the batch. With a number, the bits of a
         sequence do not depend on the others.
@@ -645,8 +646,8 @@ def decode(
         a precision or a "top-left" mask.
 
     window, scale, softcap, score_mod, mask_mod, out_dtype, alibi_slopes, sink, captured, kernel,
-    backend, tiles, return_lse and out are as for ``attention``; texts find in ``keys`` how many
-    keys a sequence has. With ``check`` all that is written is compared with the reference, and
+    backend, tiles, return_lse and out are as for ``attention``; expressions find in ``keys`` how
+    many keys a sequence has. With ``check`` all that is written is compared with the reference, and
     lengths and pages in GPU memory are looked at too. float32 is not rounded.
 
     Kernels read lengths and page tables when they run, and grids are made for the capacity. So

@@ -1,6 +1,6 @@
 """Block masks: masks whose tiles are known to be empty, full or partial before kernels run.
 
-Kernels visit no tile that is empty, and evaluate a mask's text only where a tile is partial.
+Kernels visit no tile that is empty, and evaluate a mask's expression only where a tile is partial.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BlockMask:
         # their addresses.
         self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
         self._updated = set[str]()  # the names of arrays in ``captured`` that may change
-        _ = self._problem  # raises for texts and arrays that do not fit
+        _ = self._problem  # raises for expressions and arrays that do not fit
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made again without what it keeps for calls: maps, places of arrays, a lock."""
@@ -98,7 +98,7 @@ class BlockMask:
         """The state of each tile of so many rows and keys: 0 is empty, 1 partial, 2 full.
 
         Of uint8, [batch, heads, cdiv(M, rows), cdiv(N, keys)], where batch and heads are 1 unless
-        the text names them.
+        the expression names them.
         """
         return self._states(backend_named(self.backend), "float32", rows, keys, self.N - self.M)
 
@@ -222,7 +222,7 @@ class BlockMask:
     def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
         """The maps of tiles that the kernel of a plan goes by; none for one that visits all tiles.
 
-        alone: whether no other text hides pairs, so that full tiles need no text.
+        alone: whether no other expression hides pairs, so that full tiles need no expression.
         """
         p, found = plan.problem, dict[str, Any]()
         if 0 in (p.batch, p.heads, p.M, p.N):

@@ -2,7 +2,7 @@
 
 The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
 prefix. Its result is merged with that of each sequence's own keys. So positions have to be told:
-texts of a prefix's problem compute them from arrays, and those of the own keys go on from it.
+expressions of a prefix's problem compute them from arrays, and those of the own keys go on from it.
 
 Arrays that a captured graph writes are kept, also those of a moment. So each is written in place.
 """
@@ -28,11 +28,11 @@ from cupyfa.runtime.choose_backend import adopt
 from cupyfa.runtime.workspace import of_graphs
 from cupyfa.score.expressions import Expression
 
-# What texts read here. Of each sequence: how many keys it has in all, how many in its prefixes, and
-# in those that stand before a prefix. And the slopes of ALiBi.
+# What expressions read here. Of each sequence: how many keys it has in all, how many in its
+# prefixes, and in those that stand before a prefix. And the slopes of ALiBi.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
 _OF_CACHE = "lengths", "pages"
-# What texts stand for, or what a prefix does not need.
+# What expressions stand for, or what a prefix does not need.
 _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
 
@@ -44,7 +44,7 @@ class Part:
     k: Any
     v: Any
     options: AttentionOptions
-    given: Mapping[str, Any]  # what texts and kernels read besides
+    given: Mapping[str, Any]  # what expressions and kernels read besides
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Prefixes:
     def own(
         self, options: AttentionOptions, captured: Mapping[str, Any] | None
     ) -> tuple[AttentionOptions, dict[str, Any]]:
-        """The options of the call for the sequences' own keys, and what its texts read.
+        """The options of the call for the sequences' own keys, and what its expressions read.
 
-        Windows and distances are the same from any first key on; texts may name positions.
+        Windows and distances are the same from any first key on; expressions may name positions.
         """
         names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
         texts: dict[str, Any] = {
@@ -210,7 +210,7 @@ class Prefixes:
         own: Mapping[str, Callable[[], Any]],
         captured: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """What a caller captured, and of the arrays from here those that texts name."""
+        """What a caller captured, and of the arrays from here those that expressions name."""
         if captured is not None and not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
@@ -285,11 +285,11 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
             raise TypeError(f"{name} is {mine.dtype} and the cache {its.dtype}; convert one")
 
 
-# Texts
+# Expressions
 
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
-    """What names of places are in texts of a prefix, whose rows are the queries of sequences."""
+    """Names of places in the expressions of a prefix, whose rows are the queries of sequences."""
     sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
         "batch": sequence,
@@ -308,7 +308,7 @@ def _texts(
     axes_of_slopes: int,
     hides_later: bool,
 ) -> dict[str, Expression]:
-    """The texts of a prefix's call, which stand for ALiBi, windows and masks, too.
+    """The expressions of a prefix's call, which stand for ALiBi, windows and masks, too.
 
     hides_later: whether a query may stand before keys of the prefix: one of several, which may be
     more than the sequence's own keys.
@@ -334,7 +334,7 @@ def _texts(
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """A text with other texts in place of names."""
+    """An expression with other expressions in place of names."""
     trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
 
     class Renaming(ast.NodeTransformer):

@@ -35,7 +35,7 @@ _ELSEWHERE = {
     "devices": "Dask runs tasks on its workers: start one for each device",
     "progress": "dask.diagnostics.ProgressBar shows the progress of tasks",
 }
-# The axis that each name in a text counts.
+# The axis that each name in an expression counts.
 _AXES = {
     **{"batch": "batch", "head": "heads"},
     **dict.fromkeys(("query", "queries"), "queries"),
@@ -79,8 +79,8 @@ def attention(
     check: also compare the result of each task with the reference.
     captured: the numbers that score_mod and mask_mod name.
     options, others: causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype and
-        precision, as for ``cupyfa.attention``. Texts may name the score and position - key; with
-        "gather" also position and key alone; other places where their axis has one chunk.
+        precision, as for ``cupyfa.attention``. Expressions may name the score and position - key;
+        with "gather" also position and key alone; other places where their axis has one chunk.
 
     Returns the lazy array out [batch, heads, M, dv], with the chunks of q; with ``return_lse`` also
     lse [batch, heads, M] in float32 (float64 for float64). With "gather" out has the bits of one
@@ -88,8 +88,8 @@ def attention(
     kernels that docs/many-gpus.md names.
 
     Raises TypeError and ValueError for wrong arguments, Unsupported for arrays besides q, k and v,
-    for dropout and for texts that name more, all of them before anything is computed. Tasks raise
-    what ``cupyfa.attention`` raises.
+    for dropout and for expressions that name more, all of them before anything is computed. Tasks
+    raise what ``cupyfa.attention`` raises.
     """
     call = _Call.of(
         attention, q, k, v, {"causal": causal, **others},
@@ -137,8 +137,8 @@ def attention_vjp(
     products are computed twice; if rows and keys have one chunk each, one task gives all three.
     With ``deterministic`` every run gives the same bits, also where a task is repeated.
     ``backward_kernel`` and ``backward_tiles`` are for the gradients. The other arguments, and what
-    is raised, are those of ``attention``; texts may name position or key alone only where keys have
-    one chunk.
+    is raised, are those of ``attention``; expressions may name position or key alone only where
+    keys have one chunk.
     """
     call = _Call.of(
         attention_vjp, q, k, v, {"causal": causal, **others},
@@ -216,7 +216,7 @@ class _Call:
         return cls(parts, None if keys == "gather" else fan_in, limits, how)
 
     def refuse_places(self, *, keys_are_whole: bool) -> None:
-        """Raises Unsupported for texts that name what a task does not know.
+        """Raises Unsupported for expressions that name what a task does not know.
 
         keys_are_whole: whether tasks take all keys from the first on.
         """

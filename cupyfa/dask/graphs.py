@@ -27,7 +27,8 @@ Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an 
 class Parts:
     """The arrays of a call, whose chunks go together, and the whole problem.
 
-    A chunk of q has the query heads of one chunk of key heads. captured: numbers that texts read.
+    A chunk of q has the query heads of one chunk of key heads. captured: numbers that expressions
+    read.
     """
 
     q: da.Array
@@ -62,7 +63,7 @@ class Parts:
 
     @cached_property
     def counted(self) -> set[str]:
-        """What texts count."""
+        """What expressions count."""
         return {*places(self.problem.options)}
 
     @property
@@ -76,13 +77,13 @@ class Parts:
         return offset_of_part(self.problem, first_row, first_key)
 
     def keys_of(self, rows: range, tile: int) -> Strip:
-        """The keys that rows see; from the first on, if a text counts keys."""
+        """The keys that rows see; from the first on, if an expression counts keys."""
         p = self.problem
         before = None if self.counted & {"position", "key", "keys"} else p.left
         return met_by(rows, self.keys, p.first_position, before, p.right, tile)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
-        """The rows that see keys; from the first on, if a text counts rows."""
+        """The rows that see keys; from the first on, if an expression counts rows."""
         p = self.problem
         before = None if self.counted & {"query", "queries"} else p.right
         return met_by(keys, self.rows, -p.first_position, before, p.left, tile)

@@ -36,7 +36,7 @@ class Schedule(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[..., tuple[Any, ...]]
-    known: frozenset[str]  # what texts may name: its calls count it as the whole does
+    known: frozenset[str]  # what expressions may name: its calls count it as the whole does
     # Messages of another rank that is not ready hold multiprocessors for as long as a kernel takes.
     persistent: bool = True  # whether "auto" may be a kernel with persistent blocks all the same
 
@@ -278,7 +278,7 @@ def _require_heads(p: Problem, schedule: str, ranks: int) -> None:
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:
-    """Raises Unsupported for texts that name what the calls of a rank count differently."""
+    """Raises Unsupported for expressions that name what the calls of a rank count differently."""
     for place, name in places(p.options).items():
         if place not in _SCHEDULES[schedule].known:
             others = [repr(x) for x, s in _SCHEDULES.items() if place in s.known]

@@ -27,7 +27,7 @@ _SCRATCH = {
 
 
 def with_gradients(kernel: Kernel) -> Kernel:
-    """The record with the launches for gradients of sinks, and of what its texts may read."""
+    """The record with the launches for gradients of sinks, and of what its expressions may read."""
     launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
     if "places" in kernel.features:
         of_texts = _on_hopper() if _ROW_SUMS in scratch else TEXT_GRADIENTS
@@ -111,7 +111,7 @@ _BIAS_ROWS, _BIAS_CHUNKS, _CHUNK = 128, 4, 64  # a tile has 128 rows and 4 chunk
 
 
 def _bias(p: Problem) -> Operand:
-    """The only array of texts whose gradient is asked for."""
+    """The only array of expressions whose gradient is asked for."""
     (bias,) = p.modifiers.differentiated
     return bias
 

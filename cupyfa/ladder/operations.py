@@ -79,7 +79,7 @@ class Input:
 
     axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
     kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "result" its ``out_dtype``, "real"
-        that of sums, "int" int32; of an array that a text reads its dtype.
+        that of sums, "int" int32; of an array that an expression reads its dtype.
     when: the problems that take it.
     draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
         By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
@@ -138,7 +138,7 @@ class Operation:
         return sum(x.bytes(p) for x in moved)
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
-        """The inputs of a problem, with the arrays that its texts read."""
+        """The inputs of a problem, with the arrays that its expressions read."""
         read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
         if p.modifiers.is_e4m3:
@@ -148,7 +148,7 @@ class Operation:
         return own | read
 
     def outputs_of(self, p: Problem) -> dict[str, Input]:
-        """The outputs of a problem, with the gradients of arrays that its texts read."""
+        """The outputs of a problem, with the gradients of arrays that its expressions read."""
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
         made = {gradient_of(x.name): Input(partial(_form, x), x.dtype) for x in asked}
         return {name: Input(*of) for name, of in self.outputs.items()} | made
@@ -209,7 +209,8 @@ def modifications(
     first: tuple[int, int, int, int] = (0, 0, 0, 0),
     sequence: Problem | None = None,
 ) -> Modifications:
-    """The texts that change or hide scores of a problem, with the arrays that they name; dropout.
+    """The expressions that change or hide scores of a problem, with the arrays that they name;
+    dropout.
 
     first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
     of a ragged batch that they are applied to.

@@ -1,6 +1,6 @@
 """Attention and softmax in NumPy: the definitions that every kernel is compared with.
 
-With scores S = scale * Q @ K.T, modified by texts (modification.py), and some of them masked,
+With scores S = scale * Q @ K.T, modified by expressions (numpy_evaluation.py) and partly masked,
 
     P = softmax(S)    O = P @ V    lse = log(sum(exp(S)))    (over the keys)
 
@@ -22,8 +22,8 @@ Where arithmetic alone does not define a result:
 - A masked key and its value have no effect, even if they are NaN or infinite.
 - A query without an unmasked key, or with scores of -inf only, has O = 0, lse = -inf and no
   gradient; with a sink it has O = 0 and lse = sink.
-- A score that a text makes -inf has the weight 0, but its key is not masked. Where P is 0, dS of a
-  modified score is 0: the derivative may be infinite there.
+- A score that an expression makes -inf has the weight 0, but its key is not masked. Where P is 0,
+  dS of a modified score is 0: the derivative may be infinite there.
 - A dropped weight is 0, so that its value makes NaN if it is infinite or NaN; dP of its pair is 0,
   whatever dO @ V.T is.
 - An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
@@ -151,9 +151,9 @@ def tiles(
 ) -> Iterator[Tile]:
     """Cuts the problem of `attention` into tiles; together they hold every row of q once.
 
-    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. mods: texts
-    that change scores or mask pairs. sink: [heads] or [batch, heads], or None. A tile holds many
-    heads of a small problem, or some rows of one head of a large one.
+    Query i sees keys i + window_offset <= j <= i + causal_offset; None is no limit. mods:
+    expressions that change scores or mask pairs. sink: [heads] or [batch, heads], or None. A tile
+    holds many heads of a small problem, or some rows of one head of a large one.
     """
     batch, heads, M, d = q.shape
     if batch * heads * M == 0:

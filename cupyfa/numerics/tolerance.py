@@ -27,17 +27,18 @@ The errors of equal numbers add up instead of cancelling: where a column of V is
 keys, n replaces sqrt(n) in O. Scores that are equal for hundreds of keys but not for all are not
 covered: a correct kernel that sums term after term may then exceed the bound of lse.
 
-**Modified scores.** A text (modification.py) that follows the scale is computed in float32, float64
-for float64, whatever the operands are. Its walk gives each modified score x an error e from that of
-the scaled score, sqrt(d + 3) * size of the pair, and from its own nodes; the exponential adds |x|.
-These differ from key to key, so e takes the place of `score`, but weighted by P: O has
+**Modified scores.** An expression (numpy_evaluation.py) that follows the scale is computed in
+float32, float64 for float64, whatever the operands are. Its walk gives each modified score x an
+error e from that of the scaled score, sqrt(d + 3) * size of the pair, and from its own nodes; the
+exponential adds |x|. These differ from key to key, so e takes the place of `score`, but weighted by
+P: O has
 
     eps * 0.6 * min(max(e) * (P @ |V|), (P * e) @ |V| + (P @ e) * (P @ |V|))
 
 and lse has eps * min(max(e), P @ e). Where eps * e is above 0.01, as it is where rounding may turn
-a comparison in the text, exp(eps * e) - 1 replaces 0.6 * eps * e. A pair of which that decides
-whether it is seen leaves its row without bounds. Rounding by design moves x as far as it moves with
-the scaled score.
+a comparison in the expression, exp(eps * e) - 1 replaces 0.6 * eps * e. A pair of which that
+decides whether it is seen leaves its row without bounds. Rounding by design moves x as far as it
+moves with the scaled score.
 
 **Sinks.** One more term of the sums: n + 1 replaces n, and the error of its weight is
 exp(sink - lse) * eps * (1.5 * |sink| + 3).
@@ -302,7 +303,7 @@ def expected_gradients(
 ) -> ExpectedOfEach:
     """The gradients "dQ", "dK" and "dV" with their bounds, and "dsink" if there is a sink.
 
-    Also those of the arrays ``wrt`` that texts read, by their names.
+    Also those of the arrays ``wrt`` that expressions read, by their names.
 
     out [batch, heads, M, dv] and lse [batch, heads, M] are the results of a forward pass, dout and
     dlse are their gradients; out_dtype is that of out, dQ, dK and dV, and the others are those of
@@ -661,8 +662,8 @@ def _error_of_weights(score: Any) -> Any:
 def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -> Array:
     """How far P = exp(scores - lse) moves if each score has an absolute error.
 
-    A P that vanishes in float64 may still be 1 if the error is as large. Beside a huge lse, kernels
-    know that P is at most 1; elsewhere it grows with the error, and may overflow.
+    If the error of a score is large, P may be 1 where it is 0 in float64. Beside a huge lse,
+    kernels know that P is at most 1; elsewhere it grows with the error, and may overflow.
     """
     moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
     largest = np.exp(np.minimum(_or_0(scores - lse) + error, _ANY_WEIGHT))
@@ -754,7 +755,7 @@ def _errors_before_slopes(
 
 
 class _ArrayGradients:
-    """The gradients of arrays that texts read, and their bounds.
+    """The gradients of arrays that expressions read, and their bounds.
 
     given: the arrays by name. Each pair adds its own errors to the bound of the element it reads:
     what other elements get does not count.

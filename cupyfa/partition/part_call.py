@@ -20,8 +20,8 @@ from cupyfa.problem.problem import Problem, can_give
 class Call:
     """What the calls on parts of one problem are given besides arrays.
 
-    options: with the masks of the whole, and without an offset. captured: the numbers that texts
-    read. how: kernel, tiles, backend and check.
+    options: with the masks of the whole, and without an offset. captured: the numbers that
+    expressions read. how: kernel, tiles, backend and check.
     """
 
     options: AttentionOptions

@@ -1,4 +1,4 @@
-"""Which names of a text depend on where a part of the problem begins."""
+"""Which names of an expression depend on where a part of the problem begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DISTANCE = {"position", "key"}  # both count keys: their difference is that of 
 
 
 def places(options: AttentionOptions) -> dict[str, str]:
-    """The names in texts that every task counts from 0, and the option that contains each.
+    """The names in expressions that every task counts from 0, and the option that contains each.
 
     ``position - key`` is the same in every part, and so is a comparison of the two.
     """

@@ -68,7 +68,7 @@ def without_e4m3(p: Problem) -> Problem:
 
 
 def numbers(captured: Mapping[str, Any] | None) -> tuple[optional_inputs.Operand, ...]:
-    """The numbers that texts read. Raises Unsupported for arrays."""
+    """The numbers that expressions read. Raises Unsupported for arrays."""
     if captured is None:
         return ()
     if not isinstance(captured, Mapping):

@@ -106,7 +106,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
 
 
 def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
-    """The plan of the same tiles that skips those which all of these texts hide."""
+    """The plan of the same tiles that skips those which all of these expressions hide."""
     if not (found := cuda_source.maps(made, texts)):
         return made
     problem = replace(made.problem, operands=(*made.problem.operands, *found))

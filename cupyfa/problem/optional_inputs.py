@@ -1,7 +1,7 @@
-"""What changes or hides the scores of a problem: texts, and the arrays and numbers they read.
+"""Inputs that change or hide scores: expressions, and the arrays and numbers that they read.
 
-Softcap, ALiBi slopes, a bias and a mask are texts too, which are written here. So kernels, the
-reference and its bounds know expressions only.
+Softcap, ALiBi slopes, a bias and a mask are expressions too, which are written here. So kernels,
+the reference and its bounds know expressions only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOFTCAP = "softcap"
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
-_CALLERS = ("score_mod", "mask_mod")  # options whose texts are a caller's
+_CALLERS = ("score_mod", "mask_mod")  # options whose expressions are a caller's
 # Of a ragged batch, where sequences begin in packed rows, and how many of their rows count; and
 # how many rows of each batch element count in padded arrays.
 STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
@@ -67,12 +67,12 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True)
 class Operand:
-    """An array or a number that a text reads; of an array the form, not the elements.
+    """An array or a number that an expression reads; of an array the form, not the elements.
 
-    name: as in texts. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1 where the
-    same elements serve a whole axis of a bias or mask. value: of a number; None for an array.
-    gradient: whether the backward operation gives its gradient. given: the shape that the caller
-    gave, for messages, where it had other axes.
+    name: as in expressions. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1
+    where the same elements serve a whole axis of a bias or mask. value: of a number; None for an
+    array. gradient: whether the backward operation gives its gradient. given: the shape that the
+    caller gave, for messages, where it had other axes.
     """
 
     name: str
@@ -148,7 +148,7 @@ def name_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Modifiers:
-    """The texts of a problem, in the order in which they are applied.
+    """The expressions of a problem, in the order in which they are applied.
 
     score: give the score, each from the one before; the first from the scaled product. mask: all
     have to be True for a pair to be seen. operands: what they read, the host's numbers included,
@@ -166,7 +166,7 @@ class Modifiers:
 
     @property
     def differentiated(self) -> tuple[Operand, ...]:
-        """The arrays of texts whose gradients are asked for."""
+        """The arrays of expressions whose gradients are asked for."""
         return tuple(x for x in self.arrays if x.gradient and x.name not in _WITHOUT_TEXT)
 
     @property
@@ -180,25 +180,26 @@ class Modifiers:
 
     @property
     def counts_heads(self) -> bool:
-        """Whether numbers of batch elements or heads decide, in callers' texts or in dropout."""
+        """Whether callers' expressions or dropout read the number of a batch element or head."""
         return self.dropout or self._is_named("batch", "head")
 
     @property
     def counts_rows(self) -> bool:
-        """Whether numbers of rows or keys decide: in callers' texts, maps of tiles, lengths."""
+        """Whether callers' expressions, maps of tiles or lengths read the index of a row or key."""
         has_maps = any(self._has(x) for x in MAPS)
         named = self._is_named("query", "key", "position", "queries", "keys")
         return has_maps or named or self.is_ragged
 
     @property
     def reads_position(self) -> bool:
-        """Whether a text names the position of a query among the keys."""
+        """Whether an expression names the position of a query among the keys."""
         return any("position" in x.positions for x in (*self.score, *self.mask))
 
     def _is_named(self, *places: str) -> bool:
         """Whether score_mod or mask_mod names one of these.
 
-        The texts of bias, slopes and masks do not count: a piece has its part of those arrays.
+        The expressions of bias, slopes and masks do not count: a piece has its part of those
+        arrays.
         """
         own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
         return any(not x.positions.isdisjoint(places) for x in own)
@@ -253,7 +254,7 @@ class Modifiers:
 
     @property
     def has_softcap(self) -> bool:
-        """Whether the first text is a softcap."""
+        """Whether the first expression is a softcap."""
         return any(x.option == SOFTCAP for x in self.score)
 
     @property
@@ -280,10 +281,10 @@ NONE = Modifiers()
 def modifiers(
     options: AttentionOptions, operands: tuple[Operand, ...], sizes: tuple[int, int, int, int]
 ) -> Modifiers:
-    """The texts of options and arrays, checked; sizes are batch, heads, M and N.
+    """The expressions of options and arrays, checked; sizes are batch, heads, M and N.
 
-    Raises ValueError for arrays that do not fit, for names that texts do not know, and for arrays
-    that no text reads.
+    Raises ValueError for arrays that do not fit, for names that expressions do not know, and for
+    arrays that no expression reads.
     """
     plain = options.score_mod is options.mask_mod is options.softcap is None
     has_dropout = options.dropout > 0 and 0 not in sizes
@@ -350,13 +351,13 @@ _text = lru_cache(maxsize=64)(Expression.of)
 
 
 def alibi_text(slopes: Operand, factor: str = "") -> Expression:
-    """The text of ALiBi, whose slopes may be multiplied by a number with a name."""
+    """The expression of ALiBi; with ``factor``, the name of a number that multiplies the slopes."""
     slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
     return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
 
 
 def indices(shape: Sequence[int]) -> str:
-    """The indices of a pair in a text; 0 where the same elements serve a whole axis."""
+    """The indices of a pair in an expression; 0 where the same elements serve a whole axis."""
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
@@ -396,7 +397,8 @@ def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bo
 def operand(name: str, given: Any) -> Operand:
     """The form of an array, or the value of a number, that a caller gives by name.
 
-    Raises TypeError for what is neither, ValueError for a name that texts use for something else.
+    Raises TypeError for what is neither, ValueError for a name that expressions use for something
+    else.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
     if not is_name or iskeyword(name) or name.startswith("__"):

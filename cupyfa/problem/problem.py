@@ -60,12 +60,13 @@ class Problem:
     ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
     softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
-    numbers that texts read. With ``block_mask`` its masks are a block mask together: plans go by
-    maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those of the
-    queries and keys of a ragged batch where they are known: what is compiled does not depend on
-    them, but work and random inputs do. With ``pages`` k and v are as many pages, k [pages,
-    kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many keys of a
-    cache each batch element has, where that is known: it decides work and inputs alone, too.
+    numbers that expressions read. With ``block_mask`` its masks are a block mask together: plans
+    go by maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those
+    of the queries and keys of a ragged batch where they are known: what is compiled does not
+    depend on them, but work and random inputs do. With ``pages`` k and v are as many pages, k
+    [pages, kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many
+    keys of a cache each batch element has, where that is known: it decides work and inputs alone,
+        too.
     """
 
     batch: int
@@ -102,7 +103,7 @@ class Problem:
         _check_out_dtype(self.options.out_dtype, self.dtype)
         if self.options.out_dtype == self.dtype.usual_result:
             object.__setattr__(self, "options", replace(self.options, out_dtype=None))
-        _ = self.modifiers  # raises for texts and arrays that do not fit
+        _ = self.modifiers  # raises for expressions and arrays that do not fit
         self._check_descales()
         if self.is_ragged:
             self._check_ragged()
@@ -266,7 +267,7 @@ class Problem:
 
     @property
     def has_mask(self) -> bool:
-        """Whether an array or a text hides pairs."""
+        """Whether an array or an expression hides pairs."""
         return self.options.mask_mod is not None or any(x.name == MASK for x in self.operands)
 
     def in_blocks(self, asked: bool | None = True) -> Problem:
@@ -352,7 +353,7 @@ class Problem:
 
     @property
     def reads_position(self) -> bool:
-        """Whether slopes or a text read the positions of queries, also where there is no pair."""
+        """Whether slopes or an expression read positions of queries, also if there is no pair."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
         return has_slopes or any("position" in x.positions for x in self.expressions)
 
@@ -396,7 +397,7 @@ class Problem:
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
 
     def sequence(self, M: int, N: int) -> Problem:
-        """The problem of one batch element of these sizes, without texts and arrays."""
+        """The problem of one batch element of these sizes, without expressions and arrays."""
         plain = replace(self.options, softcap=None, score_mod=None, mask_mod=None)
         return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
@@ -513,12 +514,12 @@ class Problem:
 
     @property
     def modifiers(self) -> Modifiers:
-        """The texts that change or hide its scores."""
+        """The expressions that change or hide its scores."""
         return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
 
     @property
     def first_position(self) -> int:
-        """The position of query 0 among the keys, for texts."""
+        """The position of query 0 among the keys, for expressions."""
         return self._position
 
     @property
@@ -562,7 +563,8 @@ class Problem:
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
         """The problem of this many batch elements and key heads, of some rows and some keys.
 
-        Its arrays are the parts for these. Texts see the numbers of the part, except positions.
+        Its arrays are the parts for these. Expressions see the numbers of the part, except
+        positions.
         """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}

@@ -18,8 +18,8 @@ def resized(
 ) -> tuple[Operand, ...]:
     """The operands for a problem of other sizes.
 
-    An axis that a text indexes with places alone, as doc[query], gets the larger one of their
-    sizes; others stay as they are.
+    An axis that an expression indexes with places alone, as doc[query], gets the larger one of
+    their sizes; others stay as they are.
     """
     new, read, found = dict(zip(AXES, after)), tuple(texts), tuple(found)
     is_packed = any(x.name == STARTS[0] for x in found)
@@ -51,7 +51,7 @@ def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[st
 
 
 def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
-    """The indices of an array's axis in a text."""
+    """The indices of an array's axis in an expression."""
     for node in ast.walk(text.tree):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
             every = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

@@ -159,7 +159,7 @@ class Prepared(OfThisProcess):
             self._kernels = compiled(backend, plan)
 
     def with_numbers(self, options: AttentionOptions, numbers: Sequence[Operand]) -> Prepared:
-        """The same call with other numbers of texts and of dropout.
+        """The same call with other numbers of expressions and of dropout.
 
         ``options`` have the same form, and ``numbers`` are all that a caller gives.
         """

@@ -70,7 +70,7 @@ def as_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that a ragged batch reads, by ``name_of``; of no sequence, those of an empty one.
+    """The arrays that a ragged batch reads, by ``name_of``; without sequences, one is added.
 
     Kernels have at least one sequence. What only sequences have is of no effect then.
     """
@@ -95,7 +95,7 @@ def has_no_sequence(given: Mapping[str, Any]) -> bool:
 
 
 def with_elements(array: Any) -> Any:
-    """What a text reads of no sequence: an array with at least an element in each axis."""
+    """What an expression reads of no sequence: an array with at least an element in each axis."""
     shape = getattr(array, "shape", ())
     return np.zeros([max(x, 1) for x in shape], array.dtype) if 0 in shape else array
 

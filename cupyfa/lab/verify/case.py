@@ -84,7 +84,7 @@ _NEAR_THE_END = 1e38  # of float32; products of this and two normal numbers are 
 _MOST_OF_LOWEST = 1.8  # of those normal numbers: beyond the end the product is infinite
 _FAR = 2**31 + 64  # elements
 _SEEN = 0.8  # the share of a mask that is True
-_GROUPS = 4  # different whole numbers in an array that texts read
+_GROUPS = 4  # different whole numbers in an array that expressions read
 _WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
@@ -233,7 +233,7 @@ class Case:
         return found | {name: _arranged(x, layout) for name, x in there.items()}
 
     def _read(self, x: Operand) -> np.ndarray:
-        """A random array that texts read; it does not depend on the others.
+        """A random array that expressions read; it does not depend on the others.
 
         ALiBi slopes are from 0 to 1, most of a mask is True, a seed of dropout is any number of its
         dtype, other whole numbers grow along the last axis from 0 and stay inside the axes that

@@ -523,7 +523,7 @@ class Fuzz:
         batch, kv_heads, group = self._heads(
             turns, each, values, are_few, shares=bool(p.operands), is_packed=is_packed
         )
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # texts of none or of one differ
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # lengths of 0 and 1 change them
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N

@@ -111,9 +111,10 @@ def cut(
     bytes with them is cut along rows and keys, if the outputs allow it. Pieces that share most
     follow each other.
 
-    A kernel with arrays or a reference of its own gets the whole problem. So do dropout and texts
-    that name batch elements or heads, whose numbers a part does not know, and the gradients of what
-    texts read: their sums are scaled by the largest term of the whole problem.
+    A kernel with arrays or a reference of its own gets the whole problem. So do dropout and
+    expressions that name batch elements or heads, whose numbers a part does not know, and the
+    gradients of what expressions read: their sums are scaled by the largest term of the whole
+        problem.
     """
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
     if not is_divisible(plan):
