@@ -1,9 +1,7 @@
 """Kernels by name, which is also how they are pickled: records hold functions."""
 
 import copyreg
-import runpy
 import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from functools import lru_cache
@@ -103,6 +101,9 @@ def _from_script(name: str) -> Kernel:
 
 def _variables_of(script: Path) -> dict[str, Any]:
     """The variables of a script, run with its folder on the path; stdout is for data."""
+    import runpy  # here, as few imports of cupyfa read a script
+    import traceback
+
     path = list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:

@@ -37,11 +37,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyfa.score.numpy_evaluation import NONE, Modifications, Place
 
-Array = NDArray[Any]
+Array = np.ndarray[Any, Any]
 
 HUGE = 2.0**25  # of lse, which is rounded by up to 1 there in float32
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")

@@ -119,7 +119,6 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference
@@ -128,7 +127,7 @@ from cupyfa.problem.optional_inputs import SOFTCAP
 from cupyfa.problem.options import MOST_USUAL_SOFTCAP
 from cupyfa.score.numpy_evaluation import Modifications
 
-Array = NDArray[Any]
+Array = np.ndarray[Any, Any]
 
 _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"

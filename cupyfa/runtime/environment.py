@@ -3,7 +3,6 @@
 import datetime
 import platform
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +40,8 @@ def describe(backend: Backend) -> dict[str, str]:
 
 def command() -> str:
     """The command line of this process, as a shell takes it."""
+    import shlex  # here, as an import of cupyfa does not need it
+
     program = Path(sys.argv[0] or "python").name
     name = "cupyfa" if program in ("cli.py", "__main__.py", "cupyfa") else program
     return shlex.join([name, *sys.argv[1:]])

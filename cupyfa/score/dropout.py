@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from cupyfa.problem.options import AttentionOptions
 
-Array = NDArray[Any]
+Array = np.ndarray[Any, Any]
 
 STEPS = 1 << 14  # probabilities are multiples of 1 / STEPS
 ROUNDS = 7

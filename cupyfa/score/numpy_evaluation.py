@@ -31,12 +31,11 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
 
-Array = NDArray[Any]
+Array = np.ndarray[Any, Any]
 
 _STEP = 1e-30  # h of the complex step
 _EXACT_WHOLE = 2.0**24  # the largest whole number below which float32 has all

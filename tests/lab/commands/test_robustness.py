@@ -799,12 +799,15 @@ def test_failed_calls_leak_no_memory_threads_or_files(own_folders, tmp_path):
     tracemalloc.start()
     try:
         fail()
-        gc.collect()
-        first = tracemalloc.get_traced_memory()[0]
-        for _ in range(5):
-            fail()
-        gc.collect()
-        assert tracemalloc.get_traced_memory()[0] - first < 50_000
+        growth = []
+        for _ in range(3):  # what fails to be freed grows each time, and what is cached does not
+            gc.collect()
+            first = tracemalloc.get_traced_memory()[0]
+            for _ in range(5):
+                fail()
+            gc.collect()
+            growth.append(tracemalloc.get_traced_memory()[0] - first)
+        assert min(growth) < 50_000, growth
     finally:
         tracemalloc.stop()
     assert state() == before
