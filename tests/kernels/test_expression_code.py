@@ -11,7 +11,8 @@ from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import choose_kernel
-from cupyfa.score.expressions import FUNCTIONS, Captured, Expression, cpp_name
+from cupyfa.score.expressions import TRACEABLE, Captured, Expression, cpp_name
+from cupyfa.score.functions import FUNCTIONS
 
 TEXTS = [
     "score * abs(position - key) / -3 - slope[head] * (2 - query) * (key - query)",
@@ -99,7 +100,7 @@ for (int pair = 0; pair < {ROWS * KEYS}; ++pair) {{
 
 def in_python(text, score, query, key):
     """The value of a text in Python itself, for one pair."""
-    names = {**FUNCTIONS, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
+    names = {**TRACEABLE, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
     names |= {"score": score, "query": query, "key": key, "position": query + 2}
     for name in ("doc", "see"):
         names[name] = ARRAYS[name].tolist()
@@ -160,7 +161,7 @@ def test_corners_are_those_of_numpy(run, real, dtype, close):
     run(body_of(AT_CORNERS), A, *others, scores, head=head, threads=len(scores))
     for text, found in zip(AT_CORNERS, A[:, 0]):
         with np.errstate(all="ignore"):
-            want = eval(text, {**FUNCTIONS, "score": scores.astype(float)}).astype(dtype)
+            want = eval(text, {**TRACEABLE, "score": scores.astype(float)}).astype(dtype)
         np.testing.assert_allclose(found[:, 0], want, close, 1e-37, err_msg=text)
         slopes = SLOPES.get(text, found[:, 1])
         np.testing.assert_allclose(found[:, 1], slopes, 1e-5, 2e-6, err_msg=text)
@@ -168,7 +169,7 @@ def test_corners_are_those_of_numpy(run, real, dtype, close):
 
 # Of small arguments, which a large number makes moderate again; and slopes that are small.
 NEAR_0 = [
-    *(f"{name}(score)" for name in ("tanh", "sin", "erf", "log1p", "expm1")),
+    *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(
         "exp(score)",
         "sigmoid(score)",
@@ -206,7 +207,7 @@ def test_errors_are_relative_to_small_results(run, texts, scores, real, dtype, c
     run(body, A, *others, scores.astype(dtype), head=head_of(texts, real), threads=len(scores))
     at = scores.astype(dtype).astype(float)
     for text, found in zip(texts, A[:, : len(scores)]):
-        values = eval(text, {**FUNCTIONS, "score": at, "cap": 1.5})
+        values = eval(text, {**TRACEABLE, "score": at, "cap": 1.5})
         if texts is not FAR and text in NEAR_0:
             np.testing.assert_allclose(found[:, 0], values, close, 0, err_msg=text)
         reach = close * (1 + np.abs(at))
