@@ -21,6 +21,7 @@ TEXTS = [
     "score if doc[query] == doc[key] and 0 <= position - key < 3 else 2 * score - 1e3",
     "(query - 5) // 3 * score + (query - key) % -3 + (key + 7) // 4 + (key - 3) % 8 + key // query",
     "sigmoid(score) * softplus(-2 * score) + log1p(expm1(score) + 1) + erf(score) * score",
+    "score * erfc(score - 1)",
     "sin(20 * score) + cos(score) * sin(1000 * key) + floor(score) + abs(score) ** 2",
     "sqrt(abs(score)) * rsqrt(1 + score ** 2) + log(2 + score ** 2) / queries",
     "-(table[head, key] + key) * score + table[query // 2, abs(key - 3)] * -query",
@@ -140,6 +141,7 @@ def test_values_and_slopes_are_those_of_python(run, real, dtype, close):
 CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
 AT_CORNERS = [
     *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
+    "erfc(score)",
     *(f"{name}(abs(score))" for name in ("sqrt", "rsqrt", "log", "log1p", "expm1")),
     *("max(score, 1)", "max(1, score)", "min(score, 1)", "min(1, score)", "score / 3"),
     *("where(score > 1, sqrt(score - 1), 2)", "sin(score) * 0", "abs(score)"),
@@ -172,6 +174,7 @@ NEAR_0 = [
     *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(
         "exp(score)",
+        "erfc(score)",
         "sigmoid(score)",
         "softplus(score)",
         "sqrt(abs(score))",
@@ -187,6 +190,7 @@ SLOPES_OF = {  # by formulas without cancellation
     "sin(score)": np.cos,
     "cos(score)": lambda x: -np.sin(x),
     "erf(score)": lambda x: 2 / np.sqrt(np.pi) * np.exp(-x * x),
+    "erfc(score)": lambda x: -2 / np.sqrt(np.pi) * np.exp(-x * x),
     "log1p(score)": lambda x: 1 / (1 + x),
     "expm1(score)": np.exp,
     "exp(score)": np.exp,
