@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cupyfa.errors import described
+from cupyfa.score.functions import FUNCTIONS, Function
 
 Kind = Literal["number", "whole", "bool"]  # of a node; None is a captured one, not known yet
 SCORE = "score"
@@ -42,43 +43,31 @@ class Captured:
 
 
 # ---------------------------------------------------------------------------------------------
-# The functions. Those of a text compute with NumPy's arrays, and with tracers build an expression.
+# Functions in Python: module attributes, which compute with arrays and build expressions
 
 
-def _function(name: str, of_arrays: Callable[..., Any]) -> Callable[..., Any]:
+def __getattr__(name: str) -> Callable[..., Any]:
+    """Functions of expressions as attributes: ``where``, ``tanh``, and ``minimum`` for ``min``."""
+    try:
+        return TRACEABLE[_OTHER_NAMES.get(name, name)]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def _traceable(function: Function) -> Callable[..., Any]:
+    """A function that computes with NumPy's arrays, and with tracers builds an expression."""
+
     def call(*arguments: Any) -> Any:
         if any(isinstance(x, Tracer) for x in arguments):
-            return Tracer.call(name, *arguments)
-        return of_arrays(*arguments)
+            return Tracer.call(function.name, *arguments)
+        return function.value(*arguments)
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{name} of numbers, of NumPy's arrays, or of traced values in an expression."
+    call.__name__ = call.__qualname__ = function.name
+    call.__doc__ = f"{function.meaning}, of numbers, NumPy's arrays or traced values."
     return call
 
 
-exp, exp2, expm1 = (_function(x.__name__, x) for x in (np.exp, np.exp2, np.expm1))
-log, log1p = (_function(x.__name__, x) for x in (np.log, np.log1p))
-sqrt, sin, cos, tanh = (_function(x.__name__, x) for x in (np.sqrt, np.sin, np.cos, np.tanh))
-floor = _function("floor", np.floor)
-rsqrt = _function("rsqrt", lambda x: 1 / np.sqrt(x))
-sigmoid = _function("sigmoid", lambda x: 0.5 * (1 + np.tanh(0.5 * np.asarray(x))))
-softplus = _function("softplus", lambda x: np.logaddexp(0, x))
-erf = _function("erf", lambda x: np.vectorize(math.erf, otypes=[float])(x)[()])
-minimum, maximum = _function("min", np.minimum), _function("max", np.maximum)
-where = _function("where", np.where)
-
-OF_ONE = (
-    *(exp, exp2, log, log1p, expm1, sqrt, rsqrt),
-    *(tanh, sigmoid, softplus, sin, cos, erf, floor),
-)
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{x.__name__: x for x in OF_ONE},
-    "abs": np.abs,
-    "min": minimum,
-    "max": maximum,
-    "where": where,
-}
-_ARGUMENTS = dict.fromkeys(FUNCTIONS, 1) | {"min": 2, "max": 2, "where": 3}
+TRACEABLE = {name: _traceable(x) for name, x in FUNCTIONS.items()}
 
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
 TAKEN = KNOWN | {"inf", "nan"}
@@ -93,8 +82,7 @@ _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 _OTHER_NAMES = {
     "s": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query",
     "col": "key", "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
-    "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max", "absolute": "abs",
-    "fabs": "abs", "expit": "sigmoid", "logistic": "sigmoid",
+    **{other: x.name for x in FUNCTIONS.values() for other in x.other_names},
 }  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------
@@ -399,8 +387,9 @@ class _Rules:
             raise _Wrong(node, _no_function(node.func, name))
         if node.keywords or any(isinstance(x, ast.Starred) for x in node.args):
             raise _Wrong(node, f"give the arguments of {name} in order, without names and stars")
-        if len(node.args) != _ARGUMENTS[name]:
-            takes = _count(_ARGUMENTS[name], "argument", "arguments")
+        count = len(FUNCTIONS[name].arguments)
+        if len(node.args) != count:
+            takes = _count(count, "argument", "arguments")
             given = _count(len(node.args), "is", "are")
             raise _Wrong(node, f"{name} takes {takes}, and {given} given")
         if name == "where":
@@ -609,16 +598,10 @@ class Expression:
         return _Printer(_Rules(self.option, kinds), bounded, slot, farthest).result(self.tree)
 
 
-_WORK = {  # of functions, about
-    **{"erf": 30, "log1p": 30, "softplus": 40, "expm1": 25, "tanh": 16, "log": 15},
-    **{"sin": 15, "cos": 10, "sigmoid": 6, "exp": 4, "exp2": 3, "sqrt": 4, "rsqrt": 3},
-}
-
-
 def _work(node: ast.AST) -> int:
     match node:
         case ast.Call(ast.Name(name)):
-            return _WORK.get(name, 1)
+            return FUNCTIONS[name].work
         case ast.Subscript():
             return 2 + 3 * len(_indices(node))
         case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), divisor):

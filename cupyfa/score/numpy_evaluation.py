@@ -12,9 +12,7 @@ A node of the text has the errors of its arguments times its derivatives, and it
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
-- for functions what `FUNCTIONS` says, for the formulas that are fast on a GPU. All have a small
-  relative error near an argument of 0, where their results are small: a text may multiply them by
-  any number. Elsewhere sin and cos have an absolute error of 6 eps.
+- for functions the errors in cupyfa/score/functions.py.
 
 Where an error may turn a comparison, floor or the choice of min and max, the result has also the
 distance to what it would be then. A derivative has an error by the same rules: from the second
@@ -24,7 +22,6 @@ derivative, and from how it is computed. Results of -inf, +inf and NaN are exact
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -34,6 +31,7 @@ import numpy as np
 
 from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
+from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 
 Array = np.ndarray[Any, Any]
 
@@ -403,11 +401,12 @@ class _Walk:
         return self._checked(Number(value, slope, error, slope_error), a, b)
 
     def _quotient(self, a: Number, b: Number) -> Number:
-        found = self._product(a, self._function("reciprocal", b))
+        found = self._product(a, self._function(RECIPROCAL, b))
         return replace(found, value=np.asarray(a.value / b.value))
 
-    def _function(self, name: str, x: Number) -> Number:
-        f, df, own, own_of_slope = FUNCTIONS[name]
+    def _function(self, function: Function, x: Number) -> Number:
+        f, df = function.value, function.derivative
+        assert df and function.error and function.slope_error
         y = np.asarray(f(x.value))
         if self.eps is None and x.slope is None:
             return Number(y)
@@ -421,9 +420,9 @@ class _Walk:
             slope_error = _sum(
                 _times(_times(curve, x.error), size_slope),
                 _times(size_d, x.slope_error),
-                _times(own_of_slope(x.value, y, d) + 0.5 * size_d, size_slope),
+                _times(function.slope_error(x.value, y, d) + 0.5 * size_d, size_slope),
             )
-        error = _sum(self._reach(f, x, y, size_d), own(x.value, y))
+        error = _sum(self._reach(f, x, y, size_d), function.error(x.value, y))
         return self._checked(Number(y, slope, error, slope_error), x)
 
     def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
@@ -437,8 +436,8 @@ class _Walk:
         return np.where(move > _LARGE, np.fmax(error, np.fmax(*ends) / self.eps), error)
 
     def _call(self, name: str, arguments: list[Number]) -> Number:
-        if name in FUNCTIONS:
-            return self._function(name, self._real(arguments[0]))
+        if name in DIFFERENTIABLE:
+            return self._function(DIFFERENTIABLE[name], self._real(arguments[0]))
         if name == "where":
             return self._chosen(*arguments)
         if name in ("min", "max"):
@@ -591,127 +590,6 @@ def _or_0(x: Any) -> Any:
     return 0.0 if x is None else x
 
 
-def _exp2(x: Any) -> Any:
-    return np.exp(_LN2 * x) if np.iscomplexobj(x) else np.exp2(x)
-
-
-def _sigmoid(x: Any) -> Any:
-    small = np.exp(np.where(x.real < 0, x, -x))  # never overflows
-    return np.where(x.real < 0, small, 1.0) / (1.0 + small)
-
-
-def _softplus(x: Any) -> Any:
-    return np.where(x.real < 0, 0.0, x) + np.log1p(np.exp(np.where(x.real < 0, x, -x)))
-
-
-def _gauss(x: Any) -> Any:
-    return 2 / math.sqrt(math.pi) * np.exp(-x * x)
-
-
-def _erf(x: Any) -> Any:
-    """NumPy has no erf; of a complex number with a tiny imaginary part, by its derivative."""
-    real = np.vectorize(math.erf, otypes=[float])(np.real(x))
-    return real + 1j * np.imag(x) * _gauss(np.real(x)) if np.iscomplexobj(x) else real
-
-
-_POLYNOMIAL = 0.54, 0.49  # tanh and sin are polynomials at least up to these
-
-
-def _error_far_from_0(x: Array, y: Array) -> Array:
-    """Of tanh(x) = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and
-    its denominator, the exponential, the difference.
-    """
-    size = np.abs(y)
-    r = 1 - size
-    of_exponential = 0.5 * (1 + size) * (1.5 * np.abs(x) + 2)
-    return 3 * r + r * (0.5 + of_exponential) + 0.5 * size
-
-
-def _error_of_tanh(x: Array, y: Array) -> Array:
-    return np.where(np.abs(x) < _POLYNOMIAL[0], 2.5 * np.abs(y), _error_far_from_0(x, y))
-
-
-def _error_of_sine(x: Array, y: Array) -> Array:
-    return np.where(np.abs(x) < _POLYNOMIAL[1], 2 * np.abs(y), 6.0)
-
-
-_Function = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-_LN2 = math.log(2)
-# Of each function: f and f', which take complex numbers; the errors in eps of f(x) = y and of
-# f'(x) = d for an exact x, as kernels compute them. exp(x) is the power of two of a rounded
-# x * log2(e); the derivatives of exp, sigmoid and roots are computed from y.
-FUNCTIONS: dict[str, _Function] = {
-    "exp": (
-        *(np.exp, np.exp),
-        lambda x, y: y * (np.abs(x) + 3),
-        lambda x, y, d: y * (np.abs(x) + 3),
-    ),
-    "exp2": (
-        *(_exp2, lambda x: _LN2 * _exp2(x)),
-        lambda x, y: 3 * y,
-        lambda x, y, d: 4 * d,
-    ),
-    "log": (
-        *(np.log, lambda x: 1 / x),
-        lambda x, y: 3 * np.abs(y),
-        lambda x, y, d: 2 * np.abs(d),
-    ),
-    "log1p": (
-        *(np.log1p, lambda x: 1 / (1 + x)),
-        lambda x, y: 3 * np.abs(y),
-        lambda x, y, d: 3 * np.abs(d),
-    ),
-    "expm1": (
-        *(np.expm1, np.exp),
-        lambda x, y: 3 * np.abs(y),
-        lambda x, y, d: d * (np.abs(x) + 3),
-    ),
-    "sqrt": (
-        *(np.sqrt, lambda x: 0.5 / np.sqrt(x)),
-        lambda x, y: 5 * y,
-        lambda x, y, d: 4 * d,
-    ),
-    "rsqrt": (
-        *(lambda x: 1 / np.sqrt(x), lambda x: -0.5 / (x * np.sqrt(x))),
-        lambda x, y: 3 * y,
-        lambda x, y, d: 8 * np.abs(d),
-    ),
-    "tanh": (
-        *(np.tanh, lambda x: 1 - np.tanh(x) ** 2),
-        _error_of_tanh,
-        lambda x, y, d: 2 * np.abs(y) * _error_far_from_0(x, y) + 1,
-    ),
-    "sigmoid": (
-        *(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x)),
-        lambda x, y: y * (3 + (1 - y) * (np.abs(x) + 3)),
-        lambda x, y, d: d * (6 + np.abs(1 - 2 * y) * (np.abs(x) + 3)),
-    ),
-    "softplus": (
-        *(_softplus, _sigmoid),
-        lambda x, y: 3 * y + np.exp(-np.abs(x)) * (np.abs(x) + 3),
-        lambda x, y, d: d * (3 + (1 - d) * (np.abs(x) + 3)),
-    ),
-    "sin": (
-        *(np.sin, np.cos),
-        _error_of_sine,
-        lambda x, y, d: 6 + 0 * y,
-    ),
-    "cos": (
-        *(np.cos, lambda x: -np.sin(x)),
-        lambda x, y: 6 + 0 * y,
-        lambda x, y, d: _error_of_sine(x, d),
-    ),
-    "erf": (
-        *(_erf, _gauss),
-        lambda x, y: 3 * np.abs(y),
-        lambda x, y, d: d * (1.5 * x * x + 4),
-    ),
-    "reciprocal": (
-        *(lambda x: 1 / x, lambda x: -1 / (x * x)),
-        lambda x, y: 2 * np.abs(y),
-        lambda x, y, d: 5 * np.abs(d),
-    ),
-}
 _WHOLE: dict[type[ast.operator], Callable[..., Any]] = {
     **{ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply},
     **{ast.FloorDiv: np.floor_divide, ast.Mod: np.remainder},

@@ -1,5 +1,7 @@
 """Texts in float32, as a kernel computes them: values with derivatives, and fast functions."""
 
+import math
+
 import numpy as np
 
 EPS = np.finfo(np.float32).eps
@@ -142,10 +144,12 @@ def function(f, df):
     return call
 
 
-def _erf(x):
-    import math
+def of_math(f, x):
+    return np.vectorize(f, otypes=[float])(x).astype(F)
 
-    return np.vectorize(math.erf, otypes=[float])(x).astype(F)
+
+def gauss(x):
+    return F(2 / np.sqrt(np.pi)) * fast_exp(-x * x)
 
 
 FUNCTIONS = {
@@ -163,9 +167,8 @@ FUNCTIONS = {
     "softplus": function(fast_softplus, lambda x, y: fast_sigmoid(x)),
     "sin": function(fast_sine, lambda x, y: of_a_turn(np.cos, x)),
     "cos": function(lambda x: of_a_turn(np.cos, x), lambda x, y: -fast_sine(x)),
-    "erf": function(
-        lambda x: off(_erf(x), 2), lambda x, y: F(2 / np.sqrt(np.pi)) * fast_exp(-x * x)
-    ),
+    "erf": function(lambda x: off(of_math(math.erf, x), 2), lambda x, y: gauss(x)),
+    "erfc": function(lambda x: off(of_math(math.erfc, x), 4), lambda x, y: -gauss(x)),
     "floor": function(np.floor, lambda x, y: F(0)),
     "abs": abs,
 }

@@ -11,7 +11,8 @@ from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import choose_kernel
-from cupyfa.score.expressions import FUNCTIONS, Captured, Expression, cpp_name
+from cupyfa.score.expressions import TRACEABLE, Captured, Expression, cpp_name
+from cupyfa.score.functions import FUNCTIONS
 
 TEXTS = [
     "score * abs(position - key) / -3 - slope[head] * (2 - query) * (key - query)",
@@ -20,6 +21,7 @@ TEXTS = [
     "score if doc[query] == doc[key] and 0 <= position - key < 3 else 2 * score - 1e3",
     "(query - 5) // 3 * score + (query - key) % -3 + (key + 7) // 4 + (key - 3) % 8 + key // query",
     "sigmoid(score) * softplus(-2 * score) + log1p(expm1(score) + 1) + erf(score) * score",
+    "score * erfc(score - 1)",
     "sin(20 * score) + cos(score) * sin(1000 * key) + floor(score) + abs(score) ** 2",
     "sqrt(abs(score)) * rsqrt(1 + score ** 2) + log(2 + score ** 2) / queries",
     "-(table[head, key] + key) * score + table[query // 2, abs(key - 3)] * -query",
@@ -99,7 +101,7 @@ for (int pair = 0; pair < {ROWS * KEYS}; ++pair) {{
 
 def in_python(text, score, query, key):
     """The value of a text in Python itself, for one pair."""
-    names = {**FUNCTIONS, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
+    names = {**TRACEABLE, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
     names |= {"score": score, "query": query, "key": key, "position": query + 2}
     for name in ("doc", "see"):
         names[name] = ARRAYS[name].tolist()
@@ -139,6 +141,7 @@ def test_values_and_slopes_are_those_of_python(run, real, dtype, close):
 CORNERS = [0.0, 1.0, 88.0, 3e38, np.inf, np.nan, -1.0, -88.0, -3e38, -np.inf, -0.0]
 AT_CORNERS = [
     *(f"{name}(score)" for name in ("exp", "exp2", "tanh", "sigmoid", "softplus", "floor", "erf")),
+    "erfc(score)",
     *(f"{name}(abs(score))" for name in ("sqrt", "rsqrt", "log", "log1p", "expm1")),
     *("max(score, 1)", "max(1, score)", "min(score, 1)", "min(1, score)", "score / 3"),
     *("where(score > 1, sqrt(score - 1), 2)", "sin(score) * 0", "abs(score)"),
@@ -160,7 +163,7 @@ def test_corners_are_those_of_numpy(run, real, dtype, close):
     run(body_of(AT_CORNERS), A, *others, scores, head=head, threads=len(scores))
     for text, found in zip(AT_CORNERS, A[:, 0]):
         with np.errstate(all="ignore"):
-            want = eval(text, {**FUNCTIONS, "score": scores.astype(float)}).astype(dtype)
+            want = eval(text, {**TRACEABLE, "score": scores.astype(float)}).astype(dtype)
         np.testing.assert_allclose(found[:, 0], want, close, 1e-37, err_msg=text)
         slopes = SLOPES.get(text, found[:, 1])
         np.testing.assert_allclose(found[:, 1], slopes, 1e-5, 2e-6, err_msg=text)
@@ -168,9 +171,10 @@ def test_corners_are_those_of_numpy(run, real, dtype, close):
 
 # Of small arguments, which a large number makes moderate again; and slopes that are small.
 NEAR_0 = [
-    *(f"{name}(score)" for name in ("tanh", "sin", "erf", "log1p", "expm1")),
+    *(f"{x.name}(score)" for x in FUNCTIONS.values() if x.small_near_0),
     *(
         "exp(score)",
+        "erfc(score)",
         "sigmoid(score)",
         "softplus(score)",
         "sqrt(abs(score))",
@@ -186,6 +190,7 @@ SLOPES_OF = {  # by formulas without cancellation
     "sin(score)": np.cos,
     "cos(score)": lambda x: -np.sin(x),
     "erf(score)": lambda x: 2 / np.sqrt(np.pi) * np.exp(-x * x),
+    "erfc(score)": lambda x: -2 / np.sqrt(np.pi) * np.exp(-x * x),
     "log1p(score)": lambda x: 1 / (1 + x),
     "expm1(score)": np.exp,
     "exp(score)": np.exp,
@@ -206,7 +211,7 @@ def test_errors_are_relative_to_small_results(run, texts, scores, real, dtype, c
     run(body, A, *others, scores.astype(dtype), head=head_of(texts, real), threads=len(scores))
     at = scores.astype(dtype).astype(float)
     for text, found in zip(texts, A[:, : len(scores)]):
-        values = eval(text, {**FUNCTIONS, "score": at, "cap": 1.5})
+        values = eval(text, {**TRACEABLE, "score": at, "cap": 1.5})
         if texts is not FAR and text in NEAR_0:
             np.testing.assert_allclose(found[:, 0], values, close, 0, err_msg=text)
         reach = close * (1 + np.abs(at))

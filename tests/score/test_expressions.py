@@ -273,4 +273,7 @@ def test_the_functions_compute_with_arrays_too():
     np.testing.assert_allclose(ex.softplus(x), np.log1p(np.exp(x)), 1e-14)
     np.testing.assert_allclose(ex.rsqrt(x) * ex.sqrt(x), 1, 1e-14)
     np.testing.assert_allclose(ex.erf(x), [math.erf(y) for y in x], 1e-14)
+    whole = np.arange(9, dtype=np.uint8)
+    np.testing.assert_allclose(ex.sigmoid(whole), ex.sigmoid([*map(float, whole)]), 1e-14)
+    np.testing.assert_allclose(ex.softplus(whole), ex.softplus([*map(float, whole)]), 1e-14)
     assert ex.erf(0.5) == math.erf(0.5) and (ex.where(x > 1, x, 1) == ex.maximum(x, 1)).all()

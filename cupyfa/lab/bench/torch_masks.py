@@ -7,13 +7,15 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
+from operator import attrgetter
 from typing import Any
 
 from cupyfa.errors import Unsupported
 from cupyfa.problem.optional_inputs import BIAS, DLSE, MASK, SINK
 from cupyfa.problem.options import NO_WINDOW
 from cupyfa.problem.problem import Problem
-from cupyfa.score.expressions import FUNCTIONS, Expression
+from cupyfa.score.expressions import Expression
+from cupyfa.score.functions import FUNCTIONS
 
 _PLACE = ("batch", "head", "query", "key")
 
@@ -115,11 +117,12 @@ def _arguments(names: Sequence[str] | Mapping[str, Any]) -> ast.arguments:
 
 def _functions(torch: Any) -> dict[str, Callable[..., Any]]:
     own = {
-        "softplus": torch.nn.functional.softplus,
         "min": lambda a, b: torch.where(a < b, a, b),
         "max": lambda a, b: torch.where(a > b, a, b),
     }
-    return {name: own.get(name) or getattr(torch, name) for name in FUNCTIONS}
+    return {
+        name: own.get(name) or attrgetter(x.torch or name)(torch) for name, x in FUNCTIONS.items()
+    }
 
 
 class _Selecting(ast.NodeTransformer):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from cupyfa.score.expressions import Expression
+from cupyfa.score.functions import FUNCTIONS
 
 Form = str | bool | int | float  # of an array, as "f32[heads]", or a number
 # Of every dtype and kind; the axes of several arrays are places, those of others are numbers.
@@ -28,15 +29,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # functions and operators inside each other
-# Functions of any moderate number, and those that have a text for their argument.
-_OF_ANY = ("tanh", "sigmoid", "softplus", "sin", "cos", "erf", "floor", "abs")
-_OF_SOME = {
-    **{"exp": "min({}, 1.5)", "exp2": "min({}, 2)", "expm1": "min({}, 1.5)"},
-    **{"log": "0.1 + abs({})"},
-    **{"log1p": "abs({})", "sqrt": "0.01 + abs({})", "rsqrt": "0.25 + abs({})"},
-}
-# Of small arguments, which a large factor makes moderate again.
-_OF_SMALL = ("tanh({})", "sin({})", "erf({})", "log1p({})", "expm1({})")
+_OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
+_OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]
 
 
 def draw_expression(
@@ -132,16 +126,16 @@ class _Drawer:
 
     def _function(self, depth: int) -> str:
         argument = self.number(depth - 1)
-        name = self._pick((*_OF_ANY, *_OF_SOME))
-        if name in ("sin", "cos"):
+        function = self._pick(_OF_ONE)
+        if function.name in ("sin", "cos"):
             argument = f"{self._pick((1, 20))} * {argument}"
-        return f"{name}({_OF_SOME.get(name, '{}').format(argument)})"
+        return f"{function.name}({function.drawn.format(argument)})"
 
     def _of_small(self, depth: int) -> str:
-        """A function of a small argument, times what makes it moderate."""
+        """A function of a small argument, times the factor that makes it moderate again."""
         large = self._pick(("1e3", "3e4", "1e6", "1e8"))
         inner = f"min(max({self.number(depth - 1)}, -9), 9) / {large}"
-        return f"{large} * {self._pick(_OF_SMALL).format(inner)}"
+        return f"{large} * {self._pick(_OF_SMALL)}({inner})"
 
     def _arithmetic(self, depth: int) -> str:
         a, b = self.number(depth - 1), self._leaf()

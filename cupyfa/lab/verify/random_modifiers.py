@@ -6,6 +6,7 @@ from typing import Any
 
 from cupyfa.lab.verify.random_expressions import draw_expression
 from cupyfa.problem.optional_inputs import BIAS, MASK
+from cupyfa.score.functions import DIFFERENTIABLE
 
 MODIFIED: tuple[Mapping[str, Any], ...] = (
     {"alibi_slopes": "h"},
@@ -33,13 +34,8 @@ OF_SEQUENCES: tuple[Mapping[str, Any], ...] = (
     {},
     *(x for x in MODIFIED if not x.keys() & {BIAS, MASK}),
 )
-# Every function of texts that has a derivative, and the choices that NaN decides.
-_FUNCTIONS = (
-    *("tanh({})", "sigmoid({})", "softplus({})", "sin({})", "cos({})", "erf({})"),
-    *("exp(min({}, 1.5))", "exp2(min({}, 2))", "log(0.5 + abs({}))", "log1p(abs({}))"),
-    "expm1(min({}, 1.5))",
-    *("sqrt(0.1 + abs({}))", "rsqrt(0.25 + abs({}))"),
-)
+# Every function that has a derivative, and the choices that NaN decides.
+_FUNCTIONS = [f"{name}({x.drawn})" for name, x in DIFFERENTIABLE.items()]
 _LOST = "log(-1 - abs(score))"  # NaN
 _NAN_WINS = (
     f"min({{}}, {_LOST})",

@@ -220,6 +220,17 @@ __device__ __forceinline__ float erf(float x) {
 __device__ __forceinline__ double erf(double x) {
   return ::erf(x);
 }
+__device__ __forceinline__ float erfc(float x) {
+  return erfcf(x);
+}
+__device__ __forceinline__ double erfc(double x) {
+  return ::erfc(x);
+}
+template <class T>
+__device__ __forceinline__ T slope_of_erf(T x) {
+  const T two_by_root_of_pi = 1.1283791670955126;
+  return two_by_root_of_pi * exp(-x * x);
+}
 __device__ __forceinline__ float floor(float x) {
   return floorf(x);
 }
@@ -557,9 +568,11 @@ __device__ __forceinline__ Dual<n> cos(const Dual<n>& x) {
 }
 template <int n>
 __device__ __forceinline__ Dual<n> erf(const Dual<n>& x) {
-  const real two_by_root_of_pi = 1.1283791670955126;
-  return chain(elementary::erf(x.value), x,
-               two_by_root_of_pi * elementary::exp(-x.value * x.value));
+  return chain(elementary::erf(x.value), x, elementary::slope_of_erf(x.value));
+}
+template <int n>
+__device__ __forceinline__ Dual<n> erfc(const Dual<n>& x) {
+  return chain(elementary::erfc(x.value), x, -elementary::slope_of_erf(x.value));
 }
 template <int n>
 __device__ __forceinline__ Dual<n> floor(const Dual<n>& x) {

@@ -18,7 +18,7 @@ from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.operations import OPERATIONS, exact_attention, modifications, without_pages
 from cupyfa.numerics import tolerance
 from cupyfa.problem.optional_inputs import STARTS
-from cupyfa.score import expressions
+from cupyfa.score.functions import FUNCTIONS
 
 SIZES = {"batch": 2, "heads": 4, "M": 24, "N": 40, "d": 16}
 MASKS = [
@@ -213,7 +213,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
 def test_texts_become_functions_of_tensors():
     """By NumPy, whose functions have the names of torch's."""
     p = Problem.of_sizes(**{**SIZES, "M": 40, **EVERYTHING})
-    names = {name: getattr(np, name, None) for name in expressions.FUNCTIONS}
+    names = {name: getattr(np, name, None) for name in FUNCTIONS}
     functional = SimpleNamespace(softplus=lambda x: np.logaddexp(0, x))
     library = SimpleNamespace(**names, nn=SimpleNamespace(functional=functional))
     arrays = Case("forward", p).inputs()

@@ -13,7 +13,7 @@ from cupyfa.ladder.operations import modifications
 from cupyfa.planner import choose_kernel
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
-from cupyfa.score.expressions import FUNCTIONS
+from cupyfa.score.functions import FUNCTIONS
 
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 9, "N": 13, "d": 8}
 OPERATORS = {"+", "-", "*", "/", "//", "%", "**", "<", "<=", ">", ">=", "==", "!=", "&", "|", "~"}

@@ -119,6 +119,7 @@ double cos(double) noexcept;
 double tan(double) noexcept;
 double tanh(double) noexcept;
 double erf(double) noexcept;
+double erfc(double) noexcept;
 double pow(double, double) noexcept;
 double fmod(double, double) noexcept;
 double floor(double) noexcept;
@@ -145,6 +146,7 @@ float cosf(float) noexcept;
 float tanf(float) noexcept;
 float tanhf(float) noexcept;
 float erff(float) noexcept;
+float erfcf(float) noexcept;
 float powf(float, float) noexcept;
 float fmodf(float, float) noexcept;
 float floorf(float) noexcept;
@@ -713,6 +715,9 @@ inline float tanh(float x) {
 }
 inline float erf(float x) {
   return erff(x);
+}
+inline float erfc(float x) {
+  return erfcf(x);
 }
 inline float pow(float x, float y) {
   return powf(x, y);
