@@ -80,7 +80,8 @@ def inlined(
 
         return f"// ---- {title}\n{_LINE.sub(replace, text).rstrip()}\n\n"
 
-    return _LEFT_AT_ONCE.sub("", "".join(inline(text, title, []) for title, text in texts.items()))
+    together = "".join(inline(text, title, []) for title, text in texts.items())
+    return _LEFT_AT_ONCE.sub("", together).rstrip("\n") + "\n"
 
 
 @lru_cache(maxsize=256)  # more than all files of the project

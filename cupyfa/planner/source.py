@@ -47,9 +47,12 @@ def text(launch: PlannedLaunch) -> str:
 def inlined(launch: PlannedLaunch) -> str:
     """``text`` as one file for a reader: with the content of the project's headers in it."""
     above, file, _ = _above_and_file(launch)
-    folders = include_folders(launch)
+
+    def title(header: Path) -> str:
+        return _shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
+
     files = {"types and constants from the host": "\n".join(above), _shown(launch.path): file}
-    return includes.inlined(files, folders, _shown)
+    return includes.inlined(files, include_folders(launch), title)
 
 
 def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, bytes]]:
@@ -78,10 +81,8 @@ def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, b
 
 
 def _shown(path: Path) -> str:
-    """The name of a file in texts: from kernels/ on for one of the project's."""
-    inside = KERNELS / path  # which is path if that is absolute
-    is_own = inside.is_relative_to(KERNELS)
-    return (Path("kernels") / inside.relative_to(KERNELS) if is_own else path).as_posix()
+    """The name of a file in texts; relative paths are those of files in kernels/."""
+    return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
 def file_of(launch: PlannedLaunch) -> str:
