@@ -1,13 +1,18 @@
-"""Follows the includes of a text, and hashes the files that it reaches."""
+"""Follows the includes of a text: the files that it reaches, their hash, one text of all."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
+# Comments, strings and characters, whichever begins first.
+NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
+_LINE = re.compile(rf"{_INCLUDE.pattern}[^\n]*\n?|{NO_CODE.pattern}", re.MULTILINE | re.DOTALL)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*\n?", re.MULTILINE)
+_LEFT_AT_ONCE = re.compile(r"^// ---- [^\n]*, continued\n\s*(?=// ---- )", re.MULTILINE)
 
 
 def hashed(*parts: str | bytes) -> str:
@@ -39,8 +44,7 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 
     def follow(text: str, own: Sequence[str]) -> None:
         for bracketed, quoted in _included(text):
-            places = [*own, *searched] if quoted else searched
-            candidates = (os.path.join(place, bracketed or quoted) for place in places)
+            candidates = _candidates(bracketed, quoted, own, searched)
             path, content = _first_file(candidates, met)
             if path and content is not None:
                 met.add(path)
@@ -51,9 +55,46 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
     return found
 
 
+def inlined(
+    texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
+) -> str:
+    """Titled texts in one, with every file of ``reached`` in place of the first include of it.
+
+    A line with its title says where each file begins, and where the file that includes it goes on.
+    ``#pragma once`` is left out: compilers warn of it in a main file.
+    """
+    met: set[str] = set()
+    searched = [str(x) for x in folders]
+
+    def inline(text: str, title: str, own: Sequence[str]) -> str:
+        def replace(line: re.Match[str]) -> str:
+            if not (line[1] or line[2]):  # no include
+                return line[0]
+            path, content = _first_file(_candidates(line[1], line[2], own, searched), met)
+            if content is None:  # left to the compiler, or met before
+                return "" if path else line[0]
+            met.add(path)
+            header = _ONCE.sub("", content.decode(errors="replace"))
+            inner = inline(header, title_of(Path(path)), [os.path.dirname(path)])
+            return f"{inner}// ---- {title}, continued\n"
+
+        return f"// ---- {title}\n{_LINE.sub(replace, text).rstrip()}\n\n"
+
+    together = "".join(inline(text, title, []) for title, text in texts.items())
+    return _LEFT_AT_ONCE.sub("", together).rstrip("\n") + "\n"
+
+
 @lru_cache(maxsize=256)  # more than all files of the project
 def _included(text: str) -> list[tuple[str, str]]:
     return _INCLUDE.findall(text)
+
+
+def _candidates(
+    bracketed: str, quoted: str, own: Sequence[str], searched: Sequence[str]
+) -> Iterable[str]:
+    """Where a file of this name may be: for one in quotes first in the including file's folder."""
+    folders = [*own, *searched] if quoted else searched
+    return (os.path.join(folder, bracketed or quoted) for folder in folders)
 
 
 def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | None]:

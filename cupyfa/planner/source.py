@@ -13,8 +13,6 @@ ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
 RECORDING = KERNELS / "timeline"  # headers that stand in for some of INCLUDE in recorded launches
-# Comments, strings and characters, whichever begins first.
-_NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 # Where macros may make names: by ##, and in the name of an include.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
@@ -34,11 +32,35 @@ def text(launch: PlannedLaunch) -> str:
     for all others; all of them where macros may make names. The digest changes the text, and every
     cache key, when a header changes.
     """
+    above, file, reached = _above_and_file(launch)
+    return "\n".join(
+        [
+            *above,
+            f'#line 1 "{_shown(launch.path)}"',
+            file,
+            f"// headers: {includes.digest(reached)}",
+            "",
+        ]
+    )
+
+
+def inlined(launch: PlannedLaunch) -> str:
+    """``text`` as one file for a reader: with the content of the project's headers in it."""
+    above, file, _ = _above_and_file(launch)
+
+    def title(header: Path) -> str:
+        return _shown(header.relative_to(KERNELS) if header.is_relative_to(KERNELS) else header)
+
+    files = {"types and constants from the host": "\n".join(above), _shown(launch.path): file}
+    return includes.inlined(files, include_folders(launch), title)
+
+
+def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, bytes]]:
+    """The lines above a launch's file, the file, and the headers that both reach."""
     types = launch.dtype, launch.operand, launch.result
     headers = dict.fromkeys(filter(None, (x.header for x in types)))
     header = [*_recording(launch), *(f"#include <{name}>" for name in headers)]
     path = KERNELS / launch.path
-    name = launch.path if launch.path.is_absolute() else Path("kernels") / launch.path
     file = _read(path, launch.entry)
     if launch.recording:
         file = _recorded(file, launch.entry, path)
@@ -46,21 +68,21 @@ def text(launch: PlannedLaunch) -> str:
     reached = includes.reached("\n".join([*above, file]), include_folders(launch))
     words = [_words(file), *(_words(x.decode(errors="replace")) for x in reached.values())]
     named = launch.constants if None in words else frozenset().union(*filter(None, words))
-    return "\n".join(
-        [
-            *header,
-            f"using scalar = {launch.dtype.scalar};",
-            f"using operand = {launch.operand.scalar};",
-            f"using result = {launch.result.scalar};",
-            f"using real = {launch.dtype.real};",
-            *(_constant(name, value) for name, value in launch.constants.items() if name in named),
-            *([launch.mods] if None in words or "Mods" in named else []),
-            f'#line 1 "{name.as_posix()}"',
-            file,
-            f"// headers: {includes.digest(reached)}",
-            "",
-        ]
-    )
+    lines = [
+        *header,
+        f"using scalar = {launch.dtype.scalar};",
+        f"using operand = {launch.operand.scalar};",
+        f"using result = {launch.result.scalar};",
+        f"using real = {launch.dtype.real};",
+        *(_constant(name, value) for name, value in launch.constants.items() if name in named),
+        *([launch.mods] if None in words or "Mods" in named else []),
+    ]
+    return lines, file, reached
+
+
+def _shown(path: Path) -> str:
+    """The name of a file in texts; relative paths are those of files in kernels/."""
+    return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
 def file_of(launch: PlannedLaunch) -> str:
@@ -105,7 +127,7 @@ def _read(path: Path, entry: str) -> str:
 @lru_cache(maxsize=128)  # more than all files of the project
 def _words(code: str) -> frozenset[str] | None:
     """The words of a text without comments and strings; None if macros may make others."""
-    bare = _NO_CODE.sub(" ", code)
+    bare = includes.NO_CODE.sub(" ", code)
     return None if _MADE.search(bare) else frozenset(re.findall(r"\w+", bare))
 
 
@@ -185,7 +207,7 @@ def members(file: str) -> list[str]:
 
 def _bare(code: str) -> str:
     """The text with spaces for comments, strings and characters."""
-    return _NO_CODE.sub(lambda x: " " * len(x[0]), code)
+    return includes.NO_CODE.sub(lambda x: " " * len(x[0]), code)
 
 
 def _is_global(above: str) -> bool:

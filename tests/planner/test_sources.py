@@ -177,6 +177,55 @@ def test_a_digest_uses_the_include_order_of_the_compiler(tmp_path):
     assert digest("#include <sub/a.cuh>", folders) != before
 
 
+@pytest.mark.parametrize("name", ["fa2", "mma_async", "wgmma"])
+@pytest.mark.parametrize("options", [{}, {"score_mod": "score + key", "causal": True}], ids=str)
+def test_an_inlined_text_has_the_same_machine_code(name, options):
+    compiler = pytest.importorskip("cupyfa.runtime.cuda.compiler")
+    kernel = LADDER["forward"][name]
+    sizes = {"M": 100, "N": 100, "d": 64, "dtype": kernel.dtypes[0]}
+    plan = planning.plan(kernel, Problem.of_sizes(**sizes, **options), HOPPER)
+    for launch in plan.programs:
+        texts = {
+            sources.text(launch): sources.include_folders(launch),
+            sources.inlined(launch): (),
+        }
+        arch = launch.target or "90"
+        made = [compiler.compile_text(x, "x.cu", arch, y, log=False)[0] for x, y in texts.items()]
+        assert made[0] == made[1]
+
+
+def test_an_inlined_text_has_each_file_where_it_is_first_included(tmp_path):
+    for name, content in {
+        "a.cuh": '#pragma once\n#include "b.cuh"  // for b\nint a;\n',
+        "b.cuh": "// b\n#include <a.cuh>\n  #  pragma once\nint b;",
+    }.items():
+        (tmp_path / name).write_text(content)
+    text = '/*\n#include <b.cuh>\n*/\n#include <a.cuh>\n#include "b.cuh"\n#include <x.h>\nint c;\n'
+    texts = {"host": "int d;", "c.cu": text}
+    assert (
+        includes.inlined(texts, [tmp_path], lambda path: path.name)
+        == """// ---- host
+int d;
+
+// ---- c.cu
+/*
+#include <b.cuh>
+*/
+// ---- a.cuh
+// ---- b.cuh
+// b
+int b;
+
+// ---- a.cuh, continued
+int a;
+
+// ---- c.cu, continued
+#include <x.h>
+int c;
+"""
+    )
+
+
 LONG = " + ".join(f"tanh(score * {i})" for i in range(9))
 
 

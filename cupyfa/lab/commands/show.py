@@ -11,10 +11,11 @@ from cupyfa.lab.report.tables import Row, plan_lines, plan_row, render, table_or
 from cupyfa.ladder.lookup import operation_of, record_named
 from cupyfa.planner.choose_kernel import passed_over, plan, select
 from cupyfa.planner.plan import Plan, PlannedLaunch
-from cupyfa.planner.source import text
+from cupyfa.planner.source import inlined, text
 
 VIEWS = {
     "source": "The exact text that is compiled.",
+    "inlined": "The same as one file, with the project's headers in it.",
     "plan": "Grid, threads, shared memory, arguments.",
     "ptx": "PTX, from NVRTC.",
     "sass": "Machine code, from nvdisasm.",
@@ -78,4 +79,6 @@ def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
         return compiled_row(planned, compile_launch(launch, arch))
     if view == "sass":
         return {"entry": launch.entry, view: sass(compile_launch(launch, arch))}
-    return {"entry": launch.entry, view: text(launch) if view == "source" else ptx(launch, arch)}
+    texts = {"source": text, "inlined": inlined}
+    made = texts[view](launch) if view in texts else ptx(launch, arch)
+    return {"entry": launch.entry, view: made}

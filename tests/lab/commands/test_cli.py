@@ -410,6 +410,20 @@ def test_show_source_is_the_text_that_is_compiled():
     assert (sources.KERNELS / "forward" / "fa2.cu").read_text() in shown
 
 
+def test_show_inlined_has_each_launch_with_its_headers_in_order():
+    shown = cli("show", "baseline", "--inlined", "--causal", "--dtype", "float16").stdout
+    host = "// ---- types and constants from the host\n"
+    before, *launches = shown.split(host)
+    names = ["kernels/softmax/softmax_safe.cu", "kernels/forward/steps/repair_rows.cu"]
+    assert not before and len(launches) == len(names)
+    for launch, name in zip(launches, names):
+        constants, first, *files = re.split(r"^// ---- (\S+)$", launch, flags=re.MULTILINE)
+        assert "#include <cuda_fp16.h>\nusing scalar = __half;\n" in constants and first == name
+        assert len(files[1::2]) == len({*files[1::2]}) > 3
+        assert "kernels/include/attention/extent.cuh" in files
+        assert not re.search(r"#pragma once|#include (?!<cuda_fp16.h>|<cuda_bf16.h>)|#line", launch)
+
+
 def test_show_plan_has_every_number_of_the_launch():
     shown = cli(
         "show", "fa2", "--plan", "-M", "70", "-B", "2", "-H", "3", "--Br", "32", "--Bc", "32"
