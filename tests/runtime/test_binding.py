@@ -381,11 +381,6 @@ def test_grads_that_overlap_one_another_are_refused(near):
             call(*given, grads=grads)
 
 
-def test_the_old_name_gets_an_error_with_the_new_one():
-    with pytest.raises(AttributeError, match="Prepared"):
-        cupyfa.Bound  # noqa: B018
-
-
 class Foreign:
     """An array of another library with nothing but DLPack."""
 
