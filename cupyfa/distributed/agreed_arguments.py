@@ -47,14 +47,6 @@ _SCHEDULES = {
     ),
     "ring": Schedule(ring.forward, ring.backward, frozenset({"batch"}), persistent=False),
 }
-_ELSEWHERE = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    "out": "results are new arrays",
-    "grads": "results are new arrays",
-    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided"),
-    "devices": "each rank computes on its own device",
-    "progress": "ranks work in lockstep",
-}
 
 
 class Made(NamedTuple):
@@ -161,9 +153,7 @@ class Given:
 
     def _checked(self, backend: Backend, arrays: Sequence[Any]) -> Made:
         how, (q, k, v, *of_rows) = self.how, arrays
-        refused_arguments.refuse_others(
-            "cupyfa.distributed", self.function, self.others, _ELSEWHERE
-        )
+        refused_arguments.refuse_others(self.function, self.others)
         schedule = _schedule_named(how["schedule"])
         q_shards, k_shards, p = self._whole(q, k, v)
         _refuse_places(p, how["schedule"])

@@ -421,7 +421,7 @@ def test_wrong_calls_are_refused():
             {},
         ),
         *(
-            (TypeError, f"{name!r}; decoding has no {name}: leave it out", {name: value}, {})
+            (TypeError, f"{name!r}; .*leave it out", {name: value}, {})
             for name, value in (
                 *(("precision", "tf32"), ("dropout", 0.1)),
                 *(("dropout_seed", 1), ("dropout_offset", 1)),

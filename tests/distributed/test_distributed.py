@@ -378,7 +378,7 @@ WRONG = {
         "names head, .*; write position - key, or",
     ),
     "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; write position - key, or"),
-    "layout": ({"layout": "bshd"}, TypeError, "cupyfa.distributed has no argument 'layout'"),
+    "layout": ({"layout": "bshd"}, TypeError, "no argument 'layout'; .*swapaxes"),
     "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
     "no character": (
