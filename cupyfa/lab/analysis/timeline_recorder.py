@@ -566,21 +566,26 @@ def _phases(
 
 def _products(entries: Sequence[Entry]) -> Iterator[Span]:
     """The groups of wgmma of one warp, each from its fence to the end of the wait for it."""
-    in_flight: list[Entry] = []
-    issue: Entry | None = None
+    return _in_flight(entries, Kind.ISSUE, Kind.PRODUCT_WAIT, "wgmma")
+
+
+def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
+    """The groups of one warp, from their begin to the end of the wait that leaves fewer pending."""
+    groups: list[Entry] = []
+    begun: Entry | None = None
     pending = 0
     for entry in entries:
-        if entry.kind is Kind.ISSUE and not entry.ended:
-            issue = entry
-        elif entry.kind is Kind.ISSUE:
-            in_flight.append(issue or entry)
-            issue = None
-        elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
+        if entry.kind is kind and kind is Kind.ISSUE and not entry.ended:
+            begun = entry
+        elif entry.kind is kind:
+            groups.append(begun or entry)
+            begun = None
+        elif entry.kind is wait and not entry.ended:
             pending = entry.argument
-        elif entry.kind is Kind.PRODUCT_WAIT:
-            while len(in_flight) > pending:
-                begun = in_flight.pop(0)
-                yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
+        elif entry.kind is wait:
+            while len(groups) > pending:
+                start = groups.pop(0).time
+                yield Span(entry.block, entry.warp, kind, name, start, entry.time)
 
 
 def _copies(
@@ -597,7 +602,7 @@ def _copies(
                 begun = entry
             elif entry.kind is Kind.BARRIER_WAIT and begun:
                 waits[block, begun.argument].append((entry.time, warp, entry.time - begun.time))
-        copies += _asynchronous_copies(own)
+        copies += _in_flight(own, Kind.COPIES_BEGUN, Kind.COPY_WAIT, "cp.async")
     for found in waits.values():
         found.sort()
     for (block, warp), own in by_warp.items():
@@ -617,23 +622,6 @@ def _copies(
                     Arrow(block, warp, entry.time, first[1], first[0], bool(entry.amount))
                 )
     return copies, arrows
-
-
-def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of cp.async of one warp, each to the end of the wait for it."""
-    in_flight: list[Entry] = []
-    pending = 0
-    for entry in entries:
-        if entry.kind is Kind.COPIES_BEGUN:
-            in_flight.append(entry)
-        elif entry.kind is Kind.COPY_WAIT and not entry.ended:
-            pending = entry.argument
-        elif entry.kind is Kind.COPY_WAIT:
-            while len(in_flight) > pending:
-                begun = in_flight.pop(0)
-                yield Span(
-                    entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
-                )
 
 
 # All blocks
