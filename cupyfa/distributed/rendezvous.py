@@ -85,7 +85,8 @@ def _hear(guest: socket.socket) -> tuple[int, int] | None:
     try:
         said = _read(guest, _GREETING_BYTES, monotonic() + _GREETING_SECONDS)
     except OSError:  # a reset, so that a rank that was not heard yet asks again
-        guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with suppress(OSError):  # this one has gone
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return None
     if len(said) < _GREETING_BYTES or not said.startswith(_GREETING):
         return None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,9 +271,8 @@ class _Recorded:
         self.run = Launcher(backend, recorded, arrays, kernels)
         self.given = tuple(map(backend.address, arrays.values())), backend.stream
         self.program = kernels[id(self._launch.launch)]
-        self.log = backend.variable(
-            self.program, "timeline_log", _log_bytes(self._launch, recording)
-        )
+        size = recording.blocks * self._launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
+        self.log = backend.variable(self.program, "timeline_log", size)
 
     def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
         """What one run writes: see ``_entries``."""
@@ -355,10 +354,6 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
             "smaller sizes, or one --block"
         )
     return Recording(0, count, capacity, detailed)
-
-
-def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
-    return recording.blocks * launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
 
 
 def _entries(
@@ -512,11 +507,12 @@ def _of_block(
     by_warp = _by_warp(entries)
     phases = [x for own in by_warp.values() for x in _phases(own, barriers, marks)]
     copies, arrows = _copies(by_warp, barriers)
+    products = (_in_flight(x, Kind.ISSUE, Kind.PRODUCT_WAIT, "wgmma") for x in by_warp.values())
     return replace(
         made,
         phases=tuple(phases),
         copies=tuple(copies),
-        products=tuple(x for own in by_warp.values() for x in _products(own)),
+        products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
         nanoseconds=nanoseconds,
     )
@@ -562,11 +558,6 @@ def _phases(
         since = entry.time
     if entries:
         yield from until(entries[-1].time)
-
-
-def _products(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of wgmma of one warp, each from its fence to the end of the wait for it."""
-    return _in_flight(entries, Kind.ISSUE, Kind.PRODUCT_WAIT, "wgmma")
 
 
 def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
