@@ -500,23 +500,23 @@ def test_a_digest_has_64_bytes_and_changes_with_every_field():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """And every later call of the group."""
-    attention = job.attention
+    """And every later call of the group. Gradients of keys are sums over all ranks."""
+    backward, lse = job.attention_backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
     def failing(*args, **options):
         if threading.current_thread().name == "rank 1":
             raise fault
-        return attention(*args, **options)
+        return backward(*args, **options)
 
-    monkeypatch.setattr(job, "attention", failing)
+    monkeypatch.setattr(job, "attention_backward", failing)
 
     def of_rank(group):
         threading.current_thread().name = f"rank {group.rank}"
         errors = []
         for _ in range(2):
             with pytest.raises((DeviceError, SimulatorFault)) as caught:
-                ranks.attention(X, X, X, group=group, schedule="ring", **FORWARD)
+                ranks.attention_backward(X, X, X, X, X, lse, group=group, **BACKWARD)
             errors.append(caught.value)
         return errors
 
