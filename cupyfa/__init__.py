@@ -159,8 +159,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Bound":
-        raise AttributeError(f"module {__name__!r} has no attribute 'Bound'; it is Prepared now")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, there = _LATER[name].partition(":")

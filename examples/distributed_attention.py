@@ -43,7 +43,7 @@ def error_of_rows(out: np.ndarray, arrays: list[np.ndarray], rows: range) -> flo
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--over", choices=("nccl", "mpi"), default="nccl")
-    parser.add_argument("--schedule", choices=("gather", "heads", "ring"), default="gather")
+    parser.add_argument("--schedule", choices=("gather", "ring"), default="gather")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)

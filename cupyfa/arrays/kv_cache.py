@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from operator import is_
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -696,13 +695,11 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
     p = Problem.of_sizes(M=1, d=d, dv=values.shape[3], dtype=str(q.dtype))
     rows = batch * tokens * (2 * kv_heads * appends + heads * rotates)
     angles = arrays["cos"].shape[1] if rotates else 0
-    one = PlannedLaunch(
-        launch=APPEND,
-        path=Path(str(APPEND.file)),
-        dtype=p.dtype,
-        operand=p.dtype,
-        result=p.dtype,
-        constants={
+    one = PlannedLaunch.of_helper(
+        APPEND,
+        p.dtype,
+        cdiv(rows, THREADS // 32),
+        {
             **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
             **{"interleaved": interleaved, "page_size": cache.page_size or 0},
             **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
@@ -710,10 +707,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
             **{"has_prefix": "prefix_keys" in arrays},
             **{"ragged": False, "packed": False, "threads": THREADS},
         },
-        grid=(cdiv(rows, THREADS // 32), 1, 1),
-        threads=THREADS,
-        shared_bytes=0,
-        arguments=tuple(_arguments(arrays, cache)),
+        *_arguments(arrays, cache),
     )
     written = ("turned", "cache.k", "cache.v", "used") if appends else ("turned",)
     outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}

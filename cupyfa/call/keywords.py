@@ -179,39 +179,63 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
     return tiles
 
 
-# Names in other libraries, and what to write here.
-_ELSEWHERE = {
-    "is_causal": "write causal=True",
-    **dict.fromkeys(
-        ("attn_mask", "attention_mask"), "write mask= for an array of bool, bias= for floats"
-    ),
-    "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
-    "attn_bias": "write bias=",
-    "block_mask": "write mask=, of cupyfa.block_mask",
-    **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
-    "seqused_q": "write lengths_q=",
-    **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
-    "dropout_p": "write dropout= and dropout_seed=",
-    **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
-    "devices": "attention, attention_ragged and their gradients have it; elsewhere call with "
-    "cupy.cuda.Device(i):",
-    "enable_gqa": "leave it out: k and v may have fewer heads than q",
-    "window_size": "write window=(left, right)",
-    **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
-    **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
+# What to write in place of an argument that a function lacks: by function or package, and under ""
+# names in other libraries.
+_ON_PARTS = {
+    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
+    **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
+    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided: leave it out"),
+    "devices": "each rank or worker computes on its own device: start one for each device",
 }
-# Arguments of attention that decode does not have.
-_NOT_IN_DECODING = {
-    **dict.fromkeys((*DROPOUT, "precision"), "decoding has no {}: leave it out"),
-    **dict.fromkeys(
-        ("causal", "offset"),
-        "it is always causal, and the new tokens are the last ones: leave it out",
-    ),
-    **dict.fromkeys(
-        (optional_inputs.BIAS, optional_inputs.MASK),
-        "write score_mod= or mask_mod=, which may read a captured array",
-    ),
+_REMEDIES = {
+    "": {
+        "is_causal": "write causal=True",
+        **dict.fromkeys(
+            ("attn_mask", "attention_mask"), "write mask= for an array of bool, bias= for floats"
+        ),
+        "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
+        "attn_bias": "write bias=",
+        "block_mask": "write mask=, of cupyfa.block_mask",
+        **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
+        "seqused_q": "write lengths_q=",
+        **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
+        "dropout_p": "write dropout= and dropout_seed=",
+        **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
+        "devices": "attention, attention_ragged and their gradients have it; elsewhere call with "
+        "cupy.cuda.Device(i):",
+        "enable_gqa": "leave it out: k and v may have fewer heads than q",
+        "window_size": "write window=(left, right)",
+        **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
+        **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
+    },
+    "decode": {
+        **dict.fromkeys((*DROPOUT, "precision"), "decoding does not have it: leave it out"),
+        **dict.fromkeys(
+            ("causal", "offset"),
+            "it is always causal, and the new tokens are the last ones: leave it out",
+        ),
+        **dict.fromkeys(
+            (optional_inputs.BIAS, optional_inputs.MASK),
+            "write score_mod= or mask_mod=, which may read a captured array",
+        ),
+    },
+    "softmax": dict.fromkeys((*OPTIONS, *ARRAY_KEYWORDS), "a softmax has no options: leave it out"),
+    "cupyfa.dask": {
+        **_ON_PARTS,
+        **dict.fromkeys(
+            ("out", "grads"),
+            "results are new Dask arrays, which dask.array.store writes into others",
+        ),
+        "progress": "dask.diagnostics.ProgressBar shows the progress of tasks",
+    },
+    "cupyfa.distributed": {**_ON_PARTS, "progress": "ranks work in lockstep: leave it out"},
 }
+
+
+def _known_remedy(function: Callable[..., Any], name: str) -> str | None:
+    package = function.__module__.rpartition(".")[0]
+    found = (_REMEDIES.get(where, {}).get(name) for where in (function.__name__, package, ""))
+    return next(filter(None, found), None)
 
 
 def unknown_argument(
@@ -226,12 +250,8 @@ def unknown_argument(
     name = next(name for name in given if name not in names)
     if tiles := lookup.tile_remedy({name: given[name]}, "tiles"):
         remedy = tiles
-    elif function.__name__ == "softmax" and name in (*OPTIONS, *ARRAY_KEYWORDS):
-        remedy = f"a softmax has no {name}: leave it out"
-    elif function.__name__ == "decode" and name in _NOT_IN_DECODING:
-        remedy = _NOT_IN_DECODING[name].format(name)
-    elif name in _ELSEWHERE:
-        remedy = _ELSEWHERE[name]
+    elif known := _known_remedy(function, name):
+        remedy = known
     elif name in OPTIONS and "options" in names:
         remedy = f"give options=AttentionOptions({name}={described(given[name])})"
     elif close := closest(name, names):

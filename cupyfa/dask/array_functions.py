@@ -26,15 +26,6 @@ from cupyfa.runtime.choose_backend import adopt
 Keys = Literal["gather", "merge"]
 Pullback = Callable[..., tuple[da.Array, ...]]
 
-# Arguments of cupyfa.attention that are not here, and what to do.
-_ELSEWHERE = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    "out": "results are new Dask arrays, which dask.array.store writes into others",
-    "grads": "results are new Dask arrays, which dask.array.store writes into others",
-    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not cut"),
-    "devices": "Dask runs tasks on its workers: start one for each device",
-    "progress": "dask.diagnostics.ProgressBar shows the progress of tasks",
-}
 # The axis that each name in an expression counts.
 _AXES = {
     **{"batch": "batch", "head": "heads"},
@@ -202,7 +193,7 @@ class _Call:
         if not isinstance(keys, str) or keys not in ("gather", "merge"):
             raise ValueError(f"keys is {described(keys)}; use 'gather' or 'merge'")
         fan_in, check = whole("fan_in", fan_in, 2), read_flag("check", check)
-        refused_arguments.refuse_others("cupyfa.dask", function, others, _ELSEWHERE)
+        refused_arguments.refuse_others(function, others)
         for name, x in zip("qkv", (q, k, v)):
             _check_array(name, x)
         asked = {name: x for name, x in others.items() if name in OPTIONS}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.distributed import gather, heads, ring
+from cupyfa.distributed import gather, ring
 from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.job import Job
@@ -45,20 +45,7 @@ _SCHEDULES = {
     "gather": Schedule(
         gather.forward, gather.backward, frozenset({"batch", "position", "key", "keys"})
     ),
-    "heads": Schedule(
-        heads.forward,
-        heads.backward,
-        frozenset({"batch", "query", "queries", "position", "key", "keys"}),
-    ),
     "ring": Schedule(ring.forward, ring.backward, frozenset({"batch"}), persistent=False),
-}
-_ELSEWHERE = {
-    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
-    "out": "results are new arrays",
-    "grads": "results are new arrays",
-    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided"),
-    "devices": "each rank computes on its own device",
-    "progress": "ranks work in lockstep",
 }
 
 
@@ -166,13 +153,10 @@ class Given:
 
     def _checked(self, backend: Backend, arrays: Sequence[Any]) -> Made:
         how, (q, k, v, *of_rows) = self.how, arrays
-        refused_arguments.refuse_others(
-            "cupyfa.distributed", self.function, self.others, _ELSEWHERE
-        )
+        refused_arguments.refuse_others(self.function, self.others)
         schedule = _schedule_named(how["schedule"])
         q_shards, k_shards, p = self._whole(q, k, v)
         _refuse_places(p, how["schedule"])
-        _require_heads(p, how["schedule"], self.group.ranks)
         _check_rows(q, v, p, dict(zip(self.of_rows, of_rows)))
         flags = {x: read_flag(x, how[x]) for x in _FLAGS if x in how}
         of_backward: Any = {x: y for x, y in flags.items() if x == "deterministic"}
@@ -266,15 +250,6 @@ def _check_rows(q: Any, v: Any, p: Problem, of_rows: Mapping[str, Any]) -> None:
             )
         if x.dtype != dtype:
             raise TypeError(f"{name} is {x.dtype}; it must be {dtype}: convert it")
-
-
-def _require_heads(p: Problem, schedule: str, ranks: int) -> None:
-    """Raises ValueError if ranks do not divide the key heads and have to."""
-    if schedule == "heads" and p.kv_heads % ranks:
-        raise ValueError(
-            f'kv_heads={p.kv_heads} is not a multiple of ranks={ranks}, and "heads" gives each '
-            'rank as many; take schedule="gather"'
-        )
 
 
 def _refuse_places(p: Problem, schedule: str) -> None:

@@ -14,7 +14,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.problem.options import NOT_GIVEN, AttentionOptions, Causal, read_flag
 from cupyfa.runtime.backend import Backend
 
-Schedule = Literal["gather", "heads", "ring"]
+Schedule = Literal["gather", "ring"]
 Pullback = Callable[..., tuple[Any, ...]]
 
 # The arguments that ``Given`` takes by name, where a function has them.
@@ -57,8 +57,7 @@ def attention(
         this rank has, so they are needed if ranks do not divide them.
     order: how the sequence is divided, as for ``rows``.
     schedule: what ranks send each other, see docs/many-gpus.md. "gather": each rank collects the
-        keys of some heads at a time. "heads": each computes some heads for the whole sequence, if
-        ranks divide kv_heads. "ring": keys travel from rank to rank.
+        keys of some heads at a time. "ring": keys travel from rank to rank.
     kernel, tiles: as for ``cupyfa.attention``; they are chosen for the whole problem.
     check: also compare the result of each part with the reference.
     captured: the numbers that score_mod and mask_mod name.
@@ -67,9 +66,9 @@ def attention(
         position - key, and what docs/many-gpus.md lists for the schedule.
 
     Returns out [batch, heads, rows, dv], with ``return_lse`` also lse [batch, heads, rows], of this
-    rank's rows. With "heads", and with "gather" if rows are divided at multiples of the kernel's
-    tiles, out has the bits of one call on the whole with the same kernel and tiles, except with
-    kernels that docs/many-gpus.md names.
+    rank's rows. With "gather", and rows divided at multiples of the kernel's tiles, out has the
+    bits of one call on the whole with the same kernel and tiles, except with kernels that
+    docs/many-gpus.md names.
 
     Raises, on all ranks the same: TypeError, ValueError and Unsupported for wrong arguments of any
     rank, ValueError if shapes, dtypes, options, versions or devices differ. DeviceError if another

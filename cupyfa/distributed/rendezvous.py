@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import errno
 import math
-import selectors
 import socket
 import struct
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic, sleep
 
@@ -18,7 +18,7 @@ ID_BYTES = 128
 _GREETING = b"cupyfa.distributed 2 "
 _GREETING_BYTES = len(_GREETING) + 8
 _GREETING_SECONDS = 1.0  # in which a greeting must be complete
-_MOST_GUESTS = 256  # whose greetings rank 0 waits for; more, and the earliest has to go
+_MOST_GUESTS = 256  # who are heard at a time
 _PAUSE = 0.05
 
 
@@ -41,92 +41,56 @@ def shared_id(
 def _give(made: bytes, ranks: int, address: str, port: int, deadline: float) -> None:
     """Waits for the other ranks, and gives each the bytes.
 
-    It listens to all who ask at once, so that one who says nothing, or says it slowly, holds up
-    nobody else.
+    Each who asks is heard in a thread of its own, so that one who says nothing, or says it slowly,
+    holds up nobody else.
     """
-    missing = {*range(1, ranks)}
-    with _listening(address, port) as server, _Reception(server) as reception:
-        while missing:
-            for guest, greeting in reception.greetings(deadline):
-                rank, count = _read_greeting(greeting)
+    missing, lock = {*range(1, ranks)}, threading.Lock()
+    room = threading.Semaphore(_MOST_GUESTS)
+    wrong: list[tuple[int, int]] = []
+
+    def answer(guest: socket.socket) -> None:
+        with guest:
+            found = _hear(guest)
+            room.release()
+            if found is None:
+                return
+            rank, count = found
+            with lock:
                 if rank in missing or count not in (0, ranks):
                     with suppress(OSError):  # this one asked and went
                         guest.sendall(ranks.to_bytes(4) + made)
                         missing.discard(rank)
-                    _require_equal(0, ranks, rank, count)
-            if missing and monotonic() > deadline:
-                few = ", ".join(map(str, sorted(missing)[:4]))
+                    if count != ranks:
+                        wrong.append(found)
+
+    with _listening(address, port) as server:
+        server.settimeout(_PAUSE)
+        while missing and not wrong:
+            with suppress(OSError):  # nobody asks, or one asked and went
+                guest, _ = server.accept()
+                room.acquire()
+                threading.Thread(target=answer, args=(guest,), daemon=True).start()
+            if (late := [*missing]) and monotonic() > deadline:
+                few = ", ".join(map(str, sorted(late)[:4]))
                 raise DeviceError(
-                    f"{len(missing)} of {ranks} ranks did not come to {address}:{port} in time, "
+                    f"{len(late)} of {ranks} ranks did not come to {address}:{port} in time, "
                     f"among them {few}; is WORLD_SIZE right, and do they run?"
                 )
+    for rank, count in wrong:
+        _require_equal(0, ranks, rank, count)
 
 
-class _Reception:
-    """Those who ask: what each has said, and until when it may say more."""
-
-    def __init__(self, server: socket.socket) -> None:
-        server.setblocking(False)
-        self._server = server
-        self._said: dict[socket.socket, bytes] = {}  # the earliest first
-        self._ends: dict[socket.socket, float] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ)
-
-    def __enter__(self) -> _Reception:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for guest in [*self._said]:
-            self._dismiss(guest)
-        self._selector.close()
-
-    def greetings(self, deadline: float) -> Iterator[tuple[socket.socket, bytes]]:
-        """Whole greetings that come before something ends; each connection is then closed."""
-        first = min([deadline, *self._ends.values()])
-        for key, _ in self._selector.select(max(first - monotonic(), 0)):
-            if key.fileobj is self._server:
-                self._admit()
-            elif (guest := key.data) in self._said and self._hear(guest):
-                yield guest, self._said[guest]
-                self._dismiss(guest)
-        for guest in [x for x, end in self._ends.items() if end < monotonic()]:
-            self._turn_away(guest)
-
-    def _admit(self) -> None:
-        try:
-            guest, _ = self._server.accept()
-        except OSError:
-            return  # this one asked and went
-        guest.setblocking(False)
-        self._said[guest], self._ends[guest] = b"", monotonic() + _GREETING_SECONDS
-        self._selector.register(guest, selectors.EVENT_READ, guest)
-        if len(self._said) > _MOST_GUESTS:
-            self._turn_away(next(iter(self._said)))
-
-    def _hear(self, guest: socket.socket) -> bool:
-        """Whether a guest has said a greeting; one that says something else has to go."""
-        try:
-            more = guest.recv(_GREETING_BYTES - len(self._said[guest]))
-        except BlockingIOError:
-            return False
-        except OSError:
-            more = b""
-        self._said[guest] = said = self._said[guest] + more
-        if not more or not (_GREETING + said[len(_GREETING) :]).startswith(said):
-            self._dismiss(guest)
-            return False
-        return len(said) == _GREETING_BYTES
-
-    def _turn_away(self, guest: socket.socket) -> None:
-        """Resets a connection: a rank that was not heard yet asks again."""
-        guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._dismiss(guest)
-
-    def _dismiss(self, guest: socket.socket) -> None:
-        self._selector.unregister(guest)
-        guest.close()
-        del self._said[guest], self._ends[guest]
+def _hear(guest: socket.socket) -> tuple[int, int] | None:
+    """The rank that asks, and how many it counts; None if this is no rank."""
+    try:
+        said = _read(guest, _GREETING_BYTES, monotonic() + _GREETING_SECONDS)
+    except OSError:  # a reset, so that a rank that was not heard yet asks again
+        with suppress(OSError):  # this one has gone
+            guest.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        return None
+    if len(said) < _GREETING_BYTES or not said.startswith(_GREETING):
+        return None
+    return int.from_bytes(said[-8:-4]), int.from_bytes(said[-4:])
 
 
 def _listening(address: str, port: int) -> socket.socket:
@@ -138,11 +102,6 @@ def _listening(address: str, port: int) -> socket.socket:
         else:
             what = f"rank 0 cannot listen on {address}:{port} ({error}); MASTER_ADDR is its own"
         raise DeviceError(what) from error
-
-
-def _read_greeting(greeting: bytes) -> tuple[int, int]:
-    """The rank that asks, and how many it counts."""
-    return int.from_bytes(greeting[-8:-4]), int.from_bytes(greeting[-4:])
 
 
 def _require_equal(rank: int, ranks: int, other: int, count: int) -> None:

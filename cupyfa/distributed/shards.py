@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
@@ -81,11 +80,6 @@ class Shards:
         return [sum(map(len, x)) for x in self.ranges]
 
     @cached_property
-    def starts(self) -> list[int]:
-        """How many rows the ranks before each rank have, and the number of all."""
-        return [0, *accumulate(self.sizes)]
-
-    @cached_property
     def most(self) -> int:
         return max(self.sizes)
 
@@ -101,25 +95,15 @@ class Shards:
         return [Part(x, start) for x, start in zip(found, starts)]
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """Where each row is in the arrays of all ranks, one after the other."""
-        return self._places(self.starts)
-
-    @cached_property
     def padded_places(self) -> np.ndarray:
-        """The same if every rank has room for as many rows as the one that has most."""
-        return self._places([rank * self.most for rank in range(self.ranks)])
+        """Where each row is in the arrays of all ranks, one after the other.
 
-    @cached_property
-    def by_rank(self) -> np.ndarray:
-        """The rows in the order in which the ranks hold them, rank after rank."""
-        return np.concatenate([np.arange(x.start, x.stop) for own in self.ranges for x in own])
-
-    def _places(self, starts: Sequence[int]) -> np.ndarray:
+        Every rank has room for as many rows as the one that has most.
+        """
         found = np.empty(self.n, np.intp)
-        for rank, start in zip(range(self.ranks), starts):
+        for rank in range(self.ranks):
             for x in self.parts(rank):
-                first = start + x.start
+                first = rank * self.most + x.start
                 found[x.rows.start : x.rows.stop] = np.arange(first, first + len(x.rows))
         return found
 

@@ -30,7 +30,9 @@ def with_gradients(kernel: Kernel) -> Kernel:
     """The record with the launches for gradients of sinks, and of what its expressions may read."""
     launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
     if "places" in kernel.features:
-        of_texts = _on_hopper() if _ROW_SUMS in scratch else TEXT_GRADIENTS
+        of_texts: tuple[Launch, ...] = TEXT_GRADIENTS
+        if _ROW_SUMS in scratch:
+            of_texts = BIAS_GRADIENT, *(replace(x, when=_of_others) for x in TEXT_GRADIENTS)
         launches, scratch = (*launches, *of_texts), {**scratch, **_SCRATCH}
     features = (*kernel.features, "wrt")
     return replace(kernel, launches=launches, scratch=scratch, features=features)
@@ -191,7 +193,3 @@ BIAS_GRADIENT = Launch(
         "bias_heads": lambda p, c: _bias(p).shape[1],
     },
 )
-
-
-def _on_hopper() -> tuple[Launch, ...]:
-    return (BIAS_GRADIENT, *(replace(x, when=_of_others) for x in TEXT_GRADIENTS))

@@ -53,15 +53,6 @@ _FORMS = ("", "data", "map")  # of array arguments
 _BOXES_SINCE = 90
 _OF_NUMBERS = "fiubV"  # kinds of dtypes; those of ml_dtypes are V
 ROUNDINGS = ("float64", *PRECISIONS)
-# Fields that records had, and what to write instead.
-_FORMER = {
-    **{
-        f"tiles_{x}": f"give tiles=TileChoice(…, {x}=…)"
-        for x in ("up_to", "on", "few_rows", "short")
-    },
-    "resident": "give tiles=TileChoice(…, blocks_per_sm=…)",
-    **dict.fromkeys(("predicts", "keeps", "moves"), "leave it out"),
-}
 
 
 def padded(width: int, itemsize: int) -> int:
@@ -78,11 +69,6 @@ def _arrays_of(args: str) -> tuple[tuple[str, str], ...]:
 
 class _Record:
     """A launch or a kernel. Records never change, so a copy is the record itself."""
-
-    def __new__(cls, *_: Any, **fields: Any) -> Any:
-        for name in fields.keys() & _FORMER.keys():
-            raise TypeError(f"{cls.__name__} has no {name}; {_FORMER[name]}")
-        return object.__new__(cls)
 
     def check(self, rules: Rules) -> None:
         """Raises ValueError for a field that breaks a rule, which begins with the field's name."""
@@ -115,8 +101,8 @@ class Launch(_Record):
           own inputs, outputs and scratch. ``Q`` is passed as the struct Tensor of tensor.cuh,
           ``Q.data`` as a bare pointer to contiguous elements, ``Q.map`` as the struct TensorMap of
           tma.cuh; all are null for an input that the problem lacks;
-        - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``
-          (also named ``diagonal lower``), and the names in ``numbers``;
+        - int32: ``M N heads kv_heads batch group``, the mask's ``causal_offset window_offset``,
+          and the names in ``numbers``;
         - the kernel's ``floats``, as ``real``;
         - ``scale`` as float (double for float64);
         - ``sizes``, the struct Sizes of extent.cuh: M, N and the two offsets of the mask;
@@ -507,7 +493,7 @@ class Kernel(_Record):
 _TAKEN = {
     *("q", "k", "v", "x", "out", "dout", "grads", "own", "Q", "K", "V", "O", "lse", "dO", "dQ"),
     *("dK", "dV", "S", "P", "M", "N", "d", "dv", "heads", "kv_heads", "batch", "group", "scale"),
-    *("causal_offset", "window_offset", "diagonal", "lower", "sizes", "mods", "round"),
+    *("causal_offset", "window_offset", "sizes", "mods", "round"),
     "multiprocessors",
 }
 

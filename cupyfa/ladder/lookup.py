@@ -13,8 +13,6 @@ from cupyfa.errors import described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Launch
 
-RENAMED = {"mma_split_k": "mma_split_kv"}
-
 _loaded: list[tuple[Kernel, str]] = []  # records of scripts, and the names that find them again
 
 
@@ -50,12 +48,7 @@ def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
         )
     known = [*(record.name for record in kernels()), *others]
     there_are = f"; there are {', '.join(known)}, and script.py:name"
-    return ValueError(f"kernel {name!r} is unknown{meant(name, known) or there_are}")
-
-
-def meant(name: str, known: Iterable[str]) -> str:
-    """What an unknown name of a kernel may mean, for an error message; it may be empty."""
-    return f" (it is now called {RENAMED[name]!r})" if name in RENAMED else nearest(name, known)
+    return ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
 
 
 record_named = kernel  # where `kernel` is the name of a variable
@@ -66,8 +59,6 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
 
     ``argument`` is the one that takes tile sizes in the function that was called, if it has one.
     """
-    if "constants" in given:
-        return f"constants= is now called {argument or 'tiles'}="
     names = {name for record in kernels() for name in record.choice.names}
     sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
     if not sizes or argument:

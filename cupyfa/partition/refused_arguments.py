@@ -22,17 +22,8 @@ _ARRAYS = {
 }
 
 
-def refuse_others(
-    where: str,
-    function: Callable[..., Any],
-    given: Mapping[str, Any],
-    elsewhere: Mapping[str, str],
-) -> None:
-    """Raises for arguments that parts cannot have, and for unknown ones.
-
-    where: the module of the function. elsewhere: arguments of ``cupyfa.attention`` that it does not
-    have, and what to write.
-    """
+def refuse_others(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raises for arguments that calls on parts cannot have, and for unknown ones."""
     found = {name: x for name, x in given.items() if x is not None}
     for name, remedy in _ARRAYS.items():
         if name in found:
@@ -40,11 +31,8 @@ def refuse_others(
                 f"{name} is {described(found[name])}, and parts read no arrays besides q, k and v; "
                 f"{remedy}"
             )
-    for name, remedy in elsewhere.items():
-        if name in found:
-            raise TypeError(f"{where} has no argument {name!r}; {remedy}")
-    if not given.keys() <= {*OPTIONS, *_ARRAYS, *elsewhere}:
-        raise unknown_argument(function, given, OPTIONS)
+    if not given.keys() <= {*OPTIONS, *_ARRAYS}:
+        raise unknown_argument(function, given, (*OPTIONS, *_ARRAYS))
 
 
 def without_dropout(options: AttentionOptions) -> AttentionOptions:

@@ -14,7 +14,6 @@ import numpy as np
 from cupyfa.errors import Unsupported, described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
-from cupyfa.ladder.lookup import meant
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.planner import cuda_source
 from cupyfa.planner.evaluate import plan_of
@@ -78,7 +77,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
         if other == "backward":
             names += f"; for gradients, attention_vjp has backward_kernel={kernel!r}"
-        unknown = f"is unknown{meant(kernel, known) or names}"
+        unknown = f"is unknown{nearest(kernel, known) or names}"
         raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
     return known[kernel]
 

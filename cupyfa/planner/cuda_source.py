@@ -106,7 +106,7 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             fields.append((x.name, array_type(len(x.shape))))
             values.append(0)
         else:
-            fields.append((x.name, _number(x.captured, p)[1]))
+            fields.append((x.name, _NUMBERS.get(x.captured.kind, ("real", p.dtype.sums))[1]))
             values.append(_softcap(x.value, p) if x.name == SOFTCAP else x.value)
     if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
@@ -228,10 +228,6 @@ def _member(x: Operand, is_held: bool = False) -> str:
     return _NUMBERS.get(x.captured.kind, ("real", ""))[0]
 
 
-def _number(captured: Captured, p: Problem) -> tuple[str, Any]:
-    return _NUMBERS.get(captured.kind, ("real", p.dtype.sums))
-
-
 def _held(x: Operand) -> str:
     """The function that gives a row of the array whose pairs kernels may copy."""
     return (
@@ -300,10 +296,11 @@ def _function(
         result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "
     read = {x for text in texts for x in text.captured}
     by_name = {x.name: x for x in found.operands if x.name in read}
+    place = ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
     lines = [
         f"template <{'bool is_capped, class Score, ' * (is_score and slot is None)}class Key>",
         f"__device__ {_inlining(texts, p)} {result} {name}(",
-        f"    {first}[[maybe_unused]] const Mods& mods, {_maybe()}) {{",
+        f"    {first}[[maybe_unused]] const Mods& mods, {place}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
     ]
     if any("position" in x.positions for x in texts):
@@ -349,10 +346,6 @@ def _first(p: Problem) -> str:
     if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
-
-
-def _maybe() -> str:
-    return ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
 
 
 def _taken(x: Operand) -> str:

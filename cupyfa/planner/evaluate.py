@@ -410,8 +410,6 @@ def _values(p: Problem) -> dict[str, Any]:
     integers = {
         **{name: getattr(p, name) for name in ("M", "N", "heads", "kv_heads", "batch", "group")},
         **ends,
-        "diagonal": p.causal_offset,  # the names that records had for these before
-        "lower": p.window_offset,
     }
     return {
         **{name: np.int32(value) for name, value in integers.items()},

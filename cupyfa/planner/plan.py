@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -92,6 +92,31 @@ class PlannedLaunch(Shown):
     recording: Recording | None = None  # what it records of its run, if anything
     begins_early: bool = False  # whether the device can begin it while the launch before it ends
     keeps: frozenset[str] = frozenset()  # arrays that the next launch reads without waiting
+
+    @classmethod
+    def of_helper(
+        cls,
+        launch: Launch,
+        dtype: DType,
+        blocks: int,
+        constants: Mapping[str, int | float],
+        *arguments: Argument,
+        **more: Any,
+    ) -> Self:
+        """A launch of no rung: blocks in one row, of constants["threads"] threads."""
+        return cls(
+            launch=launch,
+            path=Path(str(launch.file)),
+            dtype=dtype,
+            operand=dtype,
+            result=dtype,
+            constants=constants,
+            grid=(blocks, 1, 1),
+            threads=int(constants["threads"]),
+            shared_bytes=0,
+            arguments=arguments,
+            **more,
+        )
 
     @property
     def entry(self) -> str:

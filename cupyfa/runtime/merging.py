@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import gcd
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -394,8 +393,8 @@ def _merging(p: Problem, constants: Mapping[str, int]) -> Iterator[PlannedLaunch
             for x in ("sums", "totals")
         ]
         flags = {"follows": first > 0, "is_last": first + count == p.N}
-        yield _planned(
-            *(MERGE, p, {**constants, "room": room}),
+        yield PlannedLaunch.of_helper(
+            *(MERGE, p.dtype, _blocks(p, constants), {**constants, "room": room}),
             *(Argument("O"), Argument("lse"), *carried, *_sizes(p, count)),
             *(Argument(name, value=np.int32(x)) for name, x in flags.items()),
             _parts("parts", ("out", "lse"), first, count, room),
@@ -408,14 +407,18 @@ def _differentiating(p: Problem, constants: Mapping[str, int]) -> Iterator[Plann
     for first in range(0, p.N, most):
         count = min(p.N - first, most)
         has_dlse = constants["has_dlse"]
-        yield _planned(
-            *(GRADIENTS, p, {**constants, "room": room}),
+        yield PlannedLaunch.of_helper(
+            *(GRADIENTS, p.dtype, _blocks(p, constants), {**constants, "room": room}),
             *(Argument("O"), Argument("lse"), Argument("dO")),
             Argument("dlse") if has_dlse else Argument("dlse", value=np.zeros((), TENSOR)),
             *_sizes(p, count),
             _parts("parts", ("out", "lse"), first, count, room),
             _parts("gradients", ("dout", "dlse"), first, count, room),
         )
+
+
+def _blocks(p: Problem, constants: Mapping[str, int]) -> int:
+    return cdiv(p.batch * p.heads * p.M, constants["threads"] // constants["lanes"])
 
 
 def _sizes(p: Problem, count: int) -> Iterator[Argument]:
@@ -432,21 +435,3 @@ def _parts(name: str, of: tuple[str, str], first: int, count: int, room: int) ->
     kind = np.dtype([*((x, TENSOR) for x in names), *unused])
     places = tuple((x, TENSOR.itemsize * i) for i, x in enumerate(names))
     return Argument(name, value=np.zeros((), kind), arrays=places)
-
-
-def _planned(
-    launch: Launch, p: Problem, constants: Mapping[str, int], *arguments: Argument
-) -> PlannedLaunch:
-    rows_of_block = constants["threads"] // constants["lanes"]
-    return PlannedLaunch(
-        launch=launch,
-        path=Path(str(launch.file)),
-        dtype=p.dtype,
-        operand=p.dtype,
-        result=p.dtype,
-        constants=constants,
-        grid=(cdiv(p.batch * p.heads * p.M, rows_of_block), 1, 1),
-        threads=constants["threads"],
-        shared_bytes=0,
-        arguments=arguments,
-    )

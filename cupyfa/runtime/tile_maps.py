@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,18 +25,19 @@ from cupyfa.score.numpy_evaluation import Modifications
 EMPTY, PARTIAL, FULL = range(3)  # states of tiles
 _UNSURE = 3  # of tiles whose pairs have to be looked at
 _AT_ONCE = 1 << 20  # tiles that are read as ranges
+_CLASSIFY_THREADS, _MAP_THREADS = 128, 1024
 CLASSIFY = Launch(
     "classify_tiles",
     args="states.data sizes mods",
     grid=lambda p, c: c.count,
-    threads=lambda p, c: 128,
+    threads=lambda p, c: _CLASSIFY_THREADS,
     file="blocks/classify_tiles.cu",
 )
 MAP = Launch(
     "map_tiles",
     args="map.data states.data counts.data lines tiles line_step tile_step alone",
     grid=lambda p, c: c.count,
-    threads=lambda p, c: 1024,
+    threads=lambda p, c: _MAP_THREADS,
     file="blocks/map_tiles.cu",
 )
 
@@ -216,7 +215,9 @@ def launches(
     numbers = {"lines": lines, "tiles": tiles, "line_step": line_step, "tile_step": tile_step}
     numbers["alone"] = alone
     values = (Argument(name, value=np.int32(x)) for name, x in numbers.items())
-    return _classify(p, rows, keys), _planned(MAP, p, p.batch * p.heads, {}, *arrays, *values)
+    constants = {"threads": _MAP_THREADS}
+    made = PlannedLaunch.of_helper(MAP, p.dtype, p.batch * p.heads, constants, *arrays, *values)
+    return _classify(p, rows, keys), made
 
 
 def _turned(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -244,37 +245,13 @@ def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
     sizes = {"heads": p.heads, "ragged": False, "packed": False, "page_size": 0}
     sizes["caps_tiles"] = sizes["approximates_softcap"] = False  # a mask has no softcap
     options = {**p.options.constants, **p.modifiers.constants, **sizes}
-    return _planned(
+    return PlannedLaunch.of_helper(
         CLASSIFY,
-        p,
+        p.dtype,
         prod(_shape(p, rows, keys)),
-        {"rows": rows, "keys": keys, **options},
+        {"rows": rows, "keys": keys, **options, "threads": _CLASSIFY_THREADS},
         Argument("states", "data"),
         Argument("sizes", value=np.array((p.M, p.N, 0, 0), SIZES)),
         Argument("mods", value=value, arrays=inside),
         mods=cuda_source.header(p),
-    )
-
-
-def _planned(
-    launch: Launch,
-    p: Problem,
-    count: int,
-    constants: Mapping[str, int],
-    *arguments: Argument,
-    **more: Any,
-) -> PlannedLaunch:
-    threads = int(launch.threads(p, SimpleNamespace()))
-    return PlannedLaunch(
-        launch=launch,
-        path=Path(str(launch.file)),
-        dtype=p.dtype,
-        operand=p.dtype,
-        result=p.dtype,
-        constants={**constants, "threads": threads},
-        grid=(count, 1, 1),
-        threads=threads,
-        shared_bytes=0,
-        arguments=arguments,
-        **more,
     )

@@ -6,6 +6,7 @@ import warnings
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.foreign import Foreign
 from helpers.problems import FORWARD, name
 from helpers.threads import in_threads
 
@@ -207,12 +208,6 @@ def test_torch_tensors_pass_through_dlpack(cuda, dtype):
 
 
 def test_dlpack_arrays_on_the_host_are_accepted(backend):
-    class Foreign:
-        def __init__(self, array):
-            self.array = array
-            self.__dlpack__ = array.__dlpack__
-            self.__dlpack_device__ = array.__dlpack_device__
-
     host = arrays(1, 2, 9, 8)
     o = cupyfa.attention(*(Foreign(x) for x in host), backend=backend)
     assert isinstance(o, np.ndarray)
@@ -462,18 +457,6 @@ def test_arrays_of_texts_may_have_no_elements(backend, M, N):
 
 
 def test_arrays_of_texts_may_be_of_any_library(backend):
-    class Foreign:
-        """An array with DLPack, and nothing else of NumPy's."""
-
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **how):
-            return self.array.__dlpack__(**how)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     q, k, v = arrays(1, 2, 4, 16)
     bias = np.random.default_rng(1).standard_normal((4, 4))
     plain = cupyfa.attention(q, k, v, bias=bias, backend=backend)

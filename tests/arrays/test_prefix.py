@@ -10,13 +10,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
-from helpers.merged import merged
+from helpers.merged import expected_causal, merged
 
 import cupyfa
-from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
-from cupyfa.problem import optional_inputs
-from cupyfa.problem.problem import Problem
 
 DTYPES = {"float16": "f2", "bfloat16": ml_dtypes.bfloat16, "float32": "f4", "float64": "f8"}
 BATCH, HEADS, KV_HEADS, D, DV, ROOM = 4, 4, 2, 24, 16, 32
@@ -77,21 +74,11 @@ class Case:
             for i, (a, end) in enumerate(pairwise(starts)):
                 text = f"({hidden}) and {a} <= key and key < {end}"
                 its = of_sink if i == len(self.shared) else {}
-                parts.append(expected(self.q[b], k, v, mask_mod=text, **its, **mine))
-            whole = expected(self.q[b], k, v, mask_mod=hidden, **of_sink, **mine)
+                parts.append(expected_causal(self.q[b], k, v, mask_mod=text, **its, **mine))
+            whole = expected_causal(self.q[b], k, v, mask_mod=hidden, **of_sink, **mine)
             wanted = merged(parts, whole, self.dtype)
             found = {"O": out[b : b + 1], "lse": lse[b : b + 1]}
             tolerance.require(tolerance.compare(found, wanted), f"sequence {b}")
-
-
-def expected(q, k, v, **options):
-    """O and lse of a sequence, q [heads, M, d], k and v [kv_heads, keys, columns]."""
-    q, k, v = q[None], k[None], v[None]
-    read = {x: options.pop(x) for x in optional_inputs.OWN_ARRAYS if x in options}
-    operands = tuple(optional_inputs.of_value(*x) for x in read.items())
-    p = Problem.of(q, k, v, causal=True, operands=operands, **options)
-    arrays = {"Q": q, "K": k, "V": v, **{f"mods.{name}": x for name, x in read.items()}}
-    return OPERATIONS["forward"].reference(arrays, p, [None])[None]
 
 
 NESTED = ((1, 20), (2, 9))

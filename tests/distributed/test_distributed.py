@@ -25,7 +25,7 @@ from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
 from cupyfa.planner.source import ROOT
 
-SCHEDULES = ["gather", "heads", "ring"]
+SCHEDULES = ["gather", "ring"]
 TILES = {"Br": 16, "Bc": 16}
 FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
 BACKWARD = {"kernel": "two_pass", "tiles": TILES, "backend": "simulator"}
@@ -113,13 +113,11 @@ def one_head_in_a_step(monkeypatch):
 def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
     count, sizes, options = CASES[name]
     given = arrays(**{**SIZES, **sizes})
-    if schedule == "heads" and given[1].shape[1] % count:
-        pytest.skip("ranks do not divide key heads")
     found, _ = run(given, count, schedule=schedule, **options)
     order = options.get("order", "zigzag")
     plain = {x: y for x, y in options.items() if x != "order"}
     right = whole(given, **plain)
-    exact = len(right) if schedule == "heads" or count == 1 else 0
+    exact = len(right) if count == 1 else 0
     if schedule == "gather":
         heights = {len(x) % TILES["Br"] for x in ranges(given[0].shape[2], count, order)}
         exact = 3 if heights <= {0} else 0
@@ -132,34 +130,24 @@ def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
 
 def formula(p, count, rank, schedule):
     """Bytes that a rank sends, forward and backward, for zigzag shards."""
-    queries, keys = (Shards.of(n, count, "zigzag") for n in (p.M, p.N))
+    keys = Shards.of(p.N, count, "zigzag")
     size, sums, width = p.dtype.numpy.itemsize, p.dtype.sums.itemsize, p.d + p.dv
-    digests, others = 64 * (count - 1), [s for s in range(count) if s != rank]
+    digests = 64 * (count - 1)
     of_key = p.batch * p.kv_heads * width
     if schedule == "gather":
         forward = (count - 1) * keys.most * of_key * size
         return digests + forward, digests + forward + (count - 1) * keys.most * of_key * sums
-    if schedule == "ring":
-        travelling = sum(keys.sizes[s] for s in range(count) if s != (rank + 1) % count) * of_key
-        home = p.N * of_key
-        return digests + travelling * size, digests + travelling * size + home * sums
-    of_keys = (count - 1) * keys.sizes[rank] * of_key // count
-    head = p.batch * p.heads // count  # numbers of a row and column
-    rows, back = queries.sizes[rank], sum(queries.sizes[s] for s in others)
-    of_others = sum(keys.sizes[s] for s in others) * of_key // count
-    forward = (count - 1) * rows * head * p.d * size + of_keys * size
-    forward += back * head * (p.dv * size + sums)
-    backward = (count - 1) * rows * head * ((p.d + 2 * p.dv) * size + 2 * sums) + of_keys * size
-    backward += back * head * p.d * size + of_others * size
-    return digests + forward, digests + backward
+    travelling = sum(keys.sizes[s] for s in range(count) if s != (rank + 1) % count) * of_key
+    home = p.N * of_key
+    return digests + travelling * size, digests + travelling * size + home * sums
 
 
-@pytest.mark.parametrize("schedule, count", [("gather", 3), ("ring", 3), ("heads", 2)])
-def test_bytes_are_those_of_the_formula(schedule, count, one_head_in_a_step):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bytes_are_those_of_the_formula(schedule, one_head_in_a_step):
     given = arrays(**{**SIZES, "M": 35, "N": 41, "dv": 5})
-    _, sent = run(given, count, schedule=schedule, causal=True)
+    _, sent = run(given, 3, schedule=schedule, causal=True)
     p = Problem.of(*given[:3])
-    assert [*sent] == [formula(p, count, rank, schedule) for rank in range(count)]
+    assert [*sent] == [formula(p, 3, rank, schedule) for rank in range(3)]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -222,14 +210,11 @@ def test_every_run_gives_the_same_bits(schedule):
 # What each schedule allows.
 TEXTS = {
     "gather": {"score_mod": "score - 0.1 * position * key / keys + batch", "window": (20, 10)},
-    "heads": {"mask_mod": "query <= key + queries // 4", "score_mod": "score * keys / 90"},
     "ring": {"score_mod": "score + batch - 0.125 * (position - key)"},
 }
 
 
-@pytest.mark.parametrize(
-    "schedule", ["gather", *(pytest.param(x, marks=pytest.mark.slow) for x in ("heads", "ring"))]
-)
+@pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
 def test_texts_count_as_in_the_whole(schedule):
     """Of gradients too, whose kernels "gather" would else give some keys."""
     given, asked = arrays(**SIZES), TEXTS[schedule]
@@ -241,15 +226,10 @@ def test_texts_count_as_in_the_whole(schedule):
         }
     found, _ = run(given, 2, schedule=schedule, **asked | how)
     right = whole(given, **asked | how)
-    for x, y in zip(found[: {"gather": 3, "heads": 5, "ring": 0}[schedule]], right):
+    for x, y in zip(found[: {"gather": 3, "ring": 0}[schedule]], right):
         np.testing.assert_array_equal(x, y)
-    of_rows, of_keys = ([ranges(SIZES[x], 2), [range(SIZES[x])]] for x in "MN")
-    cuts = {
-        "gather": (of_rows[0], of_keys[1]),
-        "heads": (of_rows[1], of_keys[1]),
-        "ring": (of_rows[0], of_keys[0]),
-    }[schedule]
-    wanted = expected(given, *cuts, found, **asked)
+    keys = [range(SIZES["N"])] if schedule == "gather" else ranges(SIZES["N"], 2)
+    wanted = expected(given, ranges(SIZES["M"], 2), keys, found, **asked)
     tolerance.require(tolerance.compare(dict(zip(wanted, found)), wanted), schedule)
 
 
@@ -314,8 +294,6 @@ def test_heads_of_a_step_fill_the_device(multiprocessors, of_rows, of_keys):
 @pytest.mark.parametrize("n, count", [(0, 3), (1, 2), (5, 4), (48, 3), (49, 1), (50, 7)])
 def test_every_row_is_of_one_rank(order, n, count):
     shards = Shards.of(n, count, order)
-    assert sorted(shards.by_rank) == [*range(n)]
-    assert shards.by_rank[shards.places].tolist() == [*range(n)]
     lengths = [len(x) for own in shards.ranges for x in own]
     assert max(lengths) - min(lengths) <= 1
     padded = np.full(count * shards.most, -1)
@@ -381,7 +359,7 @@ WRONG = {
     "schedule": (
         {"schedule": "tree"},
         ValueError,
-        "schedule is 'tree'; use 'gather' or 'heads' or",
+        "schedule is 'tree'; use 'gather' or 'ring'",
     ),
     "heads": ({"q": X[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
     "dtype": ({"q": X.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
@@ -399,8 +377,8 @@ WRONG = {
         Unsupported,
         "names head, .*; write position - key, or",
     ),
-    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; take schedule='heads', or"),
-    "layout": ({"layout": "bshd"}, TypeError, "cupyfa.distributed has no argument 'layout'"),
+    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; write position - key, or"),
+    "layout": ({"layout": "bshd"}, TypeError, "no argument 'layout'; .*swapaxes"),
     "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
     "no character": (
@@ -522,23 +500,23 @@ def test_a_digest_has_64_bytes_and_changes_with_every_field():
 
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
-    """And every later call of the group."""
-    attention = job.attention
+    """And every later call of the group. Gradients of keys are sums over all ranks."""
+    backward, lse = job.attention_backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
     def failing(*args, **options):
         if threading.current_thread().name == "rank 1":
             raise fault
-        return attention(*args, **options)
+        return backward(*args, **options)
 
-    monkeypatch.setattr(job, "attention", failing)
+    monkeypatch.setattr(job, "attention_backward", failing)
 
     def of_rank(group):
         threading.current_thread().name = f"rank {group.rank}"
         errors = []
         for _ in range(2):
             with pytest.raises((DeviceError, SimulatorFault)) as caught:
-                ranks.attention(X, X, X, group=group, schedule="heads", **FORWARD)
+                ranks.attention_backward(X, X, X, X, X, lse, group=group, **BACKWARD)
             errors.append(caught.value)
         return errors
 
@@ -704,7 +682,6 @@ def plainly_merged(parts, **how):
     [
         ("gather", 64, 200, 2),
         ("gather", 1024, 1500, 1),
-        ("heads", 64, 100, 64),
         ("ring", 64, 300, 1),
         ("ring", 128, 100, 1),
     ],

@@ -171,19 +171,6 @@ def test_a_server_that_is_another_program():
     assert isinstance(found, DeviceError) and "not as rank 0 does" in str(found)
 
 
-def test_a_connection_that_says_nothing_does_not_stop_the_meeting(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_GREETING_SECONDS", 0.05)
-    port, silent = _free_port(), None
-    server = threading.Thread(target=lambda: met(2, port=port, asking=(0,)))
-    server.start()
-    while silent is None:
-        with suppress(ConnectionRefusedError):
-            silent = socket.create_connection(("localhost", port), 5)
-    with silent:
-        assert met(2, port=port, asking=(1,))[1] == bytes(range(128))
-    server.join()
-
-
 def slowly(client):
     """A greeting byte by byte, each in time for a limit of each receive."""
     for byte in rendezvous._GREETING:
@@ -756,7 +743,7 @@ def test_the_example_on_two_processes_of_mpi():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ["gather", "heads", "ring"])
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
 def test_the_example_on_two_gpus(nccl_of_two, schedule):
     options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
     require_examples_lines(launched(2, str(EXAMPLE), *options, timeout=300), 2)

@@ -1,11 +1,12 @@
-"""Bounds of attention that is merged from attentions to parts of the keys."""
+"""Bounds of causal attention, also if it is merged from attentions to parts of the keys."""
 
 import numpy as np
 
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import merge_bounds
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.problem.problem import can_give
+from cupyfa.problem import optional_inputs
+from cupyfa.problem.problem import Problem, can_give
 
 
 @np.errstate(invalid="ignore")
@@ -66,3 +67,13 @@ def of_parts(arrays, p, rows, keys, fan_in=None):
             whole = attention(every, of_part)
             parts.append((every, merged([x for _, x in group], whole, dtype)))
     return parts[0][1]
+
+
+def expected_causal(q, k, v, **options):
+    """O and lse of a sequence, q [heads, M, d], k and v [kv_heads, keys, columns]."""
+    q, k, v = q[None], k[None], v[None]
+    read = {x: options.pop(x) for x in optional_inputs.OWN_ARRAYS if x in options}
+    operands = tuple(optional_inputs.of_value(*x) for x in read.items())
+    p = Problem.of(q, k, v, causal=True, operands=operands, **options)
+    arrays = {"Q": q, "K": k, "V": v, **{f"mods.{name}": x for name, x in read.items()}}
+    return OPERATIONS["forward"].reference(arrays, p, [None])[None]

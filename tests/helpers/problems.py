@@ -53,10 +53,10 @@ LIKE_OTHERS = {
 USUAL = ("mma_pipelined", "wgmma_persistent", "columns")
 
 
-def usual_first(kernels):
-    """Kernels as test parameters; those not in USUAL are marked slow."""
+def usual_first(kernels, usual=USUAL):
+    """Kernels as test parameters; those that are not among the usual ones are marked slow."""
     return [
-        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in USUAL))
+        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in usual))
         for k in kernels
     ]
 

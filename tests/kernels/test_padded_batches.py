@@ -6,7 +6,7 @@ All numbers beyond the lengths are NaN, in outputs that are inputs of gradients 
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, name
+from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
 from cupyfa.errors import Unsupported
@@ -38,14 +38,6 @@ CASES = (
 QUICK = ("fa2", "mma_split_kv", "wgmma_persistent", "two_pass", "wgmma_columns")
 IN_TURN = [(x, CASES[i % len(CASES)]) for i, x in enumerate((*ABLE, *ABLE))]
 IN_TURN_BACKWARD = [(x, CASES[(i + 2) % len(CASES)]) for i, x in enumerate((*ABLE_BACKWARD,) * 2)]
-
-
-def every(kernels, quick=QUICK):
-    """Kernels as parameters, of which only some run by default."""
-    return [
-        pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name not in quick))
-        for x in kernels
-    ]
 
 
 def drawn(dtype, count, rows, *, heads, d=24, seed=0):
@@ -80,7 +72,7 @@ def checked(kernel, backend, **options):
     return np.array(out, F), lse
 
 
-@pytest.mark.parametrize("kernel", every(ABLE))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK))
 def test_every_element_has_its_own_result(backend, kernel):
     out, lse = checked(kernel, backend, causal=True)
     for i, (rows, keys) in enumerate(zip(ROWS, KEYS)):
@@ -100,7 +92,7 @@ def test_options_are_those_of_each_element(backend, kernel, how):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kernel", every(ABLE, QUICK[:2]))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:2]))
 @pytest.mark.parametrize("alone", LENGTHS)
 def test_one_of_both_may_be_given(backend, kernel, alone):
     others = dict.fromkeys(LENGTHS.keys() - {alone})
@@ -124,7 +116,7 @@ def test_an_element_has_the_bits_of_the_dense_call(backend, kernel):
         assert lse[i, :, :rows].tobytes() == dense[1].tobytes()
 
 
-@pytest.mark.parametrize("kernel", every(ABLE, QUICK[:2]))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:2]))
 def test_numbers_beyond_do_not_matter(backend, kernel):
     dtype = usual_dtype(kernel)
     found = [
@@ -165,7 +157,7 @@ def test_lengths_are_read_when_kernels_run(backend, kernel):
         assert out.tobytes() == cupyfa.attention(*given, **lengths, **how).tobytes()
 
 
-@pytest.mark.parametrize("kernel", every(ABLE, QUICK[:2]))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:2]))
 def test_wrong_lengths_of_a_kernel_stay_inside_the_arrays(backend, kernel, monkeypatch):
     # As lengths in GPU memory, which nobody sees before the kernel does.
     monkeypatch.setattr(cupyfa.Prepared, "_with_lengths", lambda _, by_name: by_name)
@@ -194,7 +186,7 @@ def gradients(kernel, backend, d=24, has_dlse=False, **options):
         assert np.any(array)
 
 
-@pytest.mark.parametrize("kernel", every(ABLE_BACKWARD))
+@pytest.mark.parametrize("kernel", usual_first(ABLE_BACKWARD, QUICK))
 def test_gradients_are_those_of_each_element(backend, kernel):
     gradients(kernel, backend, causal=True)
 
@@ -222,7 +214,7 @@ def test_gradients_of_wide_heads(backend, kernel):
     gradients(BACKWARD[kernel], backend, d=160, causal=True)
 
 
-@pytest.mark.parametrize("kernel", every((*ABLE, *ABLE_BACKWARD), ["mma_split_kv"]))
+@pytest.mark.parametrize("kernel", usual_first((*ABLE, *ABLE_BACKWARD), ["mma_split_kv"]))
 def test_nvrtc_compiles_them(kernel):
     pytest.importorskip("cupyfa.runtime.cuda.device", reason="CuPy and NVRTC are not installed")
     sizes = {"M": 2048, "d": 64, "heads": 4, "kv_heads": 2, "batch": 2, "causal": True}

@@ -5,7 +5,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, name
+from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
 from cupyfa.errors import Unsupported
@@ -29,14 +29,6 @@ CASES = (
 QUICK = ("fa2", "wgmma_persistent", "two_pass")
 IN_TURN = [(x, CASES[i % len(CASES)]) for i, x in enumerate((*ABLE, *ABLE[:3]))]
 IN_TURN_BACKWARD = [(x, CASES[(i + 2) % len(CASES)]) for i, x in enumerate(ABLE_BACKWARD)]
-
-
-def every(kernels, quick=QUICK):
-    """Kernels as parameters, of which only some run by default."""
-    return [
-        pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name not in quick))
-        for x in kernels
-    ]
 
 
 def starts(lengths, first=0):
@@ -65,7 +57,7 @@ def checked(kernel, backend, **options):
     return forward(kernel, backend, arrays, offsets, check=True, **options)
 
 
-@pytest.mark.parametrize("kernel", every(ABLE))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK))
 def test_every_sequence_has_its_own_result(backend, kernel):
     out, lse = checked(kernel, backend, causal=True)
     assert not np.any(out[22])  # a query without keys
@@ -108,7 +100,7 @@ def neighbours(kernel, backend, value):
     return np.array(out[20:50], F), lse[:, 20:50]
 
 
-@pytest.mark.parametrize("kernel", every(ABLE, QUICK[:1]))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:1]))
 def test_neighbours_do_not_matter(backend, kernel):
     once, of_another = neighbours(kernel, backend, 1), neighbours(kernel, backend, -2)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(once, of_another))
@@ -116,7 +108,7 @@ def test_neighbours_do_not_matter(backend, kernel):
         np.testing.assert_allclose(a, b, rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("kernel", every(ABLE, QUICK[:1]))
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:1]))
 def test_rows_of_no_sequence_see_no_key(backend, kernel):
     offsets = lengths_of(rows=(20, 30), keys=(25, 35), first=3)
     arrays = drawn(usual_dtype(kernel), 60, 70)
@@ -141,7 +133,7 @@ def gradients(kernel, backend, used=None, d=24, has_dlse=False, **options):
     )
 
 
-@pytest.mark.parametrize("kernel", every(ABLE_BACKWARD))
+@pytest.mark.parametrize("kernel", usual_first(ABLE_BACKWARD, QUICK))
 def test_gradients_are_those_of_each_sequence(backend, kernel):
     dq, dk, dv = (np.array(x, F) for x in gradients(kernel, backend, causal=True))
     assert not (np.any(dq[:2]) or np.any(dk[-5:]) or np.any(dv[-5:]))

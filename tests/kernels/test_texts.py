@@ -60,10 +60,7 @@ FAST = ("mma_pipelined", "wgmma_persistent")
 
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize("N", [150, 151])  # of an even number rows are read as they are
-@pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in FAST)) for k in OF_TILES],
-)
+@pytest.mark.parametrize("kernel", usual_first(OF_TILES, FAST))
 def test_keys_in_pairs(backend, kernel, N):
     sizes = {"heads": 2, "kv_heads": 1, "M": 20, "N": N, "d": 16}
     arrays = {"bias": "bf16[1hmn]", "mask": "11mn"}

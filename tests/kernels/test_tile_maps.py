@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import PAIRED
+from helpers.problems import PAIRED, usual_first
 
 import cupyfa
 from cupyfa.arrays import block_mask
@@ -85,11 +85,9 @@ PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at lea
 
 @pytest.mark.parametrize(
     "kernel",
-    [
-        pytest.param(k, id=k.name, marks=[pytest.mark.slow] * (k.name not in FAST))
-        for k in KERNELS
-        if any(isinstance(x, Launch) and x.walks for x in k.launches)
-    ],
+    usual_first(
+        (k for k in KERNELS if any(isinstance(x, Launch) and x.walks for x in k.launches)), FAST
+    ),
 )
 def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
     """With a map that says that all tiles are empty all rows are, whatever the text says."""

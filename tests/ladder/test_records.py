@@ -41,14 +41,6 @@ def test_unknown_names_get_a_suggestion():
         ValueError, match=r"'fa2_colesced' is unknown \(did you mean 'fa2_coalesced'\?\)$"
     ):
         cupyfa.kernel("fa2_colesced")
-    with pytest.raises(
-        ValueError, match=r"mma_split_k' is unknown \(it is now called 'mma_split_kv'\)$"
-    ):
-        cupyfa.kernel("mma_split_k")
-    with pytest.raises(
-        ValueError, match=r"mma_split_k' is unknown \(it is now called 'mma_split_kv'\)$"
-    ):
-        planning.select("mma_split_k", "forward", Problem.of_sizes(M=1, d=1), H100)
     with pytest.raises(TypeError, match="is a string, and this is 3"):
         cupyfa.kernel(3)
 

@@ -13,15 +13,6 @@ EXAMPLE = ROOT / "examples" / "generate.py"
 REQUESTS = [(5, 9, 0), (1, 20, 0), (18, 1, 0), (16, 17, 1), (2, 3, 1), (9, 8, 2), (20, 14, 9)]
 
 
-@pytest.fixture(scope="module")
-def example():
-    sys.path.insert(0, str(EXAMPLE.parent))
-    try:
-        return import_module(EXAMPLE.stem)
-    finally:
-        sys.path.remove(str(EXAMPLE.parent))
-
-
 def model_of(example, distances, blocks=2):
     """A model of float64 with random weights, whose most likely token is certain."""
     model = example.Model(

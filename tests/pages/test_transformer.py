@@ -3,7 +3,6 @@
 import math
 import runpy
 import sys
-from importlib import import_module
 
 import numpy as np
 import pytest
@@ -12,15 +11,6 @@ from cupyfa.planner.source import ROOT
 
 EXAMPLE = ROOT / "examples" / "train_transformer.py"
 EPSILON = 1e-5
-
-
-@pytest.fixture(scope="module")
-def example():
-    sys.path.insert(0, str(EXAMPLE.parent))
-    try:
-        return import_module(EXAMPLE.stem)
-    finally:
-        sys.path.remove(str(EXAMPLE.parent))
 
 
 def sizes(example, **more):

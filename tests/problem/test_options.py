@@ -182,13 +182,11 @@ STRUCTS = Path(own_kernel.__file__).with_name("structs.cu").read_text()
 
 
 def structs(folder):
-    script = own_kernel.write(
-        folder,
-        STRUCTS,
-        own_kernel.SCRIPT.replace("Q K V O M N scale", "O sizes mods diagonal lower gate.")
-        .replace("gate.", "gate")
-        .replace('"strides", "dv"', '"strides", "dv", "causal", "window"'),
+    args = "O sizes mods causal_offset window_offset gate"
+    text = own_kernel.SCRIPT.replace("Q K V O M N scale", args).replace(
+        '"strides", "dv"', '"strides", "dv", "causal", "window"'
     )
+    script = own_kernel.write(folder, STRUCTS, text)
     return cupyfa.kernel(f"{script}:mine")
 
 

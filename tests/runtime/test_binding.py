@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from helpers.far_device import FarDevice
+from helpers.foreign import Foreign
 from helpers.problems import FORWARD, name, planned
 from helpers.threads import in_threads
 
@@ -379,24 +380,6 @@ def test_grads_that_overlap_one_another_are_refused(near):
     ):
         with pytest.raises(ValueError, match="dq of grads and dk of grads share memory"):
             call(*given, grads=grads)
-
-
-def test_the_old_name_gets_an_error_with_the_new_one():
-    with pytest.raises(AttributeError, match="Prepared"):
-        cupyfa.Bound  # noqa: B018
-
-
-class Foreign:
-    """An array of another library with nothing but DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
 
 
 @pytest.mark.parametrize("there", [Simulator, FarDevice])

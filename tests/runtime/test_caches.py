@@ -70,6 +70,10 @@ def files(folder):
 cli = partial(helpers.cli.cli, "cache")
 
 
+# How many of ours there are of each kind.
+FILES = {"compiled": 2, "peaks": 1, "tuned": 1, "tuning": 1, "zig": 1, "leftovers": 2}
+
+
 def rows(*args, code=0):
     return {x["kind"]: x for x in json.loads(cli(*args, "--format", "json", code=code).stdout)}
 
@@ -77,15 +81,7 @@ def rows(*args, code=0):
 def test_every_kind_is_listed_with_its_files(home):
     listed = rows("list")
     assert list(listed) == list(caches.KINDS)
-    assert {kind: row["files"] for kind, row in listed.items()} == {
-        "compiled": 2,
-        "peaks": 1,
-        "tuned": 1,
-        "tuning": 1,
-        "zig": 1,
-        "leftovers": 2,
-        "cupy": 2,
-    }
+    assert {kind: row["files"] for kind, row in listed.items()} == FILES | {"cupy": 2}
     assert listed["compiled"]["bytes"] == 6 and listed["cupy"]["bytes"] == 13
     assert listed["tuned"]["path"] == str(home / "ours" / "tuned")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", listed["peaks"]["newest"])
@@ -107,14 +103,7 @@ def test_an_empty_cache_has_no_files(tmp_path, monkeypatch):
 
 def test_clear_removes_only_files_of_the_cache(home):
     cleared = rows("clear")
-    assert {kind: row["files"] for kind, row in cleared.items()} == {
-        "compiled": 2,
-        "peaks": 1,
-        "tuned": 1,
-        "tuning": 1,
-        "zig": 1,
-        "leftovers": 2,
-    }
+    assert {kind: row["files"] for kind, row in cleared.items()} == FILES
     assert files(home) == {
         f"cupys/{CUBIN}",
         f"cupys/{CUBIN}.cu",

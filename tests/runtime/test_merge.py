@@ -5,6 +5,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.foreign import Foreign
 from helpers.merged import merged
 
 import cupyfa
@@ -321,16 +322,6 @@ def test_out_is_written(backend):
 
 
 def test_other_libraries_arrays(backend):
-    class Foreign:
-        def __init__(self, array):
-            self.array = array
-
-        def __dlpack__(self, **how):
-            return self.array.__dlpack__(**how)
-
-        def __dlpack_device__(self):
-            return self.array.__dlpack_device__()
-
     parts = drawn(2)
     (wanted, lse), pullback = cupyfa.merge_vjp(parts, backend=backend)
     found, back = cupyfa.merge_vjp([tuple(map(Foreign, x)) for x in parts], backend=backend)

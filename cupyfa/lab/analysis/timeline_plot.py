@@ -102,7 +102,7 @@ def _windows(timeline: Timeline, window: tuple[float, float] | None) -> list[tup
 
 def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     windows = _windows(timeline, window)
-    warps = _shown_warps(timeline)
+    warps = sorted({warp for _, warp in working(timeline)})
     row = 0.26 if len(warps) <= 12 else 0.2
     height = len(windows) * (row * len(warps) + 0.55)
     figure = new_figure(height)
@@ -142,10 +142,6 @@ def _mark_break(first: Any, second: Any, unit: str) -> None:
         horizontalalignment="right",
         verticalalignment="top",
     )
-
-
-def _shown_warps(timeline: Timeline) -> list[int]:
-    return sorted({warp for _, warp in working(timeline)})
 
 
 def _draw_window(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,9 +271,8 @@ class _Recorded:
         self.run = Launcher(backend, recorded, arrays, kernels)
         self.given = tuple(map(backend.address, arrays.values())), backend.stream
         self.program = kernels[id(self._launch.launch)]
-        self.log = backend.variable(
-            self.program, "timeline_log", _log_bytes(self._launch, recording)
-        )
+        size = recording.blocks * self._launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
+        self.log = backend.variable(self.program, "timeline_log", size)
 
     def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
         """What one run writes: see ``_entries``."""
@@ -355,10 +354,6 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
             "smaller sizes, or one --block"
         )
     return Recording(0, count, capacity, detailed)
-
-
-def _log_bytes(launch: PlannedLaunch, recording: Recording) -> int:
-    return recording.blocks * launch.warps * (1 + recording.capacity) * _ENTRY_BYTES
 
 
 def _entries(
@@ -512,11 +507,12 @@ def _of_block(
     by_warp = _by_warp(entries)
     phases = [x for own in by_warp.values() for x in _phases(own, barriers, marks)]
     copies, arrows = _copies(by_warp, barriers)
+    products = (_in_flight(x, Kind.ISSUE, Kind.PRODUCT_WAIT, "wgmma") for x in by_warp.values())
     return replace(
         made,
         phases=tuple(phases),
         copies=tuple(copies),
-        products=tuple(x for own in by_warp.values() for x in _products(own)),
+        products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
         nanoseconds=nanoseconds,
     )
@@ -564,23 +560,23 @@ def _phases(
         yield from until(entries[-1].time)
 
 
-def _products(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of wgmma of one warp, each from its fence to the end of the wait for it."""
-    in_flight: list[Entry] = []
-    issue: Entry | None = None
+def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
+    """The groups of one warp, from their begin to the end of the wait that leaves fewer pending."""
+    groups: list[Entry] = []
+    begun: Entry | None = None
     pending = 0
     for entry in entries:
-        if entry.kind is Kind.ISSUE and not entry.ended:
-            issue = entry
-        elif entry.kind is Kind.ISSUE:
-            in_flight.append(issue or entry)
-            issue = None
-        elif entry.kind is Kind.PRODUCT_WAIT and not entry.ended:
+        if entry.kind is kind and kind is Kind.ISSUE and not entry.ended:
+            begun = entry
+        elif entry.kind is kind:
+            groups.append(begun or entry)
+            begun = None
+        elif entry.kind is wait and not entry.ended:
             pending = entry.argument
-        elif entry.kind is Kind.PRODUCT_WAIT:
-            while len(in_flight) > pending:
-                begun = in_flight.pop(0)
-                yield Span(entry.block, entry.warp, Kind.ISSUE, "wgmma", begun.time, entry.time)
+        elif entry.kind is wait:
+            while len(groups) > pending:
+                start = groups.pop(0).time
+                yield Span(entry.block, entry.warp, kind, name, start, entry.time)
 
 
 def _copies(
@@ -597,7 +593,7 @@ def _copies(
                 begun = entry
             elif entry.kind is Kind.BARRIER_WAIT and begun:
                 waits[block, begun.argument].append((entry.time, warp, entry.time - begun.time))
-        copies += _asynchronous_copies(own)
+        copies += _in_flight(own, Kind.COPIES_BEGUN, Kind.COPY_WAIT, "cp.async")
     for found in waits.values():
         found.sort()
     for (block, warp), own in by_warp.items():
@@ -617,23 +613,6 @@ def _copies(
                     Arrow(block, warp, entry.time, first[1], first[0], bool(entry.amount))
                 )
     return copies, arrows
-
-
-def _asynchronous_copies(entries: Sequence[Entry]) -> Iterator[Span]:
-    """The groups of cp.async of one warp, each to the end of the wait for it."""
-    in_flight: list[Entry] = []
-    pending = 0
-    for entry in entries:
-        if entry.kind is Kind.COPIES_BEGUN:
-            in_flight.append(entry)
-        elif entry.kind is Kind.COPY_WAIT and not entry.ended:
-            pending = entry.argument
-        elif entry.kind is Kind.COPY_WAIT:
-            while len(in_flight) > pending:
-                begun = in_flight.pop(0)
-                yield Span(
-                    entry.block, entry.warp, Kind.COPIES_BEGUN, "cp.async", begun.time, entry.time
-                )
 
 
 # All blocks

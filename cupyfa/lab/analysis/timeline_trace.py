@@ -42,7 +42,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
             "entry": timeline.entry,
             "operation": timeline.operation,
             "tiles": timeline.tiles,
-            "block": _block(timeline),
+            "block": f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks",
             "problem": timeline.problem,
             "device": timeline.device,
             "modelled": timeline.modelled,
@@ -59,10 +59,6 @@ def save(timeline: Timeline, path: str | Path) -> None:
     cache_folder.write_whole(
         Path(path), json.dumps(trace(timeline), separators=(",", ":")).encode()
     )
-
-
-def _block(timeline: Timeline) -> str:
-    return f"block {timeline.blocks[0]}" if timeline.is_detailed else "all blocks"
 
 
 _Places = Callable[[Span], dict[str, int]]

@@ -428,7 +428,7 @@ def case_options(command: Command) -> Command:
 def tile_options(command: Command) -> Command:
     """--Br, --Bc and -t, as a dictionary ``tiles``."""
     return _with(
-        _combined(command, ("Br", "Bc", "tiles", "renamed"), "tiles", _tiles),
+        _combined(command, ("Br", "Bc", "tiles"), "tiles", _tiles),
         click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
         click.option("--Bc", "Bc", type=int, help="Rows of a tile of K and V."),
         click.option(
@@ -439,15 +439,10 @@ def tile_options(command: Command) -> Command:
             metavar="NAME=VALUE",
             help="A tile size of the kernel, by its name in `cupyfa list`; may be repeated.",
         ),
-        click.option("-c", "--constant", "renamed", multiple=True, hidden=True),
     )
 
 
-def _tiles(
-    Br: int | None, Bc: int | None, tiles: tuple[str, ...], renamed: tuple[str, ...]
-) -> dict[str, int]:
-    if renamed:
-        raise ValueError(f"--constant is now called --tile; write -t {' -t '.join(renamed)}")
+def _tiles(Br: int | None, Bc: int | None, tiles: tuple[str, ...]) -> dict[str, int]:
     given = {name: value for name, value in (("Br", Br), ("Bc", Bc)) if value is not None}
     for tile in tiles:
         name, _, value = tile.partition("=")

@@ -10,11 +10,8 @@ from cupyfa.lab.commands.command_options import misplaced_value
 
 ARGUMENTS = "cupyfa.arguments"  # of the command line, in the context of a command
 
-# Options that a command does not have, or has no more: what there is in their place.
+# Options that a command does not have, and what there is in their place.
 _ELSEWHERE = {
-    ("doctor", "--json"): "--json is now called --format; write --format json",
-    ("memory", "--steps"): "--steps is gone, since bytes are no longer counted through kernels' "
-    "loops; without it `memory` prints the bytes held, and moved by formula",
     **{
         ("tune", name): f"`tune` tries the tile sizes of a kernel, and takes no {name}; to measure "
         "given ones, write cupyfa bench KERNEL -p Br=64,128"

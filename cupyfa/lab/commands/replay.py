@@ -11,7 +11,7 @@ from cupyfa.lab.commands import WRONG, command_options
 from cupyfa.lab.commands.watching import timeout_on, timeout_option
 from cupyfa.lab.report.tables import render, replayed_lines
 from cupyfa.lab.verify.checker import Replayed, replay as replayed
-from cupyfa.lab.verify.failures import RIGHT, Outcome
+from cupyfa.lab.verify.failures import RIGHT
 from cupyfa.runtime.backend import Backend
 
 
@@ -58,11 +58,11 @@ def _rows(file: Path, done: Replayed) -> list[dict[str, Any]]:
         "now": (done.now, done.device),
     }
     return [
-        {"file": str(file), "when": when, "kernel": x.kernel, "device": device, "result": x.kind}
-        | {"passed": x.kind == RIGHT, "message": _message(x), "case": str(done.stored.case)}
+        {
+            **{"file": str(file), "when": when, "kernel": x.kernel, "device": device},
+            **{"result": x.kind, "passed": x.kind == RIGHT},
+            "message": "; ".join(map(str, x.verdicts)) or x.message,
+            "case": str(done.stored.case),
+        }
         for when, (x, device) in outcomes.items()
     ]
-
-
-def _message(outcome: Outcome) -> str:
-    return "; ".join(map(str, outcome.verdicts)) or outcome.message

@@ -319,7 +319,7 @@ def replay(
             f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
             f"line, as --kernel script.py:{name}"
         )
-    if kernel is None and not _is_of_ladder(name):
+    if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
             f"{file} is of {name!r}, and a script that a file names is not run; give the kernel "
             "as kernel= or, on the command line, as --kernel script.py:name"
@@ -355,11 +355,6 @@ def replay(
     if now.kind == kinds.NO_MEMORY:
         raise OutOfMemory(now.message)
     return Replayed(stored, now, backend.limits.device)
-
-
-def _is_of_ladder(name: str) -> bool:
-    """Whether a name of a file is one of the library's kernels, and so runs no script."""
-    return any(name in records for records in LADDER.values())
 
 
 def _is_same(chosen: KernelOrName, name: str) -> bool:

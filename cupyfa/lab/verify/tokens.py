@@ -35,20 +35,19 @@ def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
     rotary = None if case.tokens == "appended" else _angles(rng, p)
     cache = kv_cache.KVCache(filled["K"], filled["V"], before, table, layout="hnd")
     unwritten = {name: x.copy() for name, x in filled.items()}
+    prefix_keys = None
+    if rotary is not None and rng.random() >= 0.5:
+        prefix_keys = rng.integers(0, _MORE, p.batch).astype(np.int32)
     step = kv_cache.step(
         *(backend, inputs["Q"], cache, new, rotary),
         interleaved=case.tokens == "interleaved",
         look=False,
-        prefix_keys=None if rotary is None or rng.random() < 0.5 else _prefix_keys(rng, p),
+        prefix_keys=prefix_keys,
     )
     step.write_and_check()
     _check_rest(step, cache, unwritten, table, lengths, p)
     turned = step.q if backend.owns(inputs["Q"]) else backend.download(step.q)
     return {**inputs, "Q": turned, **filled}
-
-
-def _prefix_keys(rng: np.random.Generator, p: Problem) -> np.ndarray:
-    return rng.integers(0, _MORE, p.batch).astype(np.int32)
 
 
 def _places(before: np.ndarray, table: np.ndarray, p: Problem) -> tuple[np.ndarray, np.ndarray]:
