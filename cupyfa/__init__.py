@@ -32,7 +32,6 @@ from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
 from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.operations import Input
 from cupyfa.ladder.tiles import TileChoice, cdiv
-from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from cupyfa.lab.report.plots import draw_blocks
     from cupyfa.lab.verify.case import Case
     from cupyfa.lab.verify.checker import check, replay
+    from cupyfa.numerics.tolerance import Expected
     from cupyfa.runtime.merging import merge, merge_vjp
     from cupyfa.runtime.simulator import Simulator
     from cupyfa.runtime.transfer import (
@@ -128,6 +128,7 @@ __all__ = [
 # colon is the name that they have there.
 _LATER = {
     "Case": "lab.verify.case",
+    "Expected": "numerics.tolerance",
     "KVCache": "arrays.kv_cache",
     "Measurement": "lab.bench.results",
     "Simulator": "runtime.simulator",

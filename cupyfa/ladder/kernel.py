@@ -10,18 +10,20 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cupyfa.errors import described
 from cupyfa.ladder.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
-from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
 from cupyfa.problem.optional_inputs import MAPS
 from cupyfa.problem.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
 from cupyfa.problem.problem import Problem
+
+if TYPE_CHECKING:
+    from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 
 Formula = Callable[[Problem, SimpleNamespace], int]
 Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
@@ -422,9 +424,9 @@ class Kernel(_Record):
         constants: Mapping[str, float],
         inputs: Arrays,
         p: Problem,
-        roundings: Roundings,
+        roundings: "Roundings",
         excerpt: Excerpt | None = None,
-    ) -> ExpectedOfEach:
+    ) -> "ExpectedOfEach":
         """The reference of its own, with bounds; always whole."""
         from cupyfa.numerics import deviation
 
@@ -466,6 +468,8 @@ class Kernel(_Record):
         """The arrays of a function of the record. Raises ValueError unless they have these shapes
         and are of numbers.
         """
+        from cupyfa.numerics.tolerance import Expected  # which only checks need
+
         gives = f"{self.name}: the record's {what} gives"
         if not isinstance(found, Mapping) or not found.keys() >= shapes.keys():
             is_mapping = isinstance(found, Mapping)

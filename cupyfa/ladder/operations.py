@@ -1,4 +1,7 @@
-"""The operations: inputs, outputs, reference and number of floating-point operations."""
+"""The operations: inputs, outputs, reference and number of floating-point operations.
+
+References import cupyfa.numerics when they are called: only checks need it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyfa.numerics import reference, tolerance
-from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
 from cupyfa.problem.dtypes import E4M3, E4M3_INPUTS
 from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.optional_inputs import (
@@ -31,7 +32,10 @@ from cupyfa.problem.optional_inputs import (
 )
 from cupyfa.problem.problem import Problem
 from cupyfa.score.dropout import Dropout
-from cupyfa.score.numpy_evaluation import Modifications
+
+if TYPE_CHECKING:
+    from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
+    from cupyfa.score.numpy_evaluation import Modifications
 
 Arrays = Mapping[str, np.ndarray]
 # Of inputs and outputs; NumPy's dtype where the problem does not decide it.
@@ -215,6 +219,8 @@ def modifications(
     first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
     of a ragged batch that they are applied to.
     """
+    from cupyfa.score.numpy_evaluation import Modifications
+
     texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
     its = sequence or p
     return Modifications(
@@ -334,6 +340,8 @@ def _of_sequences(
     Rows that do not count, or are of no sequence, see no key. Of an excerpt, only the outputs' rows
     there, or their keys.
     """
+    from cupyfa.numerics.tolerance import Expected
+
     assert excerpt is None or p.modifiers.is_packed, "a padded batch is computed as a whole"
     operation = OPERATIONS["backward" if {"dQ", "dK"} & {*outputs} else "forward"]
     asked = operation.place(outputs[0], excerpt, p).rows if excerpt else None  # or keys
@@ -398,6 +406,8 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     """O and lse in float64, from the inputs of the forward operation."""
+    from cupyfa.numerics import reference
+
     if p.dtype == E4M3_INPUTS:
         inputs, p = _without_descales(inputs, p)
     if not p.is_ragged:
@@ -424,6 +434,8 @@ def _expected_of_sequences(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
 ) -> ExpectedOfEach:
     """O and lse of a ragged batch."""
+    from cupyfa.numerics import tolerance
+
     heads, shared = _heads_of(p, excerpt)
 
     def of(one: _Sequence) -> ExpectedOfEach:
@@ -448,6 +460,8 @@ def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
 def _expected_attention(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    from cupyfa.numerics import tolerance
+
     if p.dtype == E4M3_INPUTS:
         inputs, p = _without_descales(inputs, p)
     elif p.modifiers.is_e4m3:
@@ -474,6 +488,7 @@ def _expected_gradients(
 
     The gradient of a sink takes all rows, so that an excerpt has none.
     """
+    from cupyfa.numerics import tolerance
 
     def expected(
         cut: Callable[[str, np.ndarray], np.ndarray],
@@ -530,6 +545,8 @@ def _expected_gradients(
 def _expected_softmax(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
+    from cupyfa.numerics import tolerance
+
     scores = excerpt.of(inputs["S"]) if excerpt else inputs["S"]
     return dict.fromkeys(roundings, tolerance.expected_softmax(scores, dtype=p.dtype.name))
 

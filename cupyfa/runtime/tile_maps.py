@@ -20,7 +20,6 @@ from cupyfa.problem.optional_inputs import KEY_TILES
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime import launcher
 from cupyfa.runtime.backend import Backend
-from cupyfa.score.numpy_evaluation import Modifications
 
 EMPTY, PARTIAL, FULL = range(3)  # states of tiles
 _UNSURE = 3  # of tiles whose pairs have to be looked at
@@ -109,6 +108,8 @@ def _from_pairs(
     keys: int,
 ) -> list[int]:
     """The states of tiles from all of their pairs. Where rounding decides, they are partial."""
+    from cupyfa.score.numpy_evaluation import Modifications  # which few calls need
+
     found = p.modifiers
     texts = Modifications(
         mask_steps=found.mask,
