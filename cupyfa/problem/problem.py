@@ -66,7 +66,7 @@ class Problem:
     depend on them, but work and random inputs do. With ``pages`` k and v are as many pages, k
     [pages, kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many
     keys of a cache each batch element has, where that is known: it decides work and inputs alone,
-        too.
+    too.
     """
 
     batch: int
