@@ -116,7 +116,7 @@ def of_all(kernel):
     """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
 
     For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
-    About half of them is kept, of kernels in LIKE_OTHERS a third (parameters).
+    About a third of them is kept, of kernels in LIKE_OTHERS a fifth (parameters).
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
@@ -125,11 +125,11 @@ def of_all(kernel):
 
 def parameters(kernels, choices):
     """A kernel and a choice for each axis."""
-    few, half = (pytest.mark.sampled(n, "kernel") for n in (3, 2))
+    few, more = (pytest.mark.sampled(n, "kernel") for n in (5, 3))
     alike = LIKE_OTHERS - {*DISTINCT}
     return [
         pytest.param(
-            kernel, at, id=f"{kernel.name}-{i}", marks=few if kernel.name in alike else half
+            kernel, at, id=f"{kernel.name}-{i}", marks=few if kernel.name in alike else more
         )
         for kernel in kernels
         for i, at in enumerate(choices(kernel))
