@@ -496,7 +496,7 @@ def attention_ragged(
     queries and keys are its lengths, batch is its number, as in alibi_slopes and sink [sequences,
     heads]. The bits of a sequence do not depend on finite numbers of others. bias=, mask= and
     block masks are refused: give an expression that reads ``captured``. The other arguments are
-    those of ``attention``.
+    as for ``attention``.
 
     Returns out [total queries, heads, dv], and with ``return_lse`` lse [heads, total queries]. A
     row of no sequence has out = 0 and lse = -infinity.

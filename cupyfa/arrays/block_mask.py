@@ -39,7 +39,8 @@ from cupyfa.runtime.tile_maps import (
 )
 from cupyfa.score.expressions import Expression
 
-_PREFIX = optional_inputs.OF_BLOCKS  # of the names of a block mask's arrays among those of a call
+# A call adds this prefix to the names of a block mask's arrays.
+_PREFIX = optional_inputs.OF_BLOCKS
 _DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn
 _MOST_DRAWN = 64  # characters and lines
 _SIGNS = " ░█"  # by states

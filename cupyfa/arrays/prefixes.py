@@ -1,10 +1,10 @@
 """Prefixes in decoding: keys that several sequences share, and that are read once for all of them.
 
 The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
-prefix. Its result is merged with that of each sequence's own keys. So positions have to be told:
-expressions of a prefix's problem compute them from arrays, and those of the own keys go on from it.
+prefix. Its result is merged with the result of each sequence's own keys. Neither problem knows the
+positions of queries, so its expressions read them from arrays.
 
-Arrays that a captured graph writes are kept, also those of a moment. So each is written in place.
+A captured graph writes to fixed addresses, so every array is kept and written in place.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cupyfa.runtime.choose_backend import adopt
 from cupyfa.runtime.workspace import of_graphs
 from cupyfa.score.expressions import Expression
 
-# What expressions read here. Of each sequence: how many keys it has in all, how many in its
-# prefixes, and in those that stand before a prefix. And the slopes of ALiBi.
+# Arrays that expressions read. For each sequence: the number of all its keys, of keys in its
+# prefixes, and of keys before a prefix. SLOPES are the slopes of ALiBi.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
 _OF_CACHE = "lengths", "pages"
-# What expressions stand for, or what a prefix does not need.
+# Options that expressions replace, or that a prefix does not need.
 _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
 
@@ -210,7 +210,7 @@ class Prefixes:
         own: Mapping[str, Callable[[], Any]],
         captured: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """What a caller captured, and of the arrays from here those that expressions name."""
+        """The caller's captured arrays, and the arrays of prefixes that expressions name."""
         if captured is not None and not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
