@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from cupyfa.ladder.common import WARP, tiles_of
-from cupyfa.ladder.kernel import Launch
+from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem.problem import Problem
 
@@ -126,6 +126,7 @@ REPAIR_SPLIT_GRADIENTS = Launch(
     constants={"rows_of_block": lambda p, c: _REPAIRED_GRADIENTS},
     numbers={"query_blocks": _repaired_rows},
 )
+_REPAIRS = {REPAIR_SPLIT_OUTPUT.entry, REPAIR_SPLIT_GRADIENTS.entry}
 SCRATCH = {
     "maxima": (lambda p, c: _slabs(p, c) * p.kv_heads * _elements(p) * (p.d + p.dv + 1), "real"),
     "Q_high": ("batch heads M d16", "operand"),
@@ -153,3 +154,8 @@ GRADIENT_SCRATCH = {
     "dK_flags": ("batch kv_heads N", "byte"),
     "dV_flags": ("batch kv_heads N", "byte"),
 }
+
+
+def repairs_rows(kernel: Kernel) -> bool:
+    """Whether the kernel computes rows and keys again that float16 cannot hold, one by one."""
+    return any(isinstance(x, Launch) and x.entry in _REPAIRS for x in kernel.launches)

@@ -34,7 +34,8 @@ from cupyfa.lab.verify.sizes import (
     work_of,
 )
 from cupyfa.lab.verify.tasks import refuse_long
-from cupyfa.ladder.kernel import FEATURES, Kernel, Launch
+from cupyfa.ladder.kernel import FEATURES, Kernel
+from cupyfa.ladder.split_float32 import repairs_rows
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import shape_language
@@ -586,12 +587,13 @@ class Fuzz:
         return p.with_options(offset=each.random("offset itself").randint(-p.M, p.N + 1))
 
     def _smaller(self, p: Problem, values: str) -> Problem:
-        """The problem with fewer heads, then rows, then keys, if it takes long; where rows are
-        computed again, it takes longer.
+        """Drops heads, then rows, then keys, until the problem takes little time.
+
+        Rows and keys that a kernel computes again take the simulator longest.
         """
         most = _MOST_WORK[self.backend.name] // (1 if values in FINITE else 4)
         least = 2 if p.operands else 1  # batch elements and heads
-        is_repaired = values in _REPAIRED and self._repairs(p)
+        is_repaired = values in _REPAIRED and repairs_rows(self._record(p))
         while work_of(p, self._operation) > most or (
             is_repaired and repaired_of(p, self._operation) > _MOST_REPAIRED
         ):
@@ -610,11 +612,6 @@ class Fuzz:
             else:
                 p = transforms.resize(p, N=p.N // 2)
         return p
-
-    def _repairs(self, p: Problem) -> bool:
-        """Whether a launch computes rows and keys again that float16 could not hold."""
-        launches = self._record(p).launches
-        return any(isinstance(x, Launch) and x.entry.startswith("repair_split") for x in launches)
 
     @property
     def _arrays(self) -> dict[str, Any]:
