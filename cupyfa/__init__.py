@@ -5,20 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from cupyfa.api import (
     attention,
-    attention_backward,
-    attention_ragged,
-    attention_ragged_backward,
-    attention_ragged_vjp,
-    attention_vjp,
+    backward,
     compile,
-    compile_backward,
-    decode,
     dropout_mask,
     empty_pinned,
     plan,
     softmax,
+    vjp,
 )
 from cupyfa.arrays.block_mask import BlockMask, block_mask
+from cupyfa.call.call import Devices
 from cupyfa.errors import (
     CompilerNotFound,
     DeviceError,
@@ -28,139 +24,115 @@ from cupyfa.errors import (
     Unsupported,
     WrongResult,
 )
-from cupyfa.ladder.kernel import Kernel, Launch, Matmul, padded
+from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import kernel, kernels
 from cupyfa.ladder.operations import Input
 from cupyfa.ladder.tiles import TileChoice, cdiv
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem
+from cupyfa.problem.structured_arrays import Packed, Padded, Scaled
 from cupyfa.runtime.prepared import Prepared
+from cupyfa.score.dropout import Dropout
 from cupyfa.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from cupyfa.arrays.kv_cache import KVCache
-    from cupyfa.lab.analysis.diagnosis import doctor
-    from cupyfa.lab.analysis.footprint import memory
-    from cupyfa.lab.analysis.nsight import profile
-    from cupyfa.lab.analysis.roofline_model import roofline
+    from cupyfa.arrays.kv_cache import KVCache, Rotary
     from cupyfa.lab.bench.benchmark import bench
-    from cupyfa.lab.bench.comparison import compare
-    from cupyfa.lab.bench.results import Measurement
-    from cupyfa.lab.bench.trial import accuracy
-    from cupyfa.lab.bench.tuning import tune
-    from cupyfa.lab.report.plots import draw_blocks
-    from cupyfa.lab.verify.case import Case
-    from cupyfa.lab.verify.checker import check, replay
-    from cupyfa.numerics.tolerance import Expected
+    from cupyfa.lab.verify.checker import check
     from cupyfa.runtime.merging import merge, merge_vjp
     from cupyfa.runtime.simulator import Simulator
-    from cupyfa.runtime.transfer import (
-        Transfer,
-        configure as configure_transfer,
-        held as held_buffers,
-        release as free_buffers,
-    )
 
 __all__ = [
-    "AttentionOptions",
     "BlockMask",
-    "Case",
     "CompilerNotFound",
+    "Devices",
     "DeviceError",
     "DeviceLost",
-    "Expected",
+    "Dropout",
     "Input",
     "KVCache",
     "Kernel",
     "Launch",
     "Limits",
-    "Matmul",
-    "Measurement",
     "OutOfMemory",
+    "Packed",
+    "Padded",
     "Plan",
     "Prepared",
     "Problem",
+    "Rotary",
+    "Scaled",
     "Simulator",
     "SimulatorFault",
     "TileChoice",
-    "Transfer",
     "Unsupported",
     "WrongResult",
-    "accuracy",
     "attention",
-    "attention_backward",
-    "attention_ragged",
-    "attention_ragged_backward",
-    "attention_ragged_vjp",
-    "attention_vjp",
+    "backward",
     "bench",
     "block_mask",
     "cdiv",
     "check",
-    "compare",
     "compile",
-    "compile_backward",
-    "configure_transfer",
-    "decode",
-    "doctor",
-    "draw_blocks",
     "dropout_mask",
     "empty_pinned",
-    "free_buffers",
-    "held_buffers",
     "kernel",
     "kernels",
-    "memory",
     "merge",
     "merge_vjp",
-    "padded",
     "plan",
-    "profile",
-    "replay",
-    "roofline",
     "softmax",
-    "tune",
+    "vjp",
 ]
 
-# The tools around the kernels take as long to import as all the rest, and not every process has
-# use of the simulator, of caches, of parts or of transfers: they are imported when used. After a
-# colon is the name that they have there.
+# Not every process has use of checks, the simulator, caches or merging: they are imported when
+# used.
 _LATER = {
-    "Case": "lab.verify.case",
-    "Expected": "numerics.tolerance",
     "KVCache": "arrays.kv_cache",
-    "Measurement": "lab.bench.results",
+    "Rotary": "arrays.kv_cache",
     "Simulator": "runtime.simulator",
-    "Transfer": "runtime.transfer",
-    "accuracy": "lab.bench.trial",
     "bench": "lab.bench.benchmark",
     "check": "lab.verify.checker",
-    "compare": "lab.bench.comparison",
-    "configure_transfer": "runtime.transfer:configure",
-    "doctor": "lab.analysis.diagnosis",
-    "draw_blocks": "lab.report.plots",
-    "free_buffers": "runtime.transfer:release",
-    "held_buffers": "runtime.transfer:held",
-    "memory": "lab.analysis.footprint",
     "merge": "runtime.merging",
     "merge_vjp": "runtime.merging",
-    "profile": "lab.analysis.nsight",
-    "replay": "lab.verify.checker",
-    "roofline": "lab.analysis.roofline_model",
-    "tune": "lab.bench.tuning",
+}
+_MODULES = {"lab": "cupyfa.lab", "transfer": "cupyfa.runtime.transfer"}
+_SUBPACKAGES = {"dask", "distributed"}  # which users import by themselves
+_RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
+# What to write in place of names that there were.
+_FORMER = {
+    "AttentionOptions": "the options as keyword arguments, **options of a dictionary",
+    "attention_backward": "cupyfa.backward(dout, q, k, v, out, lse, …)",
+    "attention_ragged": f"cupyfa.attention({_RAGGED}, …)",
+    "attention_ragged_backward": f"cupyfa.backward(dout, {_RAGGED}, out, lse, …)",
+    "attention_ragged_vjp": f"cupyfa.vjp({_RAGGED}, …)",
+    "attention_vjp": "cupyfa.vjp(q, k, v, …)",
+    "compile_backward": "cupyfa.compile(dout, q, k, v, out, lse, …)",
+    "configure_transfer": "cupyfa.transfer.configure(…)",
+    "decode": "cupyfa.attention(q, cache, append=(k, v), …)",
+    "free_buffers": "cupyfa.transfer.release()",
+    "held_buffers": "cupyfa.transfer.held()",
+    "Transfer": "cupyfa.transfer.Transfer",
+    **dict.fromkeys(("Matmul", "padded"), "in cupyfa.ladder"),
+    **{
+        name: f"cupyfa.lab.{name}"
+        for name in (
+            *("Case", "Expected", "Measurement", "accuracy", "compare", "doctor"),
+            *("draw_blocks", "memory", "profile", "replay", "roofline", "tune"),
+        )
+    },
 }
 
 
-_SUBPACKAGES = {"dask", "distributed"}  # which users import by themselves
-
-
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__", "__doc__", *(_SUBPACKAGES & {*globals()})})
+    return sorted({*__all__, *_MODULES, "__version__", "__doc__", *(_SUBPACKAGES & {*globals()})})
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, there = _LATER[name].partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), there or name)
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    if name in _MODULES:
+        return import_module(_MODULES[name])
+    if name in _FORMER:  # a TypeError, as `from cupyfa import name` hides an AttributeError
+        raise TypeError(f"cupyfa.{name} is no more; write {_FORMER[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyfa.problem.structured_arrays import Scaled, Structured
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
@@ -17,6 +18,7 @@ from cupyfa.numerics.tolerance import Expected
 from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, E4M3
+from cupyfa.problem.options import read_flag
 from cupyfa.problem.problem import Problem, check_page_size
 from cupyfa.runtime.arrays import (
     columns_contiguous,
@@ -30,7 +32,7 @@ from cupyfa.runtime.choose_backend import adopt, where_q_is
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 
-LAYOUTS = ("nhd", "hnd")
+LAYOUTS = ("bshd", "bhsd")
 SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
@@ -49,27 +51,50 @@ APPEND = Launch(
 _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPEND,))
 
 
-class KVCache:
+class Rotary(NamedTuple):
+    """A rotary position embedding, which turns pairs of columns of q and k by their positions.
+
+    cos, sin: each [positions, angles], of the dtype of q or of lse. Columns from 2 · angles on stay
+        as they are.
+    interleaved: whether pairs are columns (2 x, 2 x + 1), and not (x, x + angles).
+
+    Su et al., 2021, arXiv:2104.09864.
+    """
+
+    cos: Any
+    sin: Any
+    interleaved: bool = False
+
+
+class KVCache(Structured):
     """Keys and values of the tokens of several sequences, in arrays of the caller's.
 
-    k, v: with ``layout="nhd"``, the default, [batch, capacity, kv_heads, d] and [batch, capacity,
-        kv_heads, dv]; with ``layout="hnd"`` [batch, kv_heads, capacity, d | dv], the order of the
-        arrays of ``attention`` and of q, k and v of ``decode``. With ``pages`` they are pages:
-        [pages, page_size, kv_heads, d | dv], or [pages, kv_heads, page_size, d | dv]; page_size is
-        16, 32, 64, 128 or 256.
+    ``attention(q, cache)`` is the attention of new tokens to them, and ``cache.append(k, v)``
+    writes keys and values of new tokens.
+
+    k, v: [batch, kv_heads, capacity, d] and [batch, kv_heads, capacity, dv]; with ``layout="bshd"``
+        [batch, capacity, kv_heads, d | dv]. With ``pages`` they are pages: [pages, kv_heads,
+        page_size, d | dv], or [pages, page_size, kv_heads, d | dv]; page_size is 16, 32, 64, 128 or
+        256. Arrays of float8_e4m3 may be ``Scaled``, each by its own scale; d and dv are then even.
+        New keys and values are divided by the scales and rounded to the nearest number of e4m3, to
+        448 or -448 beyond these.
     lengths: [batch] of int32, how many keys each sequence has.
     pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
         pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
         sequence needs are not looked at.
-    k_scale, v_scale: of k and v of float8_e4m3: what their numbers are multiplied by, as float32
-        [kv_heads], [batch, kv_heads] or, with pages, [pages, kv_heads]; None is 1. d and dv are
-        then even. New keys and values are divided by them and rounded to the nearest number of
-        e4m3, to 448 or -448 beyond these.
+    rotary: a ``Rotary``, or its (cos, sin): new keys are turned before they are written, and the
+        queries of new tokens before they attend.
+    prefix: keys and values that all sequences share and that come before their own: a tuple (k, v)
+        of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are read once for
+        all sequences, by the kernel that "auto" stands for; kernel and tiles of a call are for the
+        sequences' own keys. With g sequences in place of one, each is shared by batch / g
+        consecutive sequences. A list has several of these, from the outermost to the innermost.
+        Positions, windows and expressions count as if one cache held all of these keys.
 
     All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
-    when ``decode`` runs counts, of lengths and page tables too. A list of lengths, pages or scales
-    becomes a new array where k is. ``decode`` writes into k and v if
-    it is given new keys, so these must not share memory then, and never changes lengths.
+    when a call runs counts, of lengths and page tables too. A list of lengths, pages or scales
+    becomes a new array where k is. New keys are written into k and v, so these must not share
+    memory then; lengths are never changed.
 
     Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
     of pages.
@@ -77,19 +102,27 @@ class KVCache:
     Pages: Kwon et al., 2023, arXiv:2309.06180.
     """
 
+    functions = "cupyfa.call.decode"
+
     def __init__(
         self,
         k: Any,
         v: Any,
         lengths: Any,
         pages: Any = None,
-        layout: str = "nhd",
-        k_scale: Any = None,
-        v_scale: Any = None,
+        *,
+        layout: str = "bhsd",
+        rotary: tuple[Any, ...] | None = None,
+        prefix: Any = None,
     ) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
-        self.layout = layout
+        self.layout, self.prefix = layout, prefix
+        self.rotary = None if rotary is None else _read_rotary(rotary)
+        scales = {}
+        for name, x in zip(SCALES, (k, v)):
+            scales[name] = x.scale if isinstance(x, Scaled) else None
+        k, v = (x.array if isinstance(x, Scaled) else x for x in (k, v))
         self.k, self.v = seen("k", k), seen("v", v)
         self.lengths = _there("lengths", lengths, self.k)
         self._last: _Last | None = None
@@ -106,7 +139,6 @@ class KVCache:
                 f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
                 "sequences; give a number for each"
             )
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
         given = {x: y if y is None else _there(x, y, self.k) for x, y in scales.items()}
         self.k_scale, self.v_scale = given.values()
         self._scales = tuple(self._seen_scale(*x) for x in given.items())
@@ -123,9 +155,10 @@ class KVCache:
         indptr: Any,
         indices: Any,
         last_page_len: Any,
-        layout: str = "nhd",
-        k_scale: Any = None,
-        v_scale: Any = None,
+        *,
+        layout: str = "bhsd",
+        rotary: tuple[Any, ...] | None = None,
+        prefix: Any = None,
     ) -> KVCache:
         """A cache in pages whose table is given as FlashInfer has it.
 
@@ -137,7 +170,7 @@ class KVCache:
         for new keys in the last pages only. In GPU memory nobody waits for the numbers, so the
         table has a column for each of ``indices``.
         """
-        keys = seen("k", k)
+        keys = seen("k", k.array if isinstance(k, Scaled) else k)
         starts, listed, last = (
             _there(name, x, keys)
             for name, x in (
@@ -163,7 +196,33 @@ class KVCache:
         size = keys.shape[LAYOUTS.index(layout) + 1 if layout in LAYOUTS else 1]
         lengths = (counts - 1) * size + last
         lengths *= counts > 0
-        return cls(k, v, lengths.astype("i4"), table.astype("i4"), layout, k_scale, v_scale)
+        how: Any = {"layout": layout, "rotary": rotary, "prefix": prefix}
+        return cls(k, v, lengths.astype("i4"), table.astype("i4"), **how)
+
+    def append(
+        self,
+        k: Any,
+        v: Any,
+        *,
+        backend: str | Backend = "auto",
+        check: bool = False,
+    ) -> None:
+        """Writes the keys and values of new tokens into the cache, from row ``lengths`` on.
+
+        k [batch, kv_heads, new tokens, d], v [batch, kv_heads, new tokens, dv]. Keys are turned if
+        the cache has a rotary embedding. ``lengths`` stays as it is: add the new tokens to it
+        before the next call. ``attention(q, cache, append=(k, v))`` does this and attends to all
+        keys in one call. check: also compare what is written with a reference.
+
+        Raises what ``attention`` raises.
+        """
+        prefix_keys = None
+        if self.prefix is not None and self.rotary is not None:
+            from cupyfa.arrays.prefixes import Prefixes
+
+            prefix_keys = Prefixes(backend, self.prefix, k, self, look=check).keys
+        written = step(backend, k, self, (k, v), look=check, prefix_keys=prefix_keys)
+        (written.write_and_check if check else written.write)()
 
     @property
     def batch(self) -> int:
@@ -186,6 +245,11 @@ class KVCache:
         """Whether keys and values are float8_e4m3."""
         return bool(self.k.dtype == E4M3)
 
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether its rotary embedding pairs columns that lie side by side."""
+        return self.rotary is not None and self.rotary.interleaved
+
     def __repr__(self) -> str:
         pages = "" if self.pages is None else f" in pages of {self.page_size}"
         return (
@@ -195,7 +259,7 @@ class KVCache:
 
     def rows_of(self, array: Any) -> Any:
         """Keys or values as [batch or pages, kv_heads, rows, columns]."""
-        return array.swapaxes(1, 2) if self.layout == "nhd" else array
+        return array.swapaxes(1, 2) if self.layout == "bshd" else array
 
     def _seen_scale(self, name: str, scale: Any) -> Any:
         """A scale as kernels take it: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads]."""
@@ -208,7 +272,8 @@ class KVCache:
             wanted += f", or [pages, kv_heads], {(count, heads)}"
         if not self.is_e4m3:
             raise ValueError(
-                f"{name} is given, and k is {self.k.dtype}; scales are for {E4M3}: leave it out"
+                f"{name[0]} is Scaled, and k is {self.k.dtype}; scales are for {E4M3}: give the "
+                "array alone"
             )
         if shape not in ((heads,), (self.batch, heads)) and (not count or shape != (count, heads)):
             raise ValueError(f"{name} has shape {shape}; its shape must be {wanted}")
@@ -240,7 +305,7 @@ class KVCache:
         """For messages: how many keys a sequence can have, and how the shape is read."""
         rows = "page_size" if self.pages is not None else "capacity"
         first = "pages" if self.pages is not None else "batch"
-        axes = f"{rows}, kv_heads" if self.layout == "nhd" else f"kv_heads, {rows}"
+        axes = f"{rows}, kv_heads" if self.layout == "bshd" else f"kv_heads, {rows}"
         return (
             f"the cache has room for {self.capacity} keys of a sequence (its k has shape "
             f"{tuple(self.k.shape)}, with layout={self.layout!r} [{first}, {axes}, d])"
@@ -274,7 +339,7 @@ class _Last(NamedTuple):
 
     arrays: list[Any]
     shapes: list[Any]
-    how: tuple[Any, ...]  # how rotary pairs columns, and the backend as the caller names it
+    backend: Any  # as the caller names it
     where: tuple[int, int | None]  # device and stream
     step: Step
 
@@ -314,17 +379,15 @@ class Step:
             self._new.check()
 
 
-def last_step(
-    q: Any, cache: Any, new: tuple[Any, Any], rotary: Any, how: tuple[Any, Any]
-) -> Step | None:
+def last_step(q: Any, cache: KVCache, new: Any, backend: Any) -> Step | None:
     """The last step of a cache, if that was on these very arrays in the current stream.
 
-    new: keys and values of the new tokens, or None for each. how: as ``_Last`` has it.
+    new: keys and values of the new tokens, if there are any. backend: as the caller names it.
     """
-    last = getattr(cache, "_last", None)
-    if last is None or not all(map(is_, how, last.how)):
+    last = cache._last
+    if last is None or backend is not last.backend:
         return None
-    backend, given = last.step.backend, _identified(q, cache, new, rotary)
+    backend, given = last.step.backend, _identified(q, cache, new)
     if not all(map(is_, given, last.arrays)) or _shapes_of(given) != last.shapes:
         return None
     if backend.current() != last.where or backend.is_capturing:  # a graph has arrays of its own
@@ -332,14 +395,17 @@ def last_step(
     return last.step
 
 
-def _identified(q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: Any) -> list[Any]:
-    """All arrays of a call, each None if it is not given."""
-    pair = rotary if isinstance(rotary, tuple | list) and len(rotary) == 2 else (rotary, None)
-    return [q, cache.lengths, cache.pages, *(new or (None, None)), *pair, cache.k, cache.v]
+def _identified(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> list[Any]:
+    """All arrays of a call, each None if it is not given, and how rotary pairs columns."""
+    rotary = cache.rotary or _NO_ROTARY
+    return [q, cache.lengths, cache.pages, *(new or (None, None)), *rotary, cache.k, cache.v]
+
+
+_NO_ROTARY = Rotary(None, None)
 
 
 def _shapes_of(arrays: Iterable[Any]) -> list[Any]:
-    return [None if x is None else x.shape for x in arrays]
+    return [getattr(x, "shape", None) for x in arrays]
 
 
 def step(
@@ -347,9 +413,7 @@ def step(
     q: Any,
     cache: KVCache,
     new: tuple[Any, Any] | None,
-    rotary: tuple[Any, Any] | None,
     *,
-    interleaved: bool,
     look: bool,
     prefix_keys: Any = None,
 ) -> Step:
@@ -358,7 +422,7 @@ def step(
     new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
     memory, too. prefix_keys: [batch], how many keys stand before those of the cache.
     """
-    given = _named(q, cache, new, rotary)
+    given, rotary = _named(q, cache, new), cache.rotary
     if prefix_keys is not None:
         given["prefix_keys"] = prefix_keys
     where, arrays = adopt(backend, **given)
@@ -396,7 +460,7 @@ def step(
         if made and where.is_capturing:  # a graph writes there whenever it is launched
             of_graphs.append(made)
         alike = copy(cache)  # the step refers to this one, and the cache to the step
-        new_tokens = _New(where, given, made, alike, bool(interleaved), is_moved) if made else None
+        new_tokens = _New(where, given, made, alike, is_moved) if made else None
     found = Step(
         backend=where,
         q=made.get("turned", given["q"]),
@@ -410,10 +474,9 @@ def step(
     )
     may_repeat = not on_host and where.stream not in (None, PER_THREAD)
     if may_repeat and prefix_keys is None and not where.is_capturing:
-        arrays = _identified(q, cache, new, rotary)
+        arrays = _identified(q, cache, new)
         if _may_keep(given, arrays):
-            how = interleaved, backend
-            cache._last = _Last(arrays, _shapes_of(arrays), how, where.current(), found)
+            cache._last = _Last(arrays, _shapes_of(arrays), backend, where.current(), found)
     return found
 
 
@@ -426,12 +489,17 @@ def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
     return are_seen and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
 
 
-def _named(
-    q: Any, cache: KVCache, new: tuple[Any, Any] | None, rotary: tuple[Any, Any] | None
-) -> dict[str, Any]:
+def _read_rotary(given: Any) -> Rotary:
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        raise TypeError(
+            f"rotary is {described(given)}; give cupyfa.Rotary(cos, sin), each [positions, angles]"
+        )
+    rotary = Rotary(*given)
+    return rotary._replace(interleaved=read_flag("interleaved", rotary.interleaved))
+
+
+def _named(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> dict[str, Any]:
     """All arrays that are given, by name; those of the cache as [.., kv_heads, rows, columns]."""
-    if not isinstance(cache, KVCache):
-        raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
     named = {"q": q, "cache.k": cache.rows_of(cache.k), "cache.v": cache.rows_of(cache.v)}
     named["lengths"] = cache.lengths
     if cache.pages is not None:
@@ -439,13 +507,8 @@ def _named(
     named |= {name: x for name, x in zip(SCALES, cache._scales) if x is not None}
     if new is not None:
         named |= zip("kv", new)
-    if rotary is not None:
-        if not isinstance(rotary, tuple | list) or len(rotary) != 2:
-            raise TypeError(
-                f"rotary is {described(rotary)}; give two arrays (cos, sin), each [positions, "
-                "angles]"
-            )
-        named |= zip(("cos", "sin"), rotary)
+    if cache.rotary is not None:
+        named |= zip(("cos", "sin"), cache.rotary)
     return named
 
 
@@ -453,7 +516,7 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
     """Raises ValueError and TypeError for keys and values that do not fit together."""
     shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
-        axes = "rows, kv_heads" if layout == "nhd" else "kv_heads, rows"
+        axes = "rows, kv_heads" if layout == "bshd" else "kv_heads, rows"
         raise ValueError(f"{shapes}; both must be [batch or pages, {axes}, columns]")
     for name, x in (("k", k), ("v", v)):
         if (str(x.dtype) not in DTYPES and x.dtype != E4M3) or x.dtype != k.dtype:
@@ -580,18 +643,16 @@ class _New:
         given: Mapping[str, Any],
         made: Mapping[str, Any],
         cache: KVCache,
-        interleaved: bool,
         is_moved: bool,
     ) -> None:
         self._backend, self._cache, self._is_moved = backend, cache, is_moved
-        self._interleaved = interleaved
         read = {
             name: x if columns_contiguous(x) else x.copy()
             for name, x in given.items()
             if name in ("q", "k", "v", "cos", "sin")
         }
         self._arrays = {**given, **read, **made}
-        self._launcher = _launcher(backend, self._arrays, cache, interleaved)
+        self._launcher = _launcher(backend, self._arrays, cache)
 
     def write(self) -> None:
         backend = self._backend
@@ -628,7 +689,7 @@ class _New:
             first = first + self._on_host("prefix_keys")
         at = np.clip(first[:, None, None] + np.arange(tokens), 0, len(cos) - 1)
         made = tolerance.expected_rotation(
-            rows, cos[at], sin[at], interleaved=self._interleaved, dtype=str(rows.dtype)
+            rows, cos[at], sin[at], interleaved=self._cache.is_interleaved, dtype=str(rows.dtype)
         )
         return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
 
@@ -673,21 +734,19 @@ class _New:
 _launchers: dict[Any, Launcher] = {}
 
 
-def _launcher(
-    backend: Backend, arrays: Mapping[str, Any], cache: KVCache, interleaved: bool
-) -> Launcher:
+def _launcher(backend: Backend, arrays: Mapping[str, Any], cache: KVCache) -> Launcher:
     """The launch for arrays of these forms; they are given to it in this order."""
     forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
-    key = backend, backend.device, interleaved, forms
+    key = backend, backend.device, cache.is_interleaved, forms
     found = _launchers.get(key)
     if found is None:
         if len(_launchers) >= _MOST_KNOWN:
             _launchers.clear()
-        found = _launchers[key] = Launcher(backend, _plan(arrays, cache, interleaved), arrays)
+        found = _launchers[key] = Launcher(backend, _plan(arrays, cache), arrays)
     return found
 
 
-def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
+def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
     """The launch that writes and turns new tokens."""
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
     appends, rotates = "used" in arrays, "turned" in arrays
@@ -701,7 +760,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
         cdiv(rows, THREADS // 32),
         {
             **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
-            **{"interleaved": interleaved, "page_size": cache.page_size or 0},
+            **{"interleaved": cache.is_interleaved, "page_size": cache.page_size or 0},
             **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
             **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
             **{"has_prefix": "prefix_keys" in arrays},

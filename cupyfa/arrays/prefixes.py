@@ -78,8 +78,6 @@ class Prefixes:
         self, backend: str | Backend, given: Any, q: Any, cache: KVCache, *, look: bool
     ) -> None:
         """look: whether to check lengths and pages that lie in GPU memory, too."""
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"cache is {described(cache)}; give a cupyfa.KVCache")
         self._cache, self._levels = cache, tuple(_levels(given))
         self._copies: list[tuple[Any, Any]] = []
         outer, named = 1, {"q": q, "lengths": cache.lengths}
@@ -261,7 +259,7 @@ def _levels(given: Any) -> Iterator[_Prefix]:
             )
         k, v = (seen(f"{name}.{half}", array) for half, array in zip("kv", x))
         with _named(name):
-            check_keys(k, v, "hnd")
+            check_keys(k, v, "bhsd")
         yield _Prefix(name, k, v)
 
 

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.kernel import BoundKernel, Kernel
+from cupyfa.planner.plan import Limits
 from cupyfa.problem.optional_inputs import Operand
 from cupyfa.problem.options import AttentionOptions, OptionKeywords
 from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.environment import Progress
 
 Operation = Literal["forward", "backward", "softmax"]
 Tiles = Mapping[str, int]
-Own = Mapping[str, Any]  # arrays and floats of a kernel of the user's
 Layout = Literal["bhsd", "bshd"]
 BackendName = Literal["auto", "cuda", "simulator"]
-Devices = Literal["all"] | Sequence[int]  # numbers of GPUs that share a call
 
 # The names of the arrays that each operation always takes, in the order of calls.
 ARRAYS: Mapping[Operation, tuple[str, ...]] = {
@@ -28,6 +28,27 @@ ARRAYS: Mapping[Operation, tuple[str, ...]] = {
 _NO_OPTIONS: OptionKeywords = {}
 
 
+class Devices(NamedTuple):
+    """Where and how calls on NumPy arrays run, given as ``backend=Devices("all")``.
+
+    numbers: the GPUs that share the work: "all", or their numbers as [0, 1]; by default the current
+        one. The bits are those of one GPU, but for kernels whose sums depend on the number of heads
+        or rows.
+    progress: ``progress(done, total, what)`` is called as chunks of arrays are done.
+    backend: the backend that they belong to.
+    limits: those of the workers' devices, for Dask arrays, if the calling process has no such
+        device; ``cupyfa.plan`` takes them too.
+    """
+
+    numbers: Literal["all"] | Sequence[int] | None = None
+    progress: Progress | None = None
+    backend: BackendName | Backend = "auto"
+    limits: Limits | None = None
+
+
+ANYWHERE = Devices()
+
+
 class Call(NamedTuple):
     """All arguments of a call but its arrays.
 
@@ -36,7 +57,7 @@ class Call(NamedTuple):
     """
 
     operation: Operation
-    kernel: str | Kernel
+    kernel: str | Kernel | BoundKernel
     backend: BackendName | Backend
     options: AttentionOptions | None = None  # all options as one value,
     asked: OptionKeywords = _NO_OPTIONS  # or those that are given by name

@@ -1,24 +1,26 @@
-"""Calls of ``decode``: new tokens are written into a cache, and attend to its keys."""
+"""Attention to a ``KVCache``: new tokens are written into it, and attend to its keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.arrays.kv_cache import KVCache, Step, last_step as last_step, step as make_step
+from cupyfa.arrays.kv_cache import KVCache, Step, last_step, step as make_step
 from cupyfa.arrays.prefixes import Prefixes
-from cupyfa.call.call import BackendName, Call, Tiles
+from cupyfa.call.call import BackendName, Call
 from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import add_inputs
+from cupyfa.call.keywords import DTYPES, read_out, read_tiles, split_keywords, unknown_argument
+from cupyfa.errors import described
 from cupyfa.ladder.forward import for_decoding
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import E4M3, dtype_named
-from cupyfa.problem.options import AttentionOptions, OptionKeywords, read_flag
+from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.runtime.arrays import target
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import is_none, repeat_call
@@ -26,58 +28,38 @@ from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
 _CAUSAL = AttentionOptions(causal="bottom-right")
+# Arguments of ``attention`` that a call on a cache cannot have, and why.
+_REFUSED = {
+    **dict.fromkeys(
+        (optional_inputs.BIAS, optional_inputs.MASK),
+        "write score_mod= or an expression as mask=, which may read a captured array",
+    ),
+    "layout": "q is [batch, heads, new tokens, d], and the cache has its own layout",
+    "offset": "new tokens are the last ones",
+    "dropout": "there are no gradients",
+    "precision": "products are in the dtype of the cache",
+}
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of ``decode``; scores are alibi_slopes and sink."""
+    """The arguments of ``attention`` on a cache.
+
+    options: as ``_read_options`` has them, with the dtype of out. scores: alibi_slopes and sink.
+    out: the caller's array.
+    """
 
     q: Any
     cache: KVCache
-    k: Any
-    v: Any
-    rotary: tuple[Any, Any] | None
-    interleaved: bool
-    prefix: Any
-    options: AttentionOptions | None
-    asked: OptionKeywords
+    new: tuple[Any, Any] | None
+    options: AttentionOptions
     scores: tuple[Any, Any]
     captured: Mapping[str, Any] | None
-    splits: int | Literal["auto"]
     kernel: str | Kernel
     backend: BackendName | Backend
-    tiles: Tiles | None
+    tiles: Mapping[str, int]
     return_lse: bool
     out: Any
     check: bool
-
-    def read(self) -> DecodeCall:
-        """The same with flags that are bools. Raises TypeError for what does not fit together."""
-        if (self.k is None) != (self.v is None):
-            raise TypeError("k and v are the keys and values of the same tokens; give both or none")
-        call = self._replace(
-            interleaved=read_flag("interleaved", self.interleaved),
-            return_lse=read_flag("return_lse", self.return_lse),
-            check=read_flag("check", self.check),
-        )
-        if call.interleaved and self.rotary is None:
-            raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
-        return call
-
-    def read_options(self) -> AttentionOptions:
-        """The options. Raises ValueError for those that decoding cannot have."""
-        if self.options is None and not self.asked:
-            return _CAUSAL
-        chosen = AttentionOptions.of(self.options, self.asked)
-        for name, is_asked, why in (
-            ("causal", chosen.causal == "top-left", "new tokens are the last ones"),
-            ("offset", chosen.offset is not None, "new tokens are the last ones"),
-            ("dropout", chosen.dropout, "there are no gradients"),
-            ("precision", chosen.precision, "products are in the dtype of the cache"),
-        ):
-            if is_asked:
-                what = f"{name}={getattr(chosen, name)!r}"
-                raise ValueError(f"decode has no {what}: {why}; leave it out of options")
-        return replace(chosen, causal="bottom-right")
 
     def write(self, step: Step) -> Callable[[], None] | None:
         """Writes the new tokens and rotates them; None if there is nothing to do."""
@@ -92,6 +74,76 @@ class DecodeCall(NamedTuple):
         return inputs | dict(zip(optional_inputs.SCALES, step.scales))
 
 
+def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    """``attention`` of new tokens to a cache. given: its arguments by name."""
+    if given["unknown"]:
+        raise unknown_argument(attention, given["unknown"])
+    q, cache = given["q"], given["k"]
+    if given["v"] is not None:
+        raise TypeError(
+            f"v is {described(given['v'])}, and k is a KVCache, which has the values; leave v out"
+        )
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"q is a KVCache, and k is {described(cache)}; write attention(q, cache)")
+    new, out, check = given["append"], given["out"], given["check"]
+    scores = given["alibi_slopes"], given["sink"]
+    fixed = (*(given[name] for name in _FIXED), out if isinstance(out, DTYPES) else None)
+    last = None
+    if cache.prefix is None and not check and (new is None or type(new) is tuple):
+        last = last_step(q, cache, new, given["backend"])
+    if last is not None:
+        repeated = _repeat(last, fixed, scores, None if isinstance(out, DTYPES) else out)
+        if repeated is not None:
+            return repeated
+    return _run(_read(attention, q, cache, given), fixed, last)
+
+
+_FIXED = (
+    *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
+    *("backend", "tiles", "return_lse", "offset", "dropout", "precision", "bias", "layout"),
+)
+
+
+def _read(
+    attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
+) -> DecodeCall:
+    """The arguments, checked. Raises ValueError and TypeError for what does not fit together."""
+    scores = {x: given[x] for x in _SCORES if given[x] is not None}
+    arrays, asked = split_keywords(attention, scores)
+    out, asked = read_out(given["out"], q, asked)
+    refused = {x: arrays.get(x, asked.get(x)) for x in _REFUSED}
+    refused["layout"] = None if given["layout"] == "bhsd" else given["layout"]
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {described(value)}, and k is a KVCache: {_REFUSED[name]}; leave it out"
+            )
+    if asked.get("causal") == "top-left":
+        raise ValueError(
+            "causal is 'top-left', and k is a KVCache, whose new tokens are the last ones; leave "
+            "it out"
+        )
+    new = given["append"]
+    if new is not None and (not isinstance(new, tuple | list) or len(new) != 2):
+        raise TypeError(
+            f"append is {described(new)}; give the keys and values of the new tokens, (k, v)"
+        )
+    options = replace(AttentionOptions.of(None, asked), causal="bottom-right") if asked else _CAUSAL
+    return DecodeCall(
+        *(q, cache, new, options, (given["alibi_slopes"], given["sink"]), given["captured"]),
+        *(given["kernel"], given["backend"], read_tiles(given["tiles"])),
+        read_flag("return_lse", given["return_lse"]),
+        out,
+        read_flag("check", given["check"]),
+    )
+
+
+_SCORES = (
+    *("causal", "window", "offset", "scale", "softcap", "score_mod", "bias", "mask", "dropout"),
+    *("precision", "alibi_slopes", "sink", "captured"),
+)
+
+
 def _split_fixed(
     step: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -100,7 +152,7 @@ def _split_fixed(
     return (*fixed, *map(is_none, read)), (*filterfalse(is_none, read),)
 
 
-def repeat_decode(last: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any], out: Any) -> Any:
+def _repeat(last: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any], out: Any) -> Any:
     """The results of a call with the very arrays of the last step; None if there was none.
 
     fixed: the arguments that are no arrays. scores: alibi_slopes and sink.
@@ -110,30 +162,27 @@ def repeat_decode(last: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any], o
     return repeat_call("decode", fixed, (last.q, last.k, last.v, *read), out, before=before)
 
 
-def run_decode(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
-    """The results of ``decode``.
+def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
+    """The results of a call.
 
     fixed: its arguments that are no arrays. last: the last step, if it was on the same arrays.
     """
-    call = call.read()
-    options = call.read_options()
-    shared = None
-    if call.prefix is not None:
-        shared = Prefixes(call.backend, call.prefix, call.q, call.cache, look=call.check)
+    shared, options, cache = None, call.options, call.cache
+    if cache.prefix is not None:
+        shared = Prefixes(call.backend, cache.prefix, call.q, cache, look=call.check)
     step = last or make_step(
-        *(call.backend, call.q, call.cache, None if call.k is None else (call.k, call.v)),
-        call.rotary,
-        interleaved=call.interleaved,
+        *(call.backend, call.q, cache, call.new),
         look=call.check,
-        prefix_keys=None if shared is None or call.rotary is None else shared.keys,
+        prefix_keys=None if shared is None or cache.rotary is None else shared.keys,
     )
     if call.out is not None and step.is_moved:  # before anything is written
         shape = *step.q.shape[:3], step.v.shape[3]
         _check_out(call.out, shape, _find_out_dtype(step, options))
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         options = replace(options, precision="float32")
-    kernel = _choose_kernel(step.q, step.k, call.kernel, call.splits)
-    cached = Call("forward", kernel, step.backend, options, tiles=call.tiles)
+    tiles = {name: x for name, x in call.tiles.items() if name != "splits"}
+    kernel = _choose_kernel(step.q, step.k, call.kernel, call.tiles.get("splits", "auto"))
+    cached = Call("forward", kernel, step.backend, options, tiles=tiles or None)
     if shared is not None:
         return _run_with_prefixes(call, cached, step, shared)
     cached = cached._replace(return_lse=call.return_lse)
@@ -213,7 +262,7 @@ def _make_prefix_calls(
     captured, slopes = call.captured, call.scores[0]
     if slopes is not None:
         slopes = as_array(step.backend, "alibi_slopes", slopes)
-    new, calls = 0 if call.k is None else step.q.shape[2], []
+    new, calls = 0 if call.new is None else step.q.shape[2], []
     for x in shared.parts(step, cached.options, captured, slopes, new):
         kernel = _choose_kernel(x.q, x.k)
         part = Call("forward", kernel, step.backend, x.options, return_lse=True)

@@ -8,26 +8,23 @@ from typing import Any
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.call.call import ARRAYS, Call, Devices
+from cupyfa.call.call import ANYWHERE, ARRAYS, Call, Devices
 from cupyfa.call.inputs import adopt_leading_array
 from cupyfa.call.keywords import read_call
 from cupyfa.call.prepare import prepare_call
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.problem.optional_inputs import name_of
-from cupyfa.problem.options import AttentionOptions, NotGiven
+from cupyfa.problem.options import AttentionOptions
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import last_calls
 from cupyfa.runtime.choose_backend import adopt_foreign, devices_of, owner
-from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.prepared import Form, Prepared, list_forms
 
 # What ``repeat_call`` knows a call by: its function, and all of its arguments that are no arrays.
 Repeatable = tuple[str, tuple[Any, ...]]
 # Types of arguments that cannot change between two calls.
-_FIXED = {
-    *(type(None), NotGiven, bool, int, float, str, tuple, AttentionOptions, Kernel, BlockMask)
-}
+_FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask}
 
 
 def run_call(
@@ -37,10 +34,9 @@ def run_call(
     grads: Any = None,
     *,
     check: bool = False,
-    progress: Progress | None = None,
     before: Callable[[], None] | None = None,
     repeat: Repeatable | None = None,
-    devices: Devices | None = None,
+    devices: Devices = ANYWHERE,
     several: tuple[int, ...] = (),
 ) -> Any:
     """The results of a call on arrays, some of them in the caller's ``out`` or ``grads``.
@@ -48,9 +44,9 @@ def run_call(
     before: what is done when all arguments were checked, ahead of the launches. devices: as callers
     give them; ``several`` of them share the work.
     """
-    if devices is not None:
-        return _run_on_devices(devices, call, arrays, out, grads, check, progress)
-    call, check = read_call(call, check, progress)
+    if devices.numbers is not None:
+        return _run_on_devices(devices, call, arrays, out, grads, check)
+    call, check = read_call(call, check)
     theirs = owner(call.backend, arrays)
     if theirs is None:
         backend, arrays, forms = _adopt_arrays(call, arrays)
@@ -68,7 +64,7 @@ def run_call(
     targets = prepared.targets(out, grads)
     if before is not None:
         before()
-    return prepared.run(arrays, targets, check=check, progress=progress, devices=several)
+    return prepared.run(arrays, targets, check=check, progress=devices.progress, devices=several)
 
 
 def _run_on_devices(
@@ -78,19 +74,19 @@ def _run_on_devices(
     out: Any,
     grads: Any,
     check: bool,
-    progress: Progress | None,
 ) -> Any:
     """A call on NumPy arrays that devices share; what they cannot share runs on the first one."""
     backend, q = adopt_leading_array(call, arrays)
     if not isinstance(q, np.ndarray):
         raise TypeError(
-            f"devices is {described(devices)}, and the arrays lie on a device already; leave "
-            "devices out, or give NumPy arrays"
+            f"backend is Devices({described(devices.numbers)}), and the arrays lie on a device "
+            "already; leave it out, or give NumPy arrays"
         )
-    numbers = devices_of(backend, devices)
+    numbers = devices_of(backend, devices.numbers)
     several = numbers if len(numbers) > 1 else ()
+    here = devices._replace(numbers=None)
     with backend.on(numbers[0]):
-        return run_call(call, arrays, out, grads, check=check, progress=progress, several=several)
+        return run_call(call, arrays, out, grads, check=check, devices=here, several=several)
 
 
 def _adopt_arrays(

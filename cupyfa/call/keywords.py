@@ -8,92 +8,68 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
-from cupyfa.call.call import Call, Tiles
+from cupyfa.arrays.block_mask import BlockMask
+from cupyfa.call.call import ANYWHERE, Call, Devices, Tiles
 from cupyfa.errors import closest, described
 from cupyfa.ladder import lookup
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.optional_inputs import is_array
-from cupyfa.problem.options import (
-    DROPOUT,
-    NOT_GIVEN,
-    OPTIONS,
-    NotGiven,
-    OptionKeywords,
-    read_flag,
-)
+from cupyfa.problem.options import OptionKeywords, read_flag
 from cupyfa.problem.problem import TEXTS
+from cupyfa.problem.shape_language import is_form
+from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
 
 if TYPE_CHECKING:
-    from cupyfa.call.call import BackendName, Devices, Layout
-    from cupyfa.problem.options import AttentionOptions
+    from cupyfa.call.call import BackendName, Layout
+    from cupyfa.ladder.kernel import BoundKernel, Kernel
+    from cupyfa.problem.options import Causal, Precision, Text, Window
     from cupyfa.runtime.backend import Backend
 
-    class ScoreKeywords(OptionKeywords, total=False):
+    class ScoreKeywords(TypedDict, total=False):
         """All that changes what attention computes."""
 
+        causal: Causal | bool
+        window: Window | None
+        offset: int | None
+        scale: float | None
+        softcap: float | None
+        score_mod: Text
         alibi_slopes: Any
         bias: Any
         mask: Any
-        sink: Any
         captured: Mapping[str, Any] | None
+        sink: Any
+        dropout: Dropout | None
+        precision: Precision | None
 
-    class PaddedKeywords(ScoreKeywords, total=False):
-        """And how many rows of each batch element count, and the factors of e4m3 numbers."""
+    class CommonKeywords(ScoreKeywords, total=False):
+        """What ``attention`` and ``backward`` both take, without kernel and tiles."""
 
-        lengths_q: Any
-        lengths_k: Any
-        q_descale: Any
-        k_descale: Any
-        v_descale: Any
-
-    class CompileKeywords(PaddedKeywords, total=False):
-        """What prepared calls take: also where sequences of a ragged batch lie."""
-
-        cu_seqlens_q: Any
-        cu_seqlens_k: Any
-        seqused_q: Any
-        seqused_k: Any
-
-    class RunKeywords(TypedDict, total=False):
-        """How a call runs."""
-
-        options: AttentionOptions | None
-        backend: BackendName | Backend
-        check: bool
-        devices: Devices | None
-
-    class CommonKeywords(PaddedKeywords, RunKeywords, total=False):
-        """What ``attention`` and ``attention_backward`` both take, without kernel and tiles."""
-
+        backend: BackendName | Backend | Devices
         layout: Layout
+        check: bool
+
+    class CallKeywords(CommonKeywords, total=False):
+        """What all functions of attention take."""
+
+        kernel: str | Kernel | BoundKernel
+        tiles: Tiles | None
 
     class NoKeywords(TypedDict):
         """No further keywords: type checkers report one that a function does not have."""
 
-    class RaggedKeywords(ScoreKeywords, RunKeywords, total=False):
-        """What the functions of ragged batches take besides."""
 
-    class RaggedTilesKeywords(RaggedKeywords, total=False):
-        """And tile sizes, which each kernel has of its own."""
-
-        tiles: Tiles | None
-
-
+DTYPES = (str, np.dtype, type)  # of a dtype in place of an array
 # Of options that are keys as they are; a Python function is no such type.
-_VALUES = frozenset({type(None), NotGiven, bool, int, float, str, tuple, Expression})
-# Arguments that are arrays, beside q, k and v.
-ARRAY_KEYWORDS = (
-    *optional_inputs.OWN_ARRAYS,
-    *optional_inputs.PADDED,
-    *optional_inputs.DESCALES,
-    "captured",
-)
-_KEYWORDS = {*OPTIONS, *ARRAY_KEYWORDS}
-# Arguments of attention_vjp that go to both passes.
-OF_BOTH_PASSES = dict.fromkeys(
-    (*OPTIONS, *ARRAY_KEYWORDS, "options", "backend", "layout", "check", "devices")
-)
+_VALUES = frozenset({type(None), bool, int, float, str, tuple, Expression})
+# Options of attention that have the same names as keywords and as fields of AttentionOptions.
+_OPTIONS = ("precision", "causal", "window", "offset", "scale", "softcap", "score_mod")
+# Keywords of arrays, and of what expressions read.
+_ARRAYS = (*optional_inputs.OWN_ARRAYS, "captured")
+OF_SCORES = (*_OPTIONS, *_ARRAYS, "dropout")
+# Keywords of ``vjp`` that go to both passes.
+OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 
 
 def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
@@ -105,16 +81,12 @@ def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
     return sizes
 
 
-def read_call(call: Call, check: Any, progress: Any) -> tuple[Call, bool]:
+def read_call(call: Call, check: Any) -> tuple[Call, bool]:
     """A call whose flags are bools, and whose options are values that keys can have; and ``check``.
 
     Expressions take the place of Python functions: a function is traced in each call, as it may
     have changed, and another one may have its address. Raises TypeError for wrong flags.
     """
-    if progress is not None and not callable(progress):
-        raise TypeError(
-            f"progress is {described(progress)}; give a function of (done, total, what), or None"
-        )
     if type(call.return_lse) is not bool:
         call = call._replace(return_lse=read_flag("return_lse", call.return_lse))
     if type(call.deterministic) is not bool:
@@ -134,31 +106,93 @@ def _read_value(name: str, given: Any) -> Any:
     return given.item() if isinstance(given, np.ndarray) and not given.shape else given
 
 
+def read_devices(backend: Any) -> tuple[Any, Devices]:
+    """The backend of a call, and the devices that it is given as, if it is."""
+    if not isinstance(backend, Devices):
+        return backend, ANYWHERE
+    progress = backend.progress
+    if progress is not None and not callable(progress):
+        raise TypeError(
+            f"progress is {described(progress)}; give a function of (done, total, what), or None"
+        )
+    return backend.backend, backend
+
+
 def split_keywords(
-    function: Callable[..., Any], keywords: Mapping[str, Any]
+    function: Callable[..., Any], keywords: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[dict[str, Any], OptionKeywords]:
     """The arrays and captured numbers among a function's arguments, and the options in their order.
 
-    In place of seeds that are arrays the options have 0. Raises TypeError for other arguments.
+    A block mask stands among the arrays as ``mask``. In place of seeds that are arrays the options
+    have 0. others: names of further arguments that the function has, for errors. Raises TypeError
+    for arguments that it does not have.
     """
-    given: dict[str, Any] = {}
-    if not keywords.keys() <= OPTIONS.keys():
-        if not keywords.keys() <= _KEYWORDS:
-            raise unknown_argument(function, keywords, (*OPTIONS, *ARRAY_KEYWORDS))
-        given = {x: keywords[x] for x in ARRAY_KEYWORDS if keywords.get(x) is not None}
-    asked: Any = {x: keywords[x] for x in OPTIONS if keywords.get(x, NOT_GIVEN) is not NOT_GIVEN}
-    if not asked.keys().isdisjoint(optional_inputs.SEEDS):
-        seeds = select_arrays(
-            {name: asked[name] for name in optional_inputs.SEEDS if name in asked}
-        )
-        given, asked = {**given, **seeds}, {**asked, **dict.fromkeys(seeds, 0)}
+    if not keywords.keys() <= {*OF_SCORES}:
+        raise unknown_argument(function, keywords, (*OF_SCORES, *others))
+    given = {x: keywords[x] for x in _ARRAYS if keywords.get(x) is not None}
+    asked: Any = {x: keywords[x] for x in _OPTIONS if keywords.get(x) is not None}
+    if asked.get("causal") is False:
+        del asked["causal"]
+    if (mask := given.pop("mask", None)) is not None:
+        given |= split_mask(mask)
+        if (expression := given.pop("mask_mod", None)) is not None:
+            asked["mask_mod"] = expression
+    if (dropout := keywords.get("dropout")) is not None:
+        asked |= _read_dropout(dropout)
+        seeds = select_arrays({name: asked[name] for name in optional_inputs.SEEDS})
+        given |= seeds
+        asked |= dict.fromkeys(seeds, 0)
     return given, asked
+
+
+def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
+    """The caller's array for the output, if there is one, and the options with its dtype.
+
+    out: an array, or the dtype of a new one.
+    """
+    if out is None:
+        return None, asked
+    if isinstance(out, DTYPES):
+        return None, {**asked, "out_dtype": out}
+    names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q)]
+    return out, asked if names[0] in ("", names[1]) else {**asked, "out_dtype": names[0]}  # type: ignore[typeddict-item]
+
+
+def split_mask(mask: Any) -> dict[str, Any]:
+    """The array or block mask, by ``mask``, and the expression, by ``mask_mod``, of an argument."""
+    found: dict[str, Any] = {}
+    for x in mask if isinstance(mask, tuple) else (mask,):
+        is_expression = isinstance(x, str | Expression) or (
+            callable(x) and not isinstance(x, BlockMask)
+        )
+        if isinstance(x, str) and is_form(x):  # of an array
+            is_expression = False
+        kind = "mask_mod" if is_expression else "mask"
+        if kind in found:
+            one = "expressions" if is_expression else "arrays"
+            remedy = "join them with `and`" if is_expression else "combine them with &"
+            raise TypeError(f"mask has two {one}; {remedy}")
+        found[kind] = x
+    return found
+
+
+def _read_dropout(dropout: Any) -> dict[str, Any]:
+    """The options that a Dropout stands for."""
+    if not isinstance(dropout, Dropout):
+        raise TypeError(
+            f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with another seed "
+            "for each layer and step: calls keep no state"
+        )
+    values = dropout.rate, dropout.seed, dropout.offset
+    return dict(zip(("dropout", *optional_inputs.SEEDS), values))
 
 
 def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """The same arguments with arrays in place of lists: a pullback reads them again."""
     made = {
-        name: optional_inputs.of_list(name, x) if name in ARRAY_KEYWORDS else x
+        name: optional_inputs.of_list(name, x)
+        if name in _ARRAYS and not (name == optional_inputs.MASK and isinstance(x, tuple))
+        else x
         for name, x in keywords.items()
     }
     if isinstance(captured := made.get("captured"), Mapping):
@@ -179,13 +213,30 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
     return tiles
 
 
+def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call that differ from the function's defaults.
+
+    arguments: the function's ``locals()``. Raises TypeError for those that it does not have.
+    """
+    parameters = signature(function).parameters.values()
+    given = {
+        x.name: arguments[x.name]
+        for x in parameters
+        if x.kind is x.KEYWORD_ONLY and arguments[x.name] is not x.default
+    }
+    others = next((arguments[x.name] for x in parameters if x.kind is x.VAR_KEYWORD), {})
+    if unknown := {name: x for name, x in others.items() if name not in OF_BOTH_PASSES}:
+        raise unknown_argument(function, unknown, OF_BOTH_PASSES)
+    return {**given, **others}
+
+
+_NEW_DROPOUT = "write dropout=Dropout(rate, seed, offset)"
+_OF_KERNELS = "write kernel=kernel.bind(name=array, returns=(…)) with the record of your kernel"
 # What to write in place of an argument that a function lacks: by function or package, and under ""
-# names in other libraries.
+# names in other libraries and former ones.
 _ON_PARTS = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
-    **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided: leave it out"),
-    "devices": "each rank or worker computes on its own device: start one for each device",
 }
 _REMEDIES = {
     "": {
@@ -196,39 +247,46 @@ _REMEDIES = {
         "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
         "attn_bias": "write bias=",
         "block_mask": "write mask=, of cupyfa.block_mask",
+        "mask_mod": 'write mask="key <= query", an expression or a Python function; a tuple '
+        "combines it with an array",
         **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
-        "seqused_q": "write lengths_q=",
-        **dict.fromkeys(("seqused_k", "cache_seqlens"), "write lengths_k="),
-        "dropout_p": "write dropout= and dropout_seed=",
+        "cu_seqlens_q": "write q as Packed(q, cu_seqlens_q)",
+        "cu_seqlens_k": "write k and v as Packed(k, cu_seqlens_k) and Packed(v, cu_seqlens_k)",
+        "seqused_q": "write q as Packed(q, offsets, used=seqused_q), or Padded(q, lengths)",
+        **dict.fromkeys(
+            ("seqused_k", "cache_seqlens"),
+            "write k and v as Padded(k, lengths), Packed(k, offsets, used), or a KVCache",
+        ),
+        "lengths_q": "write q as Padded(q, lengths_q)",
+        "lengths_k": "write k and v as Padded(k, lengths_k) and Padded(v, lengths_k)",
+        **{f"{x}_descale": f"write {x} as Scaled({x}, {x}_descale)" for x in "qkv"},
+        **{f"{x}_scale": f"write {x} as Scaled({x}, {x}_scale)" for x in "kv"},
+        "dropout_p": "write dropout=Dropout(rate, seed)",
+        **dict.fromkeys(("dropout_seed", "dropout_offset"), _NEW_DROPOUT),
         **dict.fromkeys(("softmax_scale", "sm_scale", "attn_scale"), "write scale="),
-        "devices": "attention, attention_ragged and their gradients have it; elsewhere call with "
-        "cupy.cuda.Device(i):",
+        "options": "give each by its name; **options takes them from a dictionary",
+        "out_dtype": 'write out="float32"',
+        **dict.fromkeys(("own", "return_own"), _OF_KERNELS),
+        "devices": 'write backend=Devices("all") or backend=Devices([0, 1])',
+        "progress": "write backend=Devices(progress=function)",
+        "splits": 'write tiles={"splits": n}',
+        "rotary": "write KVCache(…, rotary=(cos, sin))",
+        "prefix": "write KVCache(…, prefix=(k, v))",
+        "interleaved": "write KVCache(…, rotary=Rotary(cos, sin, interleaved=True))",
         "enable_gqa": "leave it out: k and v may have fewer heads than q",
         "window_size": "write window=(left, right)",
         **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
         **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
     },
-    "decode": {
-        **dict.fromkeys((*DROPOUT, "precision"), "decoding does not have it: leave it out"),
-        **dict.fromkeys(
-            ("causal", "offset"),
-            "it is always causal, and the new tokens are the last ones: leave it out",
-        ),
-        **dict.fromkeys(
-            (optional_inputs.BIAS, optional_inputs.MASK),
-            "write score_mod= or mask_mod=, which may read a captured array",
-        ),
-    },
-    "softmax": dict.fromkeys((*OPTIONS, *ARRAY_KEYWORDS), "a softmax has no options: leave it out"),
+    "softmax": dict.fromkeys(OF_SCORES, "a softmax has no options: leave it out"),
     "cupyfa.dask": {
         **_ON_PARTS,
         **dict.fromkeys(
             ("out", "grads"),
             "results are new Dask arrays, which dask.array.store writes into others",
         ),
-        "progress": "dask.diagnostics.ProgressBar shows the progress of tasks",
     },
-    "cupyfa.distributed": {**_ON_PARTS, "progress": "ranks work in lockstep: leave it out"},
+    "cupyfa.distributed": _ON_PARTS,
 }
 
 
@@ -252,8 +310,6 @@ def unknown_argument(
         remedy = tiles
     elif known := _known_remedy(function, name):
         remedy = known
-    elif name in OPTIONS and "options" in names:
-        remedy = f"give options=AttentionOptions({name}={described(given[name])})"
     elif close := closest(name, names):
         remedy = f"did you mean {close}?"
     else:

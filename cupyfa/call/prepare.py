@@ -2,64 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cupyfa.call.call import ARRAYS, Call, Own
-from cupyfa.call.inputs import add_input_forms, add_inputs, describe_inputs
+from cupyfa.problem.structured_arrays import unwrap
+from cupyfa.call.call import ARRAYS, Call, Devices, Operation
+from cupyfa.call.inputs import add_input_forms, describe_inputs
 from cupyfa.call.kernel_arrays import add_kernel_arrays, check_kernel_arrays, list_outputs
-from cupyfa.call.keywords import read_call, read_shape, read_tiles
-from cupyfa.call.pullback import check_like_result, check_wrt, describe_gradient, refuse_gradients
-from cupyfa.call.sequences import check_packed
+from cupyfa.call.keywords import read_call, read_out, read_shape, read_tiles, split_keywords
+from cupyfa.call.pullback import check_dlse, check_like_result, ignores_lse, make_unread_lse, read_wrt, check_wrt, describe_gradient, refuse_gradients
+from cupyfa.call.sequences import add_all_inputs, check_packed
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
 from cupyfa.problem.optional_inputs import STARTS, name_of as input_name
 from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem, rows_of
+from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, backend_named
 from cupyfa.runtime.prepared import Prepared, Result
 
 
+# Keywords that are fields of a call, and the dtype of the output.
+_OF_CALLS = {
+    "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "out"),
+    "backward": ("kernel", "backend", "layout", "tiles", "deterministic", "wrt", "dlse", "out"),
+}
+
+
 def compile_call(
-    call: Call,
+    function: Callable[..., Any],
     given: Sequence[Any],
     dtype: DTypeLike | None,
-    inputs: Mapping[str, Any],
-    own: Own | None,
-    return_own: Sequence[str],
+    keywords: Mapping[str, Any],
 ) -> Prepared:
     """The prepared form of calls on arrays like these, or of these shapes if there is a dtype.
 
-    inputs: what is read besides: arrays or their forms, and captured numbers.
+    given: q, k and v, or the arrays of gradients. keywords: the other arguments of ``function``.
     """
-    names, of_shapes = ARRAYS[call.operation], dtype is not None
+    operation: Operation = "forward" if len(given) == len(ARRAYS["forward"]) else "backward"
+    names, of_shapes = ARRAYS[operation], dtype is not None
+    how = {x: y for x, y in keywords.items() if x in _OF_CALLS[operation]}
+    inputs, asked = split_keywords(
+        function, {x: y for x, y in keywords.items() if x not in how}, _OF_CALLS[operation]
+    )
+    by_name = dict(zip(names, given))
+    qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
+    by_name |= zip("qkv", qkv)
+    if isinstance(how.get("backend"), Devices):
+        raise TypeError("backend is Devices, and a prepared call runs on one; give its name")
+    call = Call(
+        operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked
+    )
+    if operation == "backward":
+        _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)
+        if (dlse := how.pop("dlse", None)) is not None:
+            inputs["dlse"] = dlse if of_shapes else check_dlse(dlse, by_name["lse"])
+        how["wrt"] = read_wrt(how.get("wrt", QKV))
+    out = how.pop("out", None)
+    if operation == "backward" and not of_shapes:
+        out = by_name["out"]
+    _, asked = read_out(out, by_name["q"], asked)
+    call = call._replace(asked=asked, **how)
+    given = tuple(by_name.values())
     if {isinstance(x, tuple | list) for x in given} != {of_shapes}:
         raise TypeError(
             f"give {', '.join(names[:-1])} and {names[-1]} as arrays, or all as shapes and with "
             "them a dtype"
         )
-    call, _ = read_call(call, False, None)
-    if STARTS[0] in inputs:
-        check_packed(dict(zip(names, given)))
-    if inputs and not of_shapes:
-        call, given = add_inputs(call, given, inputs)
-    call, given = add_kernel_arrays(call, given, own, return_own, of_shapes=of_shapes)
-    named = dict(zip(call.array_names, given))
-    if dtype is None:
-        return prepare_call(call, *adopt(call.backend, **named), keep=True)
+    call, _ = read_call(call, False)
+    if not of_shapes:
+        if inputs or structure:
+            call, given = add_all_inputs(call, given, inputs, structure)
+        call, given = add_kernel_arrays(call, given)
+        return prepare_call(call, *adopt(call.backend, **dict(zip(call.array_names, given))), keep=True)
+    if STARTS[0] in structure:
+        check_packed(by_name)
+        call = call._replace(layout="bshd")
+    call, given = add_kernel_arrays(call, given, of_shapes=True)
+    assert dtype is not None
     backend, of = backend_named(call.backend), dtype_named(dtype)
-    sizes = {name: read_shape(f"the shape of {name}", x) for name, x in named.items()}
+    sizes = {name: read_shape(f"the shape of {name}", x) for name, x in by_name.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _find_out_dtype(call, of)}
         arrays = [_make_empty(backend, x, dtypes.get(name, of.numpy)) for name, x in sizes.items()]
-        if inputs:
-            call, more = add_input_forms(call, dict(zip(sizes, arrays)), inputs, of.name)
+        if inputs or structure:
+            forms = {**inputs, **structure}
+            call, more = add_input_forms(call, dict(zip(sizes, arrays)), forms, of.name)
             arrays += [backend.empty(*x) for x in more]
     return prepare_call(call, backend, arrays, keep=True, of_shapes=True)
+
+
+def _complete_lse(
+    call: Call, by_name: dict[str, Any], layout: str, *, of_shapes: bool
+) -> None:
+    """Puts an array, or its shape, in the place of an lse that a kernel does not read."""
+    if by_name["lse"] is not None:
+        return
+    if not of_shapes:
+        by_name["lse"] = make_unread_lse(call.kernel, by_name["q"], call.backend, layout)
+    elif ignores_lse(call.kernel):
+        out = by_name["out"]
+        by_name["lse"] = out[:-1] if layout == "bhsd" else (*out[:-3], out[-2], out[-3])
 
 
 def _find_out_dtype(call: Call, dtype: DType) -> np.dtype:

@@ -11,7 +11,7 @@ from cupyfa.call.call import BackendName, Tiles
 from cupyfa.call.keywords import read_tiles
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder import lookup
-from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, DType
@@ -24,7 +24,7 @@ from cupyfa.runtime.prepared import Result
 
 
 def read_pullback(
-    return_lse: Any, deterministic: Any, kernel: str | Kernel, tiles: Tiles | None
+    return_lse: Any, deterministic: Any, kernel: str | Kernel | BoundKernel, tiles: Tiles | None
 ) -> tuple[bool, dict[str, Any]]:
     """Whether lse is returned, and what a pullback hands to the backward pass.
 
@@ -39,26 +39,27 @@ def read_pullback(
     return read_flag("return_lse", return_lse), of_backward
 
 
-def ignores_lse(kernel: str | Kernel) -> bool:
+def ignores_lse(kernel: str | Kernel | BoundKernel) -> bool:
     """Whether a kernel for gradients does not read lse."""
     record = _find_record(kernel)
     return record is not None and record.operation == "backward" and not record.reads_lse
 
 
-def computes_lse(kernel: str | Kernel) -> bool:
+def computes_lse(kernel: str | Kernel | BoundKernel) -> bool:
     """Whether a kernel computes lse, as far as it is known yet."""
     record = _find_record(kernel)
     return record is None or "lse" in record.features
 
 
-def _find_record(kernel: str | Kernel) -> Kernel | None:
+def _find_record(kernel: str | Kernel | BoundKernel) -> Kernel | None:
     """The record of a kernel; None for "auto" and for no kernel, which is refused later."""
+    kernel = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
     return record if isinstance(record, Kernel) else None
 
 
 def make_unread_lse(
-    kernel: str | Kernel, q: Any, backend: BackendName | Backend, layout: str
+    kernel: str | Kernel | BoundKernel, q: Any, backend: BackendName | Backend, layout: str
 ) -> Any:
     """An array in the place of an lse that a kernel does not read; None, if it reads lse."""
     if not ignores_lse(kernel):

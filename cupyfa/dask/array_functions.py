@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import isnan
-from typing import Any, Literal
+from typing import Any
 
 import dask.array as da
 
-from cupyfa.call.call import BackendName, Tiles
+from cupyfa.call.call import Tiles
+from cupyfa.call.keywords import given_arguments, read_devices
 from cupyfa.dask import graphs
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel
@@ -18,12 +19,11 @@ from cupyfa.partition import refused_arguments
 from cupyfa.partition.part_call import planned
 from cupyfa.partition.position_names import places
 from cupyfa.planner.plan import Limits
-from cupyfa.problem.options import NOT_GIVEN, OPTIONS, AttentionOptions, Causal, read_flag
+from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.problem.problem import Problem, whole
-from cupyfa.runtime.backend import Backend
+from cupyfa.problem.structured_arrays import Structured
 from cupyfa.runtime.choose_backend import adopt
 
-Keys = Literal["gather", "merge"]
 Pullback = Callable[..., tuple[da.Array, ...]]
 
 # The axis that each name in an expression counts.
@@ -34,115 +34,46 @@ _AXES = {
 }
 
 
-def attention(
-    q: da.Array,
-    k: da.Array,
-    v: da.Array,
-    *,
-    causal: Causal | bool | None = NOT_GIVEN,
-    keys: Keys = "gather",
-    fan_in: int = 4,
-    return_lse: bool = False,
-    kernel: str | Kernel = "auto",
-    tiles: Tiles | None = None,
-    backend: BackendName | Backend = "auto",
-    limits: Limits | None = None,
-    check: bool = False,
-    options: AttentionOptions | None = None,
-    captured: Mapping[str, Any] | None = None,
-    **others: Any,
-) -> Any:
-    """``cupyfa.attention`` of Dask arrays: softmax(q kᵀ · scale) v, computed by tasks.
+@dataclass(frozen=True, eq=False)
+class MergedKeys(Structured):
+    """Keys, or values, of which tasks take one chunk at a time; their results are merged.
 
-    q [batch, heads, M, d], k [batch, kv_heads, N, d], v [batch, kv_heads, N, dv] of one dtype:
-    float16, bfloat16, float32 or float64. Their chunks are NumPy or CuPy arrays. Chunks of k
-    divide batch and heads; q and v are rechunked like them where they differ, and d and dv are not
-    divided. Rows of q and of k may have any chunks.
-
-    keys: "gather": a task for each chunk of q takes all keys that its rows see, in one call.
-        "merge": a task for each chunk of q and each chunk of keys that it sees, and tasks that
-        merge ``fan_in`` results at a time with ``cupyfa.merge``, in the order of the keys. These
-        results of 16-bit inputs are in float32, so that out is rounded once.
-    kernel, tiles: as for ``cupyfa.attention``. They are chosen once, for the whole problem, by the
-        process that calls; all tasks use them.
-    backend: where tasks run: "cuda", "simulator", "auto", or a Simulator.
-    limits: of the device to plan for, by default that of the calling process.
-    check: also compare the result of each task with the reference.
-    captured: the numbers that score_mod and mask_mod name.
-    options, others: causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype and
-        precision, as for ``cupyfa.attention``. Expressions may name the score and position - key;
-        with "gather" also position and key alone; other places where their axis has one chunk.
-
-    Returns the lazy array out [batch, heads, M, dv], with the chunks of q; with ``return_lse`` also
-    lse [batch, heads, M] in float32 (float64 for float64). With "gather" out has the bits of one
-    call with the same kernel and tiles if rows are cut at multiples of its tiles, except with
-    kernels that docs/many-gpus.md names.
-
-    Raises TypeError and ValueError for wrong arguments, Unsupported for arrays besides q, k and v,
-    for dropout and for expressions that name more, all of them before anything is computed. Tasks
-    raise what ``cupyfa.attention`` raises.
+    A task for each chunk of q and each chunk of keys that it sees, and tasks that merge ``fan_in``
+    results at a time with ``cupyfa.merge``, in the order of the keys. These results of 16-bit
+    inputs are in float32, so that out is rounded once. Of keys alone, a task for each chunk of q
+    takes all keys that its rows see, in one call.
     """
-    call = _Call.of(
-        attention, q, k, v, {"causal": causal, **others},
-        keys=keys, fan_in=fan_in, backend=backend, limits=limits, check=check,
-        options=options, captured=captured,
-    )  # fmt: skip
-    return_lse = read_flag("return_lse", return_lse)
+
+    array: da.Array
+    fan_in: int = 4
+    functions = "cupyfa.dask.array_functions"
+
+
+def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """``attention`` of Dask arrays. arguments: those of the call by name."""
+    given = given_arguments(attention, arguments)
+    return_lse = read_flag("return_lse", given.pop("return_lse", False))
+    chosen = {x: given.pop(x, y) for x, y in (("kernel", "auto"), ("tiles", None))}
+    call = _Call.of(attention, *(arguments[x] for x in "qkv"), given)
     call.refuse_places(keys_are_whole=call.fan_in is None)
-    out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
+    how = call.planned("forward", chosen["kernel"], chosen["tiles"])
+    out, lse = graphs.forward(call.parts, how, call.fan_in)
     return (out, lse) if return_lse else out
 
 
-def attention_vjp(
-    q: da.Array,
-    k: da.Array,
-    v: da.Array,
-    *,
-    causal: Causal | bool | None = NOT_GIVEN,
-    keys: Keys = "gather",
-    fan_in: int = 4,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    kernel: str | Kernel = "auto",
-    backward_kernel: str | Kernel = "auto",
-    tiles: Tiles | None = None,
-    backward_tiles: Tiles | None = None,
-    backend: BackendName | Backend = "auto",
-    limits: Limits | None = None,
-    check: bool = False,
-    options: AttentionOptions | None = None,
-    captured: Mapping[str, Any] | None = None,
-    **others: Any,
-) -> tuple[Any, Pullback]:
-    """``attention`` of Dask arrays, and the function that gives its gradients.
-
-    Returns out and ``pullback``; ``pullback(dout)`` takes a Dask array like out, of the dtype of q,
-    and gives the lazy arrays dq, dk and dv, with the shapes, dtypes and chunks of q, k and v after
-    rechunking; with ``out_dtype="float32"`` they are in float32. With ``return_lse`` it returns
-    (out, lse) and ``pullback``; ``pullback(dout, dlse)`` takes the gradient of lse too. Compute out
-    and the gradients together, ``dask.compute(out, *gradients)``: else the attention is computed
-    twice.
-
-    A task for each chunk of q takes the keys that it sees and gives dq. A task for each chunk of k
-    takes all rows that see it and gives dk and dv. So nothing is added up, at the price that the
-    products are computed twice; if rows and keys have one chunk each, one task gives all three.
-    With ``deterministic`` every run gives the same bits, also where a task is repeated.
-    ``backward_kernel`` and ``backward_tiles`` are for the gradients. The other arguments, and what
-    is raised, are those of ``attention``; expressions may name position or key alone only where
-    keys have one chunk.
-    """
-    call = _Call.of(
-        attention_vjp, q, k, v, {"causal": causal, **others},
-        keys=keys, fan_in=fan_in, backend=backend, limits=limits, check=check,
-        options=options, captured=captured,
-    )  # fmt: skip
-    return_lse = read_flag("return_lse", return_lse)
-    deterministic = read_flag("deterministic", deterministic)
+def vjp_of_others(vjp: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
+    """``vjp`` of Dask arrays. arguments: those of the call by name."""
+    given = given_arguments(vjp, arguments)
+    flags = {x: read_flag(x, given.pop(x, False)) for x in ("return_lse", "deterministic")}
+    kernel, backward_kernel = (given.pop(f"{x}kernel", "auto") for x in ("", "backward_"))
+    tiles, backward_tiles = (given.pop(f"{x}tiles", None) for x in ("", "backward_"))
+    call = _Call.of(vjp, *(arguments[x] for x in "qkv"), given)
     call.refuse_places(keys_are_whole=False)
+    deterministic = flags["deterministic"]
     how = call.planned("backward", backward_kernel, backward_tiles, deterministic=deterministic)
     out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
     pull = partial(_pullback, call.parts, how, (out, lse))
-    return ((out, lse) if return_lse else out), pull
+    return ((out, lse) if flags["return_lse"] else out), pull
 
 
 def _pullback(
@@ -179,32 +110,28 @@ class _Call:
         q: Any,
         k: Any,
         v: Any,
-        others: Mapping[str, Any],
-        *,
-        keys: str,
-        fan_in: int,
-        backend: BackendName | Backend,
-        limits: Limits | None,
-        check: bool,
-        options: AttentionOptions | None,
-        captured: Mapping[str, Any] | None,
+        given: Mapping[str, Any],
     ) -> _Call:
-        """others: options by name, and arguments that the function may not have."""
-        if not isinstance(keys, str) or keys not in ("gather", "merge"):
-            raise ValueError(f"keys is {described(keys)}; use 'gather' or 'merge'")
-        fan_in, check = whole("fan_in", fan_in, 2), read_flag("check", check)
-        refused_arguments.refuse_others(function, others)
+        """given: keyword arguments of the function, without kernels and tiles."""
+        others = dict(given)
+        backend, devices = read_devices(others.pop("backend", "auto"))
+        check = read_flag("check", others.pop("check", False))
+        out, captured = others.pop("out", None), others.get("captured")
+        fan_in = None
+        if isinstance(k, MergedKeys) or isinstance(v, MergedKeys):
+            fan_in = whole("fan_in", next(x.fan_in for x in (k, v) if hasattr(x, "fan_in")), 2)
+            k, v = (x.array if isinstance(x, MergedKeys) else x for x in (k, v))
+        asked = refused_arguments.options_of(function, others, out)
         for name, x in zip("qkv", (q, k, v)):
             _check_array(name, x)
-        asked = {name: x for name, x in others.items() if name in OPTIONS}
-        chosen = refused_arguments.without_dropout(AttentionOptions.of(options, asked))
+        chosen = refused_arguments.without_dropout(AttentionOptions.of(None, asked))
         problem = Problem.of(q, k, v, options=chosen, operands=refused_arguments.numbers(captured))
         problem = refused_arguments.without_e4m3(problem)
+        limits = devices.limits
         if limits is None:
             limits = adopt(backend, q=q._meta, k=k._meta, v=v._meta)[0].limits
         parts = graphs.Parts.of(q, k, v, problem, captured)
-        how = {"backend": backend, "check": check}
-        return cls(parts, None if keys == "gather" else fan_in, limits, how)
+        return cls(parts, fan_in, limits, {"backend": backend, "check": check})
 
     def refuse_places(self, *, keys_are_whole: bool) -> None:
         """Raises Unsupported for expressions that name what a task does not know.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.api import attention, attention_backward
+from cupyfa.api import attention, backward
 from cupyfa.partition.part_call import Call
 from cupyfa.runtime.merging import merge
 
@@ -23,7 +23,7 @@ class Attend(Call):
         self, q: Any, ks: Chunks, vs: Chunks, skipped: int, offset: int | None
     ) -> tuple[Any, Any]:
         k, v = _joined(ks, skipped), _joined(vs, skipped)
-        return attention(q, k, v, return_lse=True, **self.arguments(offset))
+        return attention(q, k, v, **self.forward_arguments(offset))
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Differentiate(Call):
         of_rows = {name: _joined(x, skipped_rows) for name, x in zip(OF_ROWS, rows)}
         k, v = _joined(ks, skipped_keys), _joined(vs, skipped_keys)
         more = self.arguments(offset)
-        return attention_backward(k=k, v=v, wrt=self.wrt, **of_rows, **more)
+        return backward(k=k, v=v, wrt=self.wrt, **of_rows, **more)
 
 
 @dataclass(frozen=True)

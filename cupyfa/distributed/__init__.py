@@ -3,14 +3,12 @@
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.in_threads import threads
 from cupyfa.distributed.joining import group, unique_id
-from cupyfa.distributed.rank_functions import attention, attention_backward, attention_vjp
+from cupyfa.distributed.rank_functions import Sharded
 from cupyfa.distributed.shards import rows, shard
 
 __all__ = [
     "Group",
-    "attention",
-    "attention_backward",
-    "attention_vjp",
+    "Sharded",
     "group",
     "rows",
     "shard",

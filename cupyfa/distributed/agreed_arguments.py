@@ -19,15 +19,19 @@ from cupyfa.partition import refused_arguments
 from cupyfa.partition.part_call import Call, options_of_parts, planned
 from cupyfa.partition.position_names import places
 from cupyfa.planner.plan import Limits
-from cupyfa.problem.options import OPTIONS, AttentionOptions, NotGiven, read_flag
+from cupyfa.problem.options import AttentionOptions, OptionKeywords, read_flag
 from cupyfa.problem.problem import Problem, whole
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt
 from cupyfa.score.expressions import Expression
 
 # Types of arguments that cannot change between two calls.
-_FIXED = {type(None), NotGiven, bool, int, float, str, tuple, AttentionOptions, Kernel}
+_FIXED = {type(None), bool, int, float, str, tuple, Kernel}
 _FLAGS = ("check", "deterministic", "return_lse")
+# Arguments that are no options.
+_OF_CALLS = (
+    *("M", "N", "order", "schedule", "kernel", "tiles", "backend", "out", *_FLAGS),
+)
 _MOST_KNOWN = 256  # calls that a group remembers
 
 
@@ -61,8 +65,8 @@ class Made(NamedTuple):
 class Given:
     """The arguments of a call of one rank.
 
-    of_q: q, k and v. how: arguments that the function has, by name. others: options by name, and
-    what the function may not have. of_rows: dout, out, lse and dlse, if there are any.
+    of_q: q, k and v. how: arguments by name that are not at their defaults. of_rows: dout, out,
+    lse and dlse, if there are any.
     """
 
     function: Callable[..., Any]
@@ -70,13 +74,12 @@ class Given:
     group: Group
     of_q: Sequence[Any]
     how: Mapping[str, Any]
-    others: Mapping[str, Any]
     of_rows: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
             raise TypeError(
-                f"group is {described(self.group)}; give that of cupyfa.distributed.group()"
+                f"group is {described(self.group)}; give Sharded that of cupyfa.distributed.group()"
             )
 
     def agreed(self) -> tuple[Made, Sequence[Any]]:
@@ -93,7 +96,7 @@ class Given:
             try:
                 fields["call"] = self._call()
                 there, arrays = adopt(
-                    self.how["backend"], **dict(zip("qkv", self.of_q)), **self.of_rows
+                    self.how.get("backend", "auto"), **dict(zip("qkv", self.of_q)), **self.of_rows
                 )
                 self.group.require_place(not isinstance(arrays[0], np.ndarray))
                 made = self._made(there, arrays)
@@ -133,7 +136,7 @@ class Given:
     def _key(self, backend: Backend, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
         """What decides a call besides the elements of arrays; None if that can change."""
         named: dict[str, Any] = {}
-        for name, x in (*self.how.items(), *self.others.items()):
+        for name, x in self.how.items():
             inner = x if isinstance(x, Mapping) else {}
             named |= {f"{name}.{y}": z for y, z in inner.items()} if inner else {name: x}
         kinds = tuple(map(type, named.values()))
@@ -153,33 +156,40 @@ class Given:
 
     def _checked(self, backend: Backend, arrays: Sequence[Any]) -> Made:
         how, (q, k, v, *of_rows) = self.how, arrays
-        refused_arguments.refuse_others(self.function, self.others)
+        others = {name: x for name, x in how.items() if name not in _OF_CALLS}
+        dtype = how.get("out")
+        if "out" in self.of_rows and str(arrays[4].dtype) != str(q.dtype):
+            dtype = str(arrays[4].dtype)
+        asked_for = refused_arguments.options_of(self.function, others, dtype)
         schedule = _schedule_named(how["schedule"])
-        q_shards, k_shards, p = self._whole(q, k, v)
+        q_shards, k_shards, p = self._whole(q, k, v, asked_for)
         _refuse_places(p, how["schedule"])
         _check_rows(q, v, p, dict(zip(self.of_rows, of_rows)))
-        flags = {x: read_flag(x, how[x]) for x in _FLAGS if x in how}
-        of_backward: Any = {x: y for x, y in flags.items() if x == "deterministic"}
-        asked = how["kernel"], how["tiles"]
+        flags = {x: read_flag(x, how.get(x, False)) for x in _FLAGS}
+        of_backward: Any = {}
+        if self.operation == "backward":
+            of_backward = {"deterministic": flags["deterministic"]}
+        asked = how.get("kernel", "auto"), how.get("tiles")
         which: Any = {"persistent": schedule.persistent, **of_backward}
         of_kernel = planned(self.operation, p, backend.limits, *asked, **which)
-        more = {"backend": how["backend"], "check": flags["check"], **of_backward}
-        call = Call(options_of_parts(p), how["captured"], {**of_kernel, **more})
+        more = {"backend": how.get("backend", "auto"), "check": flags["check"], **of_backward}
+        call = Call(options_of_parts(p), how.get("captured"), {**of_kernel, **more})
         in_host = isinstance(q, np.ndarray)
         job = Job(self.group, p, q_shards, k_shards, call, backend, in_host)
         return Made(_described(p, of_kernel, backend.limits), schedule, job)
 
-    def _whole(self, q: Any, k: Any, v: Any) -> tuple[Shards, Shards, Problem]:
+    def _whole(
+        self, q: Any, k: Any, v: Any, asked: OptionKeywords
+    ) -> tuple[Shards, Shards, Problem]:
         """How queries and keys are divided, and the problem of all."""
         # Of this rank's rows: their shapes and dtypes go together.
         refused_arguments.without_e4m3(Problem.of(q, k, v))
         for name, x in (("q", q), ("k", k), ("v", v)):
             _check_axes(name, x)
-        asked = {name: x for name, x in self.others.items() if name in OPTIONS}
-        options = refused_arguments.without_dropout(AttentionOptions.of(self.how["options"], asked))
+        options = refused_arguments.without_dropout(AttentionOptions.of(None, asked))
         of_q, of_k = self._shards("q", q, "M", "queries"), self._shards("k", k, "N", "keys")
         arrays = (_of_whole(x, s.n) for x, s in ((q, of_q), (k, of_k), (v, of_k)))
-        operands = refused_arguments.numbers(self.how["captured"])
+        operands = refused_arguments.numbers(self.how.get("captured"))
         return of_q, of_k, Problem.of(*arrays, options=options, operands=operands)
 
     def _shards(self, name: str, array: Any, total: str, what: str) -> Shards:

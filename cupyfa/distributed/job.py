@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.api import attention, attention_backward
+from cupyfa.api import attention, backward
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
@@ -57,7 +57,7 @@ class Job:
     def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
         """out and lse of a part, whose first query and key have these numbers in the whole."""
         offset = offset_of_part(self.problem, first_row, first_key)
-        return attention(q, k, v, return_lse=True, **self.call.arguments(offset))
+        return attention(q, k, v, **self.call.forward_arguments(offset))
 
     def differentiate(
         self, of_rows: Sequence[Any], k: Any, v: Any, first_row: int, first_key: int
@@ -66,7 +66,7 @@ class Job:
         q, dout, out, lse, *dlse = of_rows
         offset = offset_of_part(self.problem, first_row, first_key)
         more = self.call.arguments(offset)
-        return attention_backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
+        return backward(dout, q, k, v, out, lse, dlse=dlse[0] if dlse else None, **more)
 
     def merge(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
         """The attention to the keys of all parts."""

@@ -4,17 +4,21 @@ A record gives arguments, grid, threads and shared memory of each launch as one-
 problem ``p`` and the constants ``c``. Users write records for their own files.
 """
 
+from __future__ import annotations
+
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cupyfa.errors import described
+from cupyfa.errors import described, nearest
 from cupyfa.ladder.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
@@ -241,14 +245,14 @@ class Kernel(_Record):
 
     For a kernel that computes something else than its operation, or needs more for it:
 
-    inputs: arrays of its own, as ``{"slopes": Input("heads", "real")}``. Callers give them as
-        ``own={"slopes": array}``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have the
+    inputs: arrays of its own, as ``{"slopes": Input("heads", "real")}``. Callers give them with
+        ``kernel.bind(slopes=array)``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have the
         strides of these names and the others are rows and columns; an array whose shape is a
         formula has its last axis as columns.
     outputs: arrays that it computes besides those of the operation, as ``{"rowmax": ("batch heads
-        M", "real")}``. Callers ask for them with ``return_own=("rowmax",)``.
+        M", "real")}``. Callers ask for them with ``kernel.bind(returns=("rowmax",))``.
     floats: arguments of type ``real``, as ``{"cap": lambda p, c: 30.0}``. Callers may give another
-        number: ``own={"cap": 50.0}``.
+        number: ``kernel.bind(cap=50.0)``.
     reference: what it computes, for checks: ``reference(arrays, p, c)`` gives ``{output: array}``
         with every output of the kernel, in float64. ``arrays`` are the inputs by name, Q as
         [batch, heads, M, d], own ones with the axes of their records; float arrays are float64.
@@ -295,6 +299,18 @@ class Kernel(_Record):
 
     def __repr__(self) -> str:
         return f"<{self.operation} kernel {self.name}: sm_{self.arch}, {' '.join(self.dtypes)}>"
+
+    def bind(self, *, returns: Sequence[str] = (), **own: Any) -> BoundKernel:
+        """This kernel with its own arrays and floats for a call: ``kernel=mine.bind(slopes=x)``.
+
+        own: arrays of its ``inputs``, with the axes there, in any layout and memory; and numbers
+            in place of its ``floats``.
+        returns: names of its ``outputs``, which a call returns after its other results.
+
+        Raises TypeError and ValueError for names that the kernel does not have, and for floats that
+        are no finite numbers.
+        """
+        return BoundKernel(self, own, returns)
 
     @property
     def choice(self) -> TileChoice:
@@ -500,6 +516,43 @@ _TAKEN = {
     *("causal_offset", "window_offset", "sizes", "mods", "round"),
     "multiprocessors",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class BoundKernel:
+    """A kernel with its own arrays and floats for a call, as ``Kernel.bind`` makes it."""
+
+    kernel: Kernel
+    own: Mapping[str, Any]
+    returns: Sequence[str]
+
+    def __post_init__(self) -> None:
+        record, returns = self.kernel, self.returns
+        if isinstance(returns, str) or not all(isinstance(x, str) for x in returns):
+            raise TypeError(f"returns is {described(returns)}; give names, as ('rowmax',)")
+        for names, known, does in (
+            (self.own, (*record.inputs, *record.floats), "takes"),
+            (returns, tuple(record.outputs), "computes"),
+        ):
+            for name in names:
+                if name not in known:
+                    raise TypeError(
+                        f"{record.name} {does} no {name!r} of its own{nearest(name, known)}; it "
+                        f"{does} {', '.join(known) or 'nothing'}"
+                    )
+        object.__setattr__(self, "returns", tuple(returns))
+
+    def with_floats(self) -> Kernel:
+        """The kernel with these numbers in place of its own."""
+        given = {name: self.own[name] for name in self.kernel.floats if name in self.own}
+        for name, value in given.items():
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not (is_number and isfinite(value)):
+                raise ValueError(f"{name} is {described(value)}; give a finite number")
+        if not given:
+            return self.kernel
+        fixed = {name: lambda p, c, value=float(x): value for name, x in given.items()}
+        return replace(self.kernel, floats={**self.kernel.floats, **fixed})
 
 
 def _are_own(names: Iterable[str]) -> bool:

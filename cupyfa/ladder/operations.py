@@ -31,7 +31,7 @@ from cupyfa.problem.optional_inputs import (
     gradient_of,
 )
 from cupyfa.problem.problem import Problem
-from cupyfa.score.dropout import Dropout
+from cupyfa.score.dropout import KeptWeights
 
 if TYPE_CHECKING:
     from cupyfa.numerics.tolerance import Expected, ExpectedOfEach, Roundings
@@ -232,7 +232,7 @@ def modifications(
         queries=its.M,
         keys=its.N,
         first=first,
-        dropout=Dropout.of(
+        dropout=KeptWeights.of(
             *(p.options, p.heads),
             seed=inputs.get(f"mods.{SEED}"),
             offset=inputs.get(f"mods.{OFFSET}"),

@@ -29,9 +29,13 @@ class Call:
     how: Mapping[str, Any]
 
     def arguments(self, offset: int | None) -> dict[str, Any]:
-        """The arguments besides arrays, for a part whose query 0 is at this offset."""
-        options = replace(self.options, offset=offset)
-        return {"options": options, "captured": self.captured, **self.how}
+        """The arguments of ``backward`` but arrays, for a part whose query 0 is at this offset."""
+        keywords = replace(self.options, offset=offset).keywords()
+        return {**keywords, "captured": self.captured, **self.how}
+
+    def forward_arguments(self, offset: int | None) -> dict[str, Any]:
+        """Those of ``attention``."""
+        return {**self.arguments(offset), "out": self.options.out_dtype, "return_lse": True}
 
 
 def options_of_parts(p: Problem) -> AttentionOptions:

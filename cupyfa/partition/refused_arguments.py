@@ -5,34 +5,51 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyfa.call.keywords import unknown_argument
+from cupyfa.call.keywords import DTYPES, split_keywords
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs
-from cupyfa.problem.options import OPTIONS, AttentionOptions
+from cupyfa.problem.options import AttentionOptions, OptionKeywords
 from cupyfa.problem.problem import Problem
 
-# Arguments that are arrays, and what to give instead.
+# Arguments that calls on parts cannot have, and what to give instead.
 _ARRAYS = {
     optional_inputs.BIAS: "give a score_mod",
-    optional_inputs.MASK: "give causal=, window= or a mask_mod",
+    optional_inputs.MASK: "give causal=, window= or an expression",
     optional_inputs.ALIBI: "give a score_mod with captured numbers",
     optional_inputs.SINK: "leave it out",
-    **dict.fromkeys(optional_inputs.PADDED, "call for the batch elements of each length"),
-    **dict.fromkeys(optional_inputs.DESCALES, "convert q, k and v to float16 or bfloat16"),
 }
 
 
-def refuse_others(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises for arguments that calls on parts cannot have, and for unknown ones."""
-    found = {name: x for name, x in given.items() if x is not None}
-    for name, remedy in _ARRAYS.items():
-        if name in found:
+def options_of(
+    function: Callable[..., Any], keywords: Mapping[str, Any], out: Any = None
+) -> OptionKeywords:
+    """The options among the keyword arguments of a call on parts.
+
+    out: the dtype of the output, if it is given. Raises for arguments that such calls cannot have.
+    """
+    for name, remedy in _REMEDIES.items():
+        if keywords.get(name) is not None:
             raise Unsupported(
-                f"{name} is {described(found[name])}, and parts read no arrays besides q, k and v; "
+                f"{name} is {described(keywords[name])}, which calls on parts do not take; {remedy}"
+            )
+    if out is not None and not isinstance(out, DTYPES):
+        raise Unsupported(f"out is {described(out)}, and results are new arrays; give its dtype")
+    given, asked = split_keywords(function, keywords)
+    for name, remedy in _ARRAYS.items():
+        if name in given:
+            raise Unsupported(
+                f"{name} is {described(given[name])}, and parts read no arrays besides q, k and v; "
                 f"{remedy}"
             )
-    if not given.keys() <= {*OPTIONS, *_ARRAYS}:
-        raise unknown_argument(function, given, (*OPTIONS, *_ARRAYS))
+    return asked if out is None else {**asked, "out_dtype": out}
+
+
+_REMEDIES = {
+    "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
+    "append": "a KVCache is not divided: leave it out",
+    "wrt": "they give the gradients of q, k and v: leave it out",
+    "grads": "results are new arrays: leave it out",
+}
 
 
 def without_dropout(options: AttentionOptions) -> AttentionOptions:

@@ -76,7 +76,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
         other = next((x for x in LADDER if kernel in LADDER[x]), None)
         names = f"; the {operation} kernels are {', '.join(known)}, or 'auto'"
         if other == "backward":
-            names += f"; for gradients, attention_vjp has backward_kernel={kernel!r}"
+            names += f"; for gradients, vjp has backward_kernel={kernel!r}"
         unknown = f"is unknown{nearest(kernel, known) or names}"
         raise ValueError(f"kernel {kernel!r} {f'computes {other}{names}' if other else unknown}")
     return known[kernel]

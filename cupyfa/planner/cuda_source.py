@@ -27,7 +27,7 @@ from cupyfa.problem.optional_inputs import (
     indices,
 )
 from cupyfa.problem.problem import Problem
-from cupyfa.score.dropout import ROUNDS, Dropout
+from cupyfa.score.dropout import ROUNDS, KeptWeights
 from cupyfa.score.expressions import Captured, Expression, cpp_name
 
 _ELEMENTS = {
@@ -173,7 +173,7 @@ def _dropout_type(p: Problem) -> np.dtype:
 
 
 def _dropout(p: Problem) -> tuple[Any, ...]:
-    given = Dropout.of(p.options, p.heads)
+    given = KeptWeights.of(p.options, p.heads)
     assert given is not None
     return given.round_keys, given.offset, given.least * 0x10001, given.heads, given.factor
 

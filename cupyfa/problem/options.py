@@ -12,6 +12,7 @@ import numpy as np
 
 from cupyfa.errors import described, nearest
 from cupyfa.problem.dtypes import DTYPES, name_of
+from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
@@ -27,18 +28,6 @@ MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
 Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
-
-
-class NotGiven:
-    """The default of an option's keyword: ``options=`` may say otherwise, and no value may."""
-
-    __repr__ = "<not given>".__str__  # type: ignore[assignment]  # fast: keys of calls have it
-
-    def __reduce__(self) -> str:
-        return "NOT_GIVEN"  # the same object when it is copied
-
-
-NOT_GIVEN: Any = NotGiven()
 
 
 def _same(value: Any) -> Any:
@@ -462,29 +451,30 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
-        """The options that a caller gives, as one value or by name.
+        """The options with those in place of them that are given by name.
 
-        A seed or an offset by name takes the place of that in ``options``, as an array does. Raises
-        TypeError for an unknown name, ValueError if other options are given in both ways, also at
-        their defaults.
+        Raises TypeError for an unknown name.
         """
         if unknown := ", ".join(keywords.keys() - OPTIONS.keys()):
             raise TypeError(f"there is no option {unknown}; options are {', '.join(OPTIONS)}")
-        given = {name: x for name, x in keywords.items() if x is not NOT_GIVEN}
         if options is None:
-            return cls(**given)
-        if not isinstance(options, AttentionOptions):
-            raise TypeError(f"options is {described(options)}; give an AttentionOptions, or None")
-        seeds = {name: given.pop(name) for name in DROPOUT[1:] if name in given}
-        if names := ", ".join(given):
-            raise ValueError(f"options is given, and {names} too; set {names} in options")
-        return replace(options, **seeds) if seeds else options
+            return cls(**keywords)
+        return replace(options, **keywords) if keywords else options
 
     @property
     def changed(self) -> dict[str, Any]:
         """The options that are not at their defaults."""
         values = {name: getattr(self, name) for name in OPTIONS}
         return {name: x for name, x in values.items() if x != OPTIONS[name].default}
+
+    def keywords(self) -> dict[str, Any]:
+        """The changed options as keyword arguments of ``attention``, but for ``out_dtype``."""
+        found = {x: y for x, y in self.changed.items() if x not in ("out_dtype", *DROPOUT)}
+        if "mask_mod" in found:
+            found["mask"] = found.pop("mask_mod")
+        if self.dropout:
+            found["dropout"] = Dropout(*(getattr(self, name) for name in DROPOUT))
+        return found
 
     @property
     def form(self) -> tuple[Any, ...]:

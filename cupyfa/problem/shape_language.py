@@ -57,6 +57,12 @@ _SHAPES = {
 _OF_PACKED = (*STARTS, *USED)
 
 
+def is_form(text: str) -> bool:
+    """Whether a text is the form of an array, as "1hmn" or "bool[11mn]", and not an expression."""
+    dtype, bracket, _ = text.partition("[")
+    return dtype in DTYPES if bracket else len(text) > 1 and {*text} <= {*_LETTERS, "1"}
+
+
 class Keywords(OptionKeywords, total=False):
     """The options and forms as keyword arguments, for type checkers."""
 

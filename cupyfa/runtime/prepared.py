@@ -21,6 +21,7 @@ from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem.optional_inputs import LENGTHS, MAPS, Operand, gradient_of, name_of
 from cupyfa.problem.options import DROPOUT, AttentionOptions
 from cupyfa.problem.problem import Problem, four_axes
+from cupyfa.problem.structured_arrays import Structured, unwrap
 from cupyfa.runtime import ragged
 from cupyfa.runtime.arrays import (
     address_of,
@@ -83,10 +84,11 @@ class Prepared(OfThisProcess):
     """A call for arrays of the same shapes, strides and dtypes on the same device.
 
     ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
-    grads=None)`` is ``attention_backward``, with the options that it was made with; ``plan`` is
-    what was decided. Arrays of the kernel's own follow in the order of its record, or are given by
-    name, or as ``own={name: array}``; its floats are those that it was made with. What is read
-    besides q, k and v may lie in NumPy's or CuPy's memory, whatever q is, or be lists of numbers.
+    grads=None)`` is ``backward``, with the options that it was made with; ``plan`` is
+    what was decided. Structured arrays are given as such: ``prepared(Packed(q, offsets), …)``.
+    Arrays of the kernel's own follow in the order of its record, or are given by name; its floats
+    are those that it was made with. What is read besides q, k and v may lie in NumPy's or CuPy's
+    memory, whatever q is, or be lists of numbers.
 
     A call launches in CuPy's current stream. That may be captured: the graph may be launched as
     long as the Prepared lives, and not at the same time as another graph that was captured in that
@@ -95,7 +97,7 @@ class Prepared(OfThisProcess):
     which it recognises by their identity.
     """
 
-    _instead = "call cupyfa.compile or compile_backward there; its plan can be pickled"
+    _instead = "call cupyfa.compile there; its plan can be pickled"
 
     def __init__(
         self,
@@ -312,9 +314,7 @@ class Prepared(OfThisProcess):
                 raise TypeError("attention has no grads=; use out=")
             return self._all_new if out is None else (out, *self._others)
         if out is not None:
-            raise TypeError(
-                "attention_backward has no out=; use grads=, an array for each gradient"
-            )
+            raise TypeError("backward has no out=; use grads=, an array for each gradient")
         if grads is None:
             return self._all_new
         if not isinstance(grads, tuple | list) or len(grads) != self._given:
@@ -333,7 +333,11 @@ class Prepared(OfThisProcess):
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
         """All inputs in order, some of which were given by name; and ``out``, if it is none."""
-        named |= named.pop("own", {})
+        at = ("q" in self._names) and self._names.index("q")
+        if any(isinstance(x, Structured) for x in arrays):
+            qkv, structure = unwrap(*arrays[at : at + 3])
+            arrays = *arrays[:at], *qkv, *arrays[at + 3 :]
+            named |= structure
         named |= {f"mods.{name}": x for name, x in named.pop("captured", {}).items()}
         read = {name.removeprefix("mods."): name for name in self._names if "." in name}
         named = {

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,9 +27,27 @@ _FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
+class Dropout(NamedTuple):
+    """Dropout of the weights of the softmax, as ``attention`` takes it.
+
+    rate: the probability, from 0 to below 1, with which a weight is set to 0, rounded to multiples
+        of 1/16384; the others are multiplied by 1/(1 - rate).
+    seed: a whole number of 64 bits. Give another one for each layer and step: calls keep no state.
+    offset: one of 32 bits, which chooses other weights for the same seed.
+
+    seed and offset may also be arrays of one whole number, NumPy's or CuPy's, which kernels read
+    when they run: a captured CUDA graph takes other weights each time. Of these the lowest 64 and
+    32 bits count. ``dropout_mask`` shows the weights that are kept.
+    """
+
+    rate: float
+    seed: Any
+    offset: Any = 0
+
+
 @dataclass(frozen=True)
-class Dropout:
-    """Dropout of the weights of `heads` heads in each batch element.
+class KeptWeights:
+    """The dropout of the weights of `heads` heads in each batch element.
 
     probability: 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits. offset: 32 bits.
     """
@@ -42,7 +60,7 @@ class Dropout:
     @classmethod
     def of(
         cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
-    ) -> Dropout | None:
+    ) -> KeptWeights | None:
         """The dropout that options ask for, if any; arrays replace their seed and offset."""
         if not options.dropout or options.dropout_seed is None:
             return None

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.score.dropout import Dropout
+from cupyfa.score.dropout import KeptWeights
 from cupyfa.score.expressions import Expression
 from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 
@@ -81,7 +81,7 @@ class Modifications:
     queries: int = 0
     keys: int = 0
     first: tuple[int, int, int, int] = (0, 0, 0, 0)
-    dropout: Dropout | None = None
+    dropout: KeptWeights | None = None
 
     def place(self, batch: Array, head: Array, query: Array, key: Array) -> Place:
         """The pairs of these indices into the arrays, counted from 0."""

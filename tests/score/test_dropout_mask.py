@@ -5,7 +5,7 @@ import pytest
 
 import cupyfa
 from cupyfa.numerics import reference, tolerance
-from cupyfa.score.dropout import Dropout, philox
+from cupyfa.score.dropout import KeptWeights, philox
 from cupyfa.score.numpy_evaluation import Modifications
 
 # Known answers of Random123: counter, key, words.
@@ -22,7 +22,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("counter, seed, words", ANSWERS)
 def test_philox_has_the_known_answers(counter, seed, words):
-    found = philox([np.array(x) for x in counter], Dropout(0.5, seed, 0, 1).round_keys)
+    found = philox([np.array(x) for x in counter], KeptWeights(0.5, seed, 0, 1).round_keys)
     np.testing.assert_array_equal(found, words)
 
 
@@ -34,7 +34,7 @@ def mask(batch=2, heads=3, M=70, N=131, **given):
 def test_bits_are_those_of_the_definition():
     p, seed, offset = 0.37, 2**50 + 3, 9
     found = mask(dropout=p, dropout_seed=seed, dropout_offset=offset)
-    keys = Dropout(p, seed, offset, 3).round_keys
+    keys = KeptWeights(p, seed, offset, 3).round_keys
     rng = np.random.default_rng(0)
     for batch, head, query, key in rng.integers(0, (2, 3, 70, 131), (50, 4)):
         counter = key & ~9, query & ~8, batch * 3 + head, np.array(offset)
@@ -72,7 +72,7 @@ def test_a_part_has_the_mask_of_the_part():
     whole = mask()
     np.testing.assert_array_equal(whole[:, :, :33, :90], mask(M=33, N=90))
     np.testing.assert_array_equal(whole[:1], mask(batch=1))
-    bits = Dropout(0.25, 11, 0, 3).kept(
+    bits = KeptWeights(0.25, 11, 0, 3).kept(
         np.array([[[1]], [[0]]]),
         np.array([[[2]], [[1]]]),
         np.arange(5, 60)[:, None],
@@ -83,7 +83,7 @@ def test_a_part_has_the_mask_of_the_part():
 
 def test_probabilities_are_rounded():
     np.testing.assert_array_equal(mask(dropout=0.1), mask(dropout=round(0.1 * 16384) / 16384))
-    assert Dropout(0.1, 0, 0, 1).factor == 16384 / (16384 - 1638)
+    assert KeptWeights(0.1, 0, 0, 1).factor == 16384 / (16384 - 1638)
     assert mask(dropout=0).all() and mask(dropout=1e-6).all()
     assert cupyfa.dropout_mask(batch=0, heads=2, M=3, N=0, dropout=0.5, dropout_seed=1).shape == (
         0,
@@ -98,7 +98,7 @@ def test_the_reference_is_the_formula_and_its_gradients_are_slopes():
     q, k, v, grad = (
         rng.standard_normal((2, h, n, 5)) for h, n in ((4, 9), (2, 20), (2, 20), (4, 9))
     )
-    how = {"scale": 0.4, "mods": Modifications(dropout=Dropout(0.3, 5, 2, 4))}
+    how = {"scale": 0.4, "mods": Modifications(dropout=KeptWeights(0.3, 5, 2, 4))}
     out, lse = reference.attention(q, k, v, **how)
     keys, values = (np.repeat(x, 2, axis=1) for x in (k, v))
     P = np.exp(0.4 * q @ keys.mT - lse[..., None])
@@ -129,7 +129,7 @@ def test_wrong_weights_exceed_the_bounds(dtype):
     q, k, v, grad = (rng.standard_normal((1, 2, 30, 16)).astype(dtype) for _ in range(4))
 
     def mods(seed=5, probability=0.1):
-        return {"scale": 0.25, "mods": Modifications(dropout=Dropout(probability, seed, 0, 2))}
+        return {"scale": 0.25, "mods": Modifications(dropout=KeptWeights(probability, seed, 0, 2))}
 
     def results(**given):
         out, lse = reference.attention(q, k, v, **mods(**given))

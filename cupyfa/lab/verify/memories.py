@@ -1,6 +1,5 @@
 """Calls on arrays in two memories: q, k and v in a GPU's, what changes scores in NumPy's."""
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,8 @@ import numpy as np
 from cupyfa import api
 from cupyfa.ladder.operations import Arrays
 from cupyfa.planner.plan import Plan
-from cupyfa.problem.optional_inputs import PAGE_TABLE, SCALES, SEEDS
+from cupyfa.problem.optional_inputs import DESCALES, OWN_ARRAYS, PADDED, PAGE_TABLE, SCALES, SEEDS
+from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime.backend import Backend
 
 _OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}  # which are no arguments of calls, or options too
@@ -28,14 +28,17 @@ def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.
     q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
     own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}
     found: dict[str, Any] = {x.name: inputs[x.input] for x in p.modifiers.arrays}
-    arguments = inspect.signature(api.attention).parameters
-    named = {x.name for x in p.modifiers.arrays if x.name in arguments}
-    captured = {x: y for x, y in found.items() if x not in named} | {
+    named = {name: found.pop(name) for name in OWN_ARRAYS if name in found}
+    arrays = wrap(q, k, v, found)
+    captured = {x: y for x, y in found.items() if x not in (*PADDED, *DESCALES)} | {
         x: y for x, y in p.modifiers.numbers.items() if x in own and x != "softcap"
     }
-    given = {x: found[x] for x in named} | ({"captured": captured} if captured else {})
-    how: dict[str, Any] = {"options": p.options, "kernel": plan.kernel, "backend": backend}
-    prepared = api.compile(q, k, v, **how, tiles=dict(plan.constants), return_lse=True, **given)
-    out, lse = prepared(q, k, v, **given)
+    given = named | ({"captured": captured} if captured else {})
+    how: dict[str, Any] = {"kernel": plan.kernel, "backend": backend, "return_lse": True}
+    how |= {**p.options.keywords(), "out": p.options.out_dtype, "tiles": dict(plan.constants)}
+    if "mask" in given and "mask" in how:
+        how["mask"] = given["mask"], how["mask"]
+    prepared = api.compile(*arrays, **{**given, **how})
+    out, lse = prepared(*arrays, **given)
     results = {"O": backend.download(out), "lse": backend.download(lse)}
     return {name: results[name] for name in plan.outputs}

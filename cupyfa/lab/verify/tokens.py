@@ -32,17 +32,16 @@ def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
     if case.tokens in WRITTEN:
         before = (lengths - p.M).astype(np.int32)
         new = tuple(_taken_out(x, before, table, p) for x in filled.values())  # type: ignore[assignment]
-    rotary = None if case.tokens == "appended" else _angles(rng, p)
-    cache = kv_cache.KVCache(filled["K"], filled["V"], before, table, layout="hnd")
+    rotary = None
+    if case.tokens != "appended":
+        rotary = kv_cache.Rotary(*_angles(rng, p), interleaved=case.tokens == "interleaved")
+    cache = kv_cache.KVCache(filled["K"], filled["V"], before, table, rotary=rotary)
     unwritten = {name: x.copy() for name, x in filled.items()}
     prefix_keys = None
     if rotary is not None and rng.random() >= 0.5:
         prefix_keys = rng.integers(0, _MORE, p.batch).astype(np.int32)
     step = kv_cache.step(
-        *(backend, inputs["Q"], cache, new, rotary),
-        interleaved=case.tokens == "interleaved",
-        look=False,
-        prefix_keys=prefix_keys,
+        *(backend, inputs["Q"], cache, new), look=False, prefix_keys=prefix_keys
     )
     step.write_and_check()
     _check_rest(step, cache, unwritten, table, lengths, p)
