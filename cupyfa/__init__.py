@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockMask",
     "CompilerNotFound",
-    "Devices",
     "DeviceError",
     "DeviceLost",
+    "Devices",
     "Dropout",
     "Input",
     "KVCache",

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.problem.structured_arrays import Structured, unwrap
 from cupyfa.call import pullback, sequences
 from cupyfa.call.call import BackendName, Call, Devices, Layout, Tiles
 from cupyfa.call.dispatch import find_function
@@ -47,6 +46,7 @@ from cupyfa.problem.options import (
     read_size,
 )
 from cupyfa.problem.problem import MOST, Problem
+from cupyfa.problem.structured_arrays import Structured, unwrap
 from cupyfa.problem.wrt import QKV, refuse_without_gradients
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import is_none, repeat_call
@@ -214,9 +214,7 @@ def attention(
         call, arrays = sequences.add_all_inputs(call, arrays, given, structure, check)
     if isinstance(kernel, BoundKernel):
         call, arrays = add_kernel_arrays(call, arrays)
-    return run_call(
-        call, arrays, target, check=check, repeat=("attention", fixed), devices=devices
-    )
+    return run_call(call, arrays, target, check=check, repeat=("attention", fixed), devices=devices)
 
 
 _NOT_DENSE = (BlockMask, str, tuple)  # masks that are no arrays
@@ -492,9 +490,7 @@ def plan(
     return made if blocks is None else blocks.planned(made, limits)
 
 
-def dropout_mask(
-    dropout: Dropout, *, batch: int, heads: int, M: int, N: int
-) -> Array:
+def dropout_mask(dropout: Dropout, *, batch: int, heads: int, M: int, N: int) -> Array:
     """The pairs of query and key whose weights ``attention`` keeps: bool, [batch, heads, M, N].
 
     ``heads`` counts the heads of q. Only batch element, head, query, key, seed and offset decide

@@ -111,7 +111,7 @@ class Pages:
     def caches(self) -> list[cupyfa.KVCache]:
         """The cache of each block, with a table and lengths that they share."""
         lengths, table = self.xp.asarray(self.lengths), self.xp.asarray(self.table)
-        return [cupyfa.KVCache(k, v, lengths, table) for k, v in zip(self.k, self.v)]
+        return [cupyfa.KVCache(k, v, lengths, table, layout="bshd") for k, v in zip(self.k, self.v)]
 
 
 class Server:
@@ -176,7 +176,13 @@ class Server:
         def attend(block: int, q: Any, k: Any, v: Any) -> Any:
             self.pages.write(block, slots, places, k, v)
             how = self.options(block)
-            return cupyfa.attention_ragged(q, k, v, offsets, offsets, causal=True, **how)
+            return cupyfa.attention(
+                cupyfa.Packed(q, offsets),
+                cupyfa.Packed(k, offsets),
+                cupyfa.Packed(v, offsets),
+                causal=True,
+                **how,
+            )
 
         self.take(joined, tokens, places, attend, ends[1:] - 1)
         self.prefilled += len(tokens)
@@ -199,7 +205,7 @@ class Server:
 
         def attend(block: int, q: Any, k: Any, v: Any) -> Any:
             q, k, v = (x[:, :, None] for x in (q, k, v))  # [slots, heads, 1, d]
-            return cupyfa.decode(q, caches[block], k=k, v=v, **self.options(block))
+            return cupyfa.attention(q, caches[block], append=(k, v), **self.options(block))
 
         self.take(slots, tokens, pages.lengths, attend, np.array(slots))
         pages.lengths[slots] += 1  # decode does not change them

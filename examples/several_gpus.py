@@ -62,7 +62,7 @@ def main() -> None:
     print("the bits are those of one GPU:", is_same)
     assert is_same
 
-    out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, devices=devices)
+    out, pullback = cupyfa.vjp(q, k, v, causal=True, devices=devices)
     dq, dk, dv = pullback(out)
     print("gradients:", dq.shape, dk.shape, dv.shape)
 

@@ -1,9 +1,9 @@
 """Trains a small transformer without torch: NumPy or CuPy arrays, attention by cupyfa.
 
-Attention and its gradients are `cupyfa.attention_vjp`. Everything else (embeddings, RMS norm,
+Attention and its gradients are `cupyfa.vjp`. Everything else (embeddings, RMS norm,
 linear maps, GELU, cross-entropy, Adam) is a few lines of array code, with gradients by hand.
 A function whose name ends in `_vjp` returns its value and a pullback, which maps a gradient of the
-value to gradients of the arguments. `cupyfa.attention_vjp` does the same.
+value to gradients of the arguments. `cupyfa.vjp` does the same.
 
     python examples/train_transformer.py                     # learns to sort, in the simulator
     python examples/train_transformer.py --task repeat       # documents, and a learned bias
@@ -177,7 +177,7 @@ def attention_vjp(
     if documents is not None:
         how["mask_mod"] = "document[batch, query] == document[batch, key]"
         how["captured"] |= {"document": documents}
-    o, attend = cupyfa.attention_vjp(q, k, v, **how)
+    o, attend = cupyfa.vjp(q, k, v, **how)
     o = o.reshape(batch, M, -1).astype(x.dtype, copy=False)
     y, mix = linear_vjp(o, out)
 

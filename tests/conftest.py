@@ -191,7 +191,7 @@ def free_device_memory():
     import cupy
 
     gc.collect()
-    cupyfa.free_buffers()
+    cupyfa.transfer.release()
     cupy.get_default_memory_pool().free_all_blocks()
 
 

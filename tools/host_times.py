@@ -275,15 +275,15 @@ def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, 
         (dout, q, k, v, out, lse),
         tuple(at.engine.empty(x.shape, x.dtype) for x in (q, k, v)),
     )
-    prepared = cupyfa.compile_backward(*given, backend=at.engine)
-    backward = partial(cupyfa.attention_backward, *given, **at.options)
-    _, pullback = cupyfa.attention_vjp(q, k, v, **at.options)
+    prepared = cupyfa.compile(*given, backend=at.engine)
+    backward = partial(cupyfa.backward, *given, **at.options)
+    _, pullback = cupyfa.vjp(q, k, v, **at.options)
     return {
         "cupyfa, prepared backward": partial(prepared, *given),
         "cupyfa, prepared backward, grads=": partial(prepared, *given, grads=grads),
-        "cupyfa.attention_backward": backward,
-        "cupyfa.attention_backward, grads=": partial(backward, grads=grads),
-        "cupyfa.attention_vjp": partial(cupyfa.attention_vjp, q, k, v, **at.options),
+        "cupyfa.backward": backward,
+        "cupyfa.backward, grads=": partial(backward, grads=grads),
+        "cupyfa.vjp": partial(cupyfa.vjp, q, k, v, **at.options),
         "its pullback": partial(pullback, dout),
     }
 
@@ -426,7 +426,7 @@ def made_with(at: Setting) -> dict[str, str]:
         **environment.describe(at.engine),
         **(peers.versions(["fa2"]) if at.torch else {}),
         "cores": str(len(os.sched_getaffinity(0))),
-        "transfer": report.text(vars(cupyfa.configure_transfer())),
+        "transfer": report.text(vars(cupyfa.transfer.configure())),
         "round trip": f"batch={batch} heads={heads} M={M} N={M} d={d} {at.dtype}",
         "calls": f"{SMALL} float16, {at.calls} in a loop",
     }

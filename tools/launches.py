@@ -93,7 +93,7 @@ def launch_modified(kernel):
     if kernel.operation == "backward":
         given = (cupy.ones_like(out), q, k, v, out, lse)
         for wrt in (("q", "k", "v", "bias", "slope", "sink"), ("bias",)):
-            cupyfa.attention_backward(*given, wrt=wrt, kernel=kernel, **how)
+            cupyfa.backward(*given, wrt=wrt, kernel=kernel, **how)
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
 
         def gradients(kept: dict, name: str, x: tuple = (dout, q, k, v, o, lse)) -> Any:
             into = tuple(out(kept, f"{name} {i}", x[1]) for i in range(3))
-            return cupyfa.attention_backward(*x, causal=True, grads=into, **backward)
+            return cupyfa.backward(*x, causal=True, grads=into, **backward)
 
         def refused(kept: dict, x: tuple = (q, k, v)) -> None:
             try:
@@ -137,7 +137,7 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
             kept = prepared if name.startswith("prepared") else None
             yield Call(f"{name}, {where} {dtype}, device {device}", run, device, on_host, kept)
         if on_host:
-            yield Call("buffers given back", lambda kept: cupyfa.free_buffers(), device)
+            yield Call("buffers given back", lambda kept: cupyfa.transfer.release(), device)
 
 
 # Threads
@@ -251,8 +251,8 @@ def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
     for call in prepared:
         call.forget()
     gc.collect()
-    found = {"pinned": cupyfa.held_buffers()}
-    cupyfa.free_buffers()
+    found = {"pinned": cupyfa.transfer.held()}
+    cupyfa.transfer.release()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)  # of what threads have freed it keeps up to 64 MB each, for later
@@ -276,7 +276,7 @@ def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
 def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[str]:
     """What takes more than before, by more than the leeway."""
     devices = sum(name.startswith("pool ") for name in before) or 1
-    most = LEEWAY | {"pinned": devices * cupyfa.configure_transfer().most_held}
+    most = LEEWAY | {"pinned": devices * cupyfa.transfer.configure().most_held}
     if shared:
         most["device"] = sys.maxsize
     return [

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.problem.structured_arrays import Scaled, Structured
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
@@ -20,6 +19,7 @@ from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, E4M3
 from cupyfa.problem.options import read_flag
 from cupyfa.problem.problem import Problem, check_page_size
+from cupyfa.problem.structured_arrays import Scaled, Structured
 from cupyfa.runtime.arrays import (
     columns_contiguous,
     is_masked,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from cupyfa.arrays.block_mask import BlockMask
 from cupyfa.ladder.kernel import BoundKernel, Kernel

@@ -7,24 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.problem.structured_arrays import unwrap
 from cupyfa.call.call import ARRAYS, Call, Devices, Operation
 from cupyfa.call.inputs import add_input_forms, describe_inputs
 from cupyfa.call.kernel_arrays import add_kernel_arrays, check_kernel_arrays, list_outputs
 from cupyfa.call.keywords import read_call, read_out, read_shape, read_tiles, split_keywords
-from cupyfa.call.pullback import check_dlse, check_like_result, ignores_lse, make_unread_lse, read_wrt, check_wrt, describe_gradient, refuse_gradients
+from cupyfa.call.pullback import (
+    check_dlse,
+    check_like_result,
+    check_wrt,
+    describe_gradient,
+    ignores_lse,
+    make_unread_lse,
+    read_wrt,
+    refuse_gradients,
+)
 from cupyfa.call.sequences import add_all_inputs, check_packed
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
 from cupyfa.problem.optional_inputs import STARTS, name_of as input_name
 from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem, rows_of
+from cupyfa.problem.structured_arrays import unwrap
 from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.arrays import require_one_device
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, backend_named
 from cupyfa.runtime.prepared import Prepared, Result
-
 
 # Keywords that are fields of a call, and the dtype of the output.
 _OF_CALLS = {
@@ -54,9 +62,7 @@ def compile_call(
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
         raise TypeError("backend is Devices, and a prepared call runs on one; give its name")
-    call = Call(
-        operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked
-    )
+    call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
         _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)
         if (dlse := how.pop("dlse", None)) is not None:
@@ -78,7 +84,9 @@ def compile_call(
         if inputs or structure:
             call, given = add_all_inputs(call, given, inputs, structure)
         call, given = add_kernel_arrays(call, given)
-        return prepare_call(call, *adopt(call.backend, **dict(zip(call.array_names, given))), keep=True)
+        return prepare_call(
+            call, *adopt(call.backend, **dict(zip(call.array_names, given))), keep=True
+        )
     if STARTS[0] in structure:
         check_packed(by_name)
         call = call._replace(layout="bshd")
@@ -96,9 +104,7 @@ def compile_call(
     return prepare_call(call, backend, arrays, keep=True, of_shapes=True)
 
 
-def _complete_lse(
-    call: Call, by_name: dict[str, Any], layout: str, *, of_shapes: bool
-) -> None:
+def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes: bool) -> None:
     """Puts an array, or its shape, in the place of an lse that a kernel does not read."""
     if by_name["lse"] is not None:
         return

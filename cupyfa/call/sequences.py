@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.problem.structured_arrays import Packed
 from cupyfa.call.call import Call
 from cupyfa.call.inputs import add_inputs
 from cupyfa.call.keywords import OF_SCORES, given_arguments, read_tiles, split_keywords
@@ -17,6 +16,7 @@ from cupyfa.errors import Unsupported, described
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.options import AttentionOptions, read_flag
+from cupyfa.problem.structured_arrays import Packed
 from cupyfa.runtime import ragged
 from cupyfa.runtime.choose_backend import adopt, as_array, backend_named, where_q_is
 

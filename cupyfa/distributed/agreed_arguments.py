@@ -29,9 +29,7 @@ from cupyfa.score.expressions import Expression
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel}
 _FLAGS = ("check", "deterministic", "return_lse")
 # Arguments that are no options.
-_OF_CALLS = (
-    *("M", "N", "order", "schedule", "kernel", "tiles", "backend", "out", *_FLAGS),
-)
+_OF_CALLS = (*("M", "N", "order", "schedule", "kernel", "tiles", "backend", "out", *_FLAGS),)
 _MOST_KNOWN = 256  # calls that a group remembers
 
 

@@ -440,9 +440,9 @@ class Kernel(_Record):
         constants: Mapping[str, float],
         inputs: Arrays,
         p: Problem,
-        roundings: "Roundings",
+        roundings: Roundings,
         excerpt: Excerpt | None = None,
-    ) -> "ExpectedOfEach":
+    ) -> ExpectedOfEach:
         """The reference of its own, with bounds; always whole."""
         from cupyfa.numerics import deviation
 

@@ -60,10 +60,10 @@ def test_threads_copy_large_lists(monkeypatch):
 def test_gradients_of_lists_are_lists(backend):
     lists = drawn()
     how = {"backend": backend, "options": cupyfa.AttentionOptions(causal=True)}
-    outs, pullback = cupyfa.attention_vjp(*lists, kernel="fa2", backward_kernel="two_pass", **how)
+    outs, pullback = cupyfa.vjp(*lists, kernel="fa2", backward_kernel="two_pass", **how)
     found = pullback([np.ones_like(x) for x in outs])
     for i, (q, k, v) in enumerate(zip(*lists, strict=True)):
-        out, back = cupyfa.attention_vjp(q, k, v, kernel="fa2", backward_kernel="two_pass", **how)
+        out, back = cupyfa.vjp(q, k, v, kernel="fa2", backward_kernel="two_pass", **how)
         for whole, part in zip(found, back(np.ones_like(out)), strict=True):
             np.testing.assert_allclose(whole[i], part, rtol=1e-5, atol=1e-6)
 
@@ -72,12 +72,12 @@ def test_gradients_of_lists_are_lists(backend):
 def test_gradients_of_lse_join(backend):
     q, k, v, *offsets = packed()
     how = {"kernel": "fa2", "backend": backend, "return_lse": True}
-    (out, lse), pullback = cupyfa.attention_ragged_vjp(
+    (out, lse), pullback = cupyfa.vjp(
         q, k, v, *offsets, backward_kernel="two_pass", check=True, **how
     )
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
     dq, dk, dv = pullback(np.zeros_like(out), dlse)
-    (dense, _), back = cupyfa.attention_vjp(
+    (dense, _), back = cupyfa.vjp(
         *(x[:n] for x, n in ((q, 5), (k, 7), (v, 7))),
         layout="bshd",
         backward_kernel="two_pass",
@@ -132,8 +132,18 @@ def test_wrong_lengths_are_refused(change, message):
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
     with pytest.raises(TypeError, match="cu_seqlens_q is float64; it must be of whole numbers"):
-        cupyfa.attention_ragged(q, k, v, rows.astype(float), keys, backend="simulator")
-    cupyfa.attention_ragged(q, k, v, rows.astype("i8"), list(keys), backend="simulator")
+        cupyfa.attention(
+            cupyfa.Packed(q, rows.astype(float)),
+            cupyfa.Packed(k, keys),
+            cupyfa.Packed(v, keys),
+            backend="simulator",
+        )
+    cupyfa.attention(
+        cupyfa.Packed(q, rows.astype("i8")),
+        cupyfa.Packed(k, list(keys)),
+        cupyfa.Packed(v, list(keys)),
+        backend="simulator",
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,11 +204,11 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
 
     how |= {"kernel": "two_pass", "deterministic": True}
     results = (like[0], *like, like[0], lse.shape if of_shapes else lse)  # dv = d
-    backward = cupyfa.compile_backward(*results, **of_lse, **forms, **how, **dtype)
+    backward = cupyfa.compile(*results, **of_lse, **forms, **how, **dtype)
     given = out, q, k, v, out, lse
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
     found = backward(*map(put, (*given, sink, dlse, *offsets, *USED.values())))
-    wanted = cupyfa.attention_ragged_backward(*given, *offsets, sink=sink, dlse=dlse, **USED, **how)
+    wanted = cupyfa.backward(*given, *offsets, sink=sink, dlse=dlse, **USED, **how)
     assert [backend.download(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
@@ -246,7 +256,9 @@ def test_prepared_calls_look_at_numpy_offsets(change, message):
 
 def test_prepared_calls_look_at_numpy_lengths():
     q, n = np.zeros((2, 1, 5, 8), F), np.array([5, 2], "i4")
-    prepared = cupyfa.compile(q, q, q, lengths_k=n, backend="simulator", kernel="fa2")
+    prepared = cupyfa.compile(
+        q, cupyfa.Padded(q, n), cupyfa.Padded(q, n), backend="simulator", kernel="fa2"
+    )
     prepared(q, q, q, lengths_k=n)
     with pytest.raises(ValueError, match=r"lengths_k\[1\] is 6, and batch element 1 has 5 rows"):
         prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

@@ -276,8 +276,8 @@ def test_other_dtypes_and_gradients_are_refused():
         np.zeros((BATCH, HEADS, M), "f4"),
     )
     for call in (
-        lambda: cupyfa.attention_backward(out, q, k, v, out, lse, backend="simulator"),
-        lambda: cupyfa.attention_vjp(q, k, v, backend="simulator", v_descale=ONE),
+        lambda: cupyfa.backward(out, q, k, v, out, lse, backend="simulator"),
+        lambda: cupyfa.vjp(q, k, cupyfa.Scaled(v, ONE), backend="simulator"),
     ):
         with pytest.raises(Unsupported, match="no kernel computes their gradients; convert"):
             call()

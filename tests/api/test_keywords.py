@@ -20,9 +20,9 @@ BACK = {"backend": "simulator", "kernel": "columns"}
 
 def decoded(**how):
     cache = cupyfa.KVCache(
-        np.ones((1, 8, 2, 16), F), np.ones((1, 8, 2, 16), F), np.ones(1, np.int32)
+        np.ones((1, 8, 2, 16), F), np.ones((1, 8, 2, 16), F), np.ones(1, np.int32), layout="bshd"
     )
-    return cupyfa.decode(Q[:, :, :1], cache, backend="simulator", **how)
+    return cupyfa.attention(Q[:, :, :1], cache, backend="simulator", **how)
 
 
 def of_dask(function):
@@ -51,24 +51,39 @@ def of_ranks(function, *more):
 FUNCTIONS = {
     "attention": lambda **how: cupyfa.attention(Q, Q, Q, **SIM, **how),
     "lists": lambda **how: cupyfa.attention([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
-    "backward": lambda **how: cupyfa.attention_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
-    "vjp": lambda **how: cupyfa.attention_vjp(Q, Q, Q, **SIM, **how),
-    "vjp of lists": lambda **how: cupyfa.attention_vjp([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
-    "ragged": lambda **how: cupyfa.attention_ragged(
-        ROWS, ROWS, ROWS, OFFSETS, OFFSETS, **SIM, **how
+    "backward": lambda **how: cupyfa.backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
+    "vjp": lambda **how: cupyfa.vjp(Q, Q, Q, **SIM, **how),
+    "vjp of lists": lambda **how: cupyfa.vjp([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
+    "ragged": lambda **how: cupyfa.attention(
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        **SIM,
+        **how,
     ),
-    "ragged backward": lambda **how: cupyfa.attention_ragged_backward(
-        ROWS, ROWS, ROWS, ROWS, ROWS, LSE[0], OFFSETS, OFFSETS, **BACK, **how
+    "ragged backward": lambda **how: cupyfa.backward(
+        ROWS,
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        ROWS,
+        LSE[0],
+        **BACK,
+        **how,
     ),
-    "ragged vjp": lambda **how: cupyfa.attention_ragged_vjp(
-        ROWS, ROWS, ROWS, OFFSETS, OFFSETS, **SIM, **how
+    "ragged vjp": lambda **how: cupyfa.vjp(
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        cupyfa.Packed(ROWS, OFFSETS),
+        **SIM,
+        **how,
     ),
     "decode": decoded,
     "compile": lambda **how: cupyfa.compile(Q, Q, Q, **SIM, **how),
     "compile of shapes": lambda **how: cupyfa.compile(
         Q.shape, Q.shape, Q.shape, dtype=F, **SIM, **how
     ),
-    "compile_backward": lambda **how: cupyfa.compile_backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
+    "compile_backward": lambda **how: cupyfa.compile(Q, Q, Q, Q, Q, LSE, **BACK, **how),
     "plan": lambda **how: cupyfa.plan(M=5, d=16, **SIM, **how),
     "problem": lambda **how: Problem.of_sizes(M=5, d=16, **how),
     "sweep": lambda **how: sweeps.problems("forward", {"M": 5, "d": 16, **how}),
@@ -218,9 +233,7 @@ def test_lists_are_arrays(name):
     how = {**SIM, **text}
     results = []
     for given in (LISTS[name], as_arrays(LISTS[name])):
-        out, pull = cupyfa.attention_vjp(
-            Q, Q, Q, backward_kernel="two_pass", **{name: given}, **how
-        )
+        out, pull = cupyfa.vjp(Q, Q, Q, backward_kernel="two_pass", **{name: given}, **how)
         results.append([x.tobytes() for x in (out, *pull(Q))])
         prepared = cupyfa.compile(Q, Q, Q, **{name: given}, **how)
         named = given if isinstance(given, dict) else {name: given}
@@ -241,11 +254,11 @@ def test_caches_take_lists_of_numbers():
     k = np.random.default_rng(1).standard_normal((3, 16, 2, 16)).astype(F)
     results = []
     for of in (list, lambda x: np.array(x, np.int32)):
-        cache = cupyfa.KVCache(k, k, of([5, 20]), of([[2, 0], [1, 2]]))
-        results.append(cupyfa.decode(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
+        cache = cupyfa.KVCache(k, k, of([5, 20]), of([[2, 0], [1, 2]]), layout="bshd")
+        results.append(cupyfa.attention(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
         table = of([0, 2, 4]), of([2, 0, 1, 2]), of([3, 4])
         results.append(
-            cupyfa.decode(
+            cupyfa.attention(
                 np.ones((2, 2, 1, 16), F),
                 cupyfa.KVCache.from_csr(k, k, *table),
                 backend="simulator",
@@ -257,7 +270,7 @@ def test_caches_take_lists_of_numbers():
         ([2**40, 1], ValueError, "lengths has numbers from 1 to 1099511627776; they are int32"),
     ):
         with pytest.raises(error, match=message):
-            cupyfa.KVCache(k, k, lengths, [[0], [1]])
+            cupyfa.KVCache(k, k, lengths, [[0], [1]], layout="bshd")
 
 
 # Kernels as records, and numbers in keys of calls
@@ -282,7 +295,7 @@ def test_a_record_takes_numbers(sort):
         found = cupyfa.attention(Q, Q, Q, kernel=records["fa2"], return_lse=True, **how)
         assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
     gradients = [
-        cupyfa.attention_backward(Q, Q, Q, Q, *wanted, kernel=x, **shared)
+        cupyfa.backward(Q, Q, Q, Q, *wanted, kernel=x, **shared)
         for x in ("two_pass", records["two_pass"])
     ]
     assert [x.tobytes() for x in gradients[0]] == [x.tobytes() for x in gradients[1]]
@@ -411,7 +424,7 @@ def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
         (lambda: cupyfa.attention(Q, Q, Q, return_own=3, **SIM), TypeError, "return_own is 3;"),
         (lambda: cupyfa.attention(Q, Q, Q, layout=["bhsd"], **SIM), ValueError, "layout is"),
         (lambda: cupyfa.attention(Q, Q, Q, options={"causal": True}, **SIM), TypeError, "options"),
-        (lambda: cupyfa.attention_vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
+        (lambda: cupyfa.vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
     ],
 )
 def test_other_arguments_of_wrong_types_are_refused(call, error, message):

@@ -54,9 +54,11 @@ def test_batch_axes_are_one(backend):
     how = {"kernel": "fa2", "backend": backend}
     out = cupyfa.attention(*(x[:, None] for x in (q, k, v)), **how, **LENGTHS)
     assert out[:, 0].tobytes() == cupyfa.attention(q, k, v, **how, **LENGTHS).tobytes()
-    one = cupyfa.attention(q[0], k[0], v[0], lengths_k=[5], **how)
+    one = cupyfa.attention(q[0], cupyfa.Padded(k[0], [5]), cupyfa.Padded(v[0], [5]), **how)
     assert one.tobytes() == cupyfa.attention(q[0], k[0, :, :5], v[0, :, :5], **how).tobytes()
-    assert cupyfa.attention(q[:0], k[:0], v[:0], lengths_k=[], **how).shape == (0, 2, 9, 16)
+    assert cupyfa.attention(
+        q[:0], cupyfa.Padded(k[:0], []), cupyfa.Padded(v[:0], []), **how
+    ).shape == (0, 2, 9, 16)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_wrong_lengths_are_refused(given, error, message):
         cupyfa.attention(q, k, v, **HOW, **given)
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **HOW)
     with pytest.raises(error, match=message):
-        cupyfa.attention_backward(out, q, k, v, out, lse, backend="simulator", **given)
+        cupyfa.backward(out, q, k, v, out, lse, backend="simulator", **given)
     with pytest.raises(error, match=message):
         cupyfa.compile(q, k, v, **HOW, **given)
 
@@ -130,8 +132,8 @@ def test_prepared_gradients_take_lengths(backend):
     rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
     out, lse = cupyfa.attention(q, k, v, kernel="fa2", return_lse=True, **how, **LENGTHS)
     given = out, q, k, v, out, lse
-    right = cupyfa.attention_backward(*given, **of_gradients, **how, **LENGTHS)
-    prepared = cupyfa.compile_backward(*given, **of_gradients, **how, **LENGTHS)
+    right = cupyfa.backward(*given, **of_gradients, **how, **LENGTHS)
+    prepared = cupyfa.compile(*given, **of_gradients, **how, **LENGTHS)
     for a, b in zip(prepared(*given, rows, keys), right, strict=True):
         assert a.tobytes() == b.tobytes()
 
@@ -146,7 +148,7 @@ def test_prepared_calls_of_shapes_take_lengths():
 
 def test_pullbacks_have_the_lengths_of_the_call(backend):
     q, k, v = drawn()
-    out, pullback = cupyfa.attention_vjp(
+    out, pullback = cupyfa.vjp(
         q, k, v, kernel="fa2", backward_kernel="two_pass", backend=backend, check=True, **LENGTHS
     )
     dq, dk, dv = pullback(np.ones_like(out))
@@ -161,9 +163,7 @@ def test_what_else_cannot_be_given():
         cupyfa.attention(q, k, v, backend="simulator", mask=blocks, **LENGTHS)
     with pytest.raises(Unsupported, match="wrt=bias cannot be used with lengths_q and lengths_k; "):
         bias = np.zeros((9, 11), F)
-        _, pullback = cupyfa.attention_vjp(
-            q, k, v, backend="simulator", bias=bias, wrt="q,bias", **LENGTHS
-        )
+        _, pullback = cupyfa.vjp(q, k, v, backend="simulator", bias=bias, wrt="q,bias", **LENGTHS)
         pullback(np.ones_like(q))
     with pytest.raises(Unsupported, match="lengths_k cannot be used with lists of arrays"):
         cupyfa.attention(*([x[0]] for x in (q, k, v)), backend="simulator", lengths_k=[3])
@@ -179,13 +179,17 @@ def test_lengths_in_gpu_memory_are_looked_at_by_checks(cuda):
     q, k, v = map(cupy.asarray, drawn())
     wrong = cupy.asarray(np.array([11, 12, -3], "i4"))
     with pytest.raises(ValueError, match=r"lengths_k\[1\] is 12"):
-        cupyfa.attention(q, k, v, lengths_k=wrong, check=True)
-    out = cupyfa.attention(q, k, v, lengths_k=wrong, kernel="fa2")
-    right = cupyfa.attention(q, k, v, lengths_k=[11, 11, 0], kernel="fa2")
+        cupyfa.attention(q, cupyfa.Padded(k, wrong), cupyfa.Padded(v, wrong), check=True)
+    out = cupyfa.attention(q, cupyfa.Padded(k, wrong), cupyfa.Padded(v, wrong), kernel="fa2")
+    right = cupyfa.attention(
+        q, cupyfa.Padded(k, [11, 11, 0]), cupyfa.Padded(v, [11, 11, 0]), kernel="fa2"
+    )
     assert out.get().tobytes() == right.get().tobytes()
     with pytest.raises(TypeError, match="lengths_k is int64; it must be int32: convert it"):
-        cupyfa.attention(q, k, v, lengths_k=wrong.astype("i8"))
+        cupyfa.attention(
+            q, cupyfa.Padded(k, wrong.astype("i8")), cupyfa.Padded(v, wrong.astype("i8"))
+        )
     strided = cupy.asarray(np.array([11, 99, 11, 99, 0], "i4"))[::2]
-    assert cupyfa.attention(q, k, v, lengths_k=strided, kernel="fa2").get().tobytes() == (
-        right.get().tobytes()
-    )
+    assert cupyfa.attention(
+        q, cupyfa.Padded(k, strided), cupyfa.Padded(v, strided), kernel="fa2"
+    ).get().tobytes() == (right.get().tobytes())

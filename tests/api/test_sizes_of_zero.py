@@ -24,7 +24,7 @@ def test_packed_rows_of_no_sequence(backend, dtype, rows, kernel, back):
     more = {"alibi_slopes": np.ones((0, 2), F), "sink": np.ones((0, 2), F), "seqused_k": []}
     more |= {"captured": {"x": np.ones(0, F)}, "score_mod": "score + x[batch]"}
     for given in ({}, more):
-        (out, lse), pull = cupyfa.attention_ragged_vjp(
+        (out, lse), pull = cupyfa.vjp(
             *(x, x, x, offsets, offsets),
             return_lse=True,
             causal=True,
@@ -49,7 +49,9 @@ def test_prepared_calls_of_no_sequence(backend):
     prepared = cupyfa.compile(x.shape, x.shape, x.shape, dtype=F, **shapes, **how)
     given = map(backend.upload, (x, x, x, offsets, offsets))
     assert not np.any(backend.download(prepared(*given)))
-    checked = cupyfa.attention_ragged(x, x, x, [0], [0], check=True, **how)
+    checked = cupyfa.attention(
+        cupyfa.Packed(x, [0]), cupyfa.Packed(x, [0]), cupyfa.Packed(x, [0]), check=True, **how
+    )
     assert not np.any(checked)
 
 
@@ -72,7 +74,9 @@ def test_an_array_too_short_for_one_sequence_is_refused(backend):
     x, offsets = np.ones((7, 2, 16), F), np.array([0, 7])
     how = {"score_mod": "score + x[batch]", "captured": {"x": np.ones(0, F)}, "backend": backend}
     with pytest.raises(ValueError, match=r"x has shape \(0,\), .* give 1 elements"):
-        cupyfa.attention_ragged(x, x, x, offsets, offsets, **how)
+        cupyfa.attention(
+            cupyfa.Packed(x, offsets), cupyfa.Packed(x, offsets), cupyfa.Packed(x, offsets), **how
+        )
 
 
 def test_lists_of_no_array():
@@ -81,7 +85,7 @@ def test_lists_of_no_array():
     out = []
     assert cupyfa.attention([], [], [], out=out, **SIM) == []
     for return_lse, wanted in ((False, []), (True, ([], []))):
-        made, pull = cupyfa.attention_vjp([], [], [], return_lse=return_lse, **SIM)
+        made, pull = cupyfa.vjp([], [], [], return_lse=return_lse, **SIM)
         assert made == wanted and pull([]) == ([], [], [])
     assert pull([], []) == ([], [], [])
     with pytest.raises(TypeError, match="dout is .*; give an empty list"):
@@ -155,7 +159,7 @@ def test_no_elements_with_every_input(sizes, sort):
     (q, k, v), sorts = inputs(**ZEROS[sizes])
     given = dict(sorts[sort])
     wrt = given.pop("wrt", "q,k,v")
-    (out, lse), pull = cupyfa.attention_vjp(q, k, v, return_lse=True, wrt=wrt, **given, **SIM)
+    (out, lse), pull = cupyfa.vjp(q, k, v, return_lse=True, wrt=wrt, **given, **SIM)
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
     named = {"q": q, "k": k, "v": v, **given, **given.get("captured", {})}
     for name, x in zip(wrt.split(","), pull(out), strict=True):
@@ -208,8 +212,8 @@ def test_decoding_of_no_elements(sizes, dtype):
     calls += [prefix] if s["batch"] else []
     for given in calls:
         k, v = (of(*rows, s["heads"], s[x]) for x in ("d", "dv"))
-        cache = cupyfa.KVCache(k, v, np.zeros(s["batch"], np.int32), table)
-        out, lse = cupyfa.decode(q, cache, return_lse=True, **given, **SIM)
+        cache = cupyfa.KVCache(k, v, np.zeros(s["batch"], np.int32), table, layout="bshd")
+        out, lse = cupyfa.attention(q, cache, return_lse=True, **given, **SIM)
         assert out.shape == (*q.shape[:3], s["dv"]) and lse.shape == q.shape[:3]
         assert not np.isnan(out.astype(F)).any()
 

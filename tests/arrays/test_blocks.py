@@ -173,7 +173,7 @@ def test_density_and_drawings(tmp_path):
     assert str(made("key <= query", M=100_000, N=100_000)).count("\n") <= 64
     of_heads = made("key < 256 + head", M=512, N=512, heads=2)
     assert str(of_heads).splitlines()[1] == "|██░ |"
-    cupyfa.draw_blocks(mask, tmp_path / "mask.svg")
+    cupyfa.lab.draw_blocks(mask, tmp_path / "mask.svg")
     drawn = (tmp_path / "mask.svg").read_text()
     assert "key &lt;= query, density 0.625" in drawn
     assert {"key", "query"} <= assert_readable(plots._tiles(mask, "A mask"))
@@ -206,7 +206,10 @@ def test_empty_sizes():
         (lambda: made() & np.ones((4, 4), bool), "make a block mask of it"),
         (lambda: np.ones((4, 4), bool) | made(), "make a block mask of it"),
         (lambda: cupyfa.block_mask(np.ones((3, 4), bool), M=5), "let them be equal"),
-        (lambda: cupyfa.draw_blocks(DOC, "mask.svg"), "blocks is of type ndarray; make a block"),
+        (
+            lambda: cupyfa.lab.draw_blocks(DOC, "mask.svg"),
+            "blocks is of type ndarray; make a block",
+        ),
         (lambda: made(M=-1), "sizes are 0 to"),
         (lambda: made() & made(N=7), "differ in M or N"),
         (lambda: made(heads=2) | made(heads=3), "differ in heads"),

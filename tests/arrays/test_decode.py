@@ -35,10 +35,10 @@ def drawn(shape, dtype="float32", seed=0):
 
 
 def laid_out(array, layout):
-    return array.copy() if layout == "nhd" else np.ascontiguousarray(array.swapaxes(1, 2))
+    return array.copy() if layout == "bshd" else np.ascontiguousarray(array.swapaxes(1, 2))
 
 
-def cache_of(k, v, lengths=LENGTHS, *, pages=False, layout="nhd", spare=3, size=SIZE, table=None):
+def cache_of(k, v, lengths=LENGTHS, *, pages=False, layout="bshd", spare=3, size=SIZE, table=None):
     """A cache with the first rows of k and v [batch, rows, kv_heads, columns], all else NaN."""
     batch, rows = k.shape[:2]
     if not pages:
@@ -79,7 +79,7 @@ def given(dtype, tokens=1, heads=HEADS, kv_heads=KV_HEADS, d=D, dv=DV, rows=N, b
 
 
 def decoded(backend, q, cache, **how):
-    return cupyfa.decode(q, cache, backend=backend, return_lse=True, **how)
+    return cupyfa.attention(q, cache, backend=backend, return_lse=True, **how)
 
 
 # Which kernels, dtypes, layouts
@@ -99,7 +99,7 @@ KERNELS = [
 @pytest.mark.parametrize("kernel, dtype, tiles", KERNELS)
 def test_each_sequence_has_its_own_keys(backend, kernel, dtype, tiles, pages):
     q, k, v = given(dtype, tokens=3)
-    for layout in ("nhd", "hnd"):
+    for layout in ("bshd", "bhsd"):
         cache = cache_of(k, v, pages=pages, layout=layout)
         how = {"kernel": kernel, "tiles": tiles, "check": True}
         out, lse = decoded(backend, q, cache, **how)
@@ -221,7 +221,7 @@ def quarter_turns(positions, angles, dtype):
 
 def rows_of(cache, array, b, rows):
     """Rows of a sequence in an array of a cache, [rows, kv_heads, columns]."""
-    found = array if cache.layout == "nhd" else array.swapaxes(1, 2)
+    found = array if cache.layout == "bshd" else array.swapaxes(1, 2)
     if cache.pages is None:
         return np.array(found[b, rows])
     size = cache.page_size
@@ -247,7 +247,7 @@ NEW_LENGTHS = np.array([0, 1, SIZE - 2, SIZE, SIZE + 1, N - 3], "i4")
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("layout, pages", [("nhd", True), ("hnd", False), ("hnd", True)])
+@pytest.mark.parametrize("layout, pages", [("bshd", True), ("bhsd", False), ("bhsd", True)])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_new_tokens_are_turned_and_appended(backend, dtype, layout, pages, interleaved):
     """By quarters of a circle, so that rows of the cache have exactly these bits."""
@@ -348,12 +348,12 @@ def test_flashinfers_tables_are_read(backend):
     indices = np.concatenate([x[:n] for x, n in zip(paged.pages, pages)])
     indptr = np.cumsum([0, *pages]).astype("i4")
     last = np.array([5, 0, SIZE], "i4")
-    cache = cupyfa.KVCache.from_csr(paged.k, paged.v, indptr, indices, last)
+    cache = cupyfa.KVCache.from_csr(paged.k, paged.v, indptr, indices, last, layout="bshd")
     assert (cache.lengths == lengths).all() and cache.pages.shape == (3, 2)
     out, lse = decoded(backend, q, cache)
     require(out, lse, q, k, v, lengths)
     with pytest.raises(ValueError, match="offsets from 0"):
-        cupyfa.KVCache.from_csr(paged.k, paged.v, indptr + 1, indices, last)
+        cupyfa.KVCache.from_csr(paged.k, paged.v, indptr + 1, indices, last, layout="bshd")
 
 
 def test_lengths_are_read_when_a_call_runs(backend):
@@ -367,7 +367,7 @@ def test_lengths_are_read_when_a_call_runs(backend):
 
 def refused(error, words, *arrays, backend="simulator", **how):
     with pytest.raises(error, match=words):
-        cupyfa.decode(*arrays, backend=backend, **how)
+        cupyfa.attention(*arrays, backend=backend, **how)
 
 
 def test_wrong_calls_are_refused():
@@ -428,7 +428,7 @@ def test_wrong_calls_are_refused():
         (TypeError, r"decode\(\) has no argument 'windw'; did you mean window", {"windw": 1}, {}),
     )
     for error, words, how, change in wrong:
-        its = cupyfa.KVCache(cache.k, cache.v, NEW_LENGTHS.copy())
+        its = cupyfa.KVCache(cache.k, cache.v, NEW_LENGTHS.copy(), layout="bshd")
         its.lengths[5] = change.get("lengths", its.lengths[5])
         refused(error, words, q, its, **how)
     refused(ValueError, "q has shape", q[:, :, :, :5], cache)
@@ -437,11 +437,11 @@ def test_wrong_calls_are_refused():
         ValueError,
         "shares memory",
         q,
-        cupyfa.KVCache(k, v, NEW_LENGTHS),
+        cupyfa.KVCache(k, v, NEW_LENGTHS, layout="bshd"),
         **{**new, "k": k[:, :2].swapaxes(1, 2)},
     )
     k.flags.writeable = False
-    refused(ValueError, "read-only", q, cupyfa.KVCache(k, v, NEW_LENGTHS), **new)
+    refused(ValueError, "read-only", q, cupyfa.KVCache(k, v, NEW_LENGTHS, layout="bshd"), **new)
 
 
 def test_new_keys_need_arrays_of_their_own():
@@ -452,8 +452,8 @@ def test_new_keys_need_arrays_of_their_own():
     whole = np.zeros((2, 2, 2, 16, 8), "f4")
 
     def decode(halves, **new):
-        cache = cupyfa.KVCache(*halves, lengths, table, layout="hnd")
-        return cupyfa.decode(q, cache, backend="simulator", kernel="fa2", **new)
+        cache = cupyfa.KVCache(*halves, lengths, table, layout="bhsd")
+        return cupyfa.attention(q, cache, backend="simulator", kernel="fa2", **new)
 
     for halves in (
         (whole[0, :, :1], whole[1, :, :1]),
@@ -554,13 +554,13 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
     how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
     how["rotary"] = tuple(map(cupy.asarray, rotary))
     cache.lengths[...] = 0
-    cupyfa.decode(there, cache, **how, check=True)
+    cupyfa.attention(there, cache, **how, check=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cupyfa.decode(there, cache, **how)  # compiles, and takes memory for this stream
+        cupyfa.attention(there, cache, **how)  # compiles, and takes memory for this stream
         cache.lengths += 0
         stream.begin_capture()
-        _, lse = cupyfa.decode(there, cache, **how)
+        _, lse = cupyfa.attention(there, cache, **how)
         cache.lengths += 2
         graph = stream.end_capture()
         for n in range(0, N - 1, 2):
@@ -575,7 +575,7 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
 def test_nvrtc_compiles_what_decoding_launches(size):
     lengths, table = np.zeros(1, "i4"), None if size is None else np.zeros((1, 128), "i4")
     k = np.zeros((3, 16, 8, 128), "f2") if size else np.zeros((1, 2048, 8, 128), "f2")
-    cache = cupyfa.KVCache(k, k, lengths, table)
+    cache = cupyfa.KVCache(k, k, lengths, table, layout="bshd")
     rows = {"cache.k": k.swapaxes(1, 2), "cache.v": k.swapaxes(1, 2), "lengths": lengths}
     rows |= {} if size is None else {"pages": table}
     q, new, angles = (np.zeros(x, "f2") for x in ((1, 32, 1, 128), (1, 8, 1, 128), (2048, 64)))
@@ -616,14 +616,14 @@ def test_nvrtc_compiles_what_decoding_launches(size):
 def test_wrong_caches_are_refused(change, error, words):
     _, k, v = given("float32")
     with pytest.raises(error, match=words):
-        cupyfa.KVCache(**{"k": k, "v": v, "lengths": LENGTHS, **change})
+        cupyfa.KVCache(layout="bshd", **{"k": k, "v": v, "lengths": LENGTHS, **change})
 
 
 @pytest.mark.parametrize("size", [8, 24, 512])
 def test_other_sizes_of_pages_are_unsupported(size):
     k = np.zeros((2, size, 1, 8), "f4")
     with pytest.raises(Unsupported, match=f"page_size is {size}; use one of 16, 32, 64, 128, 256"):
-        cupyfa.KVCache(k, k, np.zeros(1, "i4"), np.zeros((1, 2), "i4"))
+        cupyfa.KVCache(k, k, np.zeros(1, "i4"), np.zeros((1, 2), "i4"), layout="bshd")
 
 
 def test_a_cache_describes_itself():

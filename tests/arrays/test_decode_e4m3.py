@@ -51,7 +51,7 @@ def scale(form, seed):
 class Filled:
     """A cache, and the numbers that it stands for: k and v [batch, rows, kv_heads, columns]."""
 
-    def __init__(self, *, pages=False, layout="nhd", forms=(None, None), lengths=LENGTHS, room=0):
+    def __init__(self, *, pages=False, layout="bshd", forms=(None, None), lengths=LENGTHS, room=0):
         self.lengths = lengths
         table = np.random.default_rng(5).permutation(COUNT)[: BATCH * MOST].reshape(BATCH, MOST)
         table = table.astype("i4")
@@ -80,7 +80,7 @@ class Filled:
         if pages:
             for b, n in enumerate(lengths):  # what no key needs is no page
                 table[b, -(-int(n + room) // SIZE) :] = -7 if b % 2 else 2**30
-        arrays = [x if layout == "nhd" else x.swapaxes(1, 2).copy() for x in self.stored]
+        arrays = [x if layout == "bshd" else x.swapaxes(1, 2).copy() for x in self.stored]
         self.cache = cupyfa.KVCache(
             *arrays, lengths.copy(), table if pages else None, layout, *scales
         )
@@ -88,7 +88,7 @@ class Filled:
     def bits(self):
         """What the cache has of each row, [batch, rows, kv_heads, columns]."""
         found = (self.cache.k, self.cache.v)
-        nhd = [x if self.cache.layout == "nhd" else x.swapaxes(1, 2) for x in found]
+        nhd = [x if self.cache.layout == "bshd" else x.swapaxes(1, 2) for x in found]
         return [x[np.broadcast_arrays(*self.at)[0], self.at[1]] for x in nhd]
 
     def numbers(self):
@@ -110,19 +110,19 @@ def require(out, lse, q, filled, lengths, left=None):
 
 
 def decoded(backend, q, filled, **how):
-    return cupyfa.decode(q, filled.cache, backend=backend, return_lse=True, **how)
+    return cupyfa.attention(q, filled.cache, backend=backend, return_lse=True, **how)
 
 
 FORMS = [
-    (False, "nhd", ("heads", "batch"), "float16"),
-    (True, "hnd", ("pages", "pages"), "bfloat16"),
+    (False, "bshd", ("heads", "batch"), "float16"),
+    (True, "bhsd", ("pages", "pages"), "bfloat16"),
     *(
         pytest.param(*x, marks=pytest.mark.slow)
         for x in (
-            (False, "hnd", ("batch", None), "bfloat16"),
-            (True, "hnd", ("heads", "pages"), "float16"),
-            (True, "nhd", ("pages", "batch"), "float16"),
-            (True, "nhd", (None, "heads"), "bfloat16"),
+            (False, "bhsd", ("batch", None), "bfloat16"),
+            (True, "bhsd", ("heads", "pages"), "float16"),
+            (True, "bshd", ("pages", "batch"), "float16"),
+            (True, "bshd", (None, "heads"), "bfloat16"),
         )
     ),
 ]
@@ -265,7 +265,7 @@ def cache_with(**change):
     filled = Filled(pages=change.pop("pages", False))
     cache = filled.cache
     given = {"k": cache.k, "v": cache.v, "lengths": LENGTHS, "pages": cache.pages, **change}
-    return cupyfa.KVCache(**given)
+    return cupyfa.KVCache(layout="bshd", **given)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
     p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
     kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=True)
     yield from planning.plan(kernel, p, limits_of(arch)).programs
-    cache = cupyfa.KVCache(k, k, lengths, table if size else None, "hnd")
+    cache = cupyfa.KVCache(k, k, lengths, table if size else None, "bhsd")
     new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
     arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}
     arrays |= {"pages": table} if size else {}
@@ -393,20 +393,20 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
     for name in ("lengths", "pages", "k_scale", "v_scale"):
         array = getattr(host, name)
         there[name] = None if array is None else cupy.asarray(array)
-    cache = cupyfa.KVCache(**there)
+    cache = cupyfa.KVCache(layout="bshd", **there)
     q, new_k, new_v = (
         drawn((BATCH, h, 1, x), x, dtype) for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
     )
     out = cupy.empty((BATCH, HEADS, 1, DV), dtype)
     how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
     queries = cupy.asarray(q)
-    cupyfa.decode(queries, cache, **how, check=True)
+    cupyfa.attention(queries, cache, **how, check=True)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cupyfa.decode(queries, cache, **how)
+        cupyfa.attention(queries, cache, **how)
         cache.lengths += 0
         stream.begin_capture()
-        _, lse = cupyfa.decode(queries, cache, **how)
+        _, lse = cupyfa.attention(queries, cache, **how)
         cache.lengths += 1
         graph = stream.end_capture()
         for _ in range(3):
@@ -427,8 +427,8 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
     k, v = (rng.standard_normal((2, 3000, 2, d)).astype(E4M3) for _ in range(2))
     scales = [rng.uniform(0.5, 2, (2, 2)).astype("f4") for _ in range(2)]
     q = rng.standard_normal((2, 8, 1, d)).astype(DTYPE[dtype])
-    cache = cupyfa.KVCache(k, v, lengths, k_scale=scales[0], v_scale=scales[1])
-    cupyfa.decode(q, cache, backend=cuda, check=True)
+    cache = cupyfa.KVCache(k, v, lengths, layout="bshd", k_scale=scales[0], v_scale=scales[1])
+    cupyfa.attention(q, cache, backend=cuda, check=True)
 
 
 @pytest.mark.parametrize("form", [None, "heads"])
@@ -441,8 +441,8 @@ def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
     scales = [filled.cache.k_scale, filled.cache.v_scale] if in_cache else [None, None]
     prefix = tuple(x.swapaxes(1, 2) for x in shared)
     if in_cache:
-        prefix = cupyfa.KVCache(*shared, np.array([n], "i4"), None, "nhd", *scales)
-    out, lse = cupyfa.decode(
+        prefix = cupyfa.KVCache(*shared, np.array([n], "i4"), None, "bshd", *scales)
+    out, lse = cupyfa.attention(
         q, filled.cache, prefix=prefix, backend=backend, return_lse=True, check=True
     )
     factors = [np.ones(KV_HEADS, "f4") if x is None else x for x in scales]

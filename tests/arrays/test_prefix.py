@@ -59,7 +59,7 @@ class Case:
     def decoded(self, backend, prefix=None, **how):
         given = self.shared if prefix is None else prefix
         how = {"return_lse": True, **self.new, **how}
-        return cupyfa.decode(self.q, self.cache, prefix=given, backend=backend, **how)
+        return cupyfa.attention(self.q, self.cache, prefix=given, backend=backend, **how)
 
     def require(self, out, lse, **options):
         sink = options.pop("sink", None)
@@ -166,7 +166,7 @@ def test_a_prefix_may_be_a_cache(backend, pages):
         prefix = in_pages(k, v)
     else:
         room = [np.pad(x, ((0, 0), (0, 0), (0, 7), (0, 0)), constant_values=np.nan) for x in (k, v)]
-        prefix = cupyfa.KVCache(*room, np.array([k.shape[2]], "i4"), layout="hnd")
+        prefix = cupyfa.KVCache(*room, np.array([k.shape[2]], "i4"), layout="bhsd")
     options = {"score_mod": "score + 0.1 * key - 0.2 * position"}
     case.require(*case.decoded(backend, prefix, check=True, **options), **options)
     prefix.lengths[0] = 100
@@ -202,7 +202,7 @@ def test_nothing_to_decode(backend, batch, tokens):
     cache = cupyfa.KVCache(*(drawn(batch, 8, KV_HEADS, x) for x in (D, DV)), np.ones(batch, "i4"))
     q = drawn(batch, HEADS, tokens, D)
     how = {"prefix": prefix, "return_lse": True, "score_mod": "score + position", "window": (3, 0)}
-    out, lse = cupyfa.decode(q, cache, backend=backend, **how)
+    out, lse = cupyfa.attention(q, cache, backend=backend, **how)
     assert out.shape == (batch, HEADS, tokens, DV) and lse.shape == (batch, HEADS, tokens)
 
 
@@ -297,14 +297,14 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
     case.lengths[:] = case.used = np.array([2, 3, 17, ROOM], "i4")
     cache = cupyfa.KVCache(*map(cupy.asarray, case.own), cupy.asarray(case.used))
     (first, second), most = case.shared, NESTED[0][1]
-    outer = cupyfa.KVCache(*map(cupy.asarray, first), cupy.full(1, most, "i4"), layout="hnd")
+    outer = cupyfa.KVCache(*map(cupy.asarray, first), cupy.full(1, most, "i4"), layout="bhsd")
     how = {"prefix": [outer, tuple(map(cupy.asarray, second))], "return_lse": True}
     how |= {x: cupy.asarray(y) if hasattr(y, "dtype") else y for x, y in options.items()}
     q = cupy.asarray(case.q)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        cupyfa.decode(q, cache, **how)  # compiles, and takes memory
+        cupyfa.attention(q, cache, **how)  # compiles, and takes memory
         stream.begin_capture()
-        out, lse = cupyfa.decode(q, cache, **how)
+        out, lse = cupyfa.attention(q, cache, **how)
         graph = stream.end_capture()
         noise = [cupy.full(1 << n, cupy.nan) for n in range(4, 20)]  # in memory that is free
         for used, n in (([2, 3, 17, ROOM], most), ([5, 2, 30, 2], 7), ([2, 2, 2, 2], 1)):
@@ -333,17 +333,17 @@ def test_a_long_prefix_is_read_once(cuda):
 
     q, prefix = filled(batch, heads, 1, d), tuple(filled(1, kv_heads, shared, d) for _ in "kv")
     mine = [filled(batch, kv_heads, own, d) for _ in "kv"]
-    cache = cupyfa.KVCache(*mine, cupy.full(batch, own, "i4"), layout="hnd")
+    cache = cupyfa.KVCache(*mine, cupy.full(batch, own, "i4"), layout="bhsd")
     whole = [cupy.empty((batch, kv_heads, shared + own, d), "f2") for _ in "kv"]
     for to, x, y in zip(whole, prefix, mine):
         to[:, :, :shared], to[:, :, shared:] = x, y
-    all_keys = cupyfa.KVCache(*whole, cupy.full(batch, shared + own, "i4"), layout="hnd")
+    all_keys = cupyfa.KVCache(*whole, cupy.full(batch, shared + own, "i4"), layout="bhsd")
 
     def once():
-        return cupyfa.decode(q, cache, prefix=prefix)
+        return cupyfa.attention(q, cache, prefix=prefix)
 
     def by_each():
-        return cupyfa.decode(q, all_keys)
+        return cupyfa.attention(q, all_keys)
 
     once_ms, by_each_ms = (min(cuda.time(call) for _ in range(10)) for call in (once, by_each))
     assert by_each_ms >= 8 * once_ms, (once_ms, by_each_ms)

@@ -357,7 +357,7 @@ def test_no_script_of_a_file_is_run(tmp_path):
     for name in (f"{script}:mine", f"{script}", "evil.py:mine", "x:y", "auto"):
         about_changed(path, ("kernel",), name)
         with pytest.raises(ValueError, match="not run; give the kernel as kernel="):
-            cupyfa.replay(path, backend="simulator")
+            cupyfa.lab.replay(path, backend="simulator")
         assert "--kernel script.py:name" in cli("replay", path, *SIMULATOR, code=2).stderr
     assert not (tmp_path / "ran").exists()
 
@@ -439,7 +439,7 @@ def test_inputs_of_a_kernels_own_must_fit_it(tmp_path):
         arrays = dict(members)
     np.savez(path, **{**arrays, "S": arrays["S"][:, :, :3]})
     with pytest.raises(ValueError, match="S is float32"):
-        cupyfa.replay(path, backend="simulator")
+        cupyfa.lab.replay(path, backend="simulator")
 
 
 def test_readers_name_the_field():

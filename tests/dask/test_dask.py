@@ -134,7 +134,7 @@ def test_results_are_those_of_one_call(name):
 def test_gradients_are_those_of_one_call(name):
     given, chunked, options = case(name)
     how = {"return_lse": True, "backward_tiles": TILES, **FORWARD, **BACKWARD, **options}
-    (out, lse), back = cupyfa.attention_vjp(*given, **how)
+    (out, lse), back = cupyfa.vjp(*given, **how)
     dout = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
     results, pullback = parts.attention_vjp(*chunked, **how)
     found = pullback(da.from_array(dout))
@@ -198,7 +198,7 @@ def test_empty_arrays(axis):
     empty = {axis: 0} if axis != "kv_heads" else {"kv_heads": 0, "heads": 0}
     given = arrays(**{**SIZES, "M": 20, "N": 20, **empty})
     options = {"causal": True, "return_lse": True, "kernel": "fa2", "backend": "simulator"}
-    right, back = cupyfa.attention_vjp(*given, **options)
+    right, back = cupyfa.vjp(*given, **options)
     found, pullback = parts.attention_vjp(*map(da.from_array, given), **options)
     assert_same_bits(computed(*found), right)
     assert_same_bits(computed(*pullback(found[0])), back(right[0]))
@@ -553,7 +553,7 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
     if keys == "merge":
         require_right(found, given, chunked, fan_in=4, dout=given[0], causal=True)
     else:
-        right, back = cupyfa.attention_vjp(*given, **how)
+        right, back = cupyfa.vjp(*given, **how)
         assert_same_bits(found, (*right, *back(given[0])))
 
 
@@ -574,7 +574,7 @@ def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
         out, pullback = parts.attention_vjp(q, k, v, **how)
         results = [x.map_blocks(cupy.asnumpy, dtype=x.dtype) for x in (out, *pullback(q))]
         found = computed_by(of_two_gpus, *results, workers=[worker])
-        right, back = cupyfa.attention_vjp(*of_head, **how)
+        right, back = cupyfa.vjp(*of_head, **how)
         assert_same_bits(found, (right, *back(of_head[0])))
 
 
@@ -595,7 +595,7 @@ def test_chunks_in_gpu_memory_stay_there(cuda, keys):
     meta = cupy.empty((0, 0, 0, 0), "float16")
     chunked = [x.map_blocks(cupy.asarray, meta=meta) for x in cut(*given, chunks)]
     q, k, v = map(cupy.asarray, given)
-    right, back = cupyfa.attention_vjp(q, k, v, causal=True, deterministic=True)
+    right, back = cupyfa.vjp(q, k, v, causal=True, deterministic=True)
     out, pullback = parts.attention_vjp(*chunked, causal=True, keys=keys)
     found = computed(out, *pullback(chunked[0]))
     assert all(isinstance(x, cupy.ndarray) for x in found)

@@ -98,7 +98,7 @@ def whole(given, **options):
     """The same of one call."""
     q, k, v, dout, dlse = given
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **FORWARD, **options)
-    backward = partial(cupyfa.attention_backward, dlse=dlse, **BACKWARD, **options)
+    backward = partial(cupyfa.backward, dlse=dlse, **BACKWARD, **options)
     return [out, lse, *backward(dout, q, k, v, out, lse)]
 
 
@@ -192,7 +192,7 @@ def test_gradients_of_keys_are_added_up_in_the_order_of_ranks():
             of_rows = [y[at] for y in (dout, q)], [y[at] for y in (out, lse)]
             offset = k.shape[2] - q.shape[2] + x.start
             how = {**BACKWARD, "causal": True, "offset": offset, "wrt": "k,v"}
-            made = cupyfa.attention_backward(*of_rows[0], k, v, *of_rows[1], dlse=dlse[at], **how)
+            made = cupyfa.backward(*of_rows[0], k, v, *of_rows[1], dlse=dlse[at], **how)
             of_rank = of_rank + np.array(made, "float32")
         total = total + of_rank
     for x, y in zip(found, total.astype("float16")):

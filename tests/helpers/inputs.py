@@ -92,11 +92,11 @@ class Calls:
         how = {**self.how, **given}
         out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
         again = [cupyfa.attention(q, k, v, **how) for _ in range(3)]
-        made, pull = cupyfa.attention_vjp(q, k, v, **how, **BACKWARD)
+        made, pull = cupyfa.vjp(q, k, v, **how, **BACKWARD)
         prepared = cupyfa.compile(q, k, v, **how)
         named = {**self._named(), **lengths}
         backward = {**how, "kernel": BACKWARD["backward_kernel"]}
-        gradients = cupyfa.compile_backward(out, q, k, v, out, lse, **backward)
+        gradients = cupyfa.compile(out, q, k, v, out, lse, **backward)
         return {
             "attention": (out, lse, *again, made),
             "prepared": [prepared(q, k, v, **named) for _ in range(3)],
@@ -113,7 +113,7 @@ class Calls:
         offsets = {f"cu_seqlens_{x}": self.put_read(OFFSETS) for x in "qk"}
         how = {**self.how, **self.given}
         out, lse = cupyfa.attention_ragged(q, k, v, **offsets, return_lse=True, **how)
-        made, pull = cupyfa.attention_ragged_vjp(q, k, v, **offsets, **how, **BACKWARD)
+        made, pull = cupyfa.vjp(q, k, v, **offsets, **how, **BACKWARD)
         prepared = cupyfa.compile(q, k, v, **offsets, **how)
         return {
             "attention": (out, lse, made),
@@ -125,15 +125,17 @@ class Calls:
         q, k, v = self._qkv()
         lists = [[x[0][:, :9], x[1]] for x in (q, k, v)]
         how = {**self.how, **self.given}
-        out, pull = cupyfa.attention_vjp(*lists, **how, **BACKWARD)
+        out, pull = cupyfa.vjp(*lists, **how, **BACKWARD)
         return {"attention": cupyfa.attention(*lists, **how), "vjp": out, "pullback": pull(out)}
 
     def _cache(self):
         q, k, v = self._qkv()
         lengths = [20, 7] if self.put_read is np.ndarray.tolist else self.put(LENGTHS)
-        cache = cupyfa.KVCache(k, v, lengths, layout="hnd")
+        cache = cupyfa.KVCache(k, v, lengths, layout="bhsd")
         return {
-            "decode": cupyfa.decode(q[:, :, :2], cache, return_lse=True, **self.how, **self.given)
+            "decode": cupyfa.attention(
+                q[:, :, :2], cache, return_lse=True, **self.how, **self.given
+            )
         }
 
 

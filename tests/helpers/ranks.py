@@ -77,7 +77,7 @@ def compare(group, over):
         of_ranks = [group.gather(x)() for x in of_rank(group, arrays, schedule, how)]
         found = [joined(on_host(x), "zigzag") for x in of_ranks]
         if schedule == "heads":
-            (out, lse), pullback = cupyfa.attention_vjp(*arrays[:3], **how)
+            (out, lse), pullback = cupyfa.vjp(*arrays[:3], **how)
             for x, y in zip(found, (out, lse, *pullback(*arrays[3:]))):
                 np.testing.assert_array_equal(x, on_host(y))
         else:

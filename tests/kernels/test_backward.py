@@ -153,7 +153,7 @@ def test_warps_that_share_sums_of_wide_heads(backend, columns, rows, sizes):
 def test_any_size_may_be_zero(backend, kernel, empty):
     sizes = {"batch": 2, "heads": 2, "M": 5, "N": 7, "d": 8, "dv": 8, empty: 0}
     q, k, v, out, lse, dout = forward(Problem.of_sizes(**sizes, dtype=usual_dtype(kernel)))
-    grads = cupyfa.attention_backward(
+    grads = cupyfa.backward(
         *(dout, q, k, v, out, lse),
         kernel=kernel,
         backend=backend,
@@ -250,7 +250,7 @@ def test_runs_with_atomics_differ_but_are_right(kernel):
 
 def forward(p, seed=0):
     """q, k, v, the forward results, and a gradient of the output."""
-    case = cupyfa.Case("backward", p, seed)
+    case = cupyfa.lab.Case("backward", p, seed)
     return tuple(case.inputs()[name] for name in ("Q", "K", "V", "O", "lse", "dO"))
 
 
@@ -273,9 +273,7 @@ def test_gradients_of_a_call(backend):
     p = problem(dv=5)
     q, k, v, _, _, dout = forward(p)
     out, lse = cupyfa.attention(q, k, v, causal=True, backend=backend, return_lse=True)
-    grads = cupyfa.attention_backward(
-        *(dout, q, k, v, out, lse), causal=True, backend=backend, check=True
-    )
+    grads = cupyfa.backward(*(dout, q, k, v, out, lse), causal=True, backend=backend, check=True)
     close(grads, expected(p, q, k, v, dout))
     assert all(type(grad) is np.ndarray for grad in grads)
 
@@ -284,7 +282,7 @@ def test_gradients_of_a_call(backend):
 def test_the_pullback_of_a_call(backend, dtype):
     p = problem(dtype=dtype)
     q, k, v, _, _, dout = forward(p)
-    out, pullback = cupyfa.attention_vjp(q, k, v, causal=True, backend=backend, scale=0.3)
+    out, pullback = cupyfa.vjp(q, k, v, causal=True, backend=backend, scale=0.3)
     np.testing.assert_array_equal(
         out, cupyfa.attention(q, k, v, causal=True, backend=backend, scale=0.3)
     )
@@ -302,16 +300,16 @@ def test_the_pullback_of_a_call(backend, dtype):
 def test_leading_axes(backend, lead):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(*lead, n, 4)).astype(np.float32) for n in (9, 7, 7))
-    out, pullback = cupyfa.attention_vjp(q, k, v, backend=backend, check=True)
+    out, pullback = cupyfa.vjp(q, k, v, backend=backend, check=True)
     assert [grad.shape for grad in pullback(out)] == [q.shape, k.shape, v.shape]
 
 
 def test_bshd_is_bhsd_with_heads_inside(backend):
     p = problem(N=19)
     arrays = forward(p)
-    whole = cupyfa.attention_backward(arrays[5], *arrays[:5], causal=True, backend=backend)
+    whole = cupyfa.backward(arrays[5], *arrays[:5], causal=True, backend=backend)
     q, k, v, out, dout = (np.ascontiguousarray(arrays[i].swapaxes(1, 2)) for i in (0, 1, 2, 3, 5))
-    tokens = cupyfa.attention_backward(
+    tokens = cupyfa.backward(
         *(dout, q, k, v, out, arrays[4]), causal=True, backend=backend, layout="bshd"
     )
     for one, other in zip(tokens, whole):
@@ -321,10 +319,10 @@ def test_bshd_is_bhsd_with_heads_inside(backend):
 def test_gradients_are_written_to_given_arrays(backend):
     q, k, v, out, lse, dout = forward(problem())
     mine = tuple(np.full_like(x, 7) for x in (q, k, v))
-    grads = cupyfa.attention_backward(dout, q, k, v, out, lse, backend=backend, grads=mine)
+    grads = cupyfa.backward(dout, q, k, v, out, lse, backend=backend, grads=mine)
     assert all(grad is x for grad, x in zip(grads, mine))
-    close(mine, cupyfa.attention_backward(dout, q, k, v, out, lse, backend=backend))
-    partly = cupyfa.attention_backward(
+    close(mine, cupyfa.backward(dout, q, k, v, out, lse, backend=backend))
+    partly = cupyfa.backward(
         *(dout, q, k, v, out, lse), backend=backend, grads=(None, mine[1], None)
     )
     assert partly[1] is mine[1] and partly[0] is not mine[0]
@@ -334,7 +332,7 @@ def test_cupy_in_cupy_out(cuda):
     import cupy
 
     arrays = [cupy.asarray(x) for x in forward(problem())]
-    grads = cupyfa.attention_backward(arrays[5], *arrays[:5], causal=True, deterministic=True)
+    grads = cupyfa.backward(arrays[5], *arrays[:5], causal=True, deterministic=True)
     assert all(isinstance(grad, cupy.ndarray) for grad in grads)
     host = [x.get() for x in arrays]
     close([grad.get() for grad in grads], expected(problem(), *host[:3], host[5]))
@@ -348,7 +346,7 @@ def test_deterministic_kernels():
     assert planning.select("two_pass", "backward", p, limits, deterministic=True).name == "two_pass"
     q, k, v, out, lse, dout = forward(problem())
     with pytest.raises(cupyfa.Unsupported, match="columns sums dQ in any order.*two_pass"):
-        cupyfa.attention_backward(
+        cupyfa.backward(
             *(dout, q, k, v, out, lse), kernel="columns", deterministic=True, backend="simulator"
         )
     of_array = Problem.of_sizes(M=8, N=8, d=8, bias="1hmn")
@@ -394,7 +392,7 @@ def test_gradients_for_torch():
     for i, learned in enumerate((sink, slope)):
         ones = np.ones(p.heads, np.float32)
         read = {"sink": ones, "captured": {"slope": ones}}
-        _, pullback = cupyfa.attention_vjp(q, k, v, wrt=("sink", "slope"), **read, **how)
+        _, pullback = cupyfa.vjp(q, k, v, wrt=("sink", "slope"), **read, **how)
         np.testing.assert_array_equal(learned.grad.numpy(), pullback(dout)[i])
 
 

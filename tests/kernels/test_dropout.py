@@ -121,14 +121,14 @@ def test_calls_take_it(backend):
     np.testing.assert_array_equal(lse, lse_of_plain)
     assert not np.allclose(out, plain)
     by_name = {"causal": True, **DROPOUT, "backend": backend}
-    same, pullback = cupyfa.attention_vjp(q, k, v, **by_name)
+    same, pullback = cupyfa.vjp(q, k, v, **by_name)
     np.testing.assert_array_equal(out, same)
-    gradients = cupyfa.attention_backward(dout, q, k, v, out, lse, **by_name)
+    gradients = cupyfa.backward(dout, q, k, v, out, lse, **by_name)
     for one, other in zip(gradients, pullback(dout)):
         np.testing.assert_allclose(one, other, 1e-12)
     prepared = cupyfa.compile(q, k, v, **by_name)
     np.testing.assert_array_equal(prepared(q, k, v), out)
-    back = cupyfa.compile_backward(dout, q, k, v, out, lse, **by_name)
+    back = cupyfa.compile(dout, q, k, v, out, lse, **by_name)
     np.testing.assert_allclose(back(dout, q, k, v, out, lse)[0], gradients[0], 1e-12)
     for other in ({"dropout_seed": 1}, {"dropout_offset": 4}, {"dropout": 0.31}):
         assert not np.allclose(out, cupyfa.attention(q, k, v, **{**by_name, **other}))
@@ -138,7 +138,7 @@ def test_the_slope_of_a_call_is_its_gradient(backend):
     rng = np.random.default_rng(1)
     q, k, v, dout, step = rng.standard_normal((5, 1, 2, 17, 6))
     how = {**DROPOUT, "backend": backend, "score_mod": "tanh(score)"}
-    _, pullback = cupyfa.attention_vjp(q, k, v, **how)
+    _, pullback = cupyfa.vjp(q, k, v, **how)
     for i, gradient in enumerate(pullback(dout)):
         ahead, behind = (
             cupyfa.attention(*(x + h * step * (i == j) for j, x in enumerate((q, k, v))), **how)
@@ -244,7 +244,7 @@ def results(kernel, backend, **given):
     in_16_bits = usual_dtype(kernel) in ("float16", "bfloat16")
     of_forward = {**how, "kernel": "mma_pipelined" if in_16_bits else "fa2"}
     wrt = tuple(x for x in "qkv" if f"d{x.upper()}" not in kernel.unordered)
-    return cupyfa.attention_vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
+    return cupyfa.vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
 
 
 def same_in_memory(kernel, backend, turn):
@@ -292,13 +292,13 @@ def test_prepared_calls_read_a_seed_each_time(backend):
     prepared = cupyfa.compile(q, k, v, return_lse=True, options=options, backend=backend, **given)
     out, lse = prepared(q, k, v, **given)
     same = {"deterministic": True}
-    back = cupyfa.compile_backward(dout, q, k, v, out, lse, **same, **how, **given)
+    back = cupyfa.compile(dout, q, k, v, out, lse, **same, **how, **given)
     for of_seed, of_offset in ((1, 2), (5, 2), (5, 9)):
         seed[0], offset[()] = of_seed, of_offset
         how |= {"dropout_seed": of_seed, "dropout_offset": of_offset}
         out, lse = prepared(q, k, v, **given)
         np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
-        expected = cupyfa.attention_backward(dout, q, k, v, out, lse, **same, **how)
+        expected = cupyfa.backward(dout, q, k, v, out, lse, **same, **how)
         np.testing.assert_array_equal(back(dout, q, k, v, out, lse, seed, offset), expected)
     cupyfa.attention(q, k, v, check=True, dropout=0.5, backend=backend, **given)
     by_shape = cupyfa.compile(
@@ -324,5 +324,7 @@ def test_prepared_calls_read_a_seed_each_time(backend):
 def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
     x = np.zeros((1, 2, 3), F)
     with pytest.raises(error, match=message):
-        cupyfa.attention(x, x, x, dropout=0.5, dropout_seed=given, backend=backend)
-    cupyfa.attention(x, x, x, dropout=0.0, dropout_seed=given, backend=backend)  # nobody reads it
+        cupyfa.attention(x, x, x, dropout=cupyfa.Dropout(0.5, given), backend=backend)
+    cupyfa.attention(
+        x, x, x, dropout=cupyfa.Dropout(0.0, given), backend=backend
+    )  # nobody reads it

@@ -153,7 +153,7 @@ def test_tiles_of_different_magnitude(sizes, dv):
 
 def test_faults_exceed_the_bounds():
     problem = Problem.of_sizes(M=40, N=48, d=64, dtype="float16", heads=2)
-    inputs = cupyfa.Case("forward", problem, values="uniform").inputs()
+    inputs = cupyfa.lab.Case("forward", problem, values="uniform").inputs()
     q, k, v = (inputs[name] for name in "QKV")
     want = tolerance.expected_attention(
         q, k, v, scale=problem.scale, dtype="float16", roundings=["float8_e4m3"]
@@ -170,7 +170,7 @@ def test_faults_exceed_the_bounds():
 
 
 def test_accuracy():
-    found = cupyfa.accuracy(
+    found = cupyfa.lab.accuracy(
         ["wgmma_overlap", "wgmma_fp8"], M=64, N=256, d=64, dtype="float16", backend="simulator"
     )
     errors = {(x.kernel, x.case.values): x.rmse / x.rms for x in found}

@@ -7,7 +7,7 @@ from helpers.merged import merged
 from helpers.problems import FORWARD, check_case, usual_first
 
 import cupyfa
-from cupyfa import AttentionOptions, Problem, Unsupported
+from cupyfa import Problem, Unsupported
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import Case
@@ -96,7 +96,7 @@ def test_gradients_of_parts_add_up(backend):
         given, offset = (q[:, :, rows], k, v), rows.start + 90 - 40
         how = {"causal": True, "offset": offset, "backend": backend}
         out, lse = cupyfa.attention(*given, return_lse=True, **how)
-        found = cupyfa.attention_backward(dout[:, :, rows], *given, out, lse, **how)
+        found = cupyfa.backward(dout[:, :, rows], *given, out, lse, **how)
         inputs, options = (*given, out, lse, dout[:, :, rows]), {"scale": 0.25}
         options |= {"dtype": "float32", "causal_offset": offset}
         return found, inputs, tolerance.expected_gradients(*inputs, **options)[None], options
@@ -162,9 +162,9 @@ def test_wrong_offsets(wrong, error, message):
 
 def test_decode_has_no_offset():
     q, k, v = arrays(1, 12)
-    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"), layout="hnd")
+    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"), layout="bhsd")
     with pytest.raises(ValueError, match="new tokens are the last ones"):
-        cupyfa.decode(q, cache, options=AttentionOptions(causal=True, offset=3))
+        cupyfa.attention(q, cache, causal=True, offset=3)
 
 
 def test_shrinking_drops_the_offset_with_its_mask():

@@ -8,7 +8,7 @@ from helpers.gradients import BACKWARD, tiles_of
 from helpers.problems import FORWARD, usual_first
 
 import cupyfa
-from cupyfa import AttentionOptions, Case, Problem, Unsupported
+from cupyfa import Case, Problem, Unsupported
 from cupyfa.numerics import tolerance
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
@@ -85,20 +85,18 @@ def test_results_that_were_rounded_before_are_found(dtype):
 def test_all_calls_give_float32():
     q, k, v = qkv()
     how = {"backend": "simulator", "out_dtype": "float32"}
-    (out, lse), back = cupyfa.attention_vjp(q, k, v, return_lse=True, **how)
+    (out, lse), back = cupyfa.vjp(q, k, v, return_lse=True, **how)
     prepared = cupyfa.compile(q.shape, k.shape, v.shape, dtype="bfloat16", **how)
     assert {x.dtype.name for x in (out, *back(out.astype(q.dtype)))} == {"float32"}
     assert prepared.plan.outputs["O"][1] == np.float32
     shapes = (out.shape, q.shape, k.shape, v.shape, out.shape, lse.shape)
-    gradients = cupyfa.compile_backward(*shapes, dtype="float16", **how)
+    gradients = cupyfa.compile(*shapes, dtype="float16", **how)
     grads = [np.empty(x.shape, np.float32) for x in (q, k, v)]
     assert gradients(out.astype(q.dtype), q, k, v, out, lse, grads=grads)[0] is grads[0]
     of_lists = cupyfa.attention([q[0], q[1]], [k[0], k[1]], [v[0], v[1]], **how)
     for x, y in zip(of_lists, out):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
-    by_options = cupyfa.attention(
-        q, k, v, options=AttentionOptions(out_dtype="float32"), backend="simulator"
-    )
+    by_options = cupyfa.attention(q, k, v, out="float32", backend="simulator")
     np.testing.assert_array_equal(by_options, out)
 
 
@@ -107,13 +105,13 @@ def test_decoding_gives_float32(prefix):
     q, k, v, *shared = arrays(
         *((2, 4, 1, 32), (2, 50, 2, 32), (2, 50, 2, 16), (1, 2, 9, 32), (1, 2, 9, 16))
     )
-    cache = cupyfa.KVCache(k, v, np.array([30, 50], np.int32))
+    cache = cupyfa.KVCache(k, v, np.array([30, 50], np.int32), layout="bshd")
     how = {"backend": "simulator", "prefix": tuple(shared) if prefix else None}
     out = np.empty((2, 4, 1, 16), np.float32)
-    made = cupyfa.decode(q, cache, out=out, out_dtype="float32", check=True, **how)
+    made = cupyfa.attention(q, cache, out=out, out="float32", check=True, **how)
     assert made is out and not (made == made.astype(np.float16)).all()
     with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32"):
-        cupyfa.decode(q, cache, out=out.astype(np.float16), out_dtype="float32", **how)
+        cupyfa.attention(q, cache, out=out.astype(np.float16), out="float32", **how)
 
 
 def test_the_dtype_of_the_inputs_is_the_usual_one():
@@ -139,7 +137,7 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
 )
 def test_other_dtypes_are_refused(dtype, out_dtype, error):
     with pytest.raises(ValueError, match=error):
-        cupyfa.attention(*qkv(dtype=dtype), out_dtype=out_dtype, backend="simulator")
+        cupyfa.attention(*qkv(dtype=dtype), out=out_dtype, backend="simulator")
 
 
 def test_arrays_of_another_dtype_are_refused():
@@ -150,13 +148,13 @@ def test_arrays_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32 .*; give an"):
         cupyfa.attention(q, k, v, out=narrow, **how)
     with pytest.raises(TypeError, match="out is float16; expected is float32 .*: convert it, or"):
-        cupyfa.attention_backward(narrow, q, k, v, narrow, lse, **how)
+        cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
     with pytest.raises(TypeError, match="out is float32; .* or give the out_dtype of that call"):
-        cupyfa.attention_backward(narrow, q, k, v, out, lse, backend="simulator")
+        cupyfa.backward(narrow, q, k, v, out, lse, backend="simulator")
     with pytest.raises(TypeError, match="dout is float32; expected is float16"):
-        cupyfa.attention_backward(out, q, k, v, out, lse, **how)
+        cupyfa.backward(out, q, k, v, out, lse, **how)
     with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):
-        cupyfa.attention_backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)
+        cupyfa.backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)
 
 
 def test_a_kernel_without_it_is_refused(backend):

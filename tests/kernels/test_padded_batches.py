@@ -180,7 +180,7 @@ def gradients(kernel, backend, d=24, has_dlse=False, **options):
     dlse = np.where(np.isfinite(lse), lse / 4, 0).astype(lse.dtype) if has_dlse else None
     out, lse = beyond(out, rows), beyond(lse[..., None], rows)[..., 0]
     how = {"kernel": kernel, "backend": backend, "check": True, "dlse": dlse, **lengths}
-    found = cupyfa.attention_backward(dout, *given, out, lse, **how)
+    found = cupyfa.backward(dout, *given, out, lse, **how)
     for array, of in zip(found, (rows, keys, keys)):
         assert beyond(array, of, 0).tobytes() == array.tobytes()
         assert np.any(array)
@@ -234,7 +234,7 @@ def test_kernels_that_cannot_say_which_can(kernel):
         if kernel.operation == "forward":
             cupyfa.attention(q, q, q, **how)
         else:
-            cupyfa.attention_backward(q, q, q, q, q, lse, **how)
+            cupyfa.backward(q, q, q, q, q, lse, **how)
 
 
 @pytest.mark.gpu

@@ -296,7 +296,7 @@ def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     engine = Simulator()
     engine.name = "a GPU"  # whose times are kept
-    cupyfa.tune(
+    cupyfa.lab.tune(
         replace(FORWARD["mma_tf32"], candidates={}, tiles=(tiles,)),
         backend=engine,
         **{"batch": 1, "heads": 1, "M": 16, "d": 8, "budget": 0.01},

@@ -126,7 +126,7 @@ def gradients(kernel, backend, used=None, d=24, has_dlse=False, **options):
     out, lse = forward("fa2", backend, arrays, offsets, **own)
     dout = drawn(str(out.dtype), out.shape[0], 0, seed=1, d=d)[0]
     dlse = np.where(np.isfinite(lse), lse / 4, 0).astype(lse.dtype) if has_dlse else None
-    return cupyfa.attention_ragged_backward(
+    return cupyfa.backward(
         *(dout, *arrays, out, lse, *offsets),
         dlse=dlse,
         **{"kernel": kernel, "backend": backend, "check": True, **options, **(used or {})},
@@ -172,7 +172,7 @@ def test_kernels_that_cannot_say_which_can(kernel):
         if kernel.operation == "forward":
             cupyfa.attention_ragged(q, k, v, *offsets, **how)
         else:
-            cupyfa.attention_ragged_backward(q, q, k, v, q, lse, *offsets, **how)
+            cupyfa.backward(q, q, k, v, q, lse, *offsets, **how)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_wrong_offsets_of_a_kernel_stay_inside_the_arrays(backend, kernels, offs
     arrays = drawn("float32" if kernels[0] == "fa2" else "float16", 20, 20)
     wrong = np.array(offsets, "i4"), np.array(offsets, "i4")
     out, lse = forward(kernels[0], backend, arrays, wrong)
-    cupyfa.attention_ragged_backward(
+    cupyfa.backward(
         *(np.ones_like(out), *arrays, out, lse, *wrong), kernel=kernels[1], backend=backend
     )
 

@@ -195,10 +195,7 @@ def test_gradients(backend, kernel, source):
     wrt, expected = ["q", "k", "v"], [None, None, dv]
     if "bias" in how:
         wrt, expected = [*wrt, "bias"], [*expected, dS]
-    found = cupyfa.attention_backward(
-        grad, q, k, v, out, lse, **usual | how, wrt=wrt, check=True, kernel=kernel.name,
-        backend=backend.name,
-    )  # fmt: skip
+    found = cupyfa.backward(grad, q, k, v, out, lse, **usual | how, wrt=wrt, check=True, kernel=kernel.name, backend=backend.name)  # fmt: skip
     for name, x, exact in zip(wrt, found, expected):
         x = x.astype(float)
         if exact is None:

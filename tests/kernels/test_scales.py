@@ -46,7 +46,7 @@ def gradients(kernel, backend, arrays, read, wrt, **more):
     given = {x: y for x, y in read.items() if x not in captured}
     on = {"backend": backend, **given, **({"captured": captured} if captured else {}), **more}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
-    return cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=wrt, kernel=kernel, **on)
+    return cupyfa.backward(dout, q, k, v, out, lse, wrt=wrt, kernel=kernel, **on)
 
 
 @pytest.mark.sampled(2)

@@ -94,7 +94,7 @@ def test_wrong_sinks_are_refused(backend):
     ):
         for call, arrays in (
             (cupyfa.attention, (q, k, v)),
-            (cupyfa.attention_backward, (q, q, k, v, q, q[..., 0])),
+            (cupyfa.backward, (q, q, k, v, q, q[..., 0])),
         ):
             with pytest.raises(error, match=message):
                 call(*arrays, sink=wrong, backend=backend)
@@ -109,7 +109,7 @@ def checked_gradients(kernel, backend):
     rng = np.random.default_rng(1)
     how = {"backend": backend, "causal": True, "sink": np.array([1.0, -np.inf], F), "check": True}
     forward = {"kernel": "fa2", "return_lse": True}
-    (out, lse), pullback = cupyfa.attention_vjp(q, k, v, backward_kernel=kernel, **forward, **how)
+    (out, lse), pullback = cupyfa.vjp(q, k, v, backward_kernel=kernel, **forward, **how)
     dlse = rng.standard_normal(lse.shape).astype(lse.dtype)
     pullback(rng.standard_normal(out.shape).astype(out.dtype), dlse)
 
@@ -134,7 +134,7 @@ def test_gradients_of_out_and_lse_are_finite_differences(backend):
         out, lse = cupyfa.attention(*arrays, **how)
         return (out * dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum()
 
-    (out, lse), pullback = cupyfa.attention_vjp(*arrays, **how)
+    (out, lse), pullback = cupyfa.vjp(*arrays, **how)
     dout, dlse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
     for i, gradient in enumerate(pullback(dout, dlse)):
         step = rng.standard_normal(arrays[i].shape)
@@ -145,7 +145,7 @@ def test_gradients_of_out_and_lse_are_finite_differences(backend):
 
 def test_a_wrong_gradient_of_lse_is_refused(backend):
     q, k, v = drawn(4, 4, "float32")
-    _, pullback = cupyfa.attention_vjp(q, k, v, backend=backend)
+    _, pullback = cupyfa.vjp(q, k, v, backend=backend)
     with pytest.raises(ValueError, match=r"dlse is float32 \(4,\); it must be float32 \(2, 4, 4\)"):
         pullback(q, np.ones(4, F))
 

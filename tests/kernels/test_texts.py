@@ -289,9 +289,9 @@ def test_pairs_of_tiles_that_a_block_mask_skips(backend):
         {**given, "kernel": x, "tiles": COPYING[x]} for x in ("wgmma_persistent", "wgmma_columns")
     )
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **forward)
-    dq, *_ = cupyfa.attention_backward(dout, q, k, v, out, lse, **backward)
+    dq, *_ = cupyfa.backward(dout, q, k, v, out, lse, **backward)
     # Arrays on the host: rows are padded on their way to the device.
     forward["check"] = backward["check"] = False
     assert np.array_equal(cupyfa.attention(q, k, v, **forward), out)
-    again, *_ = cupyfa.attention_backward(dout, q, k, v, out, lse, **backward)
+    again, *_ = cupyfa.backward(dout, q, k, v, out, lse, **backward)
     np.testing.assert_allclose(again.astype(float), dq.astype(float), rtol=0.01, atol=0.01)

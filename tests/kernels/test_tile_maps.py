@@ -77,7 +77,7 @@ def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
         return
     out, lse = cupyfa.attention(q, k, v, mask=mask, kernel="auto", return_lse=True, **how)
     dout, how = RNG.standard_normal(out.shape).astype(q.dtype), {**how, "kernel": kernel.name}
-    cupyfa.attention_backward(dout, q, k, v, out, lse, mask=mask, check=True, **how)
+    cupyfa.backward(dout, q, k, v, out, lse, mask=mask, check=True, **how)
 
 
 PERSISTENT = ("wgmma_persistent", "wgmma_fp16x2")  # whose row tiles have at least one tile of keys
@@ -108,7 +108,7 @@ def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
         assert kernel.name in PERSISTENT or np.isneginf(lse).all()
     else:
         lse = np.zeros(q.shape[:-1], np.promote_types(q.dtype, np.float32))
-        prepared = cupyfa.compile_backward(q, q, k, v, q, lse, **how)
+        prepared = cupyfa.compile(q, q, k, v, q, lse, **how)
         results = prepared(q, q, k, v, q, lse)
     assert walks(prepared.plan)
     if kernel.name not in PERSISTENT:
@@ -148,7 +148,7 @@ def test_the_gradient_of_a_bias_under_a_block_mask(backend, kernel):
     how |= {"kernel": "fa2" if kernel == "two_pass" else "auto", "backward_kernel": kernel}
     dout = RNG.standard_normal(q.shape).astype(q.dtype)
     (bias, _), (same, _) = (
-        cupyfa.attention_vjp(q, k, v, **how, **mask)[1](dout)
+        cupyfa.vjp(q, k, v, **how, **mask)[1](dout)
         for mask in ({"mask": DOCUMENTS, "check": True}, OF_DOCUMENTS)
     )
     np.testing.assert_array_equal(bias, same)
@@ -159,8 +159,8 @@ def test_gradients_by_a_pullback(backend):
     q, k, v = (RNG.standard_normal((2, n, 8)) for n in (20, 30, 30))
     mask = cupyfa.block_mask(np.tri(20, 30, 5, dtype=bool))
     how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass"}
-    out, pullback = cupyfa.attention_vjp(q, k, v, mask=mask, **how)
-    same, plain = cupyfa.attention_vjp(q, k, v, mask=np.tri(20, 30, 5, dtype=bool), **how)
+    out, pullback = cupyfa.vjp(q, k, v, mask=mask, **how)
+    same, plain = cupyfa.vjp(q, k, v, mask=np.tri(20, 30, 5, dtype=bool), **how)
     np.testing.assert_array_equal(out, same)
     for x, y in zip(pullback(out), plain(out)):
         np.testing.assert_allclose(x, y, rtol=1e-12)

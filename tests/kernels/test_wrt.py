@@ -46,7 +46,7 @@ def gradients(kernel, dtype, wrt=ARRAYS, backend="simulator", **more):
     how = options(read, **more)
     forward = {x: y for x, y in how.items() if x not in ("dlse", "check", "grads", "deterministic")}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, backend=backend, kernel="fa2", **forward)
-    return cupyfa.attention_backward(
+    return cupyfa.backward(
         *(dout, q, k, v, out, lse), wrt=wrt, kernel=kernel, backend=backend, **how
     )
 
@@ -95,7 +95,7 @@ def test_a_bias_that_is_broadcast_gets_the_sum(shape):
     def of(bias):
         out, lse = cupyfa.attention(q, k, v, bias=bias, return_lse=True, kernel="fa2", **on)
         how = {"wrt": ("bias",), "kernel": "two_pass", "bias": bias, **on}
-        return cupyfa.attention_backward(dout, q, k, v, out, lse, **how)[0]
+        return cupyfa.backward(dout, q, k, v, out, lse, **how)[0]
 
     full = of(np.ascontiguousarray(np.broadcast_to(bias, (2, HEADS, M, N))))
     axes = tuple(i for i, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
@@ -156,7 +156,7 @@ def test_pairs_without_weight_add_nothing_on_hopper(backend):
     on = {"backend": backend, "bias": bias, "causal": "top-left"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
     found, expected = (
-        cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=("bias",), kernel=kernel, **on)[0]
+        cupyfa.backward(dout, q, k, v, out, lse, wrt=("bias",), kernel=kernel, **on)[0]
         for kernel in ("wgmma_columns", "mma_columns")
     )
     found, expected = found.astype(np.float32), expected.astype(np.float32)
@@ -170,14 +170,14 @@ def test_vjp_prepared_calls_and_grads():
     expected = gradients("two_pass", "float32", ("table", "q"))
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
     wrt = {"wrt": ("table", "q"), "kernel": "two_pass"}
-    _, pullback = cupyfa.attention_vjp(
+    _, pullback = cupyfa.vjp(
         *(q, k, v), wrt="table,q", kernel="fa2", backward_kernel="two_pass", **on
     )
-    prepared = cupyfa.compile_backward(dout, q, k, v, out, lse, **wrt, **on)
+    prepared = cupyfa.compile(dout, q, k, v, out, lse, **wrt, **on)
     captured = {x: y for x, y in on["captured"].items() if np.ndim(y)}
     arrays = {x: on[x] for x in ("bias", "alibi_slopes", "sink")}
     wide = np.empty((HEADS, 10), np.float32)[:, ::2]  # strides that are not dense
-    given = cupyfa.attention_backward(*(dout, q, k, v, out, lse), grads=(wide, None), **wrt, **on)
+    given = cupyfa.backward(*(dout, q, k, v, out, lse), grads=(wide, None), **wrt, **on)
     assert given[0] is wide
     for found in (
         pullback(dout),
@@ -194,7 +194,7 @@ def test_infinite_and_nan_terms_stay_where_they_are(backend):
     on = {"backend": backend, "bias": read["bias"], "kernel": "fa2"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **on)
     on["kernel"] = "two_pass"
-    (found,) = cupyfa.attention_backward(dout, q, k, v, out, lse, wrt=("bias",), **on)
+    (found,) = cupyfa.backward(dout, q, k, v, out, lse, wrt=("bias",), **on)
     assert np.isnan(found[0, 1, 5]).all()
     found[0, 1, 5] = 0
     assert np.isfinite(found).all()
@@ -233,7 +233,7 @@ def test_wrong_names_are_refused(wrt, message):
         gradients("two_pass", "float32", wrt)
     (_, *qkv), read = drawn("float32")
     with pytest.raises((TypeError, ValueError), match=message):  # before anything is computed
-        cupyfa.attention_vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
+        cupyfa.vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
 
 
 def test_captured_arrays_may_be_called_like_inputs():
@@ -242,7 +242,7 @@ def test_captured_arrays_may_be_called_like_inputs():
 
     def gradients_with(name):
         text = {"score_mod": f"score + {name}[head] * key", "captured": {name: read["slope"]}}
-        return cupyfa.attention_vjp(q, k, v, **text, **how)[1](dout)
+        return cupyfa.vjp(q, k, v, **text, **how)[1](dout)
 
     for one, other in zip(gradients_with("k"), gradients_with("slope"), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -250,7 +250,7 @@ def test_captured_arrays_may_be_called_like_inputs():
 
 def test_a_pullback_says_where_gradients_are_written_to_arrays():
     (dout, q, k, v), _ = drawn("float32")
-    _, pullback = cupyfa.attention_vjp(q, k, v, backend="simulator", kernel="fa2")
+    _, pullback = cupyfa.vjp(q, k, v, backend="simulator", kernel="fa2")
     with pytest.raises(
         TypeError, match=r"pullback\(\) has no argument 'grads'.*attention_backward"
     ):

@@ -138,7 +138,7 @@ def test_floats_reach_plans():
 
 
 def test_accuracy_is_that_of_what_the_kernel_computes():
-    (found,) = cupyfa.accuracy(SLOPED, values=("normal",), backend="simulator", M=9, d=4)
+    (found,) = cupyfa.lab.accuracy(SLOPED, values=("normal",), backend="simulator", M=9, d=4)
     assert 0 < found.rmse < 1e-6 < found.rms
 
 
@@ -239,7 +239,7 @@ def test_a_reference_that_takes_long_is_computed_for_a_smaller_problem(monkeypat
 def test_faults_are_found(tmp_path, fault):
     assert FULL.count(FAULTS[fault][0]) == 1
     (tmp_path / "sloped.cu").write_text(FULL.replace(*FAULTS[fault]))
-    case = cupyfa.Case("forward", cupyfa.Problem.of_sizes(M=70, N=70, d=16, heads=2))
+    case = cupyfa.lab.Case("forward", cupyfa.Problem.of_sizes(M=70, N=70, d=16, heads=2))
     q, k, v, *own = case.inputs(kernel=SLOPED).values()
     with pytest.raises(cupyfa.WrongResult, match="wrong result of sloped"):
         cupyfa.attention(
@@ -255,16 +255,16 @@ def test_a_failure_is_stored_with_own_arrays_and_replayed(tmp_path):
     (tmp_path / "sloped.cu").write_text(FULL.replace(*FAULTS["an own array is not read"]))
     (tmp_path / "sloped.py").write_text(SCRIPT.read_text())
     name = f"{tmp_path / 'sloped.py'}:sloped"
-    case = cupyfa.Case("forward", cupyfa.Problem.of_sizes(M=9, N=40, d=8))
+    case = cupyfa.lab.Case("forward", cupyfa.Problem.of_sizes(M=9, N=40, d=8))
     *_, outcome = perform(Simulator(), Task(case, (name,), keep=True))
     file = failures.write(tmp_path, failures.Stored(case, outcome), "the command")
     assert outcome.kind == "wrong result" and outcome.worst.name in ("O", "lse", "top")
     with np.load(file) as stored:
         assert {"slopes", "is_shown", "expected_top"} <= set(stored)
-    assert cupyfa.replay(file, name, backend="simulator").now == outcome
+    assert cupyfa.lab.replay(file, name, backend="simulator").now == outcome
     (tmp_path / "sloped.cu").write_text(FULL)
     for kernel in (name, "fa2"):
-        assert cupyfa.replay(file, kernel, backend="simulator").now.kind == "right"
+        assert cupyfa.lab.replay(file, kernel, backend="simulator").now.kind == "right"
 
 
 def test_bounds_may_be_those_of_the_project(tmp_path):
@@ -329,15 +329,15 @@ BACKWARD = scripts.sloped_backward
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_gradients_of_one_s_own(backend, dtype):
     p = cupyfa.Problem.of_sizes(M=20, N=33, d=8, heads=4, kv_heads=2, dtype=dtype, causal=True)
-    case = cupyfa.Case("backward", p)
+    case = cupyfa.lab.Case("backward", p)
     given = case.inputs(kernel=BACKWARD)
     q, k, v, out, lse, dout, slopes = given.values()
     assert list(given) == ["Q", "K", "V", "O", "lse", "dO", "slopes"]
     wide = {name: x.astype("f8") for name, x in given.items()}
     np.testing.assert_allclose(lse, scripts.forward(wide, p, None)["lse"], rtol=1e-5)
     how = {"kernel": BACKWARD, "own": {"slopes": slopes}, "causal": True, "backend": backend}
-    grads = cupyfa.attention_backward(dout, q, k, v, out, lse, **how, check=True)
-    *again, dslope = cupyfa.attention_backward(
+    grads = cupyfa.backward(dout, q, k, v, out, lse, **how, check=True)
+    *again, dslope = cupyfa.backward(
         *(dout, q, k, v, out, lse), **how, return_own=["dslope"], grads=[None] * 3
     )
     assert dslope.shape == lse.shape and all(map(np.array_equal, grads, again))
@@ -348,16 +348,16 @@ def test_a_vjp_shares_own_arrays():
     plain = replace(SLOPED, floats={"cap": lambda p, c: 1e6})
     how = {"kernel": plain, "backward_kernel": BACKWARD, "backend": "simulator"}
     own["is_shown"][:] = True
-    out, pullback = cupyfa.attention_vjp(q, k, v, own=own, **how)
+    out, pullback = cupyfa.vjp(q, k, v, own=own, **how)
     grads = pullback(np.ones_like(out))
     step = 1e-2 * np.random.default_rng(1).standard_normal(q.shape).astype("f4")
-    moved = [cupyfa.attention_vjp(q + x, k, v, own=own, **how)[0] for x in (step, -step)]
+    moved = [cupyfa.vjp(q + x, k, v, own=own, **how)[0] for x in (step, -step)]
     expected = (moved[0] - moved[1]).sum() / 2
     np.testing.assert_allclose((grads[0] * step).sum(), expected, rtol=0.02, atol=1e-3)
     with pytest.raises(
         TypeError, match="no kernel takes slope of its own; these take cap, is_shown"
     ):
-        cupyfa.attention_vjp(q, k, v, own={"slope": 1}, **how)
+        cupyfa.vjp(q, k, v, own={"slope": 1}, **how)
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_correct_kernels_of_one_s_own_pass(kernel, dtype):
     for seed, values in enumerate(VALUES):
         if values == "lowest" and kernel is BACKWARD:  # exp(score - lse) of a rounded lse overflows
             continue
-        case = cupyfa.Case(kernel.operation, cupyfa.Problem.of_sizes(**sizes), seed, values)
+        case = cupyfa.lab.Case(kernel.operation, cupyfa.Problem.of_sizes(**sizes), seed, values)
         *_, outcome = perform(Simulator(), Task(case, (kernel,)))
         assert outcome.kind == "right", (values, outcome.message)
         if values in ("normal", "uniform"):

@@ -50,11 +50,11 @@ def test_gradients_of_attention_without_a_softmax(backend, dtype, causal):
     q, k, v = drawn(dtype)
     how = {"backend": backend, "causal": causal, "check": True}
     kernels = {"kernel": FORWARD, "backward_kernel": BACKWARD}
-    out, pullback = cupyfa.attention_vjp(q, k, v, **kernels, **how)
+    out, pullback = cupyfa.vjp(q, k, v, **kernels, **how)
     dout = np.cos(out.astype(np.float32)).astype(q.dtype)
     error = {2: 0.05, 4: 1e-4, 8: 1e-10}[q.itemsize]
     of_both = pullback(dout)
-    alone = cupyfa.attention_backward(dout, q, k, v, out, None, kernel=BACKWARD, **how)
+    alone = cupyfa.backward(dout, q, k, v, out, None, kernel=BACKWARD, **how)
     for made, again, expected in zip(of_both, alone, right(q, k, v, dout, causal=causal)):
         assert np.array_equal(made, again)
         np.testing.assert_allclose(made.astype(np.float64), expected, rtol=error, atol=error)
@@ -66,8 +66,8 @@ def test_an_lse_that_is_given_is_not_read():
     how = {"kernel": BACKWARD, "backend": "simulator"}
     lse = np.full(q.shape[:-1], np.nan, np.float32)
     for x, y in zip(
-        cupyfa.attention_backward(out, q, k, v, out, lse, **how),
-        cupyfa.attention_backward(out, q, k, v, out, None, **how),
+        cupyfa.backward(out, q, k, v, out, lse, **how),
+        cupyfa.backward(out, q, k, v, out, None, **how),
     ):
         assert np.array_equal(x, y)
 
@@ -76,10 +76,10 @@ def test_prepared_gradients_without_an_lse(backend):
     q, k, v = drawn()
     how = {"kernel": BACKWARD, "backend": backend}
     out = cupyfa.attention(q, k, v, kernel=FORWARD, backend=backend)
-    expected = cupyfa.attention_backward(out, q, k, v, out, None, **how)
-    of_arrays = cupyfa.compile_backward(out, q, k, v, out, None, **how)
+    expected = cupyfa.backward(out, q, k, v, out, None, **how)
+    of_arrays = cupyfa.compile(out, q, k, v, out, None, **how)
     shapes = out.shape, q.shape, k.shape, v.shape, out.shape
-    of_shapes = cupyfa.compile_backward(*shapes, None, dtype=q.dtype, **how)
+    of_shapes = cupyfa.compile(*shapes, None, dtype=q.dtype, **how)
     on_device = [backend.upload(x) for x in (out, q, k, v, out)]
     for prepared, given in ((of_arrays, (out, q, k, v, out)), (of_shapes, on_device)):
         for _ in range(2):
@@ -87,7 +87,7 @@ def test_prepared_gradients_without_an_lse(backend):
                 assert np.array_equal(backend.download(made), right)
     turned = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (out, q, k, v, out)]
     of_shapes = [x.shape for x in turned]
-    by_rows = cupyfa.compile_backward(*of_shapes, None, dtype=q.dtype, layout="bshd", **how)
+    by_rows = cupyfa.compile(*of_shapes, None, dtype=q.dtype, layout="bshd", **how)
     for made, right in zip(by_rows(*map(backend.upload, turned), None), expected):
         assert np.array_equal(backend.download(made).swapaxes(1, 2), right)
 
@@ -98,12 +98,12 @@ def test_a_kernel_that_reads_lse_needs_one():
     for kernel in ("columns", "auto", SLOPED):
         own = {"own": {"slopes": np.ones(4, "f4")}} if kernel is SLOPED else {}
         with pytest.raises(TypeError, match="lse is None"):
-            cupyfa.attention_backward(q, q, k, v, q, None, kernel=kernel, **own, **how)
+            cupyfa.backward(q, q, k, v, q, None, kernel=kernel, **own, **how)
     with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):
-        cupyfa.attention_vjp(q, k, v, kernel=FORWARD, backward_kernel="columns", **how)
+        cupyfa.vjp(q, k, v, kernel=FORWARD, backward_kernel="columns", **how)
     with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):
         kernels = {"kernel": FORWARD, "backward_kernel": BACKWARD}
-        cupyfa.attention_vjp(q, k, v, return_lse=True, **kernels, **how)
+        cupyfa.vjp(q, k, v, return_lse=True, **kernels, **how)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_a_failure_of_it_is_replayed(tmp_path):
     (outcome,) = outcomes(replace(BACKWARD, reference=off), keep=True)
     assert outcome.kind == failures.WRONG_RESULT
     file = failures.write(tmp_path, failures.Stored(CASE, outcome, has_name=False), "x")
-    assert cupyfa.replay(file, BACKWARD, "simulator").now.kind == failures.RIGHT
+    assert cupyfa.lab.replay(file, BACKWARD, "simulator").now.kind == failures.RIGHT
 
 
 def without(name):
@@ -165,7 +165,7 @@ def test_a_wrong_forward_is_named(what):
     sizes = {**SIZES, "batch": 1}
     for call in (
         lambda: cupyfa.bench(kernel, alone=True, budget=0, **sizes, **how),
-        lambda: cupyfa.tune(kernel, budget=0, **sizes, **how),
+        lambda: cupyfa.lab.tune(kernel, budget=0, **sizes, **how),
     ):
         with pytest.raises(ValueError, match=f"sloped_backward: the record's forward {message}"):
             call()

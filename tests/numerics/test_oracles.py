@@ -90,9 +90,9 @@ def test_decoding_of_onnx(options, interleaved):
     how = {"scale": D**-0.5, **options}
     expected = of_onnx("Attention", turned(q), keys, values, seen, **how)
 
-    cache = cupyfa.KVCache(k.copy(), v.copy(), LENGTHS.astype("i4"), layout="hnd")
+    cache = cupyfa.KVCache(k.copy(), v.copy(), LENGTHS.astype("i4"), layout="bhsd")
     how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
-    out = cupyfa.decode(q, cache, **how, **options, **ON)
+    out = cupyfa.attention(q, cache, **how, **options, **ON)
     np.testing.assert_allclose(cache.k, keys, atol=1e-14)
     np.testing.assert_array_equal(cache.v, values)
     np.testing.assert_allclose(out, expected, atol=1e-12)
@@ -105,8 +105,8 @@ def test_lengths_of_onnx():
     used = LENGTHS + 1
     given = None, None, None, used  # attn_mask, past_key, past_value
     expected = of_onnx("Attention", q, k, v, *given, scale=D**-0.5)
-    cache = cupyfa.KVCache(k, v, used.astype("i4"), layout="hnd")
-    np.testing.assert_allclose(cupyfa.decode(q, cache, **ON), expected, atol=1e-12)
+    cache = cupyfa.KVCache(k, v, used.astype("i4"), layout="bhsd")
+    np.testing.assert_allclose(cupyfa.attention(q, cache, **ON), expected, atol=1e-12)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_gradients_of_jax(jax):
 
     how = {"softcap": 2.0, "score_mod": text, "alibi_slopes": SLOPES, "bias": BIAS, "mask": MASK}
     how |= {"mask_mod": "doc[position] == doc[key]", "captured": {"doc": document}, "sink": SINK}
-    ours, pullback = cupyfa.attention_vjp(
+    ours, pullback = cupyfa.vjp(
         *(Q, K, V), **how, **ON, backward_kernel="two_pass", return_lse=True
     )
     theirs, derivative = jax.vjp(attention, Q, K, V)

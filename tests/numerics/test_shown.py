@@ -18,34 +18,34 @@ X = np.ones((1, 1, 4, 8), np.float32)
 
 def make_cache():
     room = np.zeros((2, 16, 1, 8), np.float32)
-    return cupyfa.KVCache(room, room.copy(), np.zeros(2, np.int32))
+    return cupyfa.KVCache(room, room.copy(), np.zeros(2, np.int32), layout="bshd")
 
 
 OBJECTS = {
     "plan": lambda: cupyfa.plan(kernel="wgmma_persistent", dtype="float16", M=512, d=128, **HERE),
     "planned launch": lambda: cupyfa.plan(kernel="fa2", bias="1hmn", **SMALL, **HERE).launches[0],
     "problem": lambda: cupyfa.Problem.of_sizes(bias="1hmn", score_mod="score", **SMALL),
-    "case": lambda: cupyfa.Case("forward", cupyfa.Problem.of_sizes(**SMALL)),
+    "case": lambda: cupyfa.lab.Case("forward", cupyfa.Problem.of_sizes(**SMALL)),
     "kernel": lambda: cupyfa.kernel("wgmma"),
     "launch": lambda: cupyfa.kernel("wgmma").launches[0],
     "tiles": lambda: cupyfa.kernel("wgmma").choice,
     "options": cupyfa.AttentionOptions,
     "limits": lambda: cupyfa.Simulator().limits,
     "simulator": cupyfa.Simulator,
-    "transfer": cupyfa.Transfer,
+    "transfer": cupyfa.transfer.Transfer,
     "prepared": lambda: cupyfa.compile(X, X, X, **HERE),
     "cache": make_cache,
     "block mask": lambda: cupyfa.block_mask(np.ones((16, 16), bool)),
-    "expected": lambda: cupyfa.Expected(np.ones((99, 99)), np.ones((99, 99))),
+    "expected": lambda: cupyfa.lab.Expected(np.ones((99, 99)), np.ones((99, 99))),
     "checked": lambda: cupyfa.check("fa2", samples=1, jobs=0, **HERE),
 }
 RESULTS = {
     "bench": lambda: cupyfa.bench("fa2", alone=True, budget=0, **SMALL, **HERE),
-    "tune": lambda: cupyfa.tune("v1", budget=0.01, **SMALL, **HERE),
-    "memory": lambda: cupyfa.memory(["fa2", "minimal"], **SMALL, **HERE),
-    "roofline": lambda: cupyfa.roofline(["fa2", "tiled"], device="h100", **SMALL),
-    "accuracy": lambda: cupyfa.accuracy("fa2", **SMALL, **HERE),
-    "compare": lambda: cupyfa.compare(*[RESULTS["bench"]()] * 2),
+    "tune": lambda: cupyfa.lab.tune("v1", budget=0.01, **SMALL, **HERE),
+    "memory": lambda: cupyfa.lab.memory(["fa2", "minimal"], **SMALL, **HERE),
+    "roofline": lambda: cupyfa.lab.roofline(["fa2", "tiled"], device="h100", **SMALL),
+    "accuracy": lambda: cupyfa.lab.accuracy("fa2", **SMALL, **HERE),
+    "compare": lambda: cupyfa.lab.compare(*[RESULTS["bench"]()] * 2),
 }
 
 
@@ -99,7 +99,7 @@ def test_dir_has_public_names_alone():
     [
         "cupyfa.attention(x, x, x, casual=True)",
         "cupyfa.attention(x, x, x, return_lse=True, casual=True)",
-        "cupyfa.attention_vjp(x, x, x, casual=True)",
+        "cupyfa.vjp(x, x, x, casual=True)",
         "cupyfa.attention_ragged(x, x, x, x, x, casual=True)",
         "cupyfa.compile(x, x, x, casual=True)",
         "cupyfa.check('fa2', casual=True)",

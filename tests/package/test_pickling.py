@@ -38,7 +38,7 @@ FAULT = errors.SimulatorFault("v1", (0, 1, 2), (3, 4, 5), "a race", "v1.cu:7")
 
 
 def attended():
-    return cupyfa.attention_vjp(Q, K, V, kernel="fa2", backward_kernel="columns", **SIM)
+    return cupyfa.vjp(Q, K, V, kernel="fa2", backward_kernel="columns", **SIM)
 
 
 def masked():
@@ -51,9 +51,9 @@ def masked():
 def cached():
     """A cache that `decode` has used: it keeps the last call then."""
     k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (K, V))
-    cache = cupyfa.KVCache(k, v, np.array([4], np.int32))
+    cache = cupyfa.KVCache(k, v, np.array([4], np.int32), layout="bshd")
     for _ in range(2):
-        cupyfa.decode(Q[:, :, :1], cache, **SIM)
+        cupyfa.attention(Q[:, :, :1], cache, **SIM)
     return cache
 
 
@@ -76,13 +76,15 @@ def checked():
 
 
 def listed(queries):
-    return cupyfa.attention_vjp(list(queries), list(K), list(V), **SIM)[1]
+    return cupyfa.vjp(list(queries), list(K), list(V), **SIM)[1]
 
 
 def packed():
     q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (Q, K, V))
     ends = np.array([0, 2, 6], np.int32)
-    return cupyfa.attention_ragged_vjp(q, k, v, ends, ends, **SIM)[1]
+    return cupyfa.vjp(
+        cupyfa.Packed(q, ends), cupyfa.Packed(k, ends), cupyfa.Packed(v, ends), **SIM
+    )[1]
 
 
 # Of each public class and of each function's results one object. Those that depend on what was done
@@ -91,12 +93,12 @@ EXAMPLES = {
     "AttentionOptions": lambda: cupyfa.AttentionOptions(causal=True, score_mod="score * 2"),
     "BlockMask": masked,
     "BlockMask of an array": lambda: ~cupyfa.block_mask(np.eye(6, dtype=bool)[None, None]),
-    "Case": lambda: cupyfa.Case("forward", cupyfa.Problem.of_sizes(**SIZES, bias="1hmn")),
+    "Case": lambda: cupyfa.lab.Case("forward", cupyfa.Problem.of_sizes(**SIZES, bias="1hmn")),
     "CompilerNotFound": lambda: errors.CompilerNotFound("none"),
     "CompileError": lambda: errors.CompileError("a.cu: no"),
     "DeviceError": lambda: errors.DeviceError("lost"),
     "DeviceLost": lambda: errors.DeviceLost("lost"),
-    "Expected": lambda: cupyfa.Expected(np.ones(3), np.zeros(3)),
+    "Expected": lambda: cupyfa.lab.Expected(np.ones(3), np.zeros(3)),
     "Input": lambda: cupyfa.Input("heads", "real"),
     "Interrupted": lambda: importlib.import_module("cupyfa.lab.verify.checker").Interrupted(
         checked()
@@ -110,31 +112,31 @@ EXAMPLES = {
     "OutOfMemory": lambda: errors.OutOfMemory("out"),
     "Plan": lambda: cupyfa.plan(**SIZES, causal=True, kernel="fa2", **SIM),
     "Prepared": lambda: cupyfa.compile(Q, K, V, kernel="fa2", **SIM),
-    "Prepared of gradients": lambda: cupyfa.compile_backward(
+    "Prepared of gradients": lambda: cupyfa.compile(
         Q, Q, K, V, Q, Q[..., 0], kernel="columns", **SIM
     ),
     "Problem": lambda: cupyfa.Problem.of_sizes(**SIZES, captured={"x": 2}, score_mod="score * x"),
     "Simulator": used,
     "SimulatorFault": lambda: FAULT,
     "TileChoice": lambda: cupyfa.kernel("fa2").choice,
-    "Transfer": lambda: cupyfa.configure_transfer(),
+    "Transfer": lambda: cupyfa.transfer.configure(),
     "Unsupported": lambda: errors.Unsupported("fa2 cannot do that", "that"),
     "WrongResult": lambda: errors.WrongResult("wrong"),
-    "Accuracy": lambda: cupyfa.accuracy("fa2", **SIZES, **SIM)[0],
+    "Accuracy": lambda: cupyfa.lab.accuracy("fa2", **SIZES, **SIM)[0],
     "Checked": checked,
-    "Comparison": lambda: cupyfa.compare(measured(), measured())[0],
+    "Comparison": lambda: cupyfa.lab.compare(measured(), measured())[0],
     "Finding": lambda: importlib.import_module("cupyfa.lab.analysis.diagnosis").Finding(
         "a", "ok", "b"
     ),
-    "Footprint": lambda: cupyfa.memory("fa2", d=8)[0],
+    "Footprint": lambda: cupyfa.lab.memory("fa2", d=8)[0],
     "Counter": lambda: importlib.import_module("cupyfa.lab.analysis.nsight").Counter(
         "a", "b", "c", 1
     ),
     "Replayed": lambda: importlib.import_module("cupyfa.lab.verify.checker").Replayed(
         None, None, "x"
     ),
-    "Roof": lambda: cupyfa.roofline(device="h100", d=8)[0],
-    "Candidate": lambda: cupyfa.tune("softmax_safe", budget=0, M=6, N=6, **SIM)[0],
+    "Roof": lambda: cupyfa.lab.roofline(device="h100", d=8)[0],
+    "Candidate": lambda: cupyfa.lab.tune("softmax_safe", budget=0, M=6, N=6, **SIM)[0],
     "pullback": lambda: attended()[1],
     "pullback of lists": lambda: listed(Q),
     "pullback of sequences": packed,
@@ -230,7 +232,7 @@ def test_copies_of_masks_caches_and_pullbacks_work():
         cache = cached()
         copied = make(cache)
         copied.lengths[0] = 3  # its own
-        one, two = (cupyfa.decode(Q[:, :, :1], x, **SIM) for x in (cache, copied))
+        one, two = (cupyfa.attention(Q[:, :, :1], x, **SIM) for x in (cache, copied))
         assert cache.lengths[0] == 4 and not np.array_equal(one, two)
         _, pull = attended()
         assert equal(make(pull)(V), pull(V))

@@ -282,8 +282,8 @@ cupyfa.attention(x, x, x, is_causal=True)  # refused
 cupyfa.attention(x, x, x, layout="bhds")  # refused
 cupyfa.attention(x, x, x, Br=64)  # refused
 cupyfa.compile(x, x, x, precision="fp8")  # refused
-cupyfa.attention_backward(x, x, x, x, x, x, window=3)  # refused
-cupyfa.attention_vjp(x, x, x, causal=True, drop=0.1)  # refused
+cupyfa.backward(x, x, x, x, x, x, window=3)  # refused
+cupyfa.vjp(x, x, x, causal=True, drop=0.1)  # refused
 cupyfa.plan(M=5, d=8, causal="top")  # refused
 """
 

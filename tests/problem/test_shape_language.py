@@ -127,7 +127,7 @@ def test_a_stored_case_and_its_command_have_the_same_arrays(tmp_path):
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.lab.replay(file, backend="simulator")
     assert again.stored.case == case and again.now.kind == RIGHT
     words = shlex.split(command)[1:]
     row = cli(*words, "--format", "json")
@@ -147,7 +147,7 @@ def test_gradients_of_arrays_are_named_on_the_command_line_and_in_files(tmp_path
     assert judged == ["dQ", "dK", "dV", "d_bias", "d_slope"] and outcome.kind == RIGHT
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.lab.replay(file, backend="simulator")
     assert again.stored.case == case and again.now == outcome
     assert re.search("^d_slope +error", cli(*shlex.split(command)[1:]).stdout, re.M)
     kept = shrunk(case, lambda x: "bias" in x.problem.wrt).problem
@@ -167,7 +167,7 @@ def test_a_gradient_of_lse_and_seeds_in_memory_are_on_the_command_line_and_in_fi
     assert outcome.kind == RIGHT and outcome.arrays["mods.dlse"].shape == (2, 4, 10)
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.lab.replay(file, backend="simulator")
     assert again.stored.case == case and again.now == outcome
     words = shlex.split(command)[1:]
     assert [x for x in words if "dropout-" in x] == [
@@ -373,22 +373,22 @@ def test_shapes_and_forms_are_compiled_too():
     prepared = cupyfa.compile(*shapes, dtype="float32", **TEXT, **FORMS, **ON)
     np.testing.assert_array_equal(prepared(Q, K, V, *given), expected)
     on = {**ON, "kernel": "two_pass"}
-    grads = cupyfa.attention_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
+    grads = cupyfa.backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     every = expected.shape, *shapes, expected.shape, lse.shape
-    backward = cupyfa.compile_backward(*every, dtype="float32", **TEXT, **FORMS, **on)
+    backward = cupyfa.compile(*every, dtype="float32", **TEXT, **FORMS, **on)
     for made, wanted in zip(backward(expected, Q, K, V, expected, lse, *given), grads):
         np.testing.assert_array_equal(made, wanted)
     forms = {**TEXT, **FORMS, **on, "dlse": lse.shape}
-    of_lse = cupyfa.compile_backward(*every, dtype="float32", **forms)
+    of_lse = cupyfa.compile(*every, dtype="float32", **forms)
     given = *(expected, Q, K, V, expected, lse, *given[:2]), lse, given[2]
-    wanted = cupyfa.attention_backward(*given[:6], dlse=lse, **TEXT, **READ, **on)
+    wanted = cupyfa.backward(*given[:6], dlse=lse, **TEXT, **READ, **on)
     np.testing.assert_array_equal(of_lse(*given)[0], wanted[0])
-    one = cupyfa.compile_backward(*given[:6], dlse=lse, **TEXT, **READ, **on)
+    one = cupyfa.compile(*given[:6], dlse=lse, **TEXT, **READ, **on)
     arrays = {"bias": READ["bias"], "mask": READ["mask"], "slope": given[-1], "dlse": lse}
     np.testing.assert_array_equal(one(*given[:6], **arrays)[2], wanted[2])
     with pytest.raises(ValueError, match=r"dlse is \(3,\); it must be .*, that of lse"):
-        cupyfa.compile_backward(*every, dtype="float32", **{**forms, "dlse": (3,)})
-    arrays = cupyfa.compile_backward(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
+        cupyfa.compile(*every, dtype="float32", **{**forms, "dlse": (3,)})
+    arrays = cupyfa.compile(expected, Q, K, V, expected, lse, **TEXT, **READ, **on)
     made = arrays(expected, Q, K, V, expected, lse, READ["bias"], READ["mask"], given[-1])
     np.testing.assert_array_equal(made[0], grads[0])
 
@@ -419,12 +419,14 @@ def test_wrong_shapes_are_reported_as_given(call, name, shape):
             getattr(cupyfa, call)(q, k, k, backend="simulator", **{name: array})
 
 
-@pytest.mark.parametrize("layout, rows", [("nhd", 3), ("hnd", 16)])
+@pytest.mark.parametrize("layout, rows", [("bshd", 3), ("bhsd", 16)])
 def test_a_cache_says_how_its_shape_is_read(layout, rows):
     room = np.zeros((2, 3, 16, 8), np.float32)
     cache = cupyfa.KVCache(room, room.copy(), np.full(2, 20, np.int32), layout=layout)
-    axes = {"nhd": "capacity, kv_heads", "hnd": "kv_heads, capacity"}[layout]
+    axes = {"bshd": "capacity, kv_heads", "bhsd": "kv_heads, capacity"}[layout]
     shape = f"(its k has shape (2, 3, 16, 8), with layout='{layout}' [batch, {axes}, d])"
-    heads = {"nhd": 16, "hnd": 3}[layout]
+    heads = {"bshd": 16, "bhsd": 3}[layout]
     with pytest.raises(ValueError, match=re.escape(f"room for {rows} keys of a sequence {shape}")):
-        cupyfa.decode(np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator")
+        cupyfa.attention(
+            np.ones((2, heads, 1, 8), np.float32), cache, check=True, backend="simulator"
+        )

@@ -196,7 +196,7 @@ def test_calls_run_on_the_device_of_their_arrays(near):
         np.testing.assert_array_equal(given, out)
     with pytest.raises(ValueError, match="compiled for .* on device 1"):
         bound(*here)
-    out, pullback = cupyfa.attention_vjp(*there, backend=near, kernel="fa2", backward_kernel="rows")
+    out, pullback = cupyfa.vjp(*there, backend=near, kernel="fa2", backward_kernel="rows")
     assert {x.where for x in pullback(out)} == {1}
     assert near.device == 0
 
@@ -212,7 +212,7 @@ def test_arrays_of_several_devices_are_refused(near, name):
     else:
         (given[name],) = on(1, [given[name].copy()])
     with pytest.raises(ValueError, match="are on devices .*1.*copy them to one"):
-        cupyfa.attention_backward(**given, backend=near, kernel="rows")
+        cupyfa.backward(**given, backend=near, kernel="rows")
 
 
 def test_an_out_on_another_device_is_refused(near):
@@ -289,7 +289,7 @@ def near_copy(near, array):
 
 def right_gradients(kernel, *arrays, **options):
     host = (np.array(x) for x in arrays)
-    return cupyfa.attention_backward(*host, backend="simulator", kernel=kernel, **options)
+    return cupyfa.backward(*host, backend="simulator", kernel=kernel, **options)
 
 
 @pytest.mark.few(1)
@@ -299,17 +299,15 @@ def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
     q, k, v = arrays(2, 3, 20, 16)
     given = [arrays(2, 3, 20, 16, seed=1)[0], q, k, v, *forward(near, q, k, v)]
     wanted = right_gradients(kernel, *given)
-    prepared = cupyfa.compile_backward(*given, backend=near, kernel=kernel)
+    prepared = cupyfa.compile(*given, backend=near, kernel=kernel)
     names = ("dout", "q", "k", "v", "out", "lse")
     for got in (
         prepared(*given),
         prepared(*given[:4], out=given[4], lse=given[5]),
         prepared(**dict(zip(names, given))),
-        cupyfa.attention_backward(*given, backend=near, kernel=kernel),
-        cupyfa.attention_backward(*given, backend=near, kernel=kernel),
-        cupyfa.attention_vjp(q, k, v, backend=near, kernel="fa2", backward_kernel=kernel)[1](
-            given[0]
-        ),
+        cupyfa.backward(*given, backend=near, kernel=kernel),
+        cupyfa.backward(*given, backend=near, kernel=kernel),
+        cupyfa.vjp(q, k, v, backend=near, kernel="fa2", backward_kernel=kernel)[1](given[0]),
     ):
         assert all(isinstance(x, Near) for x in got)
         for mine, its in zip(got, wanted):
@@ -329,15 +327,13 @@ def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
 
 def test_compile_backward_takes_shapes_and_a_dtype(near):
     x, lse = (2, 3, 20, 16), (2, 3, 20)
-    prepared = cupyfa.compile_backward(
-        *(x, x, x, x, x, lse), dtype="float16", backend=near, kernel="rows"
-    )
+    prepared = cupyfa.compile(*(x, x, x, x, x, lse), dtype="float16", backend=near, kernel="rows")
     q, k, v = arrays(*x, dtype=np.float16)
     o, sums = forward(near, q, k, v)
     dq, dk, dv = prepared(o, q, k, v, o, sums)
     assert dq.shape == dk.shape == dv.shape == x and dq.dtype == np.float16
     with pytest.raises(TypeError, match="and lse as arrays, or all as shapes"):
-        cupyfa.compile_backward(o, q, k, v, o, lse, backend=near)
+        cupyfa.compile(o, q, k, v, o, lse, backend=near)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +360,7 @@ def test_compile_backward_takes_shapes_and_a_dtype(near):
 def test_wrong_arrays_for_gradients_are_refused(near, call, error, message):
     q, k, v = arrays(2, 3, 20, 16)
     given = [q.copy(), q, k, v, *forward(near, q, k, v)]
-    backward = cupyfa.compile_backward(*given, backend=near, kernel="rows")
+    backward = cupyfa.compile(*given, backend=near, kernel="rows")
     with pytest.raises(error, match=message):
         call(backward, compiled(near, q, k, v), given)
 
@@ -375,8 +371,8 @@ def test_grads_that_overlap_one_another_are_refused(near):
     both = near.empty((2, 2, 3, 20, 16), q.dtype)
     grads = both[0], both.reshape(-1)[960:2880].reshape(q.shape), None
     for call in (
-        cupyfa.compile_backward(*given, backend=near, kernel="rows"),
-        partial(cupyfa.attention_backward, backend=near, kernel="rows"),
+        cupyfa.compile(*given, backend=near, kernel="rows"),
+        partial(cupyfa.backward, backend=near, kernel="rows"),
     ):
         with pytest.raises(ValueError, match="dq of grads and dk of grads share memory"):
             call(*given, grads=grads)
@@ -393,7 +389,7 @@ def test_results_are_written_to_arrays_of_other_libraries(there):
     np.testing.assert_array_equal(mine.array, out)
     wanted = right_gradients("rows", out, q, k, v, out, lse)
     grads = [Foreign(np.full_like(x, 7)) for x in (q, k)]
-    got = cupyfa.attention_backward(
+    got = cupyfa.backward(
         *(out, q, k, v, out, lse), backend=backend, kernel="rows", grads=(*grads, None)
     )
     assert got[0] is grads[0] and got[1] is grads[1] and isinstance(got[2], np.ndarray)
@@ -477,7 +473,7 @@ def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
         partial(cupyfa.attention, q, k, v, kernel="fa2"),
         partial(cupyfa.attention, q, k, v, kernel="fa2", backend=near),
         partial(compiled(near, q, k, v), q, k, v),
-        partial(cupyfa.attention_backward, o, q, k, v, o, lse, kernel="rows"),
+        partial(cupyfa.backward, o, q, k, v, o, lse, kernel="rows"),
     ):
 
         def first(call=call):
@@ -507,7 +503,7 @@ def test_results_of_a_forward_pass_come_again_after_its_gradients(near, monkeypa
     dout = arrays(2, 3, 20, 16, seed=1)[0]
 
     def step():
-        out, pullback = cupyfa.attention_vjp(q, k, v, kernel="fa2", backward_kernel="rows")
+        out, pullback = cupyfa.vjp(q, k, v, kernel="fa2", backward_kernel="rows")
         return out.copy(), *pullback(dout)
 
     wanted = step()
@@ -540,8 +536,8 @@ def of_captures(backend):
     return {
         "attention": lambda: cupyfa.attention(q, k, v, **how),
         "lse": lambda: cupyfa.attention(q, k, v, return_lse=True, **how),
-        "gradients": lambda: cupyfa.attention_backward(q, q, k, v, out, lse, **of_pass),
-        "vjp": lambda: cupyfa.attention_vjp(q, k, v, backward_kernel="two_pass", **how)[1](q),
+        "gradients": lambda: cupyfa.backward(q, q, k, v, out, lse, **of_pass),
+        "vjp": lambda: cupyfa.vjp(q, k, v, backward_kernel="two_pass", **how)[1](q),
         "softmax": lambda: cupyfa.softmax(q, backend=backend),
     }
 
@@ -628,24 +624,24 @@ def test_gradients_plan_once(near, plans, tmp_path, monkeypatch):
     texts, text = [], sources.text
     monkeypatch.setattr(sources, "text", lambda launch: texts.append(launch) or text(launch))
     for factor in (1, 2):
-        dq, *_ = cupyfa.attention_backward(factor * o, *x, o, lse, **options)
+        dq, *_ = cupyfa.backward(factor * o, *x, o, lse, **options)
         host = (np.array(array) for array in (factor * o, *x, o, lse))
-        wanted, *_ = cupyfa.attention_backward(*host, **options | {"backend": Simulator()})
+        wanted, *_ = cupyfa.backward(*host, **options | {"backend": Simulator()})
         np.testing.assert_array_equal(dq, wanted)
     launches = len(LADDER["backward"]["two_pass"].steps(Problem.of(*x)))
     assert len(plans) == 3 and len(texts) == 3 * launches  # the simulators' own, too
     for change in ({"causal": True}, {"kernel": "columns"}, {"tiles": {"Br": 16, "Bc": 16}}):
-        cupyfa.attention_backward(o, *x, o, lse, **options | change)
+        cupyfa.backward(o, *x, o, lse, **options | change)
     assert len(plans) == 6
     with pytest.raises(Unsupported, match="any order"):
-        cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel="columns", deterministic=True)
+        cupyfa.backward(o, *x, o, lse, backend=near, kernel="columns", deterministic=True)
     there = on(1, [o, *x, o, lse])
-    cupyfa.attention_backward(*there, **options)
+    cupyfa.backward(*there, **options)
     assert len(plans) == 7
     mine = replace(LADDER["backward"]["two_pass"], folder=str(tmp_path))
     for _ in range(2):  # its text may have changed
         with pytest.raises(FileNotFoundError):
-            cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=mine)
+            cupyfa.backward(o, *x, o, lse, backend=near, kernel=mine)
     assert len(plans) == 9
 
 
@@ -653,7 +649,7 @@ def test_kernel_names_may_be_string_subclasses(near):
     """No temporary is kept, so one may have the address of another."""
     x = arrays(2, 3, 20, 16)
     o, lse = cupyfa.attention(*x, return_lse=True, backend="simulator", kernel="fa2")
-    cupyfa.attention_backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
+    cupyfa.backward(o, *x, o, lse, backend=near, kernel=np.str_("two_pass"))
     cupyfa.attention(*x, backend=near, kernel=np.str_("fa2"))
     assert all("two_pass" in key or "fa2" in key for key in near.calls.prepared)
 

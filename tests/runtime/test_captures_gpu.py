@@ -32,14 +32,14 @@ def calls(new, whole):
     grads = tuple(new(2, 4, 200, 64) for _ in range(3))
     packed, starts, lengths = new(200, 4, 64), whole([0, 120, 200]), whole([150, 100])
     token, new_k, new_v, its_out = (new(2, 4, 1, 64) for _ in range(4))
-    cache = cupyfa.KVCache(k, v, lengths, layout="hnd")
+    cache = cupyfa.KVCache(k, v, lengths, layout="bhsd")
     shared = new(1, 4, 70, 64)
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **CAUSAL)
     attend = cupyfa.compile(q, k, v, **CAUSAL)
-    differentiate = cupyfa.compile_backward(dout, q, k, v, out, lse, **GRADIENTS)
+    differentiate = cupyfa.compile(dout, q, k, v, out, lse, **GRADIENTS)
 
     def vjp():
-        result, pullback = cupyfa.attention_vjp(q, k, v, **GRADIENTS)
+        result, pullback = cupyfa.vjp(q, k, v, **GRADIENTS)
         return result, *pullback(dout)
 
     of_both = dout, q, k, v, out, lse
@@ -49,16 +49,20 @@ def calls(new, whole):
         "attention lse": lambda: cupyfa.attention(q, k, v, return_lse=True, **CAUSAL),
         "prepared": lambda: attend(q, k, v),
         "prepared out=": lambda: attend(q, k, v, out=into),
-        "backward": lambda: cupyfa.attention_backward(*of_both, **GRADIENTS),
-        "backward grads=": lambda: cupyfa.attention_backward(*of_both, grads=grads, **GRADIENTS),
+        "backward": lambda: cupyfa.backward(*of_both, **GRADIENTS),
+        "backward grads=": lambda: cupyfa.backward(*of_both, grads=grads, **GRADIENTS),
         "prepared backward": lambda: differentiate(*of_both),
         "vjp": vjp,
-        "ragged": lambda: cupyfa.attention_ragged(packed, packed, packed, starts, starts),
-        "padded": lambda: cupyfa.attention(q, k, v, lengths_k=lengths),
-        "decode": lambda: cupyfa.decode(token, cache),
-        "decode out=": lambda: cupyfa.decode(token, cache, out=its_out),
-        "decode and append": lambda: cupyfa.decode(token, cache, k=new_k, v=new_v),
-        "prefix": lambda: cupyfa.decode(token, cache, prefix=(shared, shared)),
+        "ragged": lambda: cupyfa.attention(
+            cupyfa.Packed(packed, starts),
+            cupyfa.Packed(packed, starts),
+            cupyfa.Packed(packed, starts),
+        ),
+        "padded": lambda: cupyfa.attention(q, cupyfa.Padded(k, lengths), cupyfa.Padded(v, lengths)),
+        "decode": lambda: cupyfa.attention(token, cache),
+        "decode out=": lambda: cupyfa.attention(token, cache, out=its_out),
+        "decode and append": lambda: cupyfa.attention(token, cache, append=(new_k, new_v)),
+        "prefix": lambda: cupyfa.attention(token, cache, prefix=(shared, shared)),
         "merge": lambda: cupyfa.merge([cupyfa.attention(q, k, v, return_lse=True)] * 2),
         "softmax": lambda: cupyfa.softmax(q),
     }

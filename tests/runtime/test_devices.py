@@ -114,7 +114,7 @@ def test_gradients_have_the_bits_of_one_device(far):
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
     made = []
     for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"}):
-        out, pullback = cupyfa.attention_vjp(q, k, v, **how, **where)
+        out, pullback = cupyfa.vjp(q, k, v, **how, **where)
         made.append((out, *pullback(np.cos(out))))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right)
@@ -214,7 +214,13 @@ def test_devices_share_sequences(far, heads, kv_heads):
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
     made = []
     for where in ({"backend": far, "devices": "all"}, {"backend": "simulator"}):
-        out, back = cupyfa.attention_ragged_vjp(q, k, v, OFFSETS, OFFSETS, **how, **where)
+        out, back = cupyfa.vjp(
+            cupyfa.Packed(q, OFFSETS),
+            cupyfa.Packed(k, OFFSETS),
+            cupyfa.Packed(v, OFFSETS),
+            **how,
+            **where,
+        )
         made.append((out, *back(np.cos(out))))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right)

@@ -77,7 +77,9 @@ def no_collection():
 
 def cached(put, token, **how):
     k, v = (put(np.zeros((1, 8, 2, 16), F)) for _ in range(2))
-    return cupyfa.decode(token, cupyfa.KVCache(k, v, put(np.zeros(1, np.int32))), **how)
+    return cupyfa.attention(
+        token, cupyfa.KVCache(k, v, put(np.zeros(1, np.int32)), layout="bshd"), **how
+    )
 
 
 # Calls on arrays that ``put`` makes of NumPy's.
@@ -87,16 +89,9 @@ CALLS = {
     "prepared": lambda put, **on: cupyfa.compile(*map(put, (Q, Q, Q)), kernel="fa2", **on)(
         *map(put, (Q, Q, Q))
     ),
-    "backward": lambda put, **on: cupyfa.attention_backward(
-        *map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", **on
-    ),
-    "bias": lambda put, **on: cupyfa.attention_backward(
-        *map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", bias=np.ones((40, 40), F), wrt="q,bias",
-        **on
-    ),
-    "pullback": lambda put, **on: cupyfa.attention_vjp(
-        *map(put, (Q, Q, Q)), kernel="fa2", backward_kernel="two_pass", **on
-    )[1](put(Q)),
+    "backward": lambda put, **on: cupyfa.backward(*map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", **on),
+    "bias": lambda put, **on: cupyfa.backward(*map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", bias=np.ones((40, 40), F), wrt="q,bias", **on),
+    "pullback": lambda put, **on: cupyfa.vjp(*map(put, (Q, Q, Q)), kernel="fa2", backward_kernel="two_pass", **on)[1](put(Q)),
     "packed": lambda put, **on: cupyfa.attention_ragged(
         *map(put, (ROWS, ROWS, ROWS)), [0, 9, 40], [0, 9, 40], **on
     ),
@@ -141,7 +136,7 @@ def test_a_limited_pool_is_as_before(cuda, no_collection, much_memory, room):
         lse = cupy.zeros((1, 2**23), F)
         calls = (
             lambda: cupyfa.attention(q, k, k, return_lse=True),
-            lambda: cupyfa.attention_backward(q, q, k, k, q, lse),
+            lambda: cupyfa.backward(q, q, k, k, q, lse),
         )
         usual = pool.used_bytes()
         for call in calls:

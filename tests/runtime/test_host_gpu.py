@@ -52,7 +52,7 @@ def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
     options = {"kernel": kernel, "backward_kernel": back, "causal": True, "deterministic": True}
     made = []
     for given in ((q, k, v), on_device(q, k, v)):
-        out, pullback = cupyfa.attention_ragged_vjp(*given, offsets, offsets, **options)
+        out, pullback = cupyfa.vjp(*given, offsets, offsets, **options)
         made.append((out, *pullback(out)))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right.get())
@@ -73,8 +73,13 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
     for turn in range(8):
         offsets[1] = 10 + turn
         lengths = [0, 10 + turn, 60]
-        out = cupyfa.attention_ragged(q, k, v, offsets, offsets, causal=True)
-        decoded = cupyfa.decode(new[0], cache, k=new[1], v=new[2])
+        out = cupyfa.attention(
+            cupyfa.Packed(q, offsets),
+            cupyfa.Packed(k, offsets),
+            cupyfa.Packed(v, offsets),
+            causal=True,
+        )
+        decoded = cupyfa.attention(new[0], cache, append=(new[1], new[2]))
         cache.lengths += 1
         for a, b in pairwise(lengths):
             parts = (x[a:b].swapaxes(0, 1) for x in (q, k, v))
@@ -115,8 +120,8 @@ def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
     for got, expected in zip((out, lse), right):
         np.testing.assert_array_equal(got, expected.get())
     every = out, q, k, v, out, lse
-    got = cupyfa.attention_backward(*every, deterministic=True, **options)
-    expected = cupyfa.attention_backward(*on_device(*every), deterministic=True, **there)
+    got = cupyfa.backward(*every, deterministic=True, **options)
+    expected = cupyfa.backward(*on_device(*every), deterministic=True, **there)
     for one, other in zip(got, expected):
         np.testing.assert_array_equal(one, other.get())
 
@@ -237,7 +242,7 @@ def test_a_graph_updates_a_block_mask():
     out, grads = cupy.empty_like(q), tuple(map(cupy.empty_like, (q, k, v)))
     forward = cupyfa.compile(q, k, v, mask=blocks)
     made, lse = cupyfa.attention(q, k, v, mask=blocks, return_lse=True)
-    backward = cupyfa.compile_backward(q, q, k, v, made, lse, mask=blocks, deterministic=True)
+    backward = cupyfa.compile(q, q, k, v, made, lse, mask=blocks, deterministic=True)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         blocks.update({"document": document})
@@ -253,7 +258,7 @@ def test_a_graph_updates_a_block_mask():
         expected = cupyfa.attention(q, k, v, **how)
         cupy.testing.assert_allclose(out.astype("f"), expected.astype("f"), atol=4e-3)
         of_mask = cupyfa.block_mask(**how, M=300, N=300)
-        found = cupyfa.attention_backward(q, q, k, v, made, lse, mask=of_mask, deterministic=True)
+        found = cupyfa.backward(q, q, k, v, made, lse, mask=of_mask, deterministic=True)
         for one, other_one in zip(grads, found):
             cupy.testing.assert_array_equal(one, other_one)
         for rows, keys in ((128, 64), (64, 128)):
@@ -272,7 +277,7 @@ def test_a_graph_reads_seeds_each_time():
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
     grads = tuple(map(cupy.empty_like, (q, k, v)))
     forward = cupyfa.compile(q, k, v, **how)
-    backward = cupyfa.compile_backward(dout, q, k, v, out, lse, deterministic=True, **how)
+    backward = cupyfa.compile(dout, q, k, v, out, lse, deterministic=True, **how)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
@@ -286,7 +291,7 @@ def test_a_graph_reads_seeds_each_time():
         stream.synchronize()
         how = {"dropout": 0.3, "dropout_seed": number, "dropout_offset": number % 1000}
         cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
-        expected = cupyfa.attention_backward(dout, q, k, v, out, lse, deterministic=True, **how)
+        expected = cupyfa.backward(dout, q, k, v, out, lse, deterministic=True, **how)
         for one, other in zip(grads, expected):
             cupy.testing.assert_array_equal(one, other)
 
@@ -365,7 +370,7 @@ def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
     made = []
     for where in ({}, {"devices": "all"}, {"devices": [1, 0]}):
         how = {"deterministic": True, "return_lse": True, **options, **where}
-        (out, lse), pullback = cupyfa.attention_vjp(q, k, v, **how)
+        (out, lse), pullback = cupyfa.vjp(q, k, v, **how)
         made.append((out, lse, *pullback(out)))
     for right, *others in zip(*made):
         for got in others:

@@ -74,32 +74,30 @@ def host_calls(dtype, backend, several):
     how = {"backend": backend, "causal": True}
     back = {"backward_kernel": "two_pass"}
     on = {"devices": [0]} if several else {}
-    (out, lse), pull = cupyfa.attention_vjp(q, k, v, return_lse=True, kernel="fa2", **back, **how)
+    (out, lse), pull = cupyfa.vjp(q, k, v, return_lse=True, kernel="fa2", **back, **how)
     yield "attention", [out, cupyfa.attention(q, k, v, kernel="fa2", **how, **on)]
     yield "pullback", pull(out)
     prepared = cupyfa.compile(q, k, v, kernel="fa2", return_lse=True, **how)
     into = np.empty_like(out)
     yield "prepared", [*prepared(q, k, v), *prepared(q, k, v, out=into), into]
-    gradients = cupyfa.compile_backward(out, q, k, v, out, lse, kernel="two_pass", **how)
+    gradients = cupyfa.compile(out, q, k, v, out, lse, kernel="two_pass", **how)
     arrays = [np.empty_like(x) for x in (q, k, v)]
     yield "prepared backward", gradients(out, q, k, v, out, lse, grads=arrays)
     rows, offsets = q[0].swapaxes(0, 1), np.array([0, 3, 20], np.int32)
-    made, pull = cupyfa.attention_ragged_vjp(
-        *(rows,) * 3, offsets, offsets, kernel="fa2", **back, **how
-    )
+    made, pull = cupyfa.vjp(*(rows,) * 3, offsets, offsets, kernel="fa2", **back, **how)
     yield "packed", [made, *pull(made)]
     starts = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     prepared = cupyfa.compile(rows, rows, rows, **starts, kernel="fa2", **how)
     yield "prepared packed", [prepared(rows, rows, rows, **starts)]
-    lists, pull = cupyfa.attention_vjp([*q], [*k], [*v], kernel="fa2", **back, **how)
+    lists, pull = cupyfa.vjp([*q], [*k], [*v], kernel="fa2", **back, **how)
     yield "lists", [*lists, *(y for x in pull(lists) for y in x)]
     bias = of_dtype(20, 20, dtype=dtype, seed=4)
-    made, pull = cupyfa.attention_vjp(q, k, v, bias=bias, wrt="q,bias", kernel="fa2", **back, **how)
+    made, pull = cupyfa.vjp(q, k, v, bias=bias, wrt="q,bias", kernel="fa2", **back, **how)
     prepared = cupyfa.compile(q, k, v, bias=bias, kernel="fa2", **how)
     yield "bias", [made, *pull(made), prepared(q, k, v, bias=bias)]
-    cache = cupyfa.KVCache(k.copy(), v.copy(), np.array([5, 9], np.int32), layout="hnd")
+    cache = cupyfa.KVCache(k.copy(), v.copy(), np.array([5, 9], np.int32), layout="bhsd")
     new = {"k": k[:, :, :1], "v": v[:, :, :1]}
-    made = cupyfa.decode(q[:, :, :1], cache, backend=backend, **new)
+    made = cupyfa.attention(q[:, :, :1], cache, backend=backend, **new)
     yield "decode", [made, cache.k, cache.v]
     (made, total), pull = cupyfa.merge_vjp([(out, lse), (out, lse)], backend=backend)
     yield "merge", [made, total, *(y for x in pull(made) for y in x)]
@@ -146,10 +144,12 @@ def of_e4m3(backend, put):
     out = cupyfa.attention(*given, q_descale=descale, **how)
     prepared = cupyfa.compile(*given, q_descale=descale, **how)
     rows = of_dtype(2, 32, 2, 64, dtype="float8_e4m3fn", seed=5)
-    cache = cupyfa.KVCache(put(rows), put(rows.copy()), put(np.array([9, 30], np.int32)))
+    cache = cupyfa.KVCache(
+        put(rows), put(rows.copy()), put(np.array([9, 30], np.int32)), layout="bshd"
+    )
     token = put(of_dtype(2, 4, 1, 64, dtype="bfloat16"))
     new = {x: put(of_dtype(2, 2, 1, 64, dtype="bfloat16")) for x in "kv"}
-    decoded = [cupyfa.decode(token, cache, backend=backend, **x) for x in ({}, new)]
+    decoded = [cupyfa.attention(token, cache, backend=backend, **x) for x in ({}, new)]
     return [out, prepared(*given, q_descale=descale), *decoded]
 
 

@@ -94,7 +94,7 @@ def test_gradients_go_on_to_keys_and_queries():
     q, k, v = (rng.standard_normal((1, 1, n, 8)) for n in (6, 11, 11))
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "backend": "simulator"}
     passes = [
-        cupyfa.attention_vjp(q, k[..., x, :], v[..., x, :], return_lse=True, **how)
+        cupyfa.vjp(q, k[..., x, :], v[..., x, :], return_lse=True, **how)
         for x in (slice(4), slice(4, 11))
     ]
     (out, lse), pullback = cupyfa.merge_vjp([x for x, _ in passes], backend="simulator")
@@ -270,12 +270,28 @@ def test_packed_rows_of_a_ragged_batch(backend):
     rows, keys = np.array([0, 4, 9], "i4"), np.array([0, 8, 14], "i4")
     how = {"kernel": "fa2", "backend": backend, "return_lse": True}
     used = np.array([5, 3], "i4")
-    parts = [cupyfa.attention_ragged(q, k, v, rows, keys, seqused_k=used, **how)]
+    parts = [
+        cupyfa.attention(
+            cupyfa.Packed(q, rows),
+            cupyfa.Packed(k, keys, used),
+            cupyfa.Packed(v, keys, used),
+            **how,
+        )
+    ]
     rest = np.concatenate([np.arange(5, 8), np.arange(11, 14)])
     others = np.array([0, 3, 6], "i4")
-    parts.append(cupyfa.attention_ragged(q, k[rest], v[rest], rows, others, **how))
+    parts.append(
+        cupyfa.attention(
+            cupyfa.Packed(q, rows),
+            cupyfa.Packed(k[rest], others),
+            cupyfa.Packed(v[rest], others),
+            **how,
+        )
+    )
     (out, lse), _ = checked(parts, backend, layout="bshd")
-    wanted = cupyfa.attention_ragged(q, k, v, rows, keys, **how)
+    wanted = cupyfa.attention(
+        cupyfa.Packed(q, rows), cupyfa.Packed(k, keys), cupyfa.Packed(v, keys), **how
+    )
     for one, other in zip((out, lse), wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 

@@ -25,14 +25,14 @@ NUMBERS = {
 
 
 def vjp(**how):
-    out, pullback = cupyfa.attention_vjp(Q, K, V, deterministic=True, **how)
+    out, pullback = cupyfa.vjp(Q, K, V, deterministic=True, **how)
     return out, *pullback(DOUT)
 
 
 def decoded(**how):
     how = {x: y for x, y in how.items() if not x.startswith("dropout")}
-    cache = cupyfa.KVCache(K, V, np.array([30], np.int32), layout="hnd")
-    return (cupyfa.decode(Q[:, :, :1], cache, **how),)
+    cache = cupyfa.KVCache(K, V, np.array([30], np.int32), layout="bhsd")
+    return (cupyfa.attention(Q[:, :, :1], cache, **how),)
 
 
 FUNCTIONS = {

@@ -51,30 +51,44 @@ def test_packed_sequences_are_repeated(device, slow_calls):
     how = {"kernel": "fa2", "causal": True, "return_lse": True, "sink": sink}
     for turn in range(8):
         offsets.host[:] = OFFSETS[turn % 2]
-        found = cupyfa.attention_ragged(q, k, v, offsets, offsets, **how)
+        found = cupyfa.attention(
+            cupyfa.Packed(q, offsets), cupyfa.Packed(k, offsets), cupyfa.Packed(v, offsets), **how
+        )
         wanted = cupyfa.attention_ragged(
             *PACKED, offsets.host, offsets.host, **{**how, "sink": sink.host, **ON}
         )
         same(found, wanted)
     assert len(slow_calls) - 8 <= 5  # those of the simulator, and until all memory is known
     before = len(slow_calls)
-    cupyfa.attention_ragged(q, k, v, offsets, offsets, **{**how, "causal": False})
-    cupyfa.attention_ragged(
-        q, k, v, offsets, offsets, seqused_q=there(np.array([5, 0, 1], "i4"))[0], **how
+    cupyfa.attention(
+        cupyfa.Packed(q, offsets),
+        cupyfa.Packed(k, offsets),
+        cupyfa.Packed(v, offsets),
+        **{**how, "causal": False},
+    )
+    cupyfa.attention(
+        cupyfa.Packed(q, offsets, there(np.array([5, 0, 1], "i4"))[0]),
+        cupyfa.Packed(k, offsets),
+        cupyfa.Packed(v, offsets),
+        **how,
     )
     assert len(slow_calls) == before + 2
 
 
 def test_gradients_of_packed_sequences_are_repeated(device, slow_calls):
     q, k, v, offsets = there(*PACKED, OFFSETS[0])
-    out, lse = cupyfa.attention_ragged(q, k, v, offsets, offsets, kernel="fa2", return_lse=True)
-    given = [out, q, k, v, out, lse, offsets, offsets]
-    wanted = cupyfa.attention_ragged_backward(
-        *(x.host for x in given), kernel="two_pass", backend="simulator"
+    out, lse = cupyfa.attention(
+        cupyfa.Packed(q, offsets),
+        cupyfa.Packed(k, offsets),
+        cupyfa.Packed(v, offsets),
+        kernel="fa2",
+        return_lse=True,
     )
+    given = [out, q, k, v, out, lse, offsets, offsets]
+    wanted = cupyfa.backward(*(x.host for x in given), kernel="two_pass", backend="simulator")
     slow_calls.clear()
     for _ in range(8):
-        same(cupyfa.attention_ragged_backward(*given, kernel="two_pass"), wanted)
+        same(cupyfa.backward(*given, kernel="two_pass"), wanted)
     assert len(slow_calls) <= 5
 
 
@@ -83,19 +97,20 @@ def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
         *(drawn(3, 2, 9, 16, seed=x) for x in range(3)), np.array([9, 0, 4], "i4"), drawn(9, 9)
     )
     for _ in range(8):
-        found = cupyfa.attention(q, k, v, kernel="fa2", lengths_k=lengths, bias=bias)
+        found = cupyfa.attention(
+            q, cupyfa.Padded(k, lengths), cupyfa.Padded(v, lengths), kernel="fa2", bias=bias
+        )
     wanted = cupyfa.attention(
         q.host,
-        k.host,
-        v.host,
+        cupyfa.Padded(k.host, lengths.host),
+        cupyfa.Padded(v.host, lengths.host),
         kernel="fa2",
         backend="simulator",
-        lengths_k=lengths.host,
         bias=bias.host,
     )
     same([found], [wanted])
     assert len(slow_calls) <= 6
-    cupyfa.attention(q, k, v, kernel="fa2", lengths_q=lengths, bias=bias)
+    cupyfa.attention(cupyfa.Padded(q, lengths), k, v, kernel="fa2", bias=bias)
     assert len(slow_calls) <= 7
 
 
@@ -106,15 +121,15 @@ def test_block_masks_and_gradients_of_lse_are_repeated(device, slow_calls):
     how = {"kernel": "two_pass", "mask": mask, "dlse": dlse}
     for _ in range(8):
         out, lse = cupyfa.attention(q, k, v, kernel="fa2", mask=mask, return_lse=True)
-        found = cupyfa.attention_backward(out, q, k, v, out, lse, **how)
+        found = cupyfa.backward(out, q, k, v, out, lse, **how)
     host = [x.host for x in (out, q, k, v, out, lse)]
     how |= {"mask": seen, "dlse": dlse.host, "backend": "simulator"}
-    wanted = cupyfa.attention_backward(*host, **how)
+    wanted = cupyfa.backward(*host, **how)
     for mine, its in zip(found, wanted, strict=True):
         np.testing.assert_allclose(mine.host, its, atol=1e-6)
     assert len(slow_calls) <= 12
     slow_calls.clear()
-    cupyfa.attention_backward(out, q, k, v, out, lse, kernel="two_pass", mask=mask)
+    cupyfa.backward(out, q, k, v, out, lse, kernel="two_pass", mask=mask)
     assert len(slow_calls) == 1
 
 
@@ -140,8 +155,8 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
         ours = {"k": new_k, "v": new_v, "rotary": angles}
         theirs = {"k": far_k, "v": far_v, "rotary": tuple(far_angles)}
     for turn in range(8):
-        wanted = cupyfa.decode(q, here, **ours, **how, backend="simulator")
-        same(cupyfa.decode(far_q, cache, **theirs, **how), wanted)
+        wanted = cupyfa.attention(q, here, **ours, **how, backend="simulator")
+        same(cupyfa.attention(far_q, cache, **theirs, **how), wanted)
         same(far[:2], host[:2])
         for lengths in (host[2], far[2].host):
             lengths += 2
@@ -152,8 +167,8 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
     slow_calls.clear()
     device.stream = 9  # where other temporaries are
     same(
-        cupyfa.decode(far_q, cache, **theirs, **how),
-        cupyfa.decode(q, here, **ours, **how, backend="simulator"),
+        cupyfa.attention(far_q, cache, **theirs, **how),
+        cupyfa.attention(q, here, **ours, **how, backend="simulator"),
     )
     assert len(slow_calls) == 2
 
@@ -168,7 +183,7 @@ def test_a_cache_and_what_it_kept_are_freed_at_once(device):
     )
     cache = cupyfa.KVCache(*cached, *there(np.array([5, 0, 20], np.int32)))
     for _ in range(4):
-        cupyfa.decode(q, cache, k=k, v=v, kernel="fa2")
+        cupyfa.attention(q, cache, append=(k, v), kernel="fa2")
     kept = weakref.ref(cache), weakref.ref(cached[0]), weakref.ref(q)
     del cache, cached, q, k, v
     assert [x() for x in kept] == [None] * 3

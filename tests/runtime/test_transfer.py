@@ -243,9 +243,7 @@ def of_form(form, dtype=np.float16):
 
 
 def same_gradients(far, given, options):
-    there, here = (
-        cupyfa.attention_backward(*given, backend=x, **options) for x in (far, "simulator")
-    )
+    there, here = (cupyfa.backward(*given, backend=x, **options) for x in (far, "simulator"))
     for got, right in zip(there, here):
         np.testing.assert_array_equal(got, right)
 
@@ -309,7 +307,7 @@ def test_the_gradient_of_sinks_is_not_cut_where_it_is_a_sum(far, counts, form, c
     transfer.configure(device_bytes=4000)
     what = "its smallest piece needs .* fewer" if form == "h" else "one head of it needs"
     with pytest.raises(cupyfa.OutOfMemory, match=what):
-        cupyfa.attention_backward(out, q, k, v, out, lse, backend=far, **options)
+        cupyfa.backward(out, q, k, v, out, lse, backend=far, **options)
 
 
 ONE_PIECE = {
@@ -428,8 +426,8 @@ def test_gradients_and_softmax_are_transferred_too(far):
     out, lse = cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", return_lse=True)
     options = {"kernel": "two_pass", "causal": False}
     dout = np.ones_like(out)
-    there = cupyfa.attention_backward(dout, q, k, v, out, lse, backend=far, **options)
-    here = cupyfa.attention_backward(dout, q, k, v, out, lse, backend="simulator", **options)
+    there = cupyfa.backward(dout, q, k, v, out, lse, backend=far, **options)
+    here = cupyfa.backward(dout, q, k, v, out, lse, backend="simulator", **options)
     for got, right in zip(there, here):
         np.testing.assert_array_equal(got, right)
     x = np.random.default_rng(0).standard_normal((7, 90, 100), np.float32)
@@ -752,7 +750,7 @@ def same_sequences(far, given, **options):
 
     def made(backend):
         how = {"backend": backend, "kernel": "fa2", "backward_kernel": "two_pass", **options}
-        (out, lse), pullback = cupyfa.attention_ragged_vjp(*given, return_lse=True, **how)
+        (out, lse), pullback = cupyfa.vjp(*given, return_lse=True, **how)
         return out, lse, *pullback(np.cos(out), np.where(np.isfinite(lse), 0.5, 0).astype("f4"))
 
     there, here = map(made, (far, "simulator"))

@@ -40,9 +40,7 @@ def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
     prefix_keys = None
     if rotary is not None and rng.random() >= 0.5:
         prefix_keys = rng.integers(0, _MORE, p.batch).astype(np.int32)
-    step = kv_cache.step(
-        *(backend, inputs["Q"], cache, new), look=False, prefix_keys=prefix_keys
-    )
+    step = kv_cache.step(*(backend, inputs["Q"], cache, new), look=False, prefix_keys=prefix_keys)
     step.write_and_check()
     _check_rest(step, cache, unwritten, table, lengths, p)
     turned = step.q if backend.owns(inputs["Q"]) else backend.download(step.q)

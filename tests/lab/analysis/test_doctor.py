@@ -57,7 +57,7 @@ def as_json(**options):
 @pytest.mark.slow
 def test_every_probe_has_a_finding():
     seen = []
-    findings = cupyfa.doctor(progress=lambda done, total, what: seen.append(what))
+    findings = cupyfa.lab.doctor(progress=lambda done, total, what: seen.append(what))
     assert seen == THINGS
     # A machine may have several GPUs.
     things = dict.fromkeys("GPU" if x.thing.startswith("GPU") else x.thing for x in findings)
@@ -112,7 +112,7 @@ def test_a_probe_that_raises_is_a_fault_and_the_others_run(monkeypatch):
 
     good = Finding("y", OK, "good")
     probes(monkeypatch, Probe("x", broken, ("cuda",)), Probe("y", lambda: good))
-    assert cupyfa.doctor() == [Finding("x", FAULT, "KeyError: 'nonsense'", ("cuda",)), good]
+    assert cupyfa.lab.doctor() == [Finding("x", FAULT, "KeyError: 'nonsense'", ("cuda",)), good]
 
 
 def test_a_process_that_hangs_is_killed_and_the_others_run(monkeypatch, asking):
@@ -124,7 +124,7 @@ def test_a_process_that_hangs_is_killed_and_the_others_run(monkeypatch, asking):
         Probe("y", echo, (), answers),
     )
     start = time.perf_counter()
-    x, y = cupyfa.doctor()
+    x, y = cupyfa.lab.doctor()
     assert time.perf_counter() - start < 20
     assert "no answer within" in x.found
     assert (x.state, x.hinders) == (FAULT, ("simulator",)) and y.found == "[1, 2]"
@@ -139,7 +139,7 @@ def test_a_process_that_crashes_raises_or_exits_is_reported(monkeypatch, asking)
         Probe("talk", echo, (), asking("talks", "os.write(1, b'noise'); return 5")),
         Probe("lost", echo, (), "no_such_module:f"),
     )
-    crash, raised, left, talk, lost = [finding.found for finding in cupyfa.doctor()]
+    crash, raised, left, talk, lost = [finding.found for finding in cupyfa.lab.doctor()]
     assert crash == "the process was ended by SIGABRT"
     assert raised == "OSError: no such luck"
     assert "without a message" in left and talk == "5" and "no_such_module" in lost
@@ -217,7 +217,7 @@ def test_the_other_probes_run_if_cupy_is_broken(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "cupyfa.runtime.cuda.device", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    findings = by_thing(cupyfa.doctor())
+    findings = by_thing(cupyfa.lab.doctor())
     assert findings["CuPy"].state == FAULT and "cupy" in findings["CuPy"].found
     for thing in ("driver", "GPU", "NVRTC", "cuBLAS"):
         assert findings[thing].found == "not examined without CuPy"
@@ -241,7 +241,7 @@ def test_cupys_import_message_is_reduced_to_the_error(monkeypatch, wheels):
     wheels("cupy-cuda13x")
     monkeypatch.setattr(diagnosis.importlib, "import_module", fail)
     probes(monkeypatch, Probe("CuPy", diagnosis._cupy, ("cuda",)))
-    (finding,) = cupyfa.doctor()
+    (finding,) = cupyfa.lab.doctor()
     assert finding.state == FAULT and finding.found.endswith("ImportError: libfoo.so.1: gone")
 
 
@@ -308,7 +308,7 @@ def test_libraries_that_fail():
 
 @pytest.mark.gpu
 def test_a_working_gpu_is_ok(cuda):
-    found = by_thing(cupyfa.doctor())
+    found = by_thing(cupyfa.lab.doctor())
     assert {found[x].state for x in ("CuPy", "driver", "GPU 0", "NVRTC")} == {OK}, found
     assert "cuda" in runs_on(list(found.values()))
 

@@ -34,7 +34,7 @@ def test_naive_and_tiled_attention_by_formula():
         assert tiled_bytes("forward", masked) == 2 * q + 2 * kv
         assert naive_bytes("forward", masked) == 2 * q + 2 * kv + 4 * scores
         assert naive_scratch("forward", masked) == 2 * scores
-    rows, lse = cupyfa.roofline(["naive", "tiled"], device="h100", backward=True, **SIZES), 4
+    rows, lse = cupyfa.lab.roofline(["naive", "tiled"], device="h100", backward=True, **SIZES), 4
     p = rows[0].problem
     size = 2 * 4 * 300 * 64 * p.itemsize
     assert rows[1].bytes == tiled_bytes("backward", p) == 8 * size + 2 * 4 * 300 * lse
@@ -44,24 +44,26 @@ def test_naive_and_tiled_attention_by_formula():
 @pytest.mark.parametrize("backward", [False, True])
 def test_naive_and_tiled_attention_move_the_same_in_the_roofline(backward):
     how = {"backward": backward, "d": 128, "dtype": "float16"}
-    counted = {x.computation: x.moved for x in cupyfa.memory(backend="simulator", **how)}
-    drawn = cupyfa.roofline(["naive", "tiled"], device="h100", measure=False, **how)
+    counted = {x.computation: x.moved for x in cupyfa.lab.memory(backend="simulator", **how)}
+    drawn = cupyfa.lab.roofline(["naive", "tiled"], device="h100", measure=False, **how)
     assert {x.computation: x.bytes for x in drawn} == {x: counted[x] for x in ("naive", "tiled")}
 
 
 def test_gradients_of_arrays_are_counted_in_every_row():
     how = {"backward": True, "bias": "1hmn", "wrt": "bias", "heads": 2, "M": 64, "d": 16}
-    rows = cupyfa.memory("two_pass", backend="simulator", ncu=False, **how)
+    rows = cupyfa.lab.memory("two_pass", backend="simulator", ncu=False, **how)
     assert len({x.outputs for x in rows}) == 1
-    plain = cupyfa.memory("two_pass", backend="simulator", **{**how, "wrt": None})
+    plain = cupyfa.lab.memory("two_pass", backend="simulator", **{**how, "wrt": None})
     assert [x.outputs - y.outputs for x, y in zip(rows, plain)] == 3 * [2 * 64 * 64 * 4]
-    naive, tiled, two_pass = cupyfa.roofline(["naive", "tiled", "two_pass"], device="h100", **how)
+    naive, tiled, two_pass = cupyfa.lab.roofline(
+        ["naive", "tiled", "two_pass"], device="h100", **how
+    )
     assert two_pass.bytes >= tiled.bytes == rows[1].moved and naive.bytes == rows[0].moved
 
 
 def test_arrays_and_scratch_of_a_plan():
     p = Problem.of_sizes(heads=2, M=30, N=20, d=8)
-    (*_, row) = cupyfa.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)
+    (*_, row) = cupyfa.lab.memory("baseline", heads=2, M=30, N=20, d=8, batch=1)
     q, kv, s = 4 * 2 * 30 * 8, 4 * 2 * 20 * 8, 4 * 2 * 30 * 20
     assert (row.inputs, row.outputs, row.scratch) == (q + 2 * kv, q + 4 * 2 * 30, 2 * s)
     limits = footprint.limits_of("90")
@@ -70,7 +72,7 @@ def test_arrays_and_scratch_of_a_plan():
 
 def test_the_whole_ladder_and_the_formulas():
     for backward in (False, True):
-        rows = cupyfa.memory(backward=backward, **SIZES)
+        rows = cupyfa.lab.memory(backward=backward, **SIZES)
         operation = "backward" if backward else "forward"
         names = [row.computation for row in rows]
         assert names[:2] == ["naive", "tiled"]
@@ -89,28 +91,28 @@ def test_the_whole_ladder_and_the_formulas():
 
 
 def test_kernels_that_are_named():
-    rows = cupyfa.memory(["columns", "two_pass"], dtype="float16", causal=True, **SIZES)
+    rows = cupyfa.lab.memory(["columns", "two_pass"], dtype="float16", causal=True, **SIZES)
     assert [row.computation for row in rows] == ["naive", "tiled", "columns", "two_pass"]
     assert rows[2].constants == {"Br": 32, "Bc": 32}
     large = {**SIZES, "d": 512, "dtype": "float16"}
-    (_, _, refused, _) = cupyfa.memory(["mma_pipelined", "fa2"], **large)
+    (_, _, refused, _) = cupyfa.lab.memory(["mma_pipelined", "fa2"], **large)
     assert refused.note == "its head dimensions end at 256" and refused.scratch is None
     with pytest.raises(cupyfa.Unsupported, match="end at 256; kernels that can: .*fa2"):
-        cupyfa.memory(["mma_pipelined", "wgmma"], **large)
-    (naive, kernel) = cupyfa.memory("softmax_safe", M=20, N=30)
+        cupyfa.lab.memory(["mma_pipelined", "wgmma"], **large)
+    (naive, kernel) = cupyfa.lab.memory("softmax_safe", M=20, N=30)
     assert (naive.scratch, kernel.scratch) == (0, 0)
     assert naive.moved == 2 * 4 * 20 * 30
 
 
 def test_d_of_0_is_shown_as_0():
-    (naive, tiled, kernel) = cupyfa.memory("fa2", **{**SIZES, "d": 0})
+    (naive, tiled, kernel) = cupyfa.lab.memory("fa2", **{**SIZES, "d": 0})
     assert naive.inputs == tiled.inputs and kernel.problem.d == 0
     assert str(kernel.problem).startswith("batch=2 heads=4 M=300 N=300 d=0 float32")
     assert "computed as one column" in kernel.note and kernel.inputs > naive.inputs
 
 
 def test_a_users_kernel(tmp_path):
-    (*_, row) = cupyfa.memory(f"{own_kernel.write(tmp_path)}:mine", **SIZES)
+    (*_, row) = cupyfa.lab.memory(f"{own_kernel.write(tmp_path)}:mine", **SIZES)
     assert row.scratch == 0
 
 
@@ -134,7 +136,7 @@ def test_measured_figures_are_shown_with_the_formulas(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(footprint, "profile", lambda kernel, case: counters)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8, "dtype": "float16"}
-    rows = cupyfa.memory(["mma_split_kv", "baseline"], backend=Measuring(), **sizes)
+    rows = cupyfa.lab.memory(["mma_split_kv", "baseline"], backend=Measuring(), **sizes)
     assert [row.peak for row in rows] == [None, None, 12_345_678, 12_345_678]
     assert [row.dram for row in rows] == [None, None, 2 * 3e9, None]  # of cuBLAS nothing is seen
     row = rows[2].row()
@@ -147,7 +149,7 @@ def test_a_missing_nsight_compute_is_reported(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     sizes = {"batch": 1, "heads": 1, "M": 9, "d": 8}
     with pytest.warns(UserWarning, match="ncu is not on the PATH"):
-        cupyfa.memory("fa2", backend=Measuring(), **sizes)
+        cupyfa.lab.memory("fa2", backend=Measuring(), **sizes)
 
 
 @pytest.mark.gpu

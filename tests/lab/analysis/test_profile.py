@@ -253,7 +253,7 @@ def test_an_older_nsys_knows_an_average_only():
 def test_profile_runs_ncu_and_returns_counters(tools):
     log = tools("ncu", ncu_prints(["fa2"]))
     steps = []
-    found = cupyfa.profile(
+    found = cupyfa.lab.profile(
         "fa2", SMALL, progress=lambda *step: steps.append(step), tiles={"Br": 16}
     )
     assert [x.counter for x in found] == list(profiling.COUNTERS)
@@ -287,7 +287,7 @@ def test_metrics_unknown_to_ncu_are_left_out(tools, tmp_path):
     refusal.write_text("==ERROR== Failed to find metric regex:^launch__occupancy_limit_blocks$\n")
     known = f'case "$*" in *limit_blocks*) exec {shutil.which("cat")} {refusal};; esac'
     log = tools("ncu", ncu_prints(["fa2"]), known)
-    found = cupyfa.profile("fa2", SMALL)
+    found = cupyfa.lab.profile("fa2", SMALL)
     assert next(x.value for x in found if x.counter == "duration")
     first, second = log.read_text().splitlines()
     assert len(first) > len(second) and "limit_blocks" not in second
@@ -363,7 +363,7 @@ def test_counters_of_this_gpu(cuda):
     if shutil.which("ncu") is None:
         pytest.skip("ncu is not on the PATH")
     try:
-        found = {x.counter: x for x in cupyfa.profile("fa2", SMALL)}
+        found = {x.counter: x for x in cupyfa.lab.profile("fa2", SMALL)}
     except Unsupported as reason:
         pytest.skip(str(reason))
     assert found["duration"].value > 0

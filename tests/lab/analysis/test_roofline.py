@@ -156,9 +156,11 @@ def test_kernels_move_each_array_of_each_launch_once():
 
 
 def test_the_public_function():
-    (found,) = cupyfa.roofline("tiled", device="h100", measure=False, M=1024)
+    (found,) = cupyfa.lab.roofline("tiled", device="h100", measure=False, M=1024)
     assert found.problem == Problem.of_sizes(batch=4, heads=16, M=1024, d=64, dtype="float32")
-    assert found.problem == cupyfa.memory("fa2", M=1024)[0].problem  # sizes left out are the same
+    assert (
+        found.problem == cupyfa.lab.memory("fa2", M=1024)[0].problem
+    )  # sizes left out are the same
 
 
 def test_the_device_of_this_machine_is_measured(monkeypatch):

@@ -628,7 +628,7 @@ def test_a_peer_finds_an_error_outside_the_sample(monkeypatch, peer, by_sample):
 
 
 def gradients(Q, K, V, O, lse, dO):  # noqa: E741
-    grads = cupyfa.attention_backward(
+    grads = cupyfa.backward(
         *(dO, Q, K, V, O, lse), backend="simulator", kernel="two_pass", causal=True
     )
     return dict(zip(("dQ", "dK", "dV"), grads))

@@ -27,7 +27,7 @@ def row(ms, *, noise=0.0, rounds=50, kernel="fa2", problem=PROBLEM, constants=No
 
 
 def verdict(old, new):
-    (found,) = cupyfa.compare([old], [new])
+    (found,) = cupyfa.lab.compare([old], [new])
     return found
 
 

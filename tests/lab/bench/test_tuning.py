@@ -80,7 +80,7 @@ def laps(tmp_path):
 
 
 def tune(kernel, engine, **options):
-    return cupyfa.tune(kernel, backend=engine, **{**TINY, "budget": 60.0, **options})
+    return cupyfa.lab.tune(kernel, backend=engine, **{**TINY, "budget": 60.0, **options})
 
 
 def planned(kernel, engine, **how):
@@ -245,7 +245,7 @@ def test_each_of_several_problems_is_tuned(laps, device):
 
 
 def test_a_softmax_is_tuned_too(device):
-    (row,) = cupyfa.tune("softmax_online", backend=device, M=5, N=40, budget=1.0)
+    (row,) = cupyfa.lab.tune("softmax_online", backend=device, M=5, N=40, budget=1.0)
     assert row.state == "right" and row.factor == 1
     assert device.limits.tuned[0].constants == ()
 
@@ -547,7 +547,7 @@ def test_tuning_on_a_gpu(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "on", ON)
     cuda.refresh()
     try:
-        rows = cupyfa.tune("fa2_coalesced", backend=cuda, M=512, dtype="float16", budget=40)
+        rows = cupyfa.lab.tune("fa2_coalesced", backend=cuda, M=512, dtype="float16", budget=40)
         best = rows[0]
         assert best.state == "right" and best.factor > 0.95
         assert best.measurement.registers > 0 and best.blocks_per_sm > 0

@@ -72,7 +72,7 @@ def test_a_failure_with_a_block_mask_is_run_again_with_it(tmp_path):
     assert outcome.kind == RIGHT
     command = failures.command(case, outcome, {"backend": "simulator"})
     file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.lab.replay(file, backend="simulator")
     assert again.stored.case == case and again.now == outcome
     assert "block_mask layout=gaps" in cli(*shlex.split(command)[1:]).stdout
     plain = shrunk(case, lambda x: x.problem.has_mask).problem

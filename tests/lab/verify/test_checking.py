@@ -189,7 +189,7 @@ def test_a_failure_is_reproduced_with_the_same_schedule(tmp_path, monkeypatch):
 
     monkeypatch.setattr(workers, "perform", seeing)
     for engine in ("simulator", Simulator(schedule=3)):
-        assert cupyfa.replay(failure.file, kernel, backend=engine).now.kind == WRONG_RESULT
+        assert cupyfa.lab.replay(failure.file, kernel, backend=engine).now.kind == WRONG_RESULT
     assert seen == [0, 3]
 
 
@@ -200,10 +200,10 @@ def test_a_users_record_is_not_confused_with_a_rung(tmp_path, name):
     failure = the_failure(check(["softmax_online", kernel], failures=tmp_path))
     assert failure.command.startswith(f"cupyfa run SCRIPT.py:{name} ")
     with pytest.raises(ValueError, match=f"is of {name}, a record from a script; give it"):
-        cupyfa.replay(failure.file, backend="simulator")
-    again = cupyfa.replay(failure.file, kernel, backend="simulator")
+        cupyfa.lab.replay(failure.file, backend="simulator")
+    again = cupyfa.lab.replay(failure.file, kernel, backend="simulator")
     assert again.now.kind == WRONG_RESULT
-    again = cupyfa.replay(failure.file, script, backend="simulator")
+    again = cupyfa.lab.replay(failure.file, script, backend="simulator")
     assert again.now.kind == WRONG_RESULT
 
 

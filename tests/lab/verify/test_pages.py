@@ -140,9 +140,9 @@ def test_faults_of_pages_are_found(tmp_path, monkeypatch, fault):
     )
     first = done.failures[0]
     assert "--page-size=16" in shlex.split(first.command)
-    again = cupyfa.replay(first.file, kernel, backend="simulator")
+    again = cupyfa.lab.replay(first.file, kernel, backend="simulator")
     assert again.stored.case == first.case and again.now.failed
-    assert cupyfa.replay(first.file, "fa2", backend="simulator").now.kind == "right"
+    assert cupyfa.lab.replay(first.file, "fa2", backend="simulator").now.kind == "right"
 
 
 def test_a_case_is_shrunk_without_its_pages():

@@ -149,6 +149,6 @@ def test_a_failure_keeps_its_lengths(tmp_path, monkeypatch):
     first = done.failures[0]
     assert "--lengths" in first.command and " -M" not in first.command
     assert shlex.split(first.command)[1] == "run"
-    again = cupyfa.replay(first.file, kernel, backend="simulator")
+    again = cupyfa.lab.replay(first.file, kernel, backend="simulator")
     assert again.stored.case == first.case and again.now.failed
-    assert cupyfa.replay(first.file, "fa2", backend="simulator").now.kind == "right"
+    assert cupyfa.lab.replay(first.file, "fa2", backend="simulator").now.kind == "right"

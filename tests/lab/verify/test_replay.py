@@ -46,12 +46,12 @@ def replay(file, *args, code):
 def test_a_replayed_failure_fails_again_and_another_kernel_passes(tmp_path, dtype):
     case = replace(CASE, problem=Problem.of_row_sizes(5, 19, dtype))
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED, case)
-    again = cupyfa.replay(file, kernel_of(file), backend="simulator")
+    again = cupyfa.lab.replay(file, kernel_of(file), backend="simulator")
     assert again.stored.case == case
     assert again.now.kind == again.stored.outcome.kind == WRONG_RESULT
     assert again.now.verdicts == again.stored.outcome.verdicts
     for other in ("softmax_safe", record_named("softmax_online")):
-        assert cupyfa.replay(file, other, backend="simulator").now.kind == RIGHT
+        assert cupyfa.lab.replay(file, other, backend="simulator").now.kind == RIGHT
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "far"])
@@ -79,14 +79,14 @@ def test_attention_is_replayed_from_the_stored_inputs(tmp_path):
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
     arrays = {**outcome.arrays, "V": outcome.arrays["V"] + np.float16(1)}
     file = failures.write(tmp_path, Stored(case, replace(outcome, arrays=arrays)), "none")
-    again = cupyfa.replay(file, backend="simulator")
+    again = cupyfa.lab.replay(file, backend="simulator")
     assert again.now.kind == RIGHT
     assert again.now.verdicts != outcome.verdicts
 
 
 def test_a_result_that_differs_between_runs_is_rerun_as_often(tmp_path):
     file = stored(tmp_path, broken_kernels.DEPENDS_ON_THE_ORDER, reruns=3)
-    again = cupyfa.replay(file, kernel_of(file), backend="simulator")
+    again = cupyfa.lab.replay(file, kernel_of(file), backend="simulator")
     assert again.stored.outcome.kind == again.now.kind == DIFFERS
 
 
@@ -96,7 +96,7 @@ def test_outdated_constants_are_left_to_the_plan(tmp_path):
     for constants in (outcome.constants, {"Br": 64, "Bc": 16, "gone": 3}):
         failure = Stored(case, replace(outcome, constants=constants))
         file = failures.write(tmp_path, failure, str(constants))
-        again = cupyfa.replay(file, backend="simulator")
+        again = cupyfa.lab.replay(file, backend="simulator")
         assert again.now.kind == RIGHT
         assert (again.now.constants == outcome.constants) == ("gone" not in constants)
 
@@ -187,7 +187,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path, what):
     file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     damaged(file, what)
     with pytest.raises(ValueError, match="is damaged, or not a file of `cupyfa check`"):
-        cupyfa.replay(file, backend="simulator")
+        cupyfa.lab.replay(file, backend="simulator")
     done = replay(file, code=2)
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
@@ -198,7 +198,7 @@ def test_a_kernel_that_cannot_run_the_case_is_refused(tmp_path):
     *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
     file = failures.write(tmp_path, Stored(case, outcome), "")
     with pytest.raises(cupyfa.Unsupported, match="v3 cannot do .*: its dtypes are"):
-        cupyfa.replay(file, "v3", backend="simulator")
+        cupyfa.lab.replay(file, "v3", backend="simulator")
     replay(file, "--kernel", "v3", code=3)
 
 
