@@ -207,8 +207,8 @@ def attention(
         raise TypeError("append is for a KVCache, and k is an array; leave it out")
     given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
     target, asked = read_out(out, q, asked)
-    backend, devices = read_devices(backend)
-    call = Call("forward", kernel, backend, None, asked, layout, tiles, return_lse)
+    where, devices = read_devices(backend)
+    call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse)
     arrays = q, k, v
     if given or structure:
         call, arrays = sequences.add_all_inputs(call, arrays, given, structure, check)
@@ -350,16 +350,16 @@ def backward(
         repeated = repeat_call("backward", fixed, every, grads=grads)
         if repeated is not None:
             return repeated
+    where, devices = read_devices(backend)
     if lse is None:
-        lse = pullback.make_unread_lse(kernel, q, backend, layout)
+        lse = pullback.make_unread_lse(kernel, q, where, layout)
         arrays = dout, q, k, v, out, lse
     given, asked = split_keywords(backward, scores) if scores else ({}, {})
     _, asked = read_out(out, q, asked)
     wrt = QKV if wrt is QKV else pullback.read_wrt(wrt)
-    backend, devices = read_devices(backend)
     # fmt: off
     call = Call(
-        "backward", kernel, backend, None, asked, layout, tiles, False, deterministic, wrt=wrt
+        "backward", kernel, where, None, asked, layout, tiles, False, deterministic, wrt=wrt
     )
     # fmt: on
     if dlse is not None:
@@ -380,13 +380,14 @@ def compile(
     ``compile(q, k, v, …)`` prepares calls of ``attention``, ``compile(dout, q, k, v, out, lse, …)``
     those of ``backward``.
 
-    arrays: these arrays with the forms of later calls, or the shapes of contiguous arrays of ``dtype``, a name or NumPy's dtype (CuPy arrays; NumPy arrays
-        in the simulator). Of structured arrays, as ``Packed(q, offsets)``, the fields are given
-        likewise. As shapes, lse is of float32, or float64 for float64.
-    keywords: the other arguments of that function. Arrays that change scores are such arrays too, or
-        with shapes the forms that ``plan`` takes; dlse is an array or shape like lse. With shapes,
-        ``out=`` is the dtype of the output, also for ``backward``, and a kernel is bound to no
-        arrays, whose shapes follow.
+    arrays: these arrays with the forms of later calls, or the shapes of contiguous arrays of
+        ``dtype``, a name or NumPy's dtype (CuPy arrays; NumPy arrays in the simulator). Of
+        structured arrays, as ``Packed(q, offsets)``, the fields are given likewise. As shapes, lse
+        is of float32, or float64 for float64.
+    keywords: the other arguments of that function. Arrays that change scores are such arrays too,
+        or with shapes the forms that ``plan`` takes; dlse is an array or shape like lse. With
+        shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel is bound to
+        no arrays, whose shapes follow.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays. It refuses arrays of other shapes,
@@ -426,8 +427,8 @@ def softmax(
     fixed = kernel, backend, tiles, return_lse
     if not check and (repeated := repeat_call("softmax", fixed, (x,), out)) is not None:
         return repeated
-    backend, devices = read_devices(backend)
-    call = Call("softmax", kernel, backend, tiles=tiles, return_lse=return_lse)
+    where, devices = read_devices(backend)
+    call = Call("softmax", kernel, where, tiles=tiles, return_lse=return_lse)
     arrays: Sequence[Any] = (x,)
     if isinstance(kernel, BoundKernel):
         call, arrays = add_kernel_arrays(call, arrays)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from importlib import import_module
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -216,13 +217,8 @@ class KVCache(Structured):
 
         Raises what ``attention`` raises.
         """
-        prefix_keys = None
-        if self.prefix is not None and self.rotary is not None:
-            from cupyfa.arrays.prefixes import Prefixes
-
-            prefix_keys = Prefixes(backend, self.prefix, k, self, look=check).keys
-        written = step(backend, k, self, (k, v), look=check, prefix_keys=prefix_keys)
-        (written.write_and_check if check else written.write)()
+        functions: Any = import_module(self.functions)
+        functions.append_tokens(self, k, v, backend=backend, check=check)
 
     @property
     def batch(self) -> int:

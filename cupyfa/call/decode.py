@@ -104,6 +104,17 @@ _FIXED = (
 )
 
 
+def append_tokens(
+    cache: KVCache, k: Any, v: Any, *, backend: BackendName | Backend, check: bool
+) -> None:
+    """Writes the keys and values of new tokens, as ``KVCache.append`` says."""
+    prefix_keys = None
+    if cache.prefix is not None and cache.rotary is not None:
+        prefix_keys = Prefixes(backend, cache.prefix, k, cache, look=check).keys
+    step = make_step(backend, k, cache, (k, v), look=check, prefix_keys=prefix_keys)
+    (step.write_and_check if check else step.write)()
+
+
 def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
@@ -130,11 +141,18 @@ def _read(
         )
     options = replace(AttentionOptions.of(None, asked), causal="bottom-right") if asked else _CAUSAL
     return DecodeCall(
-        *(q, cache, new, options, (given["alibi_slopes"], given["sink"]), given["captured"]),
-        *(given["kernel"], given["backend"], read_tiles(given["tiles"])),
-        read_flag("return_lse", given["return_lse"]),
-        out,
-        read_flag("check", given["check"]),
+        q=q,
+        cache=cache,
+        new=None if new is None else tuple(new),
+        options=options,
+        scores=(given["alibi_slopes"], given["sink"]),
+        captured=given["captured"],
+        kernel=given["kernel"],
+        backend=given["backend"],
+        tiles=read_tiles(given["tiles"]),
+        return_lse=read_flag("return_lse", given["return_lse"]),
+        out=out,
+        check=read_flag("check", given["check"]),
     )
 
 

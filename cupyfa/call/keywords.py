@@ -16,7 +16,7 @@ from cupyfa.problem import optional_inputs
 from cupyfa.problem.optional_inputs import is_array
 from cupyfa.problem.options import OptionKeywords, read_flag
 from cupyfa.problem.problem import TEXTS
-from cupyfa.problem.shape_language import is_form
+from cupyfa.problem.shape_language import is_array_form
 from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
 
@@ -153,7 +153,7 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
     if out is None:
         return None, asked
     if isinstance(out, DTYPES):
-        return None, {**asked, "out_dtype": out}
+        return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
     names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q)]
     return out, asked if names[0] in ("", names[1]) else {**asked, "out_dtype": names[0]}  # type: ignore[typeddict-item]
 
@@ -165,7 +165,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )
-        if isinstance(x, str) and is_form(x):  # of an array
+        if isinstance(x, str) and is_array_form(x):  # of an array
             is_expression = False
         kind = "mask_mod" if is_expression else "mask"
         if kind in found:
@@ -224,7 +224,8 @@ def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
         for x in parameters
         if x.kind is x.KEYWORD_ONLY and arguments[x.name] is not x.default
     }
-    others = next((arguments[x.name] for x in parameters if x.kind is x.VAR_KEYWORD), {})
+    of_names = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
+    others: dict[str, Any] = arguments[of_names[0]] if of_names else {}
     if unknown := {name: x for name, x in others.items() if name not in OF_BOTH_PASSES}:
         raise unknown_argument(function, unknown, OF_BOTH_PASSES)
     return {**given, **others}

@@ -22,6 +22,7 @@ from cupyfa.call.pullback import (
     refuse_gradients,
 )
 from cupyfa.call.sequences import add_all_inputs, check_packed
+from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
 from cupyfa.problem.optional_inputs import STARTS, name_of as input_name
@@ -142,6 +143,7 @@ def prepare_call(
     require_one_device(backend, {input_name(name): x for name, x in inputs.items()})
     with backend.working_on(arrays[0]):
         limits = backend.limits
+        assert not isinstance(call.kernel, BoundKernel)
         record = planning.select(
             call.kernel, call.operation, problem, limits, deterministic=call.deterministic
         )

@@ -30,7 +30,8 @@ def read_pullback(
 
     Raises for what no call of it could have, so that the call is refused and not its pullback.
     """
-    planning.check_named(kernel, "backward", read_tiles(tiles))
+    record = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
+    planning.check_named(record, "backward", read_tiles(tiles))
     of_backward = {
         "deterministic": read_flag("deterministic", deterministic),
         "kernel": kernel,

@@ -54,7 +54,7 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
     given = given_arguments(attention, arguments)
     return_lse = read_flag("return_lse", given.pop("return_lse", False))
     chosen = {x: given.pop(x, y) for x, y in (("kernel", "auto"), ("tiles", None))}
-    call = _Call.of(attention, *(arguments[x] for x in "qkv"), given)
+    call = _Call.of(attention, arguments["q"], arguments["k"], arguments["v"], given)
     call.refuse_places(keys_are_whole=call.fan_in is None)
     how = call.planned("forward", chosen["kernel"], chosen["tiles"])
     out, lse = graphs.forward(call.parts, how, call.fan_in)
@@ -67,7 +67,7 @@ def vjp_of_others(vjp: Callable[..., Any], arguments: Mapping[str, Any]) -> tupl
     flags = {x: read_flag(x, given.pop(x, False)) for x in ("return_lse", "deterministic")}
     kernel, backward_kernel = (given.pop(f"{x}kernel", "auto") for x in ("", "backward_"))
     tiles, backward_tiles = (given.pop(f"{x}tiles", None) for x in ("", "backward_"))
-    call = _Call.of(vjp, *(arguments[x] for x in "qkv"), given)
+    call = _Call.of(vjp, arguments["q"], arguments["k"], arguments["v"], given)
     call.refuse_places(keys_are_whole=False)
     deterministic = flags["deterministic"]
     how = call.planned("backward", backward_kernel, backward_tiles, deterministic=deterministic)

@@ -246,8 +246,8 @@ class Kernel(_Record):
     For a kernel that computes something else than its operation, or needs more for it:
 
     inputs: arrays of its own, as ``{"slopes": Input("heads", "real")}``. Callers give them with
-        ``kernel.bind(slopes=array)``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have the
-        strides of these names and the others are rows and columns; an array whose shape is a
+        ``kernel.bind(slopes=array)``. As a Tensor, axes ``batch``, ``heads`` and ``kv_heads`` have
+        the strides of these names and the others are rows and columns; an array whose shape is a
         formula has its last axis as columns.
     outputs: arrays that it computes besides those of the operation, as ``{"rowmax": ("batch heads
         M", "real")}``. Callers ask for them with ``kernel.bind(returns=("rowmax",))``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cupyfa.call.keywords import DTYPES, split_keywords
+from cupyfa.call.keywords import DTYPES, read_out, split_keywords
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.options import AttentionOptions, OptionKeywords
@@ -41,7 +41,7 @@ def options_of(
                 f"{name} is {described(given[name])}, and parts read no arrays besides q, k and v; "
                 f"{remedy}"
             )
-    return asked if out is None else {**asked, "out_dtype": out}
+    return read_out(out, None, asked)[1]
 
 
 _REMEDIES = {

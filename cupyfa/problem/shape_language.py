@@ -57,7 +57,7 @@ _SHAPES = {
 _OF_PACKED = (*STARTS, *USED)
 
 
-def is_form(text: str) -> bool:
+def is_array_form(text: str) -> bool:
     """Whether a text is the form of an array, as "1hmn" or "bool[11mn]", and not an expression."""
     dtype, bracket, _ = text.partition("[")
     return dtype in DTYPES if bracket else len(text) > 1 and {*text} <= {*_LETTERS, "1"}
