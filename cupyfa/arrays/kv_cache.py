@@ -127,6 +127,7 @@ class KVCache(Structured):
         self.k, self.v = seen("k", k), seen("v", v)
         self.lengths = _there("lengths", lengths, self.k)
         self._last: _Last | None = None
+        self.prepared: Any = None  # the call of the last step, kept by ``call/decode.py``
         self.pages = None if pages is None else _there("pages", pages, self.k)
         check_keys(self.k, self.v, layout)
         _check_whole("lengths", self.lengths, 1)
@@ -146,7 +147,7 @@ class KVCache(Structured):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last call's launches, which belong to this process."""
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "prepared": None}
 
     @classmethod
     def from_csr(
@@ -363,6 +364,15 @@ class Step:
     def writes(self) -> bool:
         return self._new is not None
 
+    def read_lengths(self, cache: KVCache) -> None:
+        """Looks at the lengths and pages of the host again, which may have been changed."""
+        count = 0 if self.lengths is cache.lengths else self.q.shape[2]
+        cache.check_numbers(cache.lengths, cache.pages, count)
+        if cache.rotary is not None:
+            _check_positions(cache.rotary.cos, cache.lengths, count)
+        if count:
+            np.add(cache.lengths, count, out=self.lengths)
+
     def write(self) -> None:
         """Writes the new keys and values, and turns them and the queries."""
         if self._new is not None:
@@ -386,6 +396,9 @@ def last_step(q: Any, cache: KVCache, new: Any, backend: Any) -> Step | None:
     backend, given = last.step.backend, _identified(q, cache, new)
     if not all(map(is_, given, last.arrays)) or _shapes_of(given) != last.shapes:
         return None
+    if isinstance(cache.lengths, np.ndarray):  # its numbers may be others
+        last.step.read_lengths(cache)
+        return last.step
     if backend.current() != last.where or backend.is_capturing:  # a graph has arrays of its own
         return None
     return last.step
@@ -468,7 +481,7 @@ def step(
         is_moved=is_moved,
         _new=new_tokens,
     )
-    may_repeat = not on_host and where.stream not in (None, PER_THREAD)
+    may_repeat = not is_moved if on_host else where.stream not in (None, PER_THREAD)
     if may_repeat and prefix_keys is None and not where.is_capturing:
         arrays = _identified(q, cache, new)
         if _may_keep(given, arrays):
@@ -611,12 +624,7 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     cache.check_numbers(lengths, downloaded("pages"), new)
     if "cos" in given and lengths.size:
         before = downloaded("prefix_keys") if "prefix_keys" in given else 0
-        positions, needed = len(given["cos"]), int((lengths + before).max()) + new
-        if needed > positions:
-            raise ValueError(
-                f"rotary has {positions} positions, and a sequence has {needed} keys; give a row "
-                "for each"
-            )
+        _check_positions(given["cos"], lengths + before, new)
     if not new:
         return
     for name in ("cache.k", "cache.v"):
@@ -628,6 +636,16 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
                 raise ValueError(
                     f"{other} shares memory with {name}, into which it is written; give a copy"
                 )
+
+
+def _check_positions(cos: Any, lengths: np.ndarray, new: int) -> None:
+    """Raises ValueError if a rotary embedding has no row for the last of ``new`` tokens."""
+    positions, needed = len(cos), int(lengths.max(initial=0)) + new
+    if needed > positions:
+        raise ValueError(
+            f"rotary has {positions} positions, and a sequence has {needed} keys; give a row for "
+            "each"
+        )
 
 
 class _New:

@@ -19,7 +19,12 @@ def find_function(name: str, q: Any, k: Any = None, v: Any = None) -> Callable[.
     It takes the public function and its ``locals()``. None for arrays that kernels take, and for
     those that are refused later. Raises TypeError if there is no such function for them.
     """
-    module = next(filter(None, map(_module_of, (k, q))), None)
+    module = None
+    for x in (k, q):
+        if isinstance(x, Structured):
+            module = module or x.functions
+        else:
+            module = module or _OF_PACKAGES.get(type(x).__module__.partition(".")[0])
     if module is None and isinstance(q, list | tuple) and ragged.are_lists(q, k, v):
         module = "cupyfa.call.sequences"
     if module is None:
@@ -30,10 +35,3 @@ def find_function(name: str, q: Any, k: Any = None, v: Any = None) -> Callable[.
         remedy = "vjp" if isinstance(q, list | tuple) else "attention on arrays"
         raise TypeError(f"{name} does not take {what}; its gradients come from {remedy}")
     return function
-
-
-def _module_of(x: Any) -> str | None:
-    """The module with the functions of an array, if these are not those of the library."""
-    if isinstance(x, Structured):
-        return x.functions
-    return _OF_PACKAGES.get(type(x).__module__.partition(".")[0])

@@ -1,0 +1,95 @@
+"""How many Python functions of the library a repeated call enters: none plans or reads again."""
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import cupyfa
+from cupyfa import KVCache, distributed
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((2, 4, 64, 32)).astype(np.float32) for _ in range(3))
+TOKENS = [np.ascontiguousarray(x[:, :, :2]) for x in (Q, K, V)]
+
+
+def count_calls(call):
+    """How many functions of the library the call enters, in all threads."""
+    entered = []
+
+    def profile(frame, event, argument):
+        if event == "call" and "cupyfa" in frame.f_globals.get("__name__", ""):
+            entered.append(frame.f_code.co_name)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return len(entered)
+
+
+def attend():
+    cupyfa.attention(Q, K, V, kernel="fa2", backend="simulator")
+
+
+def decode():
+    q, k, v = TOKENS
+    cupyfa.attention(q, CACHE, append=(k, v), backend="simulator")
+
+
+CACHE = KVCache(K.copy(), V.copy(), np.array([10, 60], np.int32))
+
+
+@pytest.mark.parametrize(("call", "most"), [(attend, 50), (decode, 120)])
+def test_a_repeated_call_enters_few_functions(call, most):
+    for _ in range(3):
+        call()
+    assert count_calls(call) <= most
+
+
+def test_a_repeated_call_of_ranks_enters_few_functions():
+    def run(group):
+        q, k, v = (
+            distributed.Sharded(np.ascontiguousarray(x[:, :, :32]), group, 64) for x in (Q, K, V)
+        )
+
+        def call():
+            cupyfa.attention(q, k, v, kernel="fa2", backend="simulator")
+
+        for _ in range(3):
+            call()
+        entered = []
+
+        def profile(frame, event, argument):
+            if event == "call" and "cupyfa" in frame.f_globals.get("__name__", ""):
+                entered.append(frame.f_code.co_name)
+
+        sys.setprofile(profile)  # of this thread
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return len(entered)
+
+    assert sum(distributed.threads(2, run)) <= 600
+
+
+def test_lengths_are_read_again_in_each_call():
+    q, k, v = TOKENS
+    lengths = np.array([10, 60], np.int32)
+    cache = KVCache(K.copy(), V.copy(), lengths)
+    for _ in range(3):
+        cupyfa.attention(q, cache, append=(k, v), backend="simulator")
+    lengths[:] = 3, 20
+    found = cupyfa.attention(q, cache, append=(k, v), backend="simulator")
+    other = KVCache(K.copy(), V.copy(), lengths.copy())
+    expected = cupyfa.attention(q, other, append=(k, v), backend="simulator")
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(cache.k[0, :, 3:5], k[0])
+    lengths[1] = 63
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 63"):
+        cupyfa.attention(q, cache, append=(k, v), backend="simulator")
