@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.call import pullback, sequences
+from cupyfa.call import pullback
 from cupyfa.call.call import BackendName, Call, Devices, Layout, Tiles
 from cupyfa.call.dispatch import find_function
 from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import split_block_mask
-from cupyfa.call.kernel_arrays import add_kernel_arrays
 from cupyfa.call.keywords import (
     DTYPES,
     OF_BOTH_PASSES,
@@ -46,7 +45,7 @@ from cupyfa.problem.options import (
     read_size,
 )
 from cupyfa.problem.problem import MOST, Problem
-from cupyfa.problem.structured_arrays import Structured, unwrap
+from cupyfa.problem.structured_arrays import KINDS, unwrap
 from cupyfa.problem.wrt import QKV, refuse_without_gradients
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import is_none, repeat_call
@@ -58,7 +57,6 @@ if TYPE_CHECKING:
     from cupyfa.call.keywords import CallKeywords, CommonKeywords, NoKeywords, ScoreKeywords
 
 Array = np.ndarray[Any, Any]
-_OTHER_ARRAYS = (Structured, list, tuple)  # what may stand in place of an array
 
 
 def attention(
@@ -176,7 +174,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS):
+    if type(q) in KINDS or type(k) in KINDS:
         if (function := find_function("attention", q, k, v)) is not None:
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
@@ -199,8 +197,6 @@ def attention(
         if repeated is not None:
             return repeated
     here = locals()
-    if (function := find_function("attention", q)) is not None:
-        return function(attention, here)
     if unknown:
         raise unknown_argument(attention, unknown)
     if append is not None:
@@ -209,12 +205,8 @@ def attention(
     target, asked = read_out(out, q, asked)
     where, devices = read_devices(backend)
     call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse)
-    arrays = q, k, v
-    if given or structure:
-        call, arrays = sequences.add_all_inputs(call, arrays, given, structure, check)
-    if isinstance(kernel, BoundKernel):
-        call, arrays = add_kernel_arrays(call, arrays)
-    return run_call(call, arrays, target, check=check, repeat=("attention", fixed), devices=devices)
+    how: Any = {"check": check, "repeat": ("attention", fixed), "devices": devices}
+    return run_call(call, (q, k, v), {**given, **structure}, target, **how)
 
 
 _NOT_DENSE = (BlockMask, str, tuple)  # masks that are no arrays
@@ -245,7 +237,8 @@ def vjp(
     ``backward``. The other arguments go to both. The pullback keeps references to q, k, v, out and
     lse, and may be called several times; it uses their contents at that time.
     """
-    if (function := find_function("vjp", q, k, v)) is not None:
+    is_other = type(q) in KINDS or type(k) in KINDS
+    if is_other and (function := find_function("vjp", q, k, v)) is not None:
         return function(vjp, locals())
     if not both.keys() <= {*OF_BOTH_PASSES}:
         raise unknown_argument(vjp, both, OF_BOTH_PASSES)
@@ -333,7 +326,7 @@ def backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS):
+    if type(q) in KINDS or type(k) in KINDS:
         if (function := find_function("backward", q, k, v)) is not None:
             return function(backward, locals())
         (q, k, v), structure = unwrap(q, k, v)
@@ -364,12 +357,8 @@ def backward(
     # fmt: on
     if dlse is not None:
         given["dlse"] = pullback.check_dlse(dlse, lse)
-    if given or structure:
-        call, arrays = sequences.add_all_inputs(call, arrays, given, structure, check)
-    if isinstance(kernel, BoundKernel):
-        call, arrays = add_kernel_arrays(call, arrays)
-    repeat = "backward", fixed
-    return run_call(call, arrays, None, grads, check=check, repeat=repeat, devices=devices)
+    how: Any = {"check": check, "repeat": ("backward", fixed), "devices": devices}
+    return run_call(call, arrays, {**given, **structure}, None, grads, **how)
 
 
 def compile(
@@ -429,11 +418,8 @@ def softmax(
         return repeated
     where, devices = read_devices(backend)
     call = Call("softmax", kernel, where, tiles=tiles, return_lse=return_lse)
-    arrays: Sequence[Any] = (x,)
-    if isinstance(kernel, BoundKernel):
-        call, arrays = add_kernel_arrays(call, arrays)
-    repeat = "softmax", fixed
-    return run_call(call, arrays, out, check=check, repeat=repeat, devices=devices)
+    how: Any = {"check": check, "repeat": ("softmax", fixed), "devices": devices}
+    return run_call(call, (x,), {}, out, **how)
 
 
 def plan(

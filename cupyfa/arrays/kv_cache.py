@@ -20,7 +20,7 @@ from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, E4M3
 from cupyfa.problem.options import read_flag
 from cupyfa.problem.problem import Problem, check_page_size
-from cupyfa.problem.structured_arrays import Scaled, Structured
+from cupyfa.problem.structured_arrays import KINDS, Scaled, Structured
 from cupyfa.runtime.arrays import (
     columns_contiguous,
     is_masked,
@@ -29,7 +29,7 @@ from cupyfa.runtime.arrays import (
     share_memory,
 )
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import adopt, where_q_is
+from cupyfa.runtime.choose_backend import adopt
 from cupyfa.runtime.launcher import Launcher
 from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 
@@ -102,8 +102,6 @@ class KVCache(Structured):
 
     Pages: Kwon et al., 2023, arXiv:2309.06180.
     """
-
-    functions = "cupyfa.call.decode"
 
     def __init__(
         self,
@@ -218,7 +216,7 @@ class KVCache(Structured):
 
         Raises what ``attention`` raises.
         """
-        functions: Any = import_module(self.functions)
+        functions: Any = import_module("cupyfa.call.decode")
         functions.append_tokens(self, k, v, backend=backend, check=check)
 
     @property
@@ -329,6 +327,9 @@ class KVCache(Structured):
                 f"pages[{b}, {i}] is {pages[b, i]}, and there are {count} pages; give a number "
                 f"from 0 to {count - 1} for all {lengths[b] + new} keys of sequence {b}"
             )
+
+
+KINDS[KVCache] = "cupyfa.call.decode"
 
 
 class _Last(NamedTuple):
@@ -903,4 +904,5 @@ def _there(name: str, given: Any, keys: Any) -> Any:
         raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}; they are int32")
     else:
         made = array.astype(np.int32)
-    return where_q_is("auto", keys, made)
+    backend, _ = adopt("auto", k=keys)
+    return backend.move_beside(keys, made)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from cupyfa.arrays.block_mask import BlockMask
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.planner.plan import Limits
-from cupyfa.problem.optional_inputs import Operand
+from cupyfa.problem.optional_inputs import Operand, name_of
 from cupyfa.problem.options import AttentionOptions, OptionKeywords
 from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.backend import Backend
@@ -75,3 +75,9 @@ class Call(NamedTuple):
     def array_names(self) -> tuple[str, ...]:
         """The names of all arrays, in the order of calls."""
         return (*ARRAYS[self.operation], *self.inputs)
+
+    @property
+    def callers_names(self) -> tuple[str, ...]:
+        """The same as callers name them."""
+        names = ARRAYS[self.operation]
+        return (*names, *map(name_of, self.inputs)) if self.inputs else names

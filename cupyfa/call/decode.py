@@ -119,7 +119,8 @@ class _Prepared(NamedTuple):
 def _run_prepared(kept: _Prepared, out: Any) -> Any:
     step = kept.step
     before = step.write if step.writes else None
-    return run_call(kept.call, kept.arrays, None if isinstance(out, DTYPES) else out, before=before)
+    out = None if isinstance(out, DTYPES) else out
+    return run_call(kept.call, kept.arrays, out=out, before=before)
 
 
 # Types of arguments that cannot change between two calls, and of scores that are not copied.
@@ -230,13 +231,15 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     if shared is not None:
         return _run_with_prefixes(call, cached, step, shared)
     cached = cached._replace(return_lse=call.return_lse)
-    cached, arrays = add_inputs(cached, (step.q, step.k, step.v), call.list_inputs(step))
+    qkv = step.q, step.k, step.v
+    cached, arrays = add_inputs(cached, step.backend, qkv, call.list_inputs(step))
     before = call.write(step)
     if not step.is_moved:
         if {*map(type, (*fixed, *call.scores))} <= _UNCHANGED:
             cache.prepared = _Prepared(step, fixed, call.scores, cached, arrays)
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
-        return run_call(cached, arrays, call.out, check=call.check, before=before, repeat=repeat)
+        how: Any = {"check": call.check, "before": before, "repeat": repeat}
+        return run_call(cached, arrays, out=call.out, **how)
     found = run_call(cached, arrays, check=call.check, before=before)
     found = found if call.return_lse else (found,)
     found = _copy_to_out(call.out, tuple(map(step.backend.download, found)))
@@ -312,11 +315,11 @@ def _make_prefix_calls(
     for x in shared.parts(step, cached.options, captured, slopes, new):
         kernel = _choose_kernel(x.q, x.k)
         part = Call("forward", kernel, step.backend, x.options, return_lse=True)
-        calls.append(add_inputs(part, (x.q, x.k, x.v), x.given))
+        calls.append(add_inputs(part, step.backend, (x.q, x.k, x.v), x.given))
     options, captured = shared.own(cached.options, captured)
     cached = cached._replace(options=options, return_lse=True)
     inputs = {**call.list_inputs(step), "captured": captured}
-    return [*calls, add_inputs(cached, (step.q, step.k, step.v), inputs)]
+    return [*calls, add_inputs(cached, step.backend, (step.q, step.k, step.v), inputs)]
 
 
 def _run_together(

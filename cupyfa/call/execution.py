@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.call.call import ANYWHERE, ARRAYS, Call, Devices
-from cupyfa.call.inputs import adopt_leading_array
+from cupyfa.call.call import ANYWHERE, Call, Devices
+from cupyfa.call.inputs import add_inputs
+from cupyfa.call.kernel_arrays import add_kernel_arrays
 from cupyfa.call.keywords import read_call
-from cupyfa.call.prepare import prepare_call
+from cupyfa.call.prepare import find_prepared
 from cupyfa.errors import described
-from cupyfa.ladder.kernel import Kernel
-from cupyfa.problem.optional_inputs import name_of
-from cupyfa.problem.options import AttentionOptions
+from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import last_calls
-from cupyfa.runtime.choose_backend import adopt_foreign, devices_of, owner
-from cupyfa.runtime.prepared import Form, Prepared, list_forms
+from cupyfa.runtime.choose_backend import adopt_all, devices_of
 
 # What ``repeat_call`` knows a call by: its function, and all of its arguments that are no arrays.
 Repeatable = tuple[str, tuple[Any, ...]]
@@ -30,6 +30,7 @@ _FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask}
 def run_call(
     call: Call,
     arrays: Sequence[Any],
+    given: Mapping[str, Any] = MappingProxyType({}),
     out: Any = None,
     grads: Any = None,
     *,
@@ -37,99 +38,41 @@ def run_call(
     before: Callable[[], None] | None = None,
     repeat: Repeatable | None = None,
     devices: Devices = ANYWHERE,
-    several: tuple[int, ...] = (),
 ) -> Any:
     """The results of a call on arrays, some of them in the caller's ``out`` or ``grads``.
 
-    before: what is done when all arguments were checked, ahead of the launches. devices: as callers
-    give them; ``several`` of them share the work.
+    given: what is read besides: arrays that change scores, lengths, captured numbers. before: what
+    is done when all arguments were checked, ahead of the launches. devices: as callers give them.
     """
-    if devices.numbers is not None:
-        return _run_on_devices(devices, call, arrays, out, grads, check)
     call, check = read_call(call, check)
-    theirs = owner(call.backend, arrays)
-    if theirs is None:
-        backend, arrays, forms = _adopt_arrays(call, arrays)
-    else:
-        backend, forms = theirs, tuple(map(theirs.form, arrays))
-    key = _make_key(call, forms)
-    prepared = backend.calls.find(key)
-    if prepared is None:
-        prepared = _prepare_or_copy(call, backend, arrays, forms)
-        backend.calls.add(key, prepared)
-    elif repeat is not None and backend.stream is not None and not check:
-        function, fixed = repeat
-        if {*map(type, fixed)} - {type(backend)} <= _FIXED:
-            last_calls[function] = fixed, prepared
-    targets = prepared.targets(out, grads)
-    if before is not None:
-        before()
-    return prepared.run(arrays, targets, check=check, progress=devices.progress, devices=several)
+    backend, arrays = adopt_all(call.backend, call.callers_names, arrays)
+    if given:
+        call, arrays = add_inputs(call, backend, arrays, given, check)
+    if isinstance(call.kernel, BoundKernel):
+        call, arrays = add_kernel_arrays(call, backend, arrays)
+    several: tuple[int, ...] = ()
+    if devices.numbers is not None:
+        several = _read_numbers(devices, backend, on_host=isinstance(arrays[0], np.ndarray))
+        repeat = None
+    with backend.on(several[0]) if several else nullcontext():
+        forms = backend.forms(arrays)
+        prepared, is_known = find_prepared(call, backend, arrays, forms)
+        if is_known and repeat is not None and backend.stream is not None and not check:
+            function, fixed = repeat
+            if {*map(type, fixed)} - {type(backend)} <= _FIXED:
+                last_calls[function] = fixed, prepared
+        targets = prepared.targets(out, grads)
+        if before is not None:
+            before()
+        how: Any = {"check": check, "progress": devices.progress}
+        return prepared.run(arrays, targets, devices=several if len(several) > 1 else (), **how)
 
 
-def _run_on_devices(
-    devices: Devices,
-    call: Call,
-    arrays: Sequence[Any],
-    out: Any,
-    grads: Any,
-    check: bool,
-) -> Any:
-    """A call on NumPy arrays that devices share; what they cannot share runs on the first one."""
-    backend, q = adopt_leading_array(call, arrays)
-    if not isinstance(q, np.ndarray):
+def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:
+    """The devices that share a call on NumPy arrays; what they cannot share runs on the first."""
+    if not on_host:
         raise TypeError(
             f"backend is Devices({described(devices.numbers)}), and the arrays lie on a device "
             "already; leave it out, or give NumPy arrays"
         )
-    numbers = devices_of(backend, devices.numbers)
-    several = numbers if len(numbers) > 1 else ()
-    here = devices._replace(numbers=None)
-    with backend.on(numbers[0]):
-        return run_call(call, arrays, out, grads, check=check, devices=here, several=several)
-
-
-def _adopt_arrays(
-    call: Call, arrays: Sequence[Any]
-) -> tuple[Backend, Sequence[Any], tuple[Form, ...]]:
-    """The backend for arrays, the arrays as its own or NumPy's, and their forms."""
-    names = *ARRAYS[call.operation], *map(name_of, call.inputs)
-    backend, arrays = adopt_foreign(call.backend, dict(zip(names, arrays)))
-    return backend, arrays, list_forms(backend, arrays)
-
-
-def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
-    """What decides how a call runs. Options are written out: True equals 1, which is refused."""
-    kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)  # kept by the plan
-    asked = repr(call.asked) if call.asked else None
-    tiles: Any = call.tiles
-    if tiles is not None:  # whatever kind of mapping it is
-        tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
-    return (
-        *(call.operation, forms, str(kernel), asked, call.options, call.layout),
-        *(tiles, call.return_lse, call.deterministic),
-        *(call.inputs, call.outputs, call.numbers, call.blocks, call.wrt),
-    )
-
-
-def _prepare_or_copy(
-    call: Call, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
-) -> Prepared:
-    """The prepared form of a call, copied from that of a call with other numbers if there is one.
-
-    Numbers are those that expressions read, the softcap and those of dropout.
-    """
-    # A record's formulas may depend on the numbers.
-    if call.operation == "softmax" or not isinstance(call.kernel, str):
-        return prepare_call(call, backend, arrays, keep=False)
-    options = AttentionOptions.of(call.options, call.asked)
-    if not (call.numbers or options.softcap is not None or options.dropout):
-        return prepare_call(call, backend, arrays, keep=False)
-    names: Any = tuple((x.name, x.dtype) for x in call.numbers)
-    alike = call._replace(options=None, asked={}, numbers=names)
-    key = *_make_key(alike, forms), options.form
-    if (like := backend.calls.find(key)) is not None:
-        return like.with_numbers(options, call.numbers)
-    prepared = prepare_call(call, backend, arrays, keep=False)
-    backend.calls.add(key, prepared)
-    return prepared
+    return devices_of(backend, devices.numbers)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
-from cupyfa.call.call import ARRAYS, Call
+from cupyfa.call.call import Call
 from cupyfa.call.keywords import read_shape
 from cupyfa.errors import described
 from cupyfa.problem import optional_inputs, shape_language
@@ -19,7 +19,7 @@ from cupyfa.problem.problem import sizes_of
 from cupyfa.problem.wrt import QKV
 from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is
+from cupyfa.runtime.choose_backend import as_array
 
 # In the order of calls.
 _NAMES = (
@@ -36,30 +36,40 @@ _NAMES = (
 
 
 def add_inputs(
-    call: Call, arrays: Sequence[Any], given: Mapping[str, Any], look: bool = False
+    call: Call,
+    backend: Backend,
+    arrays: Sequence[Any],
+    given: Mapping[str, Any],
+    look: bool = False,
 ) -> tuple[Call, Sequence[Any]]:
     """A call that also reads these arrays and captured numbers, and all of its arrays.
 
-    look: whether to look at lengths in GPU memory too. Raises TypeError and ValueError for wrong
-    ones.
+    arrays: those of the operation, NumPy's or CuPy's. look: whether to look at lengths in GPU
+    memory too. Raises TypeError and ValueError for wrong ones.
     """
     blocks, given = split_block_mask(given)
     if not given:
         return call._replace(blocks=blocks), arrays
-    _, q = adopt_leading_array(call, arrays)
+    by_name = dict(zip(call.array_names, arrays))
     captured = {} if (x := given.get("captured")) is None else x
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
     names = _NAMES if _has_dropout(call) else _NAMES[: -len(optional_inputs.SEEDS)]
-    found = {x: as_array(call.backend, x, given[x]) for x in names if given.get(x) is not None}
-    if lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
-        table = found.get(optional_inputs.PAGE_TABLE)
-        most = 1 if table is None else table.shape[1]  # pages
-        found |= _read_lengths(call, arrays, lengths, most, look)
-    by_name = sorted(captured.items(), key=lambda item: str(item[0]))
-    captured = {name: as_array(call.backend, str(name), x) for name, x in by_name}
+    found = {x: as_array(backend, x, given[x]) for x in names if given.get(x) is not None}
+    q = by_name["q"]
     if optional_inputs.STARTS[0] in found:
-        found = ragged.as_lengths(found)
+        call = call._replace(layout="bshd")
+        found |= _read_offsets(by_name, found, look, backend)
+    elif lengths := {x: found[x] for x in optional_inputs.PADDED if x in found}:
+        table = found.get(optional_inputs.PAGE_TABLE)
+        batch, _, M, _ = sizes_of("q", q, call.layout)
+        most = 1 if table is None else table.shape[1]  # pages
+        rows = M, sizes_of("k", by_name["k"], call.layout)[2] * most
+        how: Any = {"look": look, "download": backend.download}
+        found |= ragged.padded_lengths(lengths, batch, rows, **how)
+    by_key = sorted(captured.items(), key=lambda item: str(item[0]))
+    captured = {name: as_array(backend, str(name), x) for name, x in by_key}
+    if optional_inputs.STARTS[0] in found:
         if ragged.has_no_sequence(found):
             captured = {name: ragged.with_elements(x) for name, x in captured.items()}
         found = ragged.with_a_sequence(found)
@@ -68,8 +78,29 @@ def add_inputs(
         raise TypeError(f"{numbers[0]} is {described(given[numbers[0]])}; give an array with axes")
     operands += [optional_inputs.operand(name, x) for name, x in captured.items()]
     every = {**found, **captured}
-    like_q = [where_q_is(call.backend, q, every[x.name]) for x in operands if x.is_array]
-    return _name_inputs(call, operands, blocks), (*arrays, *like_q)
+    beside_q = [backend.move_beside(q, every[x.name]) for x in operands if x.is_array]
+    return _name_inputs(call, operands, blocks), (*arrays, *beside_q)
+
+
+def _read_offsets(
+    by_name: Mapping[str, Any], found: Mapping[str, Any], look: bool, backend: Backend
+) -> dict[str, Any]:
+    """Where the sequences of packed arrays lie, checked."""
+    check_packed(by_name)
+    names = (*optional_inputs.STARTS, *optional_inputs.USED)
+    offsets = {name: found[name] for name in names if name in found}
+    if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
+        offsets = {name: backend.move_beside(by_name["q"], x) for name, x in offsets.items()}
+    how: Any = {"look": look, "download": backend.download}
+    return ragged.lengths(by_name["q"], by_name["k"], offsets, **how)
+
+
+def check_packed(named: Mapping[str, Any]) -> None:
+    """Raises ValueError for arrays, or their shapes, that are no packed ones."""
+    for name, x in named.items():
+        shape = getattr(x, "shape", x)
+        if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
+            raise ValueError(f"{name} has shape {shape}; packed arrays are [rows, heads, columns]")
 
 
 def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:
@@ -79,17 +110,6 @@ def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | No
         numbers=tuple(x for x in operands if not x.is_array),
         blocks=blocks,
     )
-
-
-def _read_lengths(
-    call: Call, arrays: Sequence[Any], given: Mapping[str, Any], most: int, look: bool
-) -> dict[str, Any]:
-    """The lengths of batch elements of a call, checked, where keys may lie in ``most`` pages."""
-    by_name = dict(zip(ARRAYS[call.operation], arrays))
-    backend, (q, k) = adopt(call.backend, q=by_name["q"], k=by_name["k"])
-    batch, _, M, _ = sizes_of("q", q, call.layout)
-    rows = M, sizes_of("k", k, call.layout)[2] * most
-    return ragged.padded_lengths(given, batch, rows, look=look, download=backend.download)
 
 
 def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
@@ -171,10 +191,3 @@ def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...
             replace(optional_inputs.of_value(caller_name, array), gradient=asked, given=shape)
         )
     return (*found, *call.numbers)
-
-
-def adopt_leading_array(call: Call, arrays: Sequence[Any]) -> tuple[Backend, Any]:
-    """The backend of a call, and the array that decides it, q or x, as NumPy's or CuPy's."""
-    names = ARRAYS[call.operation]
-    backend, (array,) = adopt(call.backend, q=arrays[names.index("q") if "q" in names else 0])
-    return backend, array

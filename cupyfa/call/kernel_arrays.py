@@ -6,16 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cupyfa.call.call import Call
-from cupyfa.call.inputs import adopt_leading_array
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import as_array, where_q_is
+from cupyfa.runtime.choose_backend import as_array
 from cupyfa.runtime.prepared import Result
 
 
 def add_kernel_arrays(
-    call: Call, arrays: Sequence[Any], *, of_shapes: bool = False
+    call: Call, backend: Backend, arrays: Sequence[Any], *, of_shapes: bool = False
 ) -> tuple[Call, Sequence[Any]]:
     """A call with the arrays, floats and outputs that its kernel is bound to, and all its arrays.
 
@@ -34,11 +33,10 @@ def add_kernel_arrays(
     call = call._replace(kernel=bound.with_floats(), inputs=inputs, outputs=outputs)
     if not names:
         return call, arrays
-    theirs = [as_array(call.backend, name, bound.own[name]) for name in names]
+    theirs = [as_array(backend, name, bound.own[name]) for name in names]
     if not all(hasattr(x, "dtype") for x in theirs):
         return call, (*arrays, *theirs)  # refused later, by name
-    _, q = adopt_leading_array(call, arrays)
-    return call, (*arrays, *(where_q_is(call.backend, q, x) for x in theirs))
+    return call, (*arrays, *(backend.move_beside(arrays[0], x) for x in theirs))
 
 
 def check_kernel_arrays(

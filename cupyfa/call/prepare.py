@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.call.call import ARRAYS, Call, Devices, Operation
-from cupyfa.call.inputs import add_input_forms, describe_inputs
+from cupyfa.call.inputs import add_input_forms, add_inputs, check_packed, describe_inputs
 from cupyfa.call.kernel_arrays import add_kernel_arrays, check_kernel_arrays, list_outputs
 from cupyfa.call.keywords import read_call, read_out, read_shape, read_tiles, split_keywords
 from cupyfa.call.pullback import (
@@ -21,7 +21,6 @@ from cupyfa.call.pullback import (
     read_wrt,
     refuse_gradients,
 )
-from cupyfa.call.sequences import add_all_inputs, check_packed
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
@@ -31,7 +30,7 @@ from cupyfa.problem.problem import Problem, rows_of
 from cupyfa.problem.structured_arrays import unwrap
 from cupyfa.problem.wrt import QKV
 from cupyfa.runtime.arrays import require_one_device
-from cupyfa.runtime.backend import Backend
+from cupyfa.runtime.backend import Backend, Form
 from cupyfa.runtime.choose_backend import adopt, backend_named
 from cupyfa.runtime.prepared import Prepared, Result
 
@@ -82,18 +81,18 @@ def compile_call(
         )
     call, _ = read_call(call, False)
     if not of_shapes:
+        backend, adopted = adopt(call.backend, **by_name)
+        every: Sequence[Any] = adopted
         if inputs or structure:
-            call, given = add_all_inputs(call, given, inputs, structure)
-        call, given = add_kernel_arrays(call, given)
-        return prepare_call(
-            call, *adopt(call.backend, **dict(zip(call.array_names, given))), keep=True
-        )
+            call, every = add_inputs(call, backend, every, {**inputs, **structure})
+        call, every = add_kernel_arrays(call, backend, every)
+        return prepare_call(call, backend, every, keep=True)
     if STARTS[0] in structure:
         check_packed(by_name)
         call = call._replace(layout="bshd")
-    call, given = add_kernel_arrays(call, given, of_shapes=True)
     assert dtype is not None
     backend, of = backend_named(call.backend), dtype_named(dtype)
+    call, _ = add_kernel_arrays(call, backend, given, of_shapes=True)
     sizes = {name: read_shape(f"the shape of {name}", x) for name, x in by_name.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _find_out_dtype(call, of)}
@@ -128,6 +127,49 @@ def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> An
     if dtype == E4M3:
         return backend.empty(shape, np.dtype(np.uint8)).view(E4M3)
     return backend.empty(shape, dtype)
+
+
+def find_prepared(
+    call: Call, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
+) -> tuple[Prepared, bool]:
+    """The prepared form of a call on arrays of these forms, and whether it was known.
+
+    It is copied from that of a call with other numbers if there is one: those that expressions
+    read, the softcap and those of dropout.
+    """
+    key, key_of_alike = _make_key(call, forms), None
+    if (prepared := backend.calls.find(key)) is not None:
+        return prepared, True
+    # A record's formulas may depend on the numbers.
+    if call.operation != "softmax" and isinstance(call.kernel, str):
+        options = AttentionOptions.of(call.options, call.asked)
+        if call.numbers or options.softcap is not None or options.dropout:
+            names: Any = tuple((x.name, x.dtype) for x in call.numbers)
+            alike = call._replace(options=None, asked={}, numbers=names)
+            key_of_alike = *_make_key(alike, forms), options.form
+            if (like := backend.calls.find(key_of_alike)) is not None:
+                prepared = like.with_numbers(options, call.numbers)
+                backend.calls.add(key, prepared)
+                return prepared, False
+    prepared = prepare_call(call, backend, arrays, keep=False)
+    backend.calls.add(key, prepared)
+    if key_of_alike is not None:
+        backend.calls.add(key_of_alike, prepared)
+    return prepared, False
+
+
+def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
+    """What decides how a call runs. Options are written out: True equals 1, which is refused."""
+    kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)  # kept by the plan
+    asked = repr(call.asked) if call.asked else None
+    tiles: Any = call.tiles
+    if tiles is not None:  # whatever kind of mapping it is
+        tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
+    return (
+        *(call.operation, forms, str(kernel), asked, call.options, call.layout),
+        *(tiles, call.return_lse, call.deterministic),
+        *(call.inputs, call.outputs, call.numbers, call.blocks, call.wrt),
+    )
 
 
 def prepare_call(

@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cupyfa.call.call import Call
-from cupyfa.call.inputs import add_inputs
 from cupyfa.call.keywords import OF_SCORES, given_arguments, read_tiles, split_keywords
 from cupyfa.call.pullback import read_pullback
 from cupyfa.errors import Unsupported, described
 from cupyfa.planner import choose_kernel as planning
-from cupyfa.problem import optional_inputs
 from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.problem.structured_arrays import Packed
 from cupyfa.runtime import ragged
-from cupyfa.runtime.choose_backend import adopt, as_array, backend_named, where_q_is
-
-
-def add_all_inputs(
-    call: Call,
-    arrays: Sequence[Any],
-    given: Mapping[str, Any],
-    structure: Mapping[str, Any],
-    check: Any = False,
-) -> tuple[Call, Sequence[Any]]:
-    """A call that also reads these arrays, and those of the structure of q, k and v.
-
-    structure: as ``unwrap`` gives it. check: whether lengths in GPU memory are looked at too.
-    """
-    if optional_inputs.STARTS[0] in structure:
-        call, arrays, structure = _add_sequences(call, arrays, structure, look=bool(check))
-    return add_inputs(call, arrays, {**given, **structure}, bool(check))
-
-
-def _add_sequences(
-    call: Call, arrays: Sequence[Any], structure: Mapping[str, Any], *, look: bool
-) -> tuple[Call, Sequence[Any], dict[str, Any]]:
-    """A call on packed arrays, its arrays, and where their sequences lie, checked."""
-    packed = dict(zip(call.array_names, arrays))
-    check_packed(packed)
-    backend, arrays = adopt(call.backend, **packed)
-    q, k = (arrays[call.array_names.index(name)] for name in "qk")
-    names = (*optional_inputs.STARTS, *optional_inputs.USED)
-    offsets = {x: as_array(backend, x, structure[x]) for x in names if x in structure}
-    if isinstance(q, np.ndarray):  # sequences are copied piece by piece
-        offsets = {name: where_q_is(backend, q, x) for name, x in offsets.items()}
-    offsets = ragged.lengths(q, k, offsets, look=look, download=backend.download)
-    return call._replace(backend=backend, layout="bshd"), arrays, {**structure, **offsets}
-
-
-def check_packed(named: Mapping[str, Any]) -> None:
-    """Raises ValueError for arrays, or their shapes, that are no packed ones."""
-    for name, x in named.items():
-        shape = getattr(x, "shape", x)
-        if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
-            raise ValueError(f"{name} has shape {shape}; packed arrays are [rows, heads, columns]")
+from cupyfa.runtime.choose_backend import backend_named
 
 
 def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list[np.ndarray]]:

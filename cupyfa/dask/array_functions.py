@@ -21,7 +21,7 @@ from cupyfa.partition.position_names import places
 from cupyfa.planner.plan import Limits
 from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.problem.problem import Problem, whole
-from cupyfa.problem.structured_arrays import Structured
+from cupyfa.problem.structured_arrays import KINDS, Structured
 from cupyfa.runtime.choose_backend import adopt
 
 Pullback = Callable[..., tuple[da.Array, ...]]
@@ -46,7 +46,9 @@ class MergedKeys(Structured):
 
     array: da.Array
     fan_in: int = 4
-    functions = "cupyfa.dask.array_functions"
+
+
+KINDS |= dict.fromkeys((da.Array, MergedKeys), __name__)
 
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

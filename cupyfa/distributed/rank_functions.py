@@ -13,7 +13,7 @@ from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order
 from cupyfa.errors import described
 from cupyfa.problem.options import read_flag
-from cupyfa.problem.structured_arrays import Structured
+from cupyfa.problem.structured_arrays import KINDS, Structured
 
 Schedule = Literal["gather", "ring"]
 Pullback = Callable[..., tuple[Any, ...]]
@@ -54,7 +54,9 @@ class Sharded(Structured):
     rows: int | None = None
     order: Order = "zigzag"
     schedule: Schedule = "gather"
-    functions = "cupyfa.distributed.rank_functions"
+
+
+KINDS[Sharded] = __name__
 
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

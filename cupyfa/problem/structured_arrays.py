@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,9 @@ _QKV = ("q", "k", "v")
 
 
 class Structured:
-    """What a call takes in place of an array.
-
-    functions: the module with the functions of calls on such arrays, if they are not the library's.
-    """
+    """What a call takes in place of an array."""
 
     __slots__ = ()
-    functions: ClassVar[str | None] = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,6 +65,14 @@ class Scaled(Structured):
 
     array: Any
     scale: Any
+
+
+# The kinds of arrays that functions look into, and the module with the functions of calls on them;
+# None for arrays with structure. Modules add the kinds that they define.
+KINDS: dict[type, str | None] = {
+    **dict.fromkeys((Packed, Padded, Scaled)),
+    **dict.fromkeys((list, tuple), "cupyfa.call.sequences"),
+}
 
 
 def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:

@@ -17,6 +17,7 @@ import numpy as np
 from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.call_cache import CallCache
 
+Form = tuple[Any, ...]
 # Starts a launch: (stream, address of a table with each argument's address, 0).
 Start = Callable[[int | None, int, int], Any]
 
@@ -107,6 +108,26 @@ class Backend(ABC):
     device: int = 0  # the number of the current one
     stream: int | None = None  # the address of the current CUDA stream, if calls return at once
     is_capturing: bool = False  # whether the work in the current stream is captured as a graph
+
+    def forms(self, arrays: Sequence[Any]) -> tuple[Form, ...]:
+        """What decides how a call sees its arrays: shape, strides, dtype of each, and the device.
+
+        All lie in this backend's memory, or all on the host. Of arrays of the host that a device
+        cannot reach the strides do not matter.
+        """
+        if self.owns(arrays[0]):
+            return tuple(map(self.form, arrays))
+        device = self.device
+        return tuple([(tuple(x.shape), None, x.dtype, device) for x in arrays])
+
+    def move_beside(self, q: Any, array: Any) -> Any:
+        """NumPy's or CuPy's array in the memory where q is; anything else as it is."""
+        if isinstance(q, np.ndarray):
+            return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
+        if not isinstance(array, np.ndarray):
+            return array
+        with self.working_on(q):
+            return self.upload(array)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process has a backend of its own, without the calls that are kept here."""

@@ -77,6 +77,14 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
     return (theirs, values) if theirs is not None else adopt_foreign(backend, arrays)
 
 
+def adopt_all(
+    backend: str | Backend, names: Sequence[str], arrays: Sequence[Any]
+) -> tuple[Backend, Sequence[Any]]:
+    """The same for arrays in the order of their names."""
+    theirs = owner(backend, arrays)
+    return adopt_foreign(backend, dict(zip(names, arrays))) if theirs is None else (theirs, arrays)
+
+
 def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Backend, list[Any]]:
     """The same for arrays that are not all of a backend's own type (``owner``)."""
     values = list(arrays.values())
@@ -113,19 +121,6 @@ def as_array(backend: str | Backend, name: str, given: Any) -> Any:
         return given
     _, (array,) = adopt(backend, **{name: given})
     return array
-
-
-def where_q_is(backend: str | Backend, q: Any, array: Any) -> Any:
-    """NumPy's or CuPy's array in the memory where q is; anything else as it is."""
-    if isinstance(q, np.ndarray):
-        return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
-    if not isinstance(array, np.ndarray):
-        return array
-    theirs, (q, *_) = adopt(backend, q=q)
-    if isinstance(q, np.ndarray):
-        return array
-    with theirs.working_on(q):
-        return theirs.upload(array)
 
 
 def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:

@@ -33,8 +33,8 @@ from cupyfa.runtime.arrays import (
     target,
     with_planned_shapes,
 )
-from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import adopt, as_array, where_q_is, writable_view
+from cupyfa.runtime.backend import Backend, Form
+from cupyfa.runtime.choose_backend import adopt, as_array, writable_view
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
@@ -43,7 +43,6 @@ from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 if TYPE_CHECKING:
     from cupyfa.runtime.transfer import Pieces
 
-Form = tuple[Any, ...]
 # Callers' names of arrays, where they are not the operation's.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
 
@@ -54,18 +53,6 @@ class Result(NamedTuple):
     name: str  # the operation's
     shape: tuple[int, ...]  # the caller's
     given: str | None  # what messages call the caller's array; None if there can be none
-
-
-def list_forms(backend: Backend, arrays: Sequence[Any]) -> tuple[Form, ...]:
-    """What decides how a call sees its arrays: shape, strides and dtype of each, and the device.
-
-    All lie in the backend's memory, or all on the host. Of arrays of the host that a device cannot
-    reach the strides do not matter.
-    """
-    if backend.owns(arrays[0]):
-        return tuple(map(backend.form, arrays))
-    device = backend.device
-    return tuple([(tuple(x.shape), None, x.dtype, device) for x in arrays])
 
 
 def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
@@ -124,7 +111,7 @@ class Prepared(OfThisProcess):
         self.plan = plan
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
-        self._forms = list_forms(backend, [*inputs.values()])
+        self._forms = backend.forms([*inputs.values()])
         # Whether lengths and offsets of sequences lie on the host, where calls look at them.
         self._lengths_seen = any(
             name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
@@ -401,7 +388,7 @@ class Prepared(OfThisProcess):
         if self.plan.problem.sequences is not None:
             by_name = ragged.with_a_sequence(by_name)
         q = by_name.get("q", arrays[0])
-        return [*arrays[:first], *(where_q_is(backend, q, by_name[x]) for x in read)]
+        return [*arrays[:first], *(backend.move_beside(q, by_name[x]) for x in read)]
 
     def _with_lengths(self, by_name: dict[str, Any]) -> dict[str, Any]:
         """The arrays with lengths and offsets of the host as int32.
@@ -422,7 +409,7 @@ class Prepared(OfThisProcess):
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
-        forms = list_forms(self._backend, adopted)
+        forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):
             if given != wanted:
                 raise ValueError(
@@ -471,7 +458,7 @@ class Prepared(OfThisProcess):
             if not is_writable(plan, result.name, seen):
                 return None
         self._extents = [extent(x) for x in arrays.values()]
-        self._result_forms = list_forms(backend, made)
+        self._result_forms = backend.forms(made)
         self._result_bytes = [x.nbytes for x in made]
         on_host = isinstance(made[0], np.ndarray)  # where addresses may be misaligned
         known = [x.dtype.itemsize for x in (*arrays.values(), *made)] if on_host else []
