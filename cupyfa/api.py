@@ -106,6 +106,7 @@ def attention(
     tiles: Tiles | None = None,
     own: Own | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     return_own: Sequence[str] = (),
     out: Any = None,
     check: bool = False,
@@ -170,7 +171,7 @@ def attention(
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
     own: what a Kernel of your own takes besides: all arrays of its ``inputs``, where q is, in the
         order of the axes there (in any layout); and its ``floats`` that are to be other numbers.
-    return_own: names of its ``outputs`` to return after out and lse.
+    return_own: names of its ``outputs`` to return after the other results.
     check: also compare all results with the reference, and detect writes outside of them.
     progress: ``progress(done, total, what)`` is called as chunks of NumPy arrays are done.
     devices: for NumPy arrays, the GPUs that share the work: "all", or their numbers as [0, 1]; by
@@ -179,8 +180,10 @@ def attention(
 
     Returns out [..., heads, M, dv] of the dtype (see out_dtype) and kind of the inputs, in ``out``
     if it is given; with ``return_lse`` also the natural logarithm of each row's sum of exp(score),
-    [..., heads, M] in float32 (float64 for float64). A row that sees no key has out = 0 and
-    lse = -infinity, or its sink.
+    [..., heads, M] in float32 (float64 for float64); and with ``return_max`` the largest score of
+    each row like lse, as the softmax takes it: after the scale, all changes and masks. A sink is
+    no score of a key, and has no part in it. A row that sees no key has out = 0, lse = -infinity,
+    or its sink, and the maximum -infinity. Where lse is NaN, the maximum is NaN.
 
     Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
     do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
@@ -198,7 +201,8 @@ def attention(
         # In the order of OPTIONS.
         precision, causal, window, offset, scale, softcap, score_mod, mask_mod, out_dtype,
         dropout, dropout_seed, dropout_offset,
-        kernel, backend, options, layout, tiles, return_lse, captured, own, return_own, devices,
+        kernel, backend, options, layout, tiles, return_lse, return_max, captured, own, return_own,
+        devices,
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
@@ -222,6 +226,7 @@ def attention(
     if isinstance(mask, BlockMask):
         given["mask"] = mask
     call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
+    call = call._replace(return_max=return_max) if return_max else call
     arrays = q, k, v
     if given:
         call, arrays = add_inputs(call, arrays, given, check)
@@ -246,6 +251,7 @@ def compile(
     tiles: Tiles | None = None,
     own: Own | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     return_own: Sequence[str] = (),
     **keywords: Unpack[CompileKeywords],
 ) -> Prepared:
@@ -270,6 +276,7 @@ def compile(
     layout = "bshd" if of_sequences else layout
     given, asked = split_keywords(compile, others)
     call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
+    call = call._replace(return_max=return_max) if return_max else call
     return compile_call(call, (q, k, v), dtype, given | of_sequences, own, return_own)
 
 
@@ -480,6 +487,7 @@ def attention_ragged(
     seqused_k: Any = None,
     kernel: str | Kernel = "auto",
     return_lse: bool = False,
+    return_max: bool = False,
     out: Any = None,
     **keywords: Unpack[RaggedTilesKeywords],
 ) -> Any:
@@ -498,18 +506,21 @@ def attention_ragged(
     block masks are refused: give an expression that reads ``captured``. The other arguments are
     as for ``attention``.
 
-    Returns out [total queries, heads, dv], and with ``return_lse`` lse [heads, total queries]. A
-    row of no sequence has out = 0 and lse = -infinity.
+    Returns out [total queries, heads, dv], with ``return_lse`` lse [heads, total queries], and with
+    ``return_max`` the largest scores likewise. A row of no sequence has out = 0, and -infinity in
+    the others.
 
     Raises what ``attention`` raises; ValueError for offsets that fall or go beyond the arrays,
     where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
     written.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-    fixed, read = sequences.split_fixed((kernel, return_lse), keywords, (None, *lengths))
+    asked = kernel, return_lse, return_max
+    fixed, read = sequences.split_fixed(asked, keywords, (None, *lengths))
     if (repeated := repeat_call("attention_ragged", fixed, (q, k, v, *read), out)) is not None:
         return repeated
-    call = Call("forward", kernel, keywords.get("backend", "auto"), return_lse=return_lse)
+    returned: Any = {"return_lse": return_lse, "return_max": return_max}
+    call = Call("forward", kernel, keywords.get("backend", "auto"), **returned)
     packed = {"q": q, "k": k, "v": v}
     call, arrays = sequences.add_sequences(attention_ragged, call, packed, lengths, keywords)
     how: Any = {"check": keywords.get("check", False), "devices": keywords.get("devices")}
@@ -616,6 +627,7 @@ def decode(
     backend: BackendName | Backend = "auto",
     tiles: Tiles | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     out: Any = None,
     check: bool = False,
     **unknown: Unpack[NoKeywords],
@@ -654,7 +666,8 @@ def decode(
     nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
 
     Returns out [batch, heads, new tokens, dv], and lse [batch, heads, new tokens] with
-    ``return_lse``. A row without keys has out = 0 and lse = -infinity, or its sink.
+    ``return_lse``. A row without keys has out = 0 and lse = -infinity, or its sink. ``return_max``
+    is as for ``attention``; with a prefix it is refused.
 
     Raises what ``attention`` raises; ValueError for lengths and pages that are not in the cache,
     where they are NumPy's or with ``check``. From others nothing outside the arrays is read or
@@ -667,7 +680,7 @@ def decode(
     # fmt: off
     fixed = (
         interleaved, window, scale, softcap, score_mod, mask_mod, out_dtype, options, splits,
-        kernel, backend, tiles, return_lse, captured, *unknown,
+        kernel, backend, tiles, return_lse, return_max, captured, *unknown,
     )
     # fmt: on
     last, scores = None, (alibi_slopes, sink)
@@ -685,7 +698,7 @@ def decode(
     # fmt: off
     call = decoding.DecodeCall(
         q, cache, k, v, rotary, interleaved, prefix, options, asked, scores, captured, splits,
-        kernel, backend, tiles, return_lse, out, check,
+        kernel, backend, tiles, return_lse, return_max, out, check,
     )
     # fmt: on
     return decoding.run_decode(call, fixed, last)
@@ -740,6 +753,7 @@ def plan(
     kv_heads: int | None = None,
     dtype: DTypeLike = "float32",
     options: AttentionOptions | None = None,
+    return_max: bool = False,
     **keywords: Unpack[PaddedKeywords],
 ) -> Plan:
     """The plan of an attention call of these sizes, without arrays and without a launch.
@@ -761,7 +775,7 @@ def plan(
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     sizes |= {"kv_heads": kv_heads, "dtype": dtype}
     blocks, arrays = split_block_mask(arrays)
-    problem = Problem.of_sizes(**sizes, options=chosen, **arrays)
+    problem = Problem.of_sizes(**sizes, options=chosen, return_max=return_max, **arrays)
     if blocks is not None:
         problem = blocks.masked(problem)
     limits = limits or backend_named(backend).limits

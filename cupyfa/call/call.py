@@ -49,6 +49,7 @@ class Call(NamedTuple):
     numbers: tuple[Operand, ...] = ()  # captured numbers, which are compiled in
     blocks: BlockMask | None = None
     wrt: tuple[str, ...] = QKV  # whose gradients are returned
+    return_max: bool = False
 
     @property
     def array_names(self) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ class DecodeCall(NamedTuple):
     backend: BackendName | Backend
     tiles: Tiles | None
     return_lse: bool
+    return_max: bool
     out: Any
     check: bool
 
@@ -57,10 +58,15 @@ class DecodeCall(NamedTuple):
         call = self._replace(
             interleaved=read_flag("interleaved", self.interleaved),
             return_lse=read_flag("return_lse", self.return_lse),
+            return_max=read_flag("return_max", self.return_max),
             check=read_flag("check", self.check),
         )
         if call.interleaved and self.rotary is None:
             raise TypeError("interleaved says how rotary pairs columns; give rotary= too")
+        if call.return_max and self.prefix is not None:
+            raise ValueError(
+                "return_max is True, and a prefix is merged by lse alone; leave one of them out"
+            )
         return call
 
     def read_options(self) -> AttentionOptions:
@@ -136,16 +142,16 @@ def run_decode(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> A
     cached = Call("forward", kernel, step.backend, options, tiles=call.tiles)
     if shared is not None:
         return _run_with_prefixes(call, cached, step, shared)
-    cached = cached._replace(return_lse=call.return_lse)
+    cached = cached._replace(return_lse=call.return_lse, return_max=call.return_max)
     cached, arrays = add_inputs(cached, (step.q, step.k, step.v), call.list_inputs(step))
     before = call.write(step)
     if not step.is_moved:
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
         return run_call(cached, arrays, call.out, check=call.check, before=before, repeat=repeat)
     found = run_call(cached, arrays, check=call.check, before=before)
-    found = found if call.return_lse else (found,)
+    found = found if isinstance(found, tuple) else (found,)
     found = _copy_to_out(call.out, tuple(map(step.backend.download, found)))
-    return found if call.return_lse else found[0]
+    return found if len(found) > 1 else found[0]
 
 
 def _copy_to_out(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -111,7 +111,7 @@ def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
         tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
     return (
         *(call.operation, forms, str(kernel), asked, call.options, call.layout),
-        *(tiles, call.return_lse, call.deterministic),
+        *(tiles, call.return_lse, call.return_max, call.deterministic),
         *(call.inputs, call.outputs, call.numbers, call.blocks, call.wrt),
     )
 

@@ -15,7 +15,7 @@ from cupyfa.call.pullback import check_like_result, check_wrt, describe_gradient
 from cupyfa.call.sequences import check_packed
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
-from cupyfa.problem.optional_inputs import STARTS, name_of as input_name
+from cupyfa.problem.optional_inputs import ROW_MAX, STARTS, name_of as input_name
 from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem, rows_of
 from cupyfa.runtime.arrays import require_one_device
@@ -116,6 +116,7 @@ def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
     qkv, options = (inputs[x] for x in "qkv"), AttentionOptions.of(call.options, call.asked)
     operands = describe_inputs(call, inputs)
     problem = Problem.of(*qkv, options=options, layout=call.layout, operands=operands)
+    problem = problem.with_row_max() if call.return_max else problem
     return problem if call.blocks is None else call.blocks.masked(problem)
 
 
@@ -128,7 +129,8 @@ def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> li
     q, v = inputs["q"], inputs["v"]
     out, lse = (*q.shape[:-1], v.shape[-1]), rows_of(q, call.layout)
     if call.operation == "forward":
-        return [Result("O", out, "out"), Result("lse", lse, None)][: 1 + call.return_lse]
+        results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
+        return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
     refuse_gradients(problem.dtype)
     check_like_result("dout", inputs["dout"], out, problem.dtype.numpy)
     check_like_result("out", inputs["out"], out, problem.out_dtype.numpy)

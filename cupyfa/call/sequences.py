@@ -147,13 +147,17 @@ def attention_of_lists(
     if not any(map(len, (given["q"], given["k"], given["v"]))):
         _check_empty_call(attention, given)
         made = ragged.parts(None, [0], "bshd", given.get("out"))
-        return (made, []) if given.get("return_lse") else made
+        others = [[] for name in ("return_lse", "return_max") if given.get(name)]
+        return (made, *others) if others else made
     layout, out = given.pop("layout", "bhsd"), given.pop("out", None)
     arrays, offsets = _pack_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)
     found = attention_ragged(*arrays, *offsets, **given)
-    if not given.get("return_lse"):
+    if not isinstance(found, tuple):
         return ragged.parts(found, offsets[0], layout, out)
-    return ragged.parts(found[0], offsets[0], layout, out), ragged.row_parts(found[1], offsets[0])
+    made, *others = found
+    return ragged.parts(made, offsets[0], layout, out), *(
+        ragged.row_parts(x, offsets[0]) for x in others
+    )
 
 
 def vjp_of_lists(

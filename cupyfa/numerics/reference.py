@@ -27,6 +27,8 @@ Where arithmetic alone does not define a result:
 - A dropped weight is 0, so that its value makes NaN if it is infinite or NaN; dP of its pair is 0,
   whatever dO @ V.T is.
 - An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
+- The largest score of a query is -inf without an unmasked key, also with a sink, which is no score
+  of a key. It is NaN where lse is NaN.
 
 The scores are computed tile by tile; no array of [batch, heads, M, N] exists.
 """
@@ -50,8 +52,14 @@ _TILE_ROWS = 64  # the least rows of a tile of a long sequence: fewer make the p
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, precision: str = "float64", **score: Any
-) -> tuple[Array, Array]:
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    precision: str = "float64",
+    return_max: bool = False,
+    **score: Any,
+) -> tuple[Array, ...]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
@@ -64,15 +72,19 @@ def attention(
     "float8_e4m3" rounds only the operands of products (Q, K, V and P); their results stay float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm) as float64
-    arrays with rounded values: out to the precision, lse to float32 unless it is float64. Raises
-    ValueError if `precision` is unknown.
+    arrays with rounded values: out to the precision, lse to float32 unless it is float64. With
+    return_max also the largest score of each row, like lse. Raises ValueError if `precision` is
+    unknown.
     """
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
+    row_max = np.full_like(lse, -np.inf)
     flat_out, flat_lse = flat(out), flat(lse)
     for tile in tiles(q, k, v, **score):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
-    return out, lse
+        if return_max:
+            flat(row_max)[tile.where] = largest_scores(tile, precision=precision)
+    return (out, lse, row_max) if return_max else (out, lse)
 
 
 @np.errstate(all="ignore")
@@ -207,11 +219,8 @@ def attend(
     precision "float64", else float32.
     """
     results = "float32" if precision == "float8_e4m3" else precision
-    q, k, v = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k, tile.v))
-    k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
-    scores = rounded(tile.modified((q @ k.mT) * scale), results)
-    if tile.masked is not None:
-        np.copyto(scores, -np.inf, where=tile.masked)
+    scores = masked_scores(tile, precision, scaled=scaled, e4m3_inputs=e4m3_inputs)
+    v = rounded(tile.v, results if e4m3_inputs else precision)
     P, lse = _softmax(scores, tile.sink)
     if tile.masked is not None:
         np.copyto(P, 0.0, where=tile.masked)  # NaN up to here in a row with a score of NaN
@@ -219,6 +228,30 @@ def attend(
     out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
     return out, lse, P
+
+
+def masked_scores(
+    tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
+) -> Array:
+    """The modified scores of one tile, -inf where they are masked; the arguments of `attend`."""
+    results = "float32" if precision == "float8_e4m3" else precision
+    q, k = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k))
+    k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
+    scores = rounded(tile.modified((q @ k.mT) * scale), results)
+    if tile.masked is not None:
+        np.copyto(scores, -np.inf, where=tile.masked)
+    return scores
+
+
+@np.errstate(all="ignore")
+def largest_scores(tile: Tile, **how: Any) -> Array:
+    """The largest score of each row of one tile [n, rows]; the arguments of `attend`.
+
+    -inf in a row without an unmasked key, whether it has a sink or not, NaN where lse is NaN.
+    """
+    largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
+    _, lse, _ = attend(tile, **how)
+    return np.where(np.isnan(lse), np.nan, largest)
 
 
 @dataclass(frozen=True)
