@@ -225,8 +225,10 @@ def attention(
         given, asked = split_keywords(attention, {**asked, **named})
     if isinstance(mask, BlockMask):
         given["mask"] = mask
-    call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
-    call = call._replace(return_max=return_max) if return_max else call
+    call = Call(
+        *("forward", kernel, backend, options, asked, layout, tiles, return_lse),
+        return_max=return_max,
+    )
     arrays = q, k, v
     if given:
         call, arrays = add_inputs(call, arrays, given, check)
@@ -275,8 +277,10 @@ def compile(
     of_sequences, others = sequences.split_offsets(compile, keywords)
     layout = "bshd" if of_sequences else layout
     given, asked = split_keywords(compile, others)
-    call = Call("forward", kernel, backend, options, asked, layout, tiles, return_lse)
-    call = call._replace(return_max=return_max) if return_max else call
+    call = Call(
+        *("forward", kernel, backend, options, asked, layout, tiles, return_lse),
+        return_max=return_max,
+    )
     return compile_call(call, (q, k, v), dtype, given | of_sequences, own, return_own)
 
 

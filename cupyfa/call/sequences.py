@@ -147,7 +147,7 @@ def attention_of_lists(
     if not any(map(len, (given["q"], given["k"], given["v"]))):
         _check_empty_call(attention, given)
         made = ragged.parts(None, [0], "bshd", given.get("out"))
-        others = [[] for name in ("return_lse", "return_max") if given.get(name)]
+        others: list[Any] = [[] for name in ("return_lse", "return_max") if given.get(name)]
         return (made, *others) if others else made
     layout, out = given.pop("layout", "bhsd"), given.pop("out", None)
     arrays, offsets = _pack_lists(given.pop("q"), given.pop("k"), given.pop("v"), layout)

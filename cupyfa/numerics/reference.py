@@ -52,14 +52,8 @@ _TILE_ROWS = 64  # the least rows of a tile of a long sequence: fewer make the p
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    precision: str = "float64",
-    return_max: bool = False,
-    **score: Any,
-) -> tuple[Array, ...]:
+    q: Array, k: Array, v: Array, *, precision: str = "float64", **score: Any
+) -> tuple[Array, Array]:
     """The attention of queries to keys, and the log-sum-exp of their scores.
 
     q [batch, heads, M, d], k [batch, kv_heads, N, d] and v [batch, kv_heads, N, dv], of any
@@ -72,19 +66,23 @@ def attention(
     "float8_e4m3" rounds only the operands of products (Q, K, V and P); their results stay float32.
 
     Returns out [batch, heads, M, dv] and lse [batch, heads, M] (natural logarithm) as float64
-    arrays with rounded values: out to the precision, lse to float32 unless it is float64. With
-    return_max also the largest score of each row, like lse. Raises ValueError if `precision` is
-    unknown.
+    arrays with rounded values: out to the precision, lse to float32 unless it is float64. Raises
+    ValueError if `precision` is unknown.
     """
     batch, heads, M, _ = q.shape
     out, lse = np.zeros((batch, heads, M, v.shape[-1])), np.full((batch, heads, M), -np.inf)
-    row_max = np.full_like(lse, -np.inf)
     flat_out, flat_lse = flat(out), flat(lse)
     for tile in tiles(q, k, v, **score):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
-        if return_max:
-            flat(row_max)[tile.where] = largest_scores(tile, precision=precision)
-    return (out, lse, row_max) if return_max else (out, lse)
+    return out, lse
+
+
+def row_maxima(q: Array, k: Array, v: Array, **score: Any) -> Array:
+    """The largest score of each row [batch, heads, M] in float64; the arguments of `attention`."""
+    found = np.full(q.shape[:3], -np.inf)
+    for tile in tiles(q, k, v, **score):
+        flat(found)[tile.where] = largest_scores(tile)
+    return found
 
 
 @np.errstate(all="ignore")

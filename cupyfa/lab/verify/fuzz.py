@@ -374,8 +374,8 @@ class Fuzz:
         sizes |= (
             {"batch": 2} if given.keys() & {*TEXTS, *shape_language.NAMES} else {}
         )  # 1 is no broadcast
-        given = {DLSE: self._has_dlse(turns)} | given
-        given = {shape_language.RETURN_MAX: self._has_row_max(turns)} | given
+        asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
+        given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
             return transforms.make_ragged(
