@@ -83,6 +83,7 @@ def attention(
     layout: Layout = "bhsd",
     tiles: Tiles | None = None,
     return_lse: bool = False,
+    return_max: bool = False,
     out: Any = None,
     check: bool = False,
     **unknown: Unpack[NoKeywords],
@@ -163,8 +164,11 @@ def attention(
 
     Returns out [..., heads, M, dv] of the dtype (see out) and kind of the inputs; with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
-    float32 (float64 for float64). A row that sees no key has out = 0 and lse = -infinity, or its
-    sink. The bits of a batch element or sequence do not depend on finite numbers of others.
+    float32 (float64 for float64); and with ``return_max`` the largest score of each row like lse,
+    as the softmax takes it: after the scale, all changes and masks, without the sink. A row that
+    sees no key has out = 0, lse = -infinity, or its sink, and the maximum -infinity. Where lse is
+    NaN, the maximum is NaN. The bits of a batch element or sequence do not depend on finite numbers
+    of others.
 
     Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
     do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
@@ -182,7 +186,7 @@ def attention(
     # fmt: off
     fixed: tuple[Any, ...] = (
         causal, window, offset, scale, softcap, score_mod, precision, dtype,
-        kernel, backend, layout, tiles, return_lse, captured,
+        kernel, backend, layout, tiles, return_lse, return_max, captured,
     )
     # fmt: on
     arrays: Sequence[Any] = (q, k, v)
@@ -204,7 +208,7 @@ def attention(
     given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
     target, asked = read_out(out, q, asked)
     where, devices = read_devices(backend)
-    call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse)
+    call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse, return_max)
     how: Any = {"check": check, "repeat": ("attention", fixed), "devices": devices}
     return run_call(call, (q, k, v), {**given, **structure}, target, **how)
 
@@ -352,7 +356,7 @@ def backward(
     wrt = QKV if wrt is QKV else pullback.read_wrt(wrt)
     # fmt: off
     call = Call(
-        "backward", kernel, where, None, asked, layout, tiles, False, deterministic, wrt=wrt
+        "backward", kernel, where, None, asked, layout, tiles, deterministic=deterministic, wrt=wrt
     )
     # fmt: on
     if dlse is not None:
@@ -440,6 +444,7 @@ def plan(
     lengths_q: Any = None,
     lengths_k: Any = None,
     scales: Sequence[str] = (),
+    return_max: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> Plan:
     """The plan of an attention call of these sizes, without arrays and without a launch.
@@ -452,7 +457,7 @@ def plan(
     "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
     taken. A mask may also be a ``block_mask`` or an expression. lengths_q and lengths_k, of
     ``Padded`` arrays, are True, or such a form, "i32[batch]". ``scales`` names the arrays that are
-    ``Scaled``, as "qkv".
+    ``Scaled``, as "qkv". With ``return_max`` the call also returns the largest score of each row.
 
     Raises what ``attention`` raises.
     """
@@ -466,7 +471,7 @@ def plan(
     sizes: dict[str, Any] = {"M": M, "N": N, "d": d, "dv": dv, "batch": batch, "heads": heads}
     sizes |= {"kv_heads": kv_heads, "dtype": dtype}
     blocks, arrays = split_block_mask(arrays)
-    problem = Problem.of_sizes(**sizes, options=chosen, **arrays)
+    problem = Problem.of_sizes(**sizes, options=chosen, return_max=return_max, **arrays)
     if blocks is not None:
         problem = blocks.masked(problem)
     limits = limits or backend_named(backend).limits

@@ -64,6 +64,7 @@ class Call(NamedTuple):
     layout: Layout = "bhsd"
     tiles: Tiles | None = None
     return_lse: bool = False
+    return_max: bool = False
     deterministic: bool = False
     inputs: tuple[str, ...] = ()  # the names of further arrays, in the order of calls
     outputs: tuple[str, ...] = ()  # the kernel's own results that are returned

@@ -59,6 +59,7 @@ class DecodeCall(NamedTuple):
     backend: BackendName | Backend
     tiles: Mapping[str, int]
     return_lse: bool
+    return_max: bool
     out: Any
     check: bool
 
@@ -127,7 +128,17 @@ def _run_prepared(kept: _Prepared, out: Any) -> Any:
 _UNCHANGED = {type(None), bool, int, float, str, tuple, np.ndarray}
 _FIXED = (
     *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
-    *("backend", "tiles", "return_lse", "offset", "dropout", "precision", "bias", "layout"),
+    *(
+        "backend",
+        "tiles",
+        "return_lse",
+        "return_max",
+        "offset",
+        "dropout",
+        "precision",
+        "bias",
+        "layout",
+    ),
 )
 
 
@@ -166,6 +177,11 @@ def _read(
         raise TypeError(
             f"append is {described(new)}; give the keys and values of the new tokens, (k, v)"
         )
+    if (return_max := read_flag("return_max", given["return_max"])) and cache.prefix is not None:
+        raise ValueError(
+            "return_max is True, and the prefix of the cache is merged by lse alone; leave one of "
+            "them out"
+        )
     options = replace(AttentionOptions.of(None, asked), causal="bottom-right") if asked else _CAUSAL
     return DecodeCall(
         q=q,
@@ -178,6 +194,7 @@ def _read(
         backend=given["backend"],
         tiles=read_tiles(given["tiles"]),
         return_lse=read_flag("return_lse", given["return_lse"]),
+        return_max=return_max,
         out=out,
         check=read_flag("check", given["check"]),
     )
@@ -230,7 +247,7 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     cached = Call("forward", kernel, step.backend, options, tiles=tiles or None)
     if shared is not None:
         return _run_with_prefixes(call, cached, step, shared)
-    cached = cached._replace(return_lse=call.return_lse)
+    cached = cached._replace(return_lse=call.return_lse, return_max=call.return_max)
     qkv = step.q, step.k, step.v
     cached, arrays = add_inputs(cached, step.backend, qkv, call.list_inputs(step))
     before = call.write(step)
@@ -241,9 +258,9 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
         how: Any = {"check": call.check, "before": before, "repeat": repeat}
         return run_call(cached, arrays, out=call.out, **how)
     found = run_call(cached, arrays, check=call.check, before=before)
-    found = found if call.return_lse else (found,)
+    found = found if isinstance(found, tuple) else (found,)
     found = _copy_to_out(call.out, tuple(map(step.backend.download, found)))
-    return found if call.return_lse else found[0]
+    return found if len(found) > 1 else found[0]
 
 
 def _copy_to_out(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -89,6 +89,8 @@ def read_call(call: Call, check: Any) -> tuple[Call, bool]:
     """
     if type(call.return_lse) is not bool:
         call = call._replace(return_lse=read_flag("return_lse", call.return_lse))
+    if type(call.return_max) is not bool:
+        call = call._replace(return_max=read_flag("return_max", call.return_max))
     if type(call.deterministic) is not bool:
         call = call._replace(deterministic=read_flag("deterministic", call.deterministic))
     if type(check) is not bool:
@@ -277,6 +279,7 @@ _REMEDIES = {
         "enable_gqa": "leave it out: k and v may have fewer heads than q",
         "window_size": "write window=(left, right)",
         **dict.fromkeys(("return_softmax_lse", "return_attn_probs"), "write return_lse=True"),
+        **dict.fromkeys(("max_scores", "return_row_max"), "write return_max=True"),
         **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
     },
     "softmax": dict.fromkeys(OF_SCORES, "a softmax has no options: leave it out"),

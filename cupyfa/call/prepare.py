@@ -24,7 +24,7 @@ from cupyfa.call.pullback import (
 from cupyfa.ladder.kernel import BoundKernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.dtypes import DTYPES, E4M3, DType, DTypeLike, dtype_named, name_of
-from cupyfa.problem.optional_inputs import STARTS, name_of as input_name
+from cupyfa.problem.optional_inputs import ROW_MAX, STARTS, name_of as input_name
 from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem, rows_of
 from cupyfa.problem.structured_arrays import unwrap
@@ -36,7 +36,7 @@ from cupyfa.runtime.prepared import Prepared, Result
 
 # Keywords that are fields of a call, and the dtype of the output.
 _OF_CALLS = {
-    "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "out"),
+    "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "return_max", "out"),
     "backward": ("kernel", "backend", "layout", "tiles", "deterministic", "wrt", "dlse", "out"),
 }
 
@@ -167,7 +167,7 @@ def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
         tiles = repr(dict(tiles) if isinstance(tiles, Mapping) else tiles)
     return (
         *(call.operation, forms, str(kernel), asked, call.options, call.layout),
-        *(tiles, call.return_lse, call.deterministic),
+        *(tiles, call.return_lse, call.return_max, call.deterministic),
         *(call.inputs, call.outputs, call.numbers, call.blocks, call.wrt),
     )
 
@@ -213,6 +213,7 @@ def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
     qkv, options = (inputs[x] for x in "qkv"), AttentionOptions.of(call.options, call.asked)
     operands = describe_inputs(call, inputs)
     problem = Problem.of(*qkv, options=options, layout=call.layout, operands=operands)
+    problem = problem.with_row_max() if call.return_max else problem
     return problem if call.blocks is None else call.blocks.masked(problem)
 
 
@@ -225,7 +226,8 @@ def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> li
     q, v = inputs["q"], inputs["v"]
     out, lse = (*q.shape[:-1], v.shape[-1]), rows_of(q, call.layout)
     if call.operation == "forward":
-        return [Result("O", out, "out"), Result("lse", lse, None)][: 1 + call.return_lse]
+        results = [Result("O", out, "out"), Result("lse", lse, None), Result(ROW_MAX, lse, None)]
+        return [*results[: 1 + call.return_lse], *results[2:] * call.return_max]
     refuse_gradients(problem.dtype)
     check_like_result("dout", inputs["dout"], out, problem.dtype.numpy)
     check_like_result("out", inputs["out"], out, problem.out_dtype.numpy)

@@ -58,14 +58,16 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
     if not any(map(len, (q, k, v))):
         _check_empty_call(attention, given)
         made = ragged.parts(None, [0], "bshd", out)
-        return (made, []) if given.get("return_lse") else made
+        others: list[Any] = [[] for name in ("return_lse", "return_max") if given.get(name)]
+        return (made, *others) if others else made
     arrays, (rows, _) = _pack_lists(q, k, v, layout)
     if not isinstance(out, list | tuple):  # a dtype
         given, out = {**given, "out": out}, None
     found = attention(*arrays, **given)
-    if not given.get("return_lse"):
+    if not isinstance(found, tuple):
         return ragged.parts(found, rows, layout, out)
-    return ragged.parts(found[0], rows, layout, out), ragged.row_parts(found[1], rows)
+    made, *others = found
+    return ragged.parts(made, rows, layout, out), *(ragged.row_parts(x, rows) for x in others)
 
 
 def vjp_of_others(

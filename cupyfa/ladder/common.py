@@ -7,7 +7,7 @@ from typing import Any
 
 from cupyfa.ladder.kernel import Kernel, Launch, Walk
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.problem.optional_inputs import KEY_TILES, ROW_TILES
+from cupyfa.problem.optional_inputs import KEY_TILES, ROW_MAX, ROW_TILES
 from cupyfa.problem.problem import Problem, round_up
 
 WARP = 32
@@ -97,6 +97,12 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
         file="forward/steps/clear_rest.cu",
         when=lambda p: p.modifiers.is_packed or p.modifiers.used["MN".index(rows)],
     )
+
+
+def clear_row_max() -> Launch:
+    """The same for the largest scores, where they are asked for."""
+    rest = clear_rest(ROW_MAX, "M", "heads")
+    return replace(rest, when=lambda p: p.modifiers.has_row_max and rest.when(p))
 
 
 def of_lengths(kernel: Kernel, *rest: Launch, takes_packed: bool = True) -> Kernel:

@@ -14,6 +14,7 @@ from cupyfa.ladder.common import (
     batch_first,
     bias_bytes,
     clear_rest,
+    clear_row_max,
     even_width,
     key_tiles,
     of_lengths,
@@ -41,7 +42,7 @@ from cupyfa.problem.problem import MOST, Problem, round_up, whole
 
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv", "out_dtype")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
-EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout")
+EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout", "row_max")
 
 # Kernels without tensor cores, and the seeds
 
@@ -482,11 +483,17 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
+    left = 4 * (1 + maxima_of_split(p))  # of each row: a sum and maxima, in four lanes
     for warps in (4, 2):
-        fits = 4 * warps * c.Br * (width + 8) <= 2 * c.stages * c.Bc * (depth + width)
+        fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
             return warps
     return 1
+
+
+def maxima_of_split(p: Problem) -> int:
+    """How many maxima a split leaves of a row: of the softmax, and of the scores if asked for."""
+    return 2 if p.modifiers.has_row_max else 1
 
 
 def rows_of_splits(splits: Formula) -> Formula:
@@ -541,7 +548,7 @@ def split_kv(splits: Formula) -> Kernel:
         ),
         scratch={
             "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
-            "max_splits": (rows, "real"),
+            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
             "sum_splits": (rows, "real"),
         },
         tiles=SPLIT_KV_TILES,
@@ -573,7 +580,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
             "grid": lambda p, c: packed_tiles(p, c) * splits(p, c),
             "threads": lambda p, c: MERGE_WARPS * WARP,
             "shared": lambda p, c: p.bytes(
-                reals=c.Br * (c.Bc + 3),
+                reals=c.Br * (c.Bc + 2 + maxima_of_split(p)),
                 scalars=c.Br * p.d + c.Bc * (max(p.d, p.dv) | 1),
                 align=16,
             ),
@@ -592,7 +599,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
         ),
         scratch={
             "O_splits": (lambda p, c: rows(p, c) * p.dv, "real"),
-            "max_splits": (rows, "real"),
+            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
             "sum_splits": (rows, "real"),
         },
         tiles=FA2_SPLIT_KV_TILES,
@@ -1060,7 +1067,11 @@ WGMMA_FP8 = Kernel(
     after=("wgmma_overlap",),
 )
 
-REST = (clear_rest("O", "M", "heads", "dv"), clear_rest("lse", "M", "heads"))
+REST = (
+    clear_rest("O", "M", "heads", "dv"),
+    clear_rest("lse", "M", "heads"),
+    clear_row_max(),
+)
 _PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES))
 _RUNGS = (
     *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),

@@ -41,6 +41,7 @@ KINDS = ("real", "scalar", "operand", "byte", "int")  # of scratch
 FEATURES = (
     *OPTION_FEATURES,
     "sink",
+    "row_max",
     "dlse",
     "wrt",
     "ragged",
@@ -207,10 +208,11 @@ class Kernel(_Record):
     features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
-        "dlse" (a gradient of lse), "ragged" (sequences in packed arrays), "lengths" (those of batch
-        elements in padded arrays), "paged" (keys and values in pages), "e4m3" (keys and values of
-        8 bits, with scales), "out_dtype" (float32 results of 16-bit inputs: its files have the type
-        ``result`` for O, dQ, dK and dV), and the options that modify scores.
+        "row_max" (the largest score of each row), "dlse" (a gradient of lse), "ragged" (sequences
+        in packed arrays), "lengths" (those of batch elements in padded arrays), "paged" (keys and
+        values in pages), "e4m3" (keys and values of 8 bits, with scales), "out_dtype" (float32
+        results of 16-bit inputs: its files have the type ``result`` for O, dQ, dK and dV), and the
+        options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
         "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
         and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,

@@ -22,6 +22,7 @@ from cupyfa.problem.optional_inputs import (
     OFFSET,
     PADDED,
     PAGE_TABLE,
+    ROW_MAX,
     SCALES,
     SEED,
     SINK,
@@ -152,9 +153,13 @@ class Operation:
         return own | read
 
     def outputs_of(self, p: Problem) -> dict[str, Input]:
-        """The outputs of a problem, with the gradients of arrays that its expressions read."""
+        """The outputs of a problem, with the gradients of arrays that its expressions read, and
+        the largest scores if they are asked for.
+        """
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
         made = {gradient_of(x.name): Input(partial(_form, x), x.dtype) for x in asked}
+        if p.modifiers.has_row_max:
+            made[ROW_MAX] = Input("batch heads M", "real")
         return {name: Input(*of) for name, of in self.outputs.items()} | made
 
     def axes_of(self, p: Problem) -> dict[str, str]:
@@ -350,7 +355,9 @@ def _of_sequences(
         shape = operation.outputs_of(p)[name].shape(p)
         if asked is not None:
             shape = (1, 1, asked.stop - asked.start, *shape[3:])
-        return Expected(np.full(shape, -np.inf if name == "lse" else 0.0), np.zeros(shape))
+        return Expected(
+            np.full(shape, -np.inf if name in ("lse", ROW_MAX) else 0.0), np.zeros(shape)
+        )
 
     found = {r: {name: nothing(name) for name in outputs} for r in roundings}
     of_keys = outputs[0] in ("dK", "dV")
@@ -442,11 +449,12 @@ def _expected_of_sequences(
         first = one.number, heads.start or 0, one.first[0], 0
         how = _score_arguments(inputs, p, first, one.problem(p))
         how |= {"sink": _sink(inputs, slice(one.number, one.number + 1), heads)}
-        how |= {**_dtypes(p), "roundings": roundings}
+        how |= {**_dtypes(p), "roundings": roundings, ROW_MAX: p.modifiers.has_row_max}
         own = (one.of(x, inputs[x][:, heads if x == "Q" else shared]) for x in "QKV")
         return tolerance.expected_attention(*own, **how)
 
-    return _of_sequences(inputs, p, roundings, ("O", "lse"), of, excerpt)
+    outputs = "O", "lse", *[ROW_MAX] * p.modifiers.has_row_max
+    return _of_sequences(inputs, p, roundings, outputs, of, excerpt)
 
 
 def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
@@ -478,6 +486,7 @@ def _expected_attention(
         here = (slice(x, x + 1) for x in first[:2])
         sink = _sink(inputs, *here)
     options = {**_dtypes(p), "roundings": roundings, **_score_arguments(inputs, p, first)}
+    options[ROW_MAX] = p.modifiers.has_row_max
     return tolerance.expected_attention(*arrays, **options, sink=sink)
 
 

@@ -27,6 +27,8 @@ Where arithmetic alone does not define a result:
 - A dropped weight is 0, so that its value makes NaN if it is infinite or NaN; dP of its pair is 0,
   whatever dO @ V.T is.
 - An unmasked score of NaN or +inf makes O and lse of its query NaN, and those of no other query.
+- The largest score of a query is -inf without an unmasked key, also with a sink, which is no score
+  of a key. It is NaN where lse is NaN.
 
 The scores are computed tile by tile; no array of [batch, heads, M, N] exists.
 """
@@ -73,6 +75,14 @@ def attention(
     for tile in tiles(q, k, v, **score):
         flat_out[tile.where], flat_lse[tile.where], _ = attend(tile, precision)
     return out, lse
+
+
+def row_maxima(q: Array, k: Array, v: Array, **score: Any) -> Array:
+    """The largest score of each row [batch, heads, M] in float64; the arguments of `attention`."""
+    found = np.full(q.shape[:3], -np.inf)
+    for tile in tiles(q, k, v, **score):
+        flat(found)[tile.where] = largest_scores(tile)
+    return found
 
 
 @np.errstate(all="ignore")
@@ -207,11 +217,8 @@ def attend(
     precision "float64", else float32.
     """
     results = "float32" if precision == "float8_e4m3" else precision
-    q, k, v = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k, tile.v))
-    k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
-    scores = rounded(tile.modified((q @ k.mT) * scale), results)
-    if tile.masked is not None:
-        np.copyto(scores, -np.inf, where=tile.masked)
+    scores = masked_scores(tile, precision, scaled=scaled, e4m3_inputs=e4m3_inputs)
+    v = rounded(tile.v, results if e4m3_inputs else precision)
     P, lse = _softmax(scores, tile.sink)
     if tile.masked is not None:
         np.copyto(P, 0.0, where=tile.masked)  # NaN up to here in a row with a score of NaN
@@ -219,6 +226,30 @@ def attend(
     out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
     return out, lse, P
+
+
+def masked_scores(
+    tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
+) -> Array:
+    """The modified scores of one tile, -inf where they are masked; the arguments of `attend`."""
+    results = "float32" if precision == "float8_e4m3" else precision
+    q, k = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k))
+    k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
+    scores = rounded(tile.modified((q @ k.mT) * scale), results)
+    if tile.masked is not None:
+        np.copyto(scores, -np.inf, where=tile.masked)
+    return scores
+
+
+@np.errstate(all="ignore")
+def largest_scores(tile: Tile, **how: Any) -> Array:
+    """The largest score of each row of one tile [n, rows]; the arguments of `attend`.
+
+    -inf in a row without an unmasked key, whether it has a sink or not, NaN where lse is NaN.
+    """
+    largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
+    _, lse, _ = attend(tile, **how)
+    return np.where(np.isnan(lse), np.nan, largest)
 
 
 @dataclass(frozen=True)

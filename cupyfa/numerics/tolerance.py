@@ -47,6 +47,9 @@ exp(sink - lse) * eps * (1.5 * |sink| + 3).
 the place of P in the errors of O and dV, and |dO| @ |V|.T in g is multiplied by r * Z; lse, and the
 errors of a row that all its weights share, are those of P.
 
+**The largest score of a row** has the error of a score, eps * score or the most that e of its pairs
+moves it, and 2 * eps of itself and eps for the unit. It is not rounded to a narrow format.
+
 **Narrow formats.** A kernel on float16 or bfloat16 rounds P and O, by half of their eps each; O in
 float32 (out_dtype) is not rounded, nor in the plain computation. As in FlashAttention's own tests,
 it may also have an error of 2 * e + a in all of a head. e is the largest error in the head of the
@@ -123,7 +126,7 @@ import numpy as np
 from cupyfa.errors import WrongResult
 from cupyfa.numerics import reference
 from cupyfa.problem.dtypes import INPUTS
-from cupyfa.problem.optional_inputs import SOFTCAP
+from cupyfa.problem.optional_inputs import ROW_MAX, SOFTCAP
 from cupyfa.problem.options import MOST_USUAL_SOFTCAP
 from cupyfa.score.numpy_evaluation import Modifications
 
@@ -243,9 +246,12 @@ def expected_attention(
     dtype: str,
     out_dtype: str | None = None,
     roundings: Roundings = (None,),
+    row_max: bool = False,
     **score: Any,
 ) -> ExpectedOfEach:
     """The attention "O" and "lse", with the bounds that this module's docstring describes.
+
+    With row_max also the largest score of each row, "row_max".
 
     q, k, v and `score` (scale, masks, mods, sink): as for `reference.attention`. dtype: of the
     inputs. out_dtype: of O, by default the same.
@@ -255,19 +261,20 @@ def expected_attention(
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"O": np.zeros((*q.shape[:3], v.shape[-1])), "lse": np.zeros(q.shape[:3])}
+    if row_max:
+        value[ROW_MAX] = np.zeros(q.shape[:3])
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     heads = q.shape[0] * q.shape[1]
     plain = {r: {name: np.zeros(heads) for name in value} for r in kernels}
     size = np.zeros(heads)
-    empty = {"O": np.zeros(q.shape[:3], bool), "lse": np.zeros(q.shape[:3], bool)}
+    empty = {name: np.zeros(q.shape[:3], bool) for name in value}
     for tile in reference.tiles(q, k, v, **score):
         work = _Work(tile)
-        for name, x in zip(value, work.attend()):
-            reference.flat(value[name])[tile.where] = x
-        for name, rows in zip(empty, work.empty()):
-            reference.flat(empty[name])[tile.where] = rows
+        for name in value:
+            reference.flat(value[name])[tile.where] = work.result(name)
+            reference.flat(empty[name])[tile.where] = work.empty(name)
         for r, kernel in kernels.items():
-            for name, (bound, error) in _bounds_on_tile(work, kernel).items():
+            for name, (bound, error) in _bounds_on_tile(work, kernel, row_max).items():
                 reference.flat(bounds[r][name])[tile.where] = bound
                 _keep_larger(plain[r][name], tile, error)
         if any(kernel.is_narrow for kernel in kernels.values()):
@@ -278,6 +285,8 @@ def expected_attention(
             roundings_of_O = _two_roundings(reference.flat(value["O"]), size, kernel.coarsest)
             by_head[0][...] += (2 * plain[r]["O"] + roundings_of_O)[:, None, None]
             by_head[1][...] += 2 * plain[r]["lse"][:, None]
+            if row_max:
+                reference.flat(bounds[r][ROW_MAX])[...] += 2 * plain[r][ROW_MAX][:, None]
         for name, bound in bounds[r].items():
             bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
@@ -488,6 +497,7 @@ class _Work:
     def __init__(self, tile: reference.Tile) -> None:
         self.tile = tile
         self.attend = cache(partial(reference.attend, tile))
+        self.row_max = cache(partial(reference.largest_scores, tile))
         self.score_size = cache(partial(_score_size, tile))
         self.pair_sizes = cache(partial(_pair_sizes, tile))
         self.values = np.abs(_finite(tile.v))
@@ -501,11 +511,15 @@ class _Work:
         kept = 1.0 if dropout is None else dropout.factor
         return 2 * kept * self.values.max(-2, keepdims=True, initial=0.0)
 
-    def empty(self) -> tuple[Array, Array]:
-        """The rows [n, rows] whose out is exactly 0, and those whose lse is -inf."""
-        _, lse, P = self.attend()
-        without = np.isneginf(lse)
-        return without if self.tile.sink is None else np.asarray(~P.any(-1)), without
+    def result(self, name: str) -> Array:
+        """The "O", "lse" or "row_max" of the tile."""
+        return self.row_max() if name == ROW_MAX else self.attend()[name == "lse"]
+
+    def empty(self, name: str) -> Array:
+        """The rows [n, rows] whose out is exactly 0, or whose lse or largest score is -inf."""
+        if name == "O" and self.tile.sink is not None:
+            return np.asarray(~self.attend()[2].any(-1))
+        return np.isneginf(self.result("lse" if name == "O" else name))
 
 
 class _ModifiedScores:
@@ -591,9 +605,17 @@ def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     return np.where(lost, np.inf, of_out), np.where(lost, np.inf, of_lse)
 
 
-def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, Array]]:
-    """For "O" and "lse" of a tile: the bound of accumulation, errors of a plain computation."""
+def _bounds_on_tile(
+    work: _Work, kernel: Arithmetic, row_max: bool
+) -> dict[str, tuple[Array, Array]]:
+    """For "O", "lse" and "row_max" of a tile: the bound of accumulation, errors of a plain
+    computation.
+    """
     exact, bounds = work.attend()[:2], _bounds(work, kernel)
+    found = {}
+    if row_max:
+        bound = _bound_of_row_max(work, kernel, np.isinf(bounds[1]))
+        found[ROW_MAX] = bound, _plain_errors_of_row_max(work, kernel, bound)
     errors = [np.zeros_like(x) for x in exact]
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
     # not for a power of two.
@@ -607,7 +629,34 @@ def _bounds_on_tile(work: _Work, kernel: Arithmetic) -> dict[str, tuple[Array, A
             if kernel.rounds_by_design:
                 overflown = ~np.isfinite(plain) & (plain != exact[i]) & ~np.isnan(exact[i])
                 bounds[i][overflown] = np.inf
-    return dict(zip(("O", "lse"), zip(bounds, errors)))
+    return {**dict(zip(("O", "lse"), zip(bounds, errors))), **found}
+
+
+def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
+    """The bound of accumulation of the largest scores [n, rows]; ``lost`` rows have none."""
+    tile, largest, own = work.tile, work.row_max(), float(kernel.accumulator.eps)
+    if tile.mods.score_steps:
+        errors = _ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
+        error = _finite(errors.shift + errors.by_design)
+        scores = reference.masked_scores(tile)
+        above, below = ((scores + x).max(-1, initial=-np.inf) for x in (error, -error))
+        moved = np.maximum(above - largest, largest - below)
+    else:
+        score, by_design = _score_errors(work.score_size(kernel.accumulator.dtype), tile, kernel)
+        moved = (kernel.eps * score + by_design)[..., 0]
+    bound = np.where(np.isfinite(largest), moved + own * (2 * np.abs(largest) + 1), 0.0)
+    return np.where(lost, np.inf, bound)
+
+
+def _plain_errors_of_row_max(work: _Work, kernel: Arithmetic, bound: Array) -> Array:
+    """The errors of the largest scores of a plain computation, if a kernel rounds by design."""
+    largest = work.row_max()
+    if not kernel.rounds_by_design:
+        return np.zeros_like(largest)
+    how = {"precision": kernel.operands, "scaled": "S", "e4m3_inputs": kernel.e4m3_inputs}
+    plain = reference.largest_scores(work.tile, **how)
+    bound[~np.isfinite(plain) & np.isfinite(largest)] = np.inf
+    return np.where(np.isfinite(bound) & np.isfinite(largest), np.abs(plain - largest), 0.0)
 
 
 def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:

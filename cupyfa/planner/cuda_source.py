@@ -126,8 +126,8 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     for (name, *_), number in zip(fields, values):
         if number or isinstance(number, float):  # -0.0 too
             record[name] = number
-    arrays = ((x.input, record.dtype.fields[x.name][1]) for x in found.arrays)  # type: ignore[index]
-    return record, tuple(arrays)
+    arrays = (x for x in found.operands if x.is_array)
+    return record, tuple((x.input, record.dtype.fields[x.name][1]) for x in arrays)  # type: ignore[index]
 
 
 def _softcap(value: float, p: Problem) -> float:

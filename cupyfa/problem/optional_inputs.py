@@ -22,6 +22,7 @@ from cupyfa.score.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
 
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 SOFTCAP = "softcap"
+ROW_MAX = "row_max"  # an output that a call may ask for: the largest score of each row
 OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
@@ -43,7 +44,7 @@ _WANTED = {
     **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
     **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
 }
-_WITHOUT_TEXT = (SINK, DLSE, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
+_WITHOUT_TEXT = (SINK, DLSE, ROW_MAX, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
 # The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
 MAPS = (KEY_TILES, ROW_TILES)
@@ -54,7 +55,7 @@ _SIZES_OF = {  # of the last axes of arrays
     **dict.fromkeys((BIAS, MASK), _SIZES),
     **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
     **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
-    DLSE: _SIZES[:3],
+    **dict.fromkeys((DLSE, ROW_MAX), _SIZES[:3]),
     **dict.fromkeys((*PADDED, *USED), _SIZES[:1]),
     **dict.fromkeys(DESCALES, ("batch", "kv_heads")),
     **{name: (name,) for name in STARTS},
@@ -105,7 +106,8 @@ class Operand:
     @property
     def is_differentiable(self) -> bool:
         """Whether the backward operation can give its gradient."""
-        return self.is_array and self.captured.kind == "float" and self.name != DLSE
+        is_other = self.name in (DLSE, ROW_MAX)
+        return self.is_array and self.captured.kind == "float" and not is_other
 
     @property
     def in_pairs(self) -> bool:
@@ -128,8 +130,8 @@ class Operand:
 
     @property
     def input(self) -> str:
-        """What the inputs of operations call it."""
-        return f"mods.{self.name}"
+        """What the inputs of operations call it, or their outputs."""
+        return self.name if self.name == ROW_MAX else f"mods.{self.name}"
 
 
 def gradient_of(name: str) -> str:
@@ -152,7 +154,8 @@ class Modifiers:
 
     score: give the score, each from the one before; the first from the scaled product. mask: all
     have to be True for a pair to be seen. operands: what they read, the host's numbers included,
-    and the sinks and the gradient of lse. dropout: whether weights are dropped.
+    and the sinks, the gradient of lse, and the largest scores, which are written. dropout: whether
+    weights are dropped.
     """
 
     score: tuple[Expression, ...] = ()
@@ -162,7 +165,8 @@ class Modifiers:
 
     @property
     def arrays(self) -> tuple[Operand, ...]:
-        return tuple(x for x in self.operands if x.is_array)
+        """The arrays that are read."""
+        return tuple(x for x in self.operands if x.is_array and x.name != ROW_MAX)
 
     @property
     def differentiated(self) -> tuple[Operand, ...]:
@@ -206,7 +210,9 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in (SINK, DLSE) if self._has(x)] + ["paged"] * self._has(PAGE_TABLE)
+        alone = [x for x in (SINK, DLSE, ROW_MAX) if self._has(x)] + ["paged"] * self._has(
+            PAGE_TABLE
+        )
         alone += ["e4m3"] * self.is_e4m3
         if self.is_ragged:
             alone.append("ragged" if self.is_packed else "lengths")
@@ -221,6 +227,11 @@ class Modifiers:
     @property
     def has_sink(self) -> bool:
         return self._has(SINK)
+
+    @property
+    def has_row_max(self) -> bool:
+        """Whether the largest score of each row is asked for."""
+        return self._has(ROW_MAX)
 
     @property
     def is_e4m3(self) -> bool:
@@ -264,6 +275,7 @@ class Modifiers:
             "has_mask_mod": bool(self.mask),
             "reads_places": self._reads_places,
             "has_sink": self.has_sink,
+            "has_row_max": self.has_row_max,
             "has_e4m3": self.is_e4m3,
             **{f"has_{name}": self._has(name) for name in DESCALES},
             "has_dlse": self._has(DLSE),
@@ -406,7 +418,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES)
+    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES, ROW_MAX)
     if name in taken or name.startswith(OF_BLOCKS):
         raise ValueError(
             f"captured has {name!r}, which expressions use for something else; rename it"

@@ -25,6 +25,7 @@ from cupyfa.problem.optional_inputs import (
     MASK,
     PADDED,
     PAGE_TABLE,
+    ROW_MAX,
     SCALES,
     SEEDS,
     STARTS,
@@ -147,6 +148,7 @@ class Problem:
         dlse: bool | None = None,
         lengths: Any = None,
         page_size: int | None = None,
+        return_max: bool | None = None,
         **keywords: Unpack[OptionKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
@@ -155,10 +157,11 @@ class Problem:
         [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
         alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
-        captured, wrt, dlse: forms of arrays, those whose gradients a backward kernel gives, and
-        whether it takes a gradient of lse, as ``shape_language`` has them; dropout_seed and
-        dropout_offset may be arrays, or forms such as "u64[1]". With block_mask, mask and mask_mod
-        are a block mask. With page_size, keys lie in pages of so many: see ``in_pages``.
+        captured, wrt, dlse, return_max: forms of arrays, those whose gradients a backward kernel
+        gives, whether it takes a gradient of lse, and whether a forward kernel gives the largest
+        scores, as ``shape_language`` has them; dropout_seed and dropout_offset may be arrays, or
+        forms such as "u64[1]". With block_mask, mask and mask_mod are a block mask. With page_size,
+        keys lie in pages of so many: see ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
         packed = None if lengths is None else lengths_of(lengths)
@@ -175,6 +178,7 @@ class Problem:
             "captured": captured,
             "wrt": wrt,
             "dlse": dlse,
+            "return_max": return_max,
             **(seeds if chosen.dropout else {}),
             **shape_language.forms_of_lengths(packed),
         }
@@ -280,6 +284,11 @@ class Problem:
         """The problem without the maps of tiles of one kernel."""
         kept = tuple(x for x in self.operands if x.name not in MAPS)
         return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+
+    def with_row_max(self, asked: bool = True) -> Problem:
+        """The problem with the largest score of each row among its outputs, or without."""
+        form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
+        return self._with_own((ROW_MAX,), [form] * asked)
 
     @property
     def wrt(self) -> tuple[str, ...]:

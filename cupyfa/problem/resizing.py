@@ -6,10 +6,11 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, PADDED, STARTS, Operand
+from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, PADDED, ROW_MAX, STARTS, Operand
 from cupyfa.problem.shape_language import AXES, Sizes
 from cupyfa.score.expressions import Expression
 
+_OF_ROWS = (DLSE, ROW_MAX)
 SIZE_OF_PLACE = dict(zip(("batch", "head", "query", "key"), AXES))
 
 
@@ -25,16 +26,16 @@ def resized(
     is_packed = any(x.name == STARTS[0] for x in found)
     return tuple(
         replace(x, shape=_own_shape(x, before, after, is_packed))
-        if x.name in (*OWN_ARRAYS, DLSE, *PADDED)
+        if x.name in (*OWN_ARRAYS, *_OF_ROWS, *PADDED)
         else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
         for x in found
     )
 
 
 def _own_shape(x: Operand, before: Sizes, after: Sizes, is_packed: bool) -> tuple[int, ...]:
-    if x.name == DLSE and is_packed:
+    if x.name in _OF_ROWS and is_packed:
         return (1, *after[1:3])
-    if x.name in (DLSE, *PADDED):
+    if x.name in (*_OF_ROWS, *PADDED):
         return after[: len(x.shape)]
     axes = tuple(zip(before, after))
     axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]

@@ -24,6 +24,7 @@ from cupyfa.problem.optional_inputs import (
     MASK,
     OWN_ARRAYS,
     PADDED,
+    ROW_MAX,
     SEEDS,
     SINK,
     STARTS,
@@ -38,9 +39,10 @@ from cupyfa.problem.wrt import WRT, differentiated, names_of_gradients
 
 CAPTURED, BLOCK_MASK = "captured", "block_mask"
 LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
+RETURN_MAX = "return_max"  # whether the largest score of each row is given, too
 PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
 # Arguments that give forms, or say what is done with the arrays.
-NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF, PAGE_SIZE)
+NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, RETURN_MAX, LENGTHS_OF, PAGE_SIZE)
 USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
@@ -74,6 +76,7 @@ class Keywords(OptionKeywords, total=False):
     wrt: str | Sequence[str] | None
     block_mask: bool | None
     dlse: bool | None
+    return_max: bool | None
     lengths: Any
     page_size: int | None
 
@@ -85,7 +88,8 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         of ``captured`` a mapping of such, or of numbers; of SEEDS an array, or "u64[1]", of PADDED
         "i32[batch]", of DESCALES a shape or an array, of those of packed rows a shape. A bias has
         by default the dtype of results, other floats have float32. ``dlse`` is whether there is a
-        gradient of lse. ``wrt`` are names, as "q,bias": see ``differentiated``.
+        gradient of lse, ``return_max`` whether the largest scores are given. ``wrt`` are names, as
+        "q,bias": see ``differentiated``.
 
     Raises ValueError and TypeError for what is no form.
     """
@@ -97,9 +101,12 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         for name in OWN_ARRAYS
         if (form := given.get(name)) is not None and form is not False
     ]
-    if given.get(DLSE):
-        batch = 1 if STARTS[0] in given else sizes[0]
-        found.append(Operand(DLSE, INPUTS[dtype].sums.name, (batch, *sizes[1:3])))
+    batch = 1 if STARTS[0] in given else sizes[0]
+    found += [
+        Operand(name, INPUTS[dtype].sums.name, (batch, *sizes[1:3]))
+        for name, asked in ((DLSE, given.get(DLSE)), (ROW_MAX, given.get(RETURN_MAX)))
+        if asked
+    ]
     found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
     found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
     found += [_of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None]
@@ -227,13 +234,15 @@ def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
     """The texts of operands by name, which give them again in a problem of these sizes."""
     every = tuple(found)
     wrt = names_of_gradients(every)
-    return {x.name: _shown(x, sizes) for x in every} | ({WRT: wrt} if wrt else {})
+    names = {ROW_MAX: RETURN_MAX}
+    texts = {names.get(x.name, x.name): _shown(x, sizes) for x in every}
+    return texts | ({WRT: wrt} if wrt else {})
 
 
 def _shown(x: Operand, sizes: Sequence[int]) -> str:
     if not x.is_array:
         return str(x.value)
-    if x.name == DLSE:
+    if x.name in (DLSE, ROW_MAX):
         return ""
     if x.name not in OWN_ARRAYS:
         return f"{_SHORT[x.dtype]}[{','.join(map(str, x.shape))}]"
@@ -250,8 +259,8 @@ def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
     every = tuple(x for x in found if x.name not in SEEDS)
     texts = shown(every, sizes)
     own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, *PADDED, WRT)}
-    own |= {DLSE: True} if DLSE in texts else {}
-    others = [x for x in every if x.name not in (*OWN_ARRAYS, *PADDED, DLSE)]
+    own |= {name: True for name in (DLSE, RETURN_MAX) if name in texts}
+    others = [x for x in every if x.name not in (*OWN_ARRAYS, *PADDED, DLSE, ROW_MAX)]
     return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
 
 

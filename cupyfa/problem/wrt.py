@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from cupyfa.problem.dtypes import DTYPES
-from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, Operand
+from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, ROW_MAX, Operand
 
 WRT = "wrt"
+_OTHERS = (DLSE, ROW_MAX)  # arrays of a call without gradients
 QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
 
 
@@ -30,10 +31,10 @@ def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
 
 def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
     """Raises ValueError for names of ``wrt`` that are no arrays of floats; dtypes: of a call's."""
-    able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x != DLSE))
+    able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x not in _OTHERS))
     unable = [str(x) for x in names if x not in able]
     for name in unable:
-        if name in dtypes and name != DLSE:
+        if name in dtypes and name not in _OTHERS:
             raise ValueError(
                 f"wrt names {name}, whose dtype is {dtypes[name]}; only arrays of floats have "
                 "gradients, so leave it out"

@@ -242,6 +242,7 @@ def _ready(
 
 
 def _classify(p: Problem, rows: int, keys: int) -> PlannedLaunch:
+    p = p.with_row_max(False)
     value, inside = cuda_source.value(p)
     sizes = {"heads": p.heads, "ragged": False, "packed": False, "page_size": 0}
     sizes["caps_tiles"] = sizes["approximates_softcap"] = False  # a mask has no softcap

@@ -145,6 +145,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
         O.row(batch, head, row)[col] = result(shared.O[threadIdx.x][col] * softmax.inverse_sum());
       }
       *lse.row(batch, head, row) = softmax.lse();
+      extent.write_row_max(row, softmax.row_max(0), softmax.sum);
     }
   }
 }

@@ -191,10 +191,12 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
     }
     if (threadIdx.x > 0) continue;
     if (num_splits > 1) {
-      max_splits[place] = softmax.maximum;
+      max_splits[place * stored_maxima] = softmax.maximum;
+      if (has_row_max) max_splits[place * stored_maxima + 1] = softmax.row_max(0);
       sum_splits[place] = softmax.sum;
     } else {
       *lse.row(batch, own_head, query) = softmax.lse();
+      rows.context(row).write_row_max(query, softmax.row_max(0), softmax.sum);
     }
   }
 }

@@ -113,6 +113,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   maximum = fmax(maximum, __shfl_xor_sync(full_warp, maximum, 1));
   maximum = fmax(maximum, __shfl_xor_sync(full_warp, maximum, 2));
+  rows.raise_row_max_to(0, maximum, rows.scale2);
   const real before = rows.maximum[0][0], now = fmax(before, rows.exponent_of(maximum));
   const real factor = exp2f(before - now);
 #pragma unroll
@@ -224,12 +225,14 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
       attend<false>(task, first_key, sums, own_rows, last_row);
   }
   shared.exchange[warp][0][0][lane] = {own_rows.maximum[0][0], own_rows.sum[0][0]};
+  if (has_row_max) shared.exchange[warp][0][1][lane].x = own_rows.row_max(0);
   __syncthreads();  // maxima and sums of all rows are written
   TeamRows rows(first_row + own_team * team_rows + lane / 4, extent, scorer.scale2());
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const double2 of_row = shared.exchange[own_team * team + i][0][0][lane];
     rows.maximum[i / 2][i % 2] = of_row.x, rows.sum[i / 2][i % 2] = of_row.y;
+    if (has_row_max) rows.set_row_max(i, shared.exchange[own_team * team + i][0][1][lane].x);
   }
   // The loop does not keep registers for the block's place: it is computed again.
   const Place same =

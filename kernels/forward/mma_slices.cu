@@ -191,6 +191,7 @@ __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, Ow
       float largest = -infinity;
 #pragma unroll
       for (int w = 0; w < col_warps; ++w) largest = fmax(largest, shared.shares[w][row]);
+      rows.raise_row_max_to(2 * i + half, largest, rows.scale2);
       const float before = rows.maximum[i][half], now = fmax(before, rows.exponent_of(largest));
       const float factor = exp2f(before - now);
       rows.maximum[i][half] = now;
@@ -376,9 +377,11 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   if (own.col_warp == 0 && lane % 4 == 0) {
     for (int i = 0; i < 2 * (Wr / step); ++i) {
       const int row = opaque(rows.first) + i * 8;
-      if (row < M)
+      if (row < M) {
         *lse.row(same.batch, same.head, row) =
             rows.maximum[i / 2][i % 2] * ln2 + log(rows.sum[i / 2][i % 2]);
+        extent.write_row_max(row, rows.row_max(i), rows.sum[i / 2][i % 2]);
+      }
     }
   }
   // The barrier comes before repairs overwrite what other warps wrote.

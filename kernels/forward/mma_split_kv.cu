@@ -128,7 +128,8 @@ __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, 
     const long long first = (long long)(batch * heads + head * pack_gqa + row % pack_gqa) * stored;
     const long long place = (first + row / pack_gqa) * num_splits + split;
     if (lane % 4 == 0) {
-      max_splits[place] = rows.maximum[i / 2][i % 2];
+      max_splits[place * stored_maxima] = rows.maximum[i / 2][i % 2];
+      if (has_row_max) max_splits[place * stored_maxima + 1] = rows.row_max(i);
       sum_splits[place] = sum;
     }
     float* to = O_splits + place * stored_width + 2 * (lane % 4);

@@ -12,13 +12,23 @@ from cupyfa.problem.options import AttentionOptions
 
 # Constants that a header may read, besides the types scalar, operand and real.
 MAY_READ = {
-    "score_context.cuh": {"has_score_mod", "has_mask_mod", "has_sink", "has_dropout"},
+    "row_max.cuh": {"has_row_max"},
+    "finish_rows.cuh": {"has_row_max"},
+    "score_context.cuh": {
+        "has_score_mod",
+        "has_mask_mod",
+        "has_sink",
+        "has_dropout",
+        "has_row_max",
+    },
     "score_mod.cuh": {
         "has_key_tiles",
         "has_row_tiles",
         "reads_places",
         "unit_slope",
         "has_sink",
+        "has_row_max",
+        "packed",
         "caps_tiles",
         "approximates_softcap",
         "has_dropout",
@@ -52,7 +62,7 @@ MAY_READ = {
         "caps_tiles",
         "has_dropout",
     },
-    "row_state.cuh": {"has_sink", "has_dropout"},
+    "row_state.cuh": {"has_sink", "has_dropout", "has_score_mod", "of_products"},
     "nonfinite.cuh": {"has_sink", "of_products"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},

@@ -38,6 +38,7 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool has_score_mod = false;",
         "constexpr bool has_mask_mod = false;",
         "constexpr bool has_sink = false;",
+        "constexpr bool has_row_max = false;",
         "constexpr bool has_dropout = false;",
         "constexpr bool has_key_tiles = false;",
         "constexpr bool has_row_tiles = false;",

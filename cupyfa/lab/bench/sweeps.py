@@ -53,7 +53,7 @@ def parsed(text: str) -> tuple[str, list[Any]]:
         return name, [option.parse(value.strip()) for value in values.split(option.separator)]
     if name in (WRT, shape_language.LENGTHS_OF):
         return name, [value.strip() for value in values.split(";")]
-    if name in (shape_language.BLOCK_MASK, shape_language.DLSE):
+    if name in (shape_language.BLOCK_MASK, shape_language.DLSE, shape_language.RETURN_MAX):
         return name, [_truth(name, value.strip()) for value in values.split(",")]
     if name == shape_language.CAPTURED:
         raise ValueError(f"captured has one value for all cases; give --captured {values.strip()}")

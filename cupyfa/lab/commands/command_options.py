@@ -244,6 +244,12 @@ def array_options(command: Command) -> Command:
         default=None,
         help="Backward kernels: a gradient of lse, which is one more input.",
     )
+    row_max = click.option(
+        _long(shape_language.RETURN_MAX),
+        is_flag=True,
+        default=None,
+        help="Forward kernels: the largest score of each row, which is one more output.",
+    )
     pages = click.option(
         _long(shape_language.PAGE_SIZE),
         type=int,
@@ -252,7 +258,7 @@ def array_options(command: Command) -> Command:
     )
     return _with(
         _combined(command, tuple(_LENGTHS), shape_language.LENGTHS_OF, _lengths),
-        *(*made, captured, blocks, wrt, dlse, pages),
+        *(*made, captured, blocks, wrt, dlse, row_max, pages),
         *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
     )
 

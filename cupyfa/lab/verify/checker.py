@@ -33,6 +33,7 @@ from cupyfa.numerics.shown import Shown, ShownRow, html_table
 from cupyfa.planner import choose_kernel
 from cupyfa.planner.plan import Plan
 from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.optional_inputs import ROW_MAX
 from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.problem.problem import TEXTS, Problem, whole
 from cupyfa.problem.shape_language import (
@@ -40,6 +41,7 @@ from cupyfa.problem.shape_language import (
     LENGTHS_OF,
     NAMES,
     PAGE_SIZE,
+    RETURN_MAX,
     Keywords,
     seeds_in_memory,
 )
@@ -455,7 +457,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
     if name == "precision":
         return any(value in kernel.precisions_of(dtype) for dtype in dtypes)
     if name in NAMES:
-        own = {LENGTHS_OF: "ragged", PAGE_SIZE: "paged", WRT: WRT, DLSE: DLSE}
+        own = {LENGTHS_OF: "ragged", PAGE_SIZE: "paged", WRT: WRT, DLSE: DLSE, RETURN_MAX: ROW_MAX}
         return own.get(name, "places") in kernel.features
     needed = [what for what, needs in OPTIONS[name].features.items() if needs(value)]
     return all(what in kernel.features for what in needed)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from cupyfa.problem.optional_inputs import DESCALES, DLSE, OWN_ARRAYS, PADDED, SEEDS, Operand
 from cupyfa.problem.problem import Problem
-from cupyfa.problem.shape_language import shown
+from cupyfa.problem.shape_language import RETURN_MAX, shown
 from cupyfa.problem.wrt import WRT
 
 
@@ -31,7 +31,7 @@ def words_of_problem(p: Problem) -> list[str]:
 
 
 def _words_of_arrays(p: Problem, arrays: Iterable[Operand]) -> list[str]:
-    own = (*OWN_ARRAYS, WRT, DLSE, *SEEDS)
+    own = (*OWN_ARRAYS, WRT, DLSE, RETURN_MAX, *SEEDS)
     return [
         f"--{name.replace('_', '-')}" + f"={text}" * bool(text)
         if name in own

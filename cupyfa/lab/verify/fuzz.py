@@ -49,6 +49,7 @@ from cupyfa.problem.optional_inputs import (
     MAPS,
     MASK,
     PADDED,
+    ROW_MAX,
     SEEDS,
     SINK,
 )
@@ -373,7 +374,8 @@ class Fuzz:
         sizes |= (
             {"batch": 2} if given.keys() & {*TEXTS, *shape_language.NAMES} else {}
         )  # 1 is no broadcast
-        given = {DLSE: self._has_dlse(turns)} | given
+        asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
+        given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
             return transforms.make_ragged(
@@ -404,6 +406,12 @@ class Fuzz:
             return False
         asked = turns.choose(DLSE, (True, False))
         return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
+
+    def _has_row_max(self, turns: "_Turns") -> bool:
+        """Whether the largest scores are asked for, in every third group."""
+        if self._operation != "forward" or not self._has(ROW_MAX) or self._arrays:
+            return False
+        return turns.choose(ROW_MAX, (True, False, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
         """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
@@ -692,6 +700,7 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
         "dropout": p.options.dropout > 0,
         "seed in memory": bool(arrays & {*SEEDS}),
         "gradient of lse": DLSE in arrays,
+        "largest scores": ROW_MAX in arrays,
         "gradients of arrays": bool(p.wrt),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.problem.lengths import Lengths
-from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, SEEDS
+from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, ROW_MAX, SEEDS
 from cupyfa.problem.problem import Problem
 
 
@@ -51,7 +51,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
     if not p.lengths:
         yield from (transforms.resize(p, M=M) for M in _sizes(p.M))
         yield from (transforms.resize(p, N=N) for N in _sizes(p.N))
-    able = (*OWN_ARRAYS, DLSE, *SEEDS)
+    able = (*OWN_ARRAYS, DLSE, ROW_MAX, *SEEDS)
     yield from (transforms.leave_out(p, x.name) for x in p.operands if x.name in able)
     yield from (
         transforms.leave_out(p, name) for name in p.options.changed if name not in SEEDS[:1]

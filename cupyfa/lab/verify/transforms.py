@@ -16,6 +16,7 @@ from cupyfa.problem.optional_inputs import (
     LENGTHS,
     OWN_ARRAYS,
     PAGE_TABLE,
+    ROW_MAX,
     SCALES,
     SEED,
     SEEDS,
@@ -56,9 +57,11 @@ def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
     others = [x for x in p.operands if x.name not in LENGTHS]
     made = resized(others, p.expressions, p.of_scores, after)
     own = [x for x in made if x.name in OWN_ARRAYS]
-    given = {DLSE: any(x.name == DLSE for x in made), **forms_of_lengths(packed)}
+    names = {x.name for x in made}
+    given: dict[str, Any] = {DLSE: DLSE in names, shape_language.RETURN_MAX: ROW_MAX in names}
+    given |= forms_of_lengths(packed)
     own += shape_language.operands(given, after, p.dtype.name)
-    rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE)]
+    rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE, ROW_MAX)]
     sizes: dict[str, Any] = {"batch": 1, "M": q.total, "N": k.total, **heads}
     return replace(p, **sizes, operands=(*own, *rest), lengths=packed)
 
@@ -126,7 +129,7 @@ def leave_out(p: Problem, name: str) -> Problem:
     if name in OPTIONS and name != SEED:  # which dropout needs
         options = replace(options, **{name: OPTIONS[name].default})
     texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-    known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
+    known = (*OWN_ARRAYS, DLSE, ROW_MAX, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
     own = (*known, *(SEEDS if options.dropout else ()))
     read = {*own, *(x for text in texts for x in text.captured)} - {name}
     kept = tuple(x for x in p.operands if x.name in read)

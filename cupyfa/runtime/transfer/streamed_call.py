@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.problem.optional_inputs import STARTS
+from cupyfa.problem.optional_inputs import ROW_MAX, STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.transfer.host import Copies, Move, Transfer, bring, host_of, send
@@ -17,7 +17,7 @@ from cupyfa.runtime.transfer.shares import Share
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
-Merged = tuple[np.ndarray, np.ndarray]  # O and lse of some of the keys
+Merged = tuple[np.ndarray, ...]  # O, lse and perhaps the largest scores of some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
 _INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread copies while a chunk waits for Python's lock
@@ -235,13 +235,14 @@ class Call:
     def merge(self, i: int, parts: Mapping[str, Any]) -> None:
         """Adds the results of a part of the keys; each counts by exp of its lse."""
         piece, outputs = self.cut.pieces[i], self.cut.plans[i].outputs
-        o, lse = (parts[name].view(outputs[name][1]) for name in ("O", "lse"))
-        o = o.astype(lse.dtype)
+        names = "O", "lse", *[ROW_MAX] * (ROW_MAX in outputs)
+        o, *of_rows = (parts[name].view(outputs[name][1]) for name in names)
+        own = (o.astype(of_rows[0].dtype), *of_rows)
         if self.merged is not None and piece.keys.start > 0:
-            o, lse = _merged(self.merged, (o, lse))
-        self.merged = o, lse
+            own = _merged(self.merged, own)
+        self.merged = own
         if piece.keys.stop == self.plan.problem.N:
-            for name, total in (("O", o), ("lse", lse)):
+            for name, total in zip(names, own):
                 if name in self.results and self.results[name].size:
                     group = self.plan.problem.group
                     piece.of(self.results[name], self.axes[name], group)[...] = total
@@ -266,13 +267,13 @@ def piece_bytes(chosen: Transfer, free: int) -> int:
 
 
 def _merged(a: Merged, b: Merged) -> Merged:
-    (a_o, a_lse), (b_o, b_lse) = a, b
+    (a_o, a_lse, *a_max), (b_o, b_lse, *b_max) = a, b
     with np.errstate(all="ignore"):  # rows that see no key are -inf, and NaN is data
         lse = np.logaddexp(a_lse, b_lse)
         a_share, b_share = (
             np.where(np.isneginf(lse), 0, np.exp(x - lse))[..., None] for x in (a_lse, b_lse)
         )
-        return a_o * a_share + b_o * b_share, lse
+        return a_o * a_share + b_o * b_share, lse, *map(np.maximum, a_max, b_max)
 
 
 def _filled(memory: tuple[int, ...], host: tuple[int, ...]) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (
 __device__ __forceinline__ bool raise_exceeded(const real (&own)[2], Rows<step>& rows,
                                                real (&factor)[1][2], real slack) {
   bool exceeds = false;
+  for (int half = 0; half < 2; ++half) rows.raise_row_max_to(half, own[half], rows.scale2);
   for (int half = 0; half < 2; ++half)
     exceeds |= rows.exponent_of(own[half]) > rows.maximum[0][half] + slack;
   if (!__any_sync(full_warp, exceeds)) return false;

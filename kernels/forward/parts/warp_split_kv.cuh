@@ -13,7 +13,7 @@ __device__ __forceinline__ operand (&keys_from(operand (&tile)[height][columns],
 // The accumulators of a warp, O and row sums, and their maxima. m and n count fragments of 16 rows
 // and 8 columns.
 template <int m, int n>
-struct WarpSums {
+struct WarpSums : RowMaxima<2 * m * warp_size> {
   float4 O[m * n][warp_size];
   float maximum[2 * m][warp_size], sum[2 * m][warp_size];
 };
@@ -29,6 +29,7 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
   for (int i = 0; i < 2 * m; ++i) {
     all[warp].maximum[i][lane] = rows.maximum[i / 2][i % 2];
     all[warp].sum[i][lane] = rows.sum[i / 2][i % 2];
+    all[warp].set_row_max(i * warp_size + lane, rows.row_max(i));
   }
 #pragma unroll
   for (int i = 0; i < m * n; ++i) {
@@ -42,7 +43,10 @@ __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)
   for (int i = 0; i < 2 * m; ++i) {
     float &maximum = rows.maximum[i / 2][i % 2], &sum = rows.sum[i / 2][i % 2];
 #pragma unroll
-    for (int w = 0; w < warps; ++w) maximum = fmax(maximum, all[w].maximum[i][lane]);
+    for (int w = 0; w < warps; ++w) {
+      maximum = fmax(maximum, all[w].maximum[i][lane]);
+      rows.raise_row_max(i, all[w].row_max(i * warp_size + lane));
+    }
     sum = 0;
 #pragma unroll
     for (int w = 0; w < warps; ++w) {

@@ -24,16 +24,22 @@ extern "C" __global__ __launch_bounds__(threads) void merge_rows(
 
   OnlineSoftmax softmax;
   for (int i = 0; i < num_splits; ++i)
-    softmax.maximum = fmax(softmax.maximum, max_splits[first + i]);
+    softmax.maximum = fmax(softmax.maximum, max_splits[(first + i) * stored_maxima]);
   for (int i = 0; i < num_splits; ++i)
-    softmax.sum += softmax.p(max_splits[first + i]) * sum_splits[first + i];
+    softmax.sum += softmax.p(max_splits[(first + i) * stored_maxima]) * sum_splits[first + i];
   const real inverse = softmax.inverse_sum();
   for (int col = threadIdx.x; col < dv; col += threads) {
     real sum = 0;
 #pragma unroll 4
     for (int i = 0; i < num_splits; ++i)
-      sum += softmax.p(max_splits[first + i]) * O_splits[(first + i) * dv + col];
+      sum += softmax.p(max_splits[(first + i) * stored_maxima]) * O_splits[(first + i) * dv + col];
     O.row(batch, head, row)[col] = result(sum * inverse);
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = softmax.lse();
+  if constexpr (has_row_max) {
+    if (threadIdx.x > 0) return;
+    for (int i = 0; i < num_splits; ++i)
+      softmax.raise_row_max(0, max_splits[(first + i) * stored_maxima + 1]);
+    extent_of(sizes, mods, batch, head).write_row_max(row, softmax.row_max(0), softmax.sum);
+  }
 }

@@ -21,6 +21,7 @@
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
+#include <tile/warp_max.cuh>
 
 constexpr int width = cdiv(dv, 16) * 16;
 constexpr int rounds = cdiv(width, 4 * warp_size);
@@ -54,7 +55,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     for (int i = 0; i < at_once; ++i) {
       // In place of those that do not exist the last ones: so no load waits for a condition.
       const long long place = first + min(split + i * warps, num_splits - 1);
-      maxima[i] = max_splits[place], sums[i] = sum_splits[place];
+      maxima[i] = max_splits[place * stored_maxima], sums[i] = sum_splits[place];
 #pragma unroll
       for (int j = 0; j < rounds; ++j) {
         const int col = min(4 * (lane + j * warp_size), width - 4);
@@ -114,6 +115,13 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     wrong |= total != total;
   }
   if (threadIdx.x == 0) *lse.row(batch, head, row) = maximum * ln2 + log(sum);
+  if constexpr (has_row_max) {
+    float largest_score = -infinity;
+    for (int split = lane; split < num_splits; split += warp_size)
+      largest_score = fmax(largest_score, max_splits[(first + split) * stored_maxima + 1]);
+    largest_score = warp_max(largest_score);
+    if (threadIdx.x == 0) extent.write_row_max(row, largest_score, sum);
+  }
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)
     repair_row<d, dv>(Q, rows_of(K, mods), rows_of(V, mods), O, lse, extent, row, batch, head,

@@ -113,9 +113,13 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
 
 // A row's O and lse from what the warps have in shared memory; each thread has some columns.
 template <int count>
-__device__ void write_row(const Shared& shared, const Extent& extent, scalar* out, real* lse) {
-  real maximum = extent.sink(), sum = 0, o[count] = {};
-  for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
+__device__ void write_row(const Shared& shared, const Extent& extent, int row, scalar* out,
+                          real* lse) {
+  real maximum = extent.sink(), largest_score = -infinity, sum = 0, o[count] = {};
+  for (int warp = 0; warp < warps; ++warp) {
+    maximum = fmax(maximum, shared.maximum[warp]);
+    largest_score = fmax(largest_score, shared.maximum[warp]);
+  }
   const real origin = maximum == -infinity ? real(0) : maximum;
   for (int warp = 0; warp < warps; ++warp) {
     const real factor = exp(shared.maximum[warp] - origin);
@@ -134,7 +138,10 @@ __device__ void write_row(const Shared& shared, const Extent& extent, scalar* ou
     const int col = threadIdx.x + i * threads;
     if (col < dv) out[col] = result(o[i] * inverse);
   }
-  if (threadIdx.x == 0) *lse = maximum + log(sum);
+  if (threadIdx.x == 0) {
+    *lse = maximum + log(sum);
+    extent.write_row_max(row, largest_score, sum);
+  }
 }
 
 extern "C" __global__ __launch_bounds__(threads) void repair_split_output(
@@ -174,7 +181,7 @@ extern "C" __global__ __launch_bounds__(threads) void repair_split_output(
       if (col < dv) shared.output[warp][col] = sums.output.x[i];
     }
     __syncthreads();  // all warps' sums are written
-    write_row<cdiv(dv, threads)>(shared, extent, O.row(batch, head, row),
+    write_row<cdiv(dv, threads)>(shared, extent, row, O.row(batch, head, row),
                                  lse.row(batch, head, row));
     __syncthreads();  // before the sums of the next row overwrite them
   }

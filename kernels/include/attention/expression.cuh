@@ -744,6 +744,12 @@ struct Array {
     return data + at;
   }
 
+  // An element of an array that may be written.
+  template <class... Indices>
+  __device__ __forceinline__ Element& at(const Indices&... indices) const {
+    return const_cast<Element&>(*row(indices...));
+  }
+
   // The number of that element in an array without strides.
   template <class... Indices>
   __device__ __forceinline__ long long place(const Indices&... indices) const {

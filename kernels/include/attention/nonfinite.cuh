@@ -6,6 +6,7 @@
 //  maximum,
 //    4 from 2^26 on, and P overflow. Near the ends of the range S * scale2 itself overflows.
 
+#include <attention/row_max.cuh>
 #include <attention/row_state.cuh>
 #include <attention/score.cuh>
 #include <tile/tensor.cuh>
@@ -63,6 +64,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
   const auto q = Q.row(batch, head, query);
   for (int first_col = lane, left = dv; left > 0; left -= width, first_col += width) {
     real maximum = extent.sink(), o[count] = {};
+    RowMaxima<1> largest_score;
     real sum = maximum == -infinity ? real(0) : maximum - maximum + 1;  // NaN of infinity
     for (int key = extent.kv_begin(query); key < extent.kv_end(query); ++key) {
       if (!extent.shown(query, key)) continue;
@@ -71,6 +73,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
       for (int j = lane; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
       const real x = scorer.modified(warp_sum(product), extent, query, key), before = maximum;
       maximum = fmax(maximum, x);
+      largest_score.raise_row_max(0, x);
       const real origin = maximum == -infinity ? real(0) : maximum;
       const real factor = exp(before - origin), p = exp(x - origin);
       sum = sum * factor + p;
@@ -86,7 +89,10 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
     for (int j = 0; j < count; ++j) {
       if (first_col + j * warp_size < dv) out[j * warp_size] = result(o[j] * inverse);
     }
-    if (first_col == 0) *lse.row(batch, head, query) = maximum + log(sum);
+    if (first_col == 0) {
+      *lse.row(batch, head, query) = maximum + log(sum);
+      extent.write_row_max(query, largest_score.row_max(0), sum);
+    }
   }
 }
 

@@ -2,11 +2,15 @@
 // The online softmax of one row: scores arrive in tiles, and sums relative to an old maximum are
 // rescaled when a larger score arrives. (Milakov and Gimelshein, 2018, arXiv:1805.02867)
 
+#include <attention/row_max.cuh>
 #include <tile/math.cuh>
 
-struct OnlineSoftmax {
-  real maximum = -infinity;  // of the scores so far
-  real sum = 0;              // of p(score)
+struct OnlineSoftmax : RowMaxima<1> {
+  real maximum;  // of the scores so far
+  real sum;      // of p(score)
+
+  __device__ __forceinline__ OnlineSoftmax(real maximum = -infinity, real sum = 0)
+      : maximum(maximum), sum(sum) {}
 
   // Begins with a score besides those that come in tiles; -infinity is none, infinity makes NaN.
   __device__ __forceinline__ void begin_with(real score) {
@@ -25,6 +29,7 @@ struct OnlineSoftmax {
   // Raises the maximum to `largest`; returns the factor that rescales earlier sums.
   __device__ __forceinline__ real raise(real largest) {
     const real old = maximum;
+    raise_row_max(0, largest);
     maximum = fmax(maximum, largest);
     const real factor = exp(old - origin());
     sum *= factor;

@@ -47,6 +47,7 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
   bool risen = false;
 #pragma unroll
   for (int i = 0; i < 2 * m; ++i) {
+    rows.raise_row_max_to(i, maximum[i / 2][i % 2], rows.scale2);
     const real before = rows.maximum[i / 2][i % 2];
     real now = fmax(before, rows.exponent_of(maximum[i / 2][i % 2]));
     if (slack > 0 && now <= before + slack) now = before;

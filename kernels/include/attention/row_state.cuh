@@ -2,6 +2,7 @@
 // The rows of S, P and O that a warp owns, in the fragments of mma.cuh, with their maxima and sums.
 
 #include <attention/extent.cuh>
+#include <attention/row_max.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/pack.cuh>
 
@@ -15,7 +16,7 @@ using Fragments = real[rows / step][columns / 8][4];
 // sums. Exponents are powers of two: scores are multiplied by scale2. If a tile takes the rows of
 // pack_gqa heads that share K and V, its row r is query r / pack_gqa of head r % pack_gqa.
 template <int Wr, int pack_gqa = 1>
-struct Rows {
+struct Rows : RowMaxima<2 * (Wr / step)> {
   static constexpr int heads = pack_gqa;
   int first;  // the lane's first row
   Extent extent;
@@ -41,6 +42,12 @@ struct Rows {
   __device__ __forceinline__ real exponent_of(real maximum) const {
     if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
+  }
+  // Raises the largest score of row (i / 2, i % 2) to an element of S, which `unit` makes an
+  // exponent of two unless it is a modified score.
+  __device__ __forceinline__ void raise_row_max_to(int i, real score, real unit) {
+    const bool is_modified = has_score_mod && !of_products;
+    this->raise_row_max(i, is_modified ? score : score * (unit * ln2));
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
     return extent.in_reach(row(i, half) / pack_gqa, key);

@@ -2,7 +2,8 @@
 // The context of a score: the batch element and head of expressions; the sink of the head, a score
 // that every row has besides those of its keys; and the weights that dropout keeps.
 //
-// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout and
+// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout,
+// has_row_max and
 //   reads_places          whether expressions read indices or arrays
 //   unit_slope            whether the derivative of the modified score is 1 wherever it is finite
 //   caps_tiles            whether float tiles of tensor cores get a softcap before other
@@ -16,7 +17,7 @@
 
 struct Mods;
 constexpr bool has_expressions = has_score_mod || has_mask_mod;
-constexpr bool has_context = has_expressions || has_sink || has_dropout;
+constexpr bool has_context = has_expressions || has_sink || has_dropout || has_row_max;
 
 // The index of a query or key. `more` differs between the elements of a thread and is a constant of
 // an unrolled loop. So `base` is converted to a number once for a tile (a conversion has an eighth
@@ -73,6 +74,7 @@ struct HeadContext {
     return true;
   }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
+  __device__ __forceinline__ void store_row_max(int, int, real) const {}
   template <class T>
   __device__ __forceinline__ T dropped(T x, int, int) const {
     return x;

@@ -92,6 +92,14 @@ struct HeadContext<true, Arrays> {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
   }
+  // Stores the largest score of a row of the arrays, if the call asks for it.
+  __device__ __forceinline__ void store_row_max([[maybe_unused]] int row, [[maybe_unused]] int more,
+                                                [[maybe_unused]] real score) const {
+    if constexpr (has_row_max) {
+      const auto& to = mods.row_max_;
+      to.at(packed ? 0 : batch, head + more, row) = score;
+    }
+  }
   // A weight, or the gradient of one, after dropout: 0, or the kept factor times x.
   template <class T>
   __device__ __forceinline__ T dropped(T x, int query, int key) const {

@@ -61,6 +61,7 @@ __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4
   for (int i = 0; i < 2 * m; ++i) {
     float& origin = maximum[i / 2][i % 2];
     unit[i / 2][i % 2] = has_score_mod ? rows.scale2 : rows.units[i / 2][i % 2];
+    rows.raise_row_max_to(i, origin, unit[i / 2][i % 2]);
     const float least = has_expressions && origin != -infinity ? -largest / 2 : -largest;
     origin = fmax(fmaf(origin, unit[i / 2][i % 2], -float(weight_exponent)), least);
     const float before = rows.maximum[i / 2][i % 2], now = fmax(before, origin);
