@@ -1,4 +1,4 @@
-"""Fixtures: every test of a kernel runs on every backend; those of the GPU skip without one."""
+"""Fixtures: every test of a kernel runs on every backend, and on the GPU only where there is one."""
 
 import fcntl
 import gc
@@ -72,7 +72,9 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, skips some of the slow ones, and sorts all.
+    """Marks runs as slow, leaves out what cannot run or is not sampled, and sorts the rest.
+
+    gpu: left out without a device, unless ``-m`` names the mark; then they skip with the reason.
 
     each_choice: a run is slow if all its parameter values occur in earlier runs. The mark may name
     the parameters to compare. Tensor-core kernels of one family are one value, unless
@@ -94,10 +96,11 @@ def pytest_collection_modifyitems(config, items):
             if runs[item.function] > mark.args[0]:
                 item.add_marker("slow")
 
-    if not config.getoption("all"):
-        left_out = sampled_out(items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    left_out = set() if config.getoption("all") else sampled_out(items)
+    if "gpu" not in config.getoption("markexpr") and has_no_device():
+        left_out |= {item for item in items if item.get_closest_marker("gpu")}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
     # The longest tests come first: pytest-xdist does not move the last tests of a process.
@@ -114,9 +117,18 @@ def brings_new(item, seen, known=called, names=()):
     return is_new
 
 
+def has_no_device():
+    """Whether CuPy is missing or sees no device."""
+    try:
+        from cupyfa.runtime.cuda import device
+    except ImportError:
+        return True
+    return device.unavailable() is not None
+
+
 def sampled_out(items):
     """The runs that ``sampled`` skips."""
-    seen, left_out = set(), []
+    seen, left_out = set(), set()
     tests = [x for x in items if x.get_closest_marker("sampled")]
     runs = [x for x in tests if not x.get_closest_marker("gpu")]
     for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
@@ -124,7 +136,7 @@ def sampled_out(items):
         is_needed = brings_new(item, seen, names=names) or not item.get_closest_marker("slow")
         # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
-            left_out.append(item)
+            left_out.add(item)
     return left_out
 
 
