@@ -44,7 +44,11 @@ _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
 }
+_SAMPLED = 4  # of slow runs without a new value of a parameter, one in so many is kept
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
+
+
+_RUNGS = {kernel.name: kernel for kernel in cupyfa.kernels()}
 
 
 def called(value):
@@ -54,9 +58,10 @@ def called(value):
 
 def family(value):
     """Like ``called``, but the same for tensor-core kernels of one operation, unit and dtype."""
-    name = called(value)
-    if isinstance(value, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
-        return value.operation, unit, usual_dtype(value)
+    kernel = _RUNGS.get(value, value) if isinstance(value, str) else value
+    name = called(kernel)
+    if isinstance(kernel, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
+        return kernel.operation, unit, usual_dtype(kernel)
     return name
 
 
@@ -80,8 +85,9 @@ def pytest_collection_modifyitems(config, items):
     the parameters to compare. Tensor-core kernels of one family are one value, unless
     ``every_kernel=True``.
     few(n): all runs of a test except the first n are slow.
-    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept.
-    The mark may name the parameters, too.
+    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept,
+    without the mark one in _SAMPLED. The mark may name the parameters, too, and families count
+    as above.
     """
     seen, runs = set(), Counter()
     for item in items:
@@ -98,7 +104,7 @@ def pytest_collection_modifyitems(config, items):
 
     left_out = set() if config.getoption("all") else sampled_out(items)
     if "gpu" not in config.getoption("markexpr") and has_no_device():
-        left_out |= {item for item in items if item.get_closest_marker("gpu")}
+        left_out |= {x for x in items if x.get_closest_marker("gpu") or "cuda" in x.fixturenames}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -127,13 +133,15 @@ def has_no_device():
 
 
 def sampled_out(items):
-    """The runs that ``sampled`` skips."""
+    """The slow runs that are left out unless all are asked for."""
+    tests = [x for x in items if hasattr(x, "callspec") and not x.get_closest_marker("gpu")]
+    is_slow = {item: bool(item.get_closest_marker("slow")) for item in tests}
+    sampled = {item.function for item in tests if is_slow[item]}
     seen, left_out = set(), set()
-    tests = [x for x in items if x.get_closest_marker("sampled")]
-    runs = [x for x in tests if not x.get_closest_marker("gpu")]
-    for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
-        n, *names = item.get_closest_marker("sampled").args
-        is_needed = brings_new(item, seen, names=names) or not item.get_closest_marker("slow")
+    for item in sorted((x for x in tests if x.function in sampled), key=is_slow.get):
+        mark = item.get_closest_marker("sampled")
+        n, *names = mark.args if mark else (_SAMPLED,)
+        is_needed = brings_new(item, seen, family, names) or not is_slow[item]
         # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.add(item)

@@ -46,7 +46,7 @@ def test_with_texts_and_masks(backend, kernel):
     check(backend, kernel, causal=True, score_mod="tanh(score) - 0.1 * abs(position - key)")
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, "kernel")
 @pytest.mark.slow
 @pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
@@ -54,6 +54,7 @@ def test_with_other_options_in_every_kernel(backend, at, kernel, turn):
     check(backend, kernel, **OTHERS[(at + 2 * turn) % 4])
 
 
+@pytest.mark.sampled(4, "kernel")
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
@@ -276,6 +277,7 @@ def test_a_seed_in_memory(backend):
     same_in_memory(FORWARD["mma_pipelined"], backend, 1)
 
 
+@pytest.mark.sampled(4, "kernel")
 @pytest.mark.slow
 @pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
 def test_a_seed_in_memory_of_every_kernel(backend, at, kernel):

@@ -71,7 +71,7 @@ def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
     assert share <= 0.15, f"{kernel}: {share:.3f} of the bound"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4, "kernel")
 @pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tiles",

@@ -116,7 +116,7 @@ def of_all(kernel):
     """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
 
     For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
-    About a third of them is kept, of kernels in LIKE_OTHERS a fifth (parameters).
+    About a fifth of them is kept, of kernels in LIKE_OTHERS an eighth (parameters).
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
@@ -125,7 +125,7 @@ def of_all(kernel):
 
 def parameters(kernels, choices):
     """A kernel and a choice for each axis."""
-    few, more = (pytest.mark.sampled(n, "kernel") for n in (5, 3))
+    few, more = (pytest.mark.sampled(n, "kernel") for n in (8, 5))
     alike = LIKE_OTHERS - {*DISTINCT}
     return [
         pytest.param(
