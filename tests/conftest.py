@@ -1,4 +1,4 @@
-"""Fixtures: every test of a kernel runs on every backend, and on the GPU only where there is one."""
+"""Fixtures: every test of a kernel runs on each backend that is there."""
 
 import fcntl
 import gc
