@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.cli import SIMULATOR, SIZES, cli, strict
+from helpers.private_cache import with_runtime
 from helpers.problems import FORWARD, RAGGED, name
 
 import cupyfa
@@ -292,7 +293,7 @@ def test_bench_has_a_column_for_it():
 
 @pytest.mark.slow
 def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path)))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     engine = Simulator()
     engine.name = "a GPU"  # whose times are kept
