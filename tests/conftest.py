@@ -51,18 +51,15 @@ _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's p
 _RUNGS = {kernel.name: kernel for kernel in cupyfa.kernels()}
 
 
-def called(value):
-    """What a value of a parameter is known by: records and launches by their names."""
-    return getattr(value, "name", None) or getattr(value, "entry", None) or repr(value)
-
-
 def family(value):
-    """Like ``called``, but the same for tensor-core kernels of one operation, unit and dtype."""
+    """What a value of a parameter is known by: records and launches by their names.
+
+    Tensor-core kernels of one operation, unit and dtype are known by these.
+    """
     kernel = _RUNGS.get(value, value) if isinstance(value, str) else value
-    name = called(kernel)
-    if isinstance(kernel, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
+    if isinstance(kernel, Kernel) and (unit := kernel.name.split("_")[0]) in ("mma", "wgmma"):
         return kernel.operation, unit, usual_dtype(kernel)
-    return name
+    return getattr(kernel, "name", None) or getattr(kernel, "entry", None) or repr(kernel)
 
 
 def pytest_addoption(parser):
@@ -82,8 +79,7 @@ def pytest_collection_modifyitems(config, items):
     gpu: left out without a device, unless ``-m`` names the mark; then they skip with the reason.
 
     each_choice: a run is slow if all its parameter values occur in earlier runs. The mark may name
-    the parameters to compare. Tensor-core kernels of one family are one value, unless
-    ``every_kernel=True``.
+    the parameters to compare. Tensor-core kernels of one family are one value.
     few(n): all runs of a test except the first n are slow.
     sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept,
     without the mark one in _SAMPLED. The mark may name the parameters, too, and families count
@@ -93,10 +89,9 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
-        if mark := item.get_closest_marker("each_choice"):
-            known = called if mark.kwargs.get("every_kernel") else family
-            if not brings_new(item, seen, known, mark.args):
-                item.add_marker("slow")
+        mark = item.get_closest_marker("each_choice")
+        if mark and not brings_new(item, seen, mark.args):
+            item.add_marker("slow")
         if mark := item.get_closest_marker("few"):
             runs[item.function] += 1
             if runs[item.function] > mark.args[0]:
@@ -114,10 +109,10 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [*others, *spread(of_gpu)]
 
 
-def brings_new(item, seen, known=called, names=()):
+def brings_new(item, seen, names):
     """Whether a run has a parameter value that is not in ``seen``; adds its values to ``seen``."""
     values = item.callspec.params
-    choices = {(item.function, x, known(values[x])) for x in names or values}
+    choices = {(item.function, x, family(values[x])) for x in names or values}
     is_new = not choices <= seen
     seen |= choices
     return is_new
@@ -141,7 +136,7 @@ def sampled_out(items):
     for item in sorted((x for x in tests if x.function in sampled), key=is_slow.get):
         mark = item.get_closest_marker("sampled")
         n, *names = mark.args if mark else (_SAMPLED,)
-        is_needed = brings_new(item, seen, family, names) or not is_slow[item]
+        is_needed = brings_new(item, seen, names) or not is_slow[item]
         # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
             left_out.add(item)

@@ -14,7 +14,7 @@ from cupyfa.runtime.simulator import Simulator
 
 
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.each_choice(every_kernel=True)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype)

@@ -233,6 +233,7 @@ def test_every_head_dimension(backend, d, dv):
         guard.checked(backend, made, inputs, {})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"d": 0}, {"dv": 0}, {"M": 0}, {"heads": 0}], ids=name)
 def test_sizes_of_zero(backend, sizes):
     q, k, v = arrays(**{**SMALL, **sizes})
