@@ -1,4 +1,4 @@
-"""Fixtures: every test of a kernel runs on every backend; those of the GPU skip without one."""
+"""Fixtures: every test of a kernel runs on each backend that is there."""
 
 import fcntl
 import gc
@@ -44,20 +44,22 @@ _LONG = {
     *("pages", "tools"),
     *("test_checking.py", "test_reruns.py", "test_sanitizer.py", "test_smoke.py", "test_tuning.py"),
 }
+_SAMPLED = 4  # of slow runs without a new value of a parameter, one in so many is kept
 _MOST_KEPT = 1 << 28  # bytes of device memory that a test may leave in CuPy's pool
 
 
-def called(value):
-    """What a value of a parameter is known by: records and launches by their names."""
-    return getattr(value, "name", None) or getattr(value, "entry", None) or repr(value)
+_RUNGS = {kernel.name: kernel for kernel in cupyfa.kernels()}
 
 
 def family(value):
-    """Like ``called``, but the same for tensor-core kernels of one operation, unit and dtype."""
-    name = called(value)
-    if isinstance(value, Kernel) and (unit := name.split("_")[0]) in ("mma", "wgmma"):
-        return value.operation, unit, usual_dtype(value)
-    return name
+    """What a value of a parameter is known by: records and launches by their names.
+
+    Tensor-core kernels of one operation, unit and dtype are known by these.
+    """
+    kernel = _RUNGS.get(value, value) if isinstance(value, str) else value
+    if isinstance(kernel, Kernel) and (unit := kernel.name.split("_")[0]) in ("mma", "wgmma"):
+        return kernel.operation, unit, usual_dtype(kernel)
+    return getattr(kernel, "name", None) or getattr(kernel, "entry", None) or repr(kernel)
 
 
 def pytest_addoption(parser):
@@ -72,32 +74,34 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks runs as slow, skips some of the slow ones, and sorts all.
+    """Marks runs as slow, leaves out what cannot run or is not sampled, and sorts the rest.
+
+    gpu: left out without a device, unless ``-m`` names the mark; then they skip with the reason.
 
     each_choice: a run is slow if all its parameter values occur in earlier runs. The mark may name
-    the parameters to compare. Tensor-core kernels of one family are one value, unless
-    ``every_kernel=True``.
+    the parameters to compare. Tensor-core kernels of one family are one value.
     few(n): all runs of a test except the first n are slow.
-    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept.
-    The mark may name the parameters, too.
+    sampled(n): a slow run is kept if it has a new parameter value; about one in n others is kept,
+    without the mark one in _SAMPLED. The mark may name the parameters, too, and families count
+    as above.
     """
     seen, runs = set(), Counter()
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
-        if mark := item.get_closest_marker("each_choice"):
-            known = called if mark.kwargs.get("every_kernel") else family
-            if not brings_new(item, seen, known, mark.args):
-                item.add_marker("slow")
+        mark = item.get_closest_marker("each_choice")
+        if mark and not brings_new(item, seen, mark.args):
+            item.add_marker("slow")
         if mark := item.get_closest_marker("few"):
             runs[item.function] += 1
             if runs[item.function] > mark.args[0]:
                 item.add_marker("slow")
 
-    if not config.getoption("all"):
-        left_out = sampled_out(items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    left_out = set() if config.getoption("all") else sampled_out(items)
+    if "gpu" not in config.getoption("markexpr") and has_no_device():
+        left_out |= {x for x in items if x.get_closest_marker("gpu") or "cuda" in x.fixturenames}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
     # The longest tests come first: pytest-xdist does not move the last tests of a process.
@@ -105,26 +109,37 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [*others, *spread(of_gpu)]
 
 
-def brings_new(item, seen, known=called, names=()):
+def brings_new(item, seen, names):
     """Whether a run has a parameter value that is not in ``seen``; adds its values to ``seen``."""
     values = item.callspec.params
-    choices = {(item.function, x, known(values[x])) for x in names or values}
+    choices = {(item.function, x, family(values[x])) for x in names or values}
     is_new = not choices <= seen
     seen |= choices
     return is_new
 
 
+def has_no_device():
+    """Whether CuPy is missing or sees no device."""
+    try:
+        from cupyfa.runtime.cuda import device
+    except ImportError:
+        return True
+    return device.unavailable() is not None
+
+
 def sampled_out(items):
-    """The runs that ``sampled`` skips."""
-    seen, left_out = set(), []
-    tests = [x for x in items if x.get_closest_marker("sampled")]
-    runs = [x for x in tests if not x.get_closest_marker("gpu")]
-    for item in sorted(runs, key=lambda item: bool(item.get_closest_marker("slow"))):
-        n, *names = item.get_closest_marker("sampled").args
-        is_needed = brings_new(item, seen, names=names) or not item.get_closest_marker("slow")
+    """The slow runs that are left out unless all are asked for."""
+    tests = [x for x in items if hasattr(x, "callspec") and not x.get_closest_marker("gpu")]
+    is_slow = {item: bool(item.get_closest_marker("slow")) for item in tests}
+    sampled = {item.function for item in tests if is_slow[item]}
+    seen, left_out = set(), set()
+    for item in sorted((x for x in tests if x.function in sampled), key=is_slow.get):
+        mark = item.get_closest_marker("sampled")
+        n, *names = mark.args if mark else (_SAMPLED,)
+        is_needed = brings_new(item, seen, names) or not is_slow[item]
         # Every n-th run would always skip the same values where n divides a number of parameters.
         if not is_needed and random.Random(item.nodeid).randrange(n):
-            left_out.append(item)
+            left_out.add(item)
     return left_out
 
 

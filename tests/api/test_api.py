@@ -240,7 +240,7 @@ def test_scale(backend, scale):
     close(o, expected(q, k, v, scale)[0])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.each_choice
 @KERNELS
 @pytest.mark.parametrize("M, N", [(9, 9), (9, 14), (14, 9), (70, 3)])

@@ -480,6 +480,7 @@ def test_wrong_pages_are_refused():
     refused(ValueError, r"pages\[4, 1\] is 27, and there are 27 pages", q, cache)
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("kernel", ["mma_split_kv", "fa2_split_kv", "fa2"])
 def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatch):

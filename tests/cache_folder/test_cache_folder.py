@@ -5,9 +5,11 @@ import stat
 import subprocess
 import sys
 import warnings
+from itertools import product
 
 import pytest
 from helpers.cli import SIMULATOR, SMALL, process
+from helpers.private_cache import with_runtime
 
 from cupyfa import cache_folder
 from cupyfa.lab.analysis import diagnosis
@@ -234,15 +236,22 @@ def test_a_linked_folder_of_facts_is_not_followed(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("found", [directory, pipe, broken_link, loop, empty, writable_by_others])
-def test_commands_run_whatever_lies_in_the_cache(tmp_path, found):
+@pytest.mark.parametrize(
+    "found, objects",
+    [
+        *product([directory, pipe, broken_link, loop, empty, writable_by_others], ["fa2-*.so"]),
+        (pipe, "cupyfa-runtime-*.so"),
+    ],
+)
+def test_commands_run_whatever_lies_in_the_cache(tmp_path, found, objects):
     """Twice: the second run has what the first one could keep, and neither hangs."""
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
+    folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]
     assert process(run, env=env).returncode == 0
-    for path in [*folder.glob("*.so")]:
+    spoiled = [*folder.glob(objects)]
+    assert spoiled
+    for path in spoiled:
         path.unlink()
         found(path)
     (folder / "tuned").mkdir()
@@ -261,8 +270,7 @@ struct Planted { Planted() { std::fclose(std::fopen("MARK", "w")); } } planted;
 @pytest.mark.slow
 def test_a_planted_library_does_not_run(tmp_path):
     """Its seal is right, as anybody can make it; only whose it is says that it is foreign."""
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
+    folder = with_runtime(tmp_path / "cache")
     env = {"CUPYFA_CACHE_DIR": folder}
     run = ["run", "fa2", *SIMULATOR, *SMALL]
     assert process(run, env=env).returncode == 0

@@ -115,7 +115,7 @@ def require_right(found, given, chunked, *, fan_in=None, dout=None, dlse=None, *
     tolerance.require(tolerance.compare(dict(zip(wanted, found, strict=True)), wanted), str(p))
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_those_of_one_call(name):
     given, chunked, options = case(name)
@@ -129,7 +129,7 @@ def test_results_are_those_of_one_call(name):
     require_right(merged, given, chunked, fan_in=2, **options)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_call(name):
     given, chunked, options = case(name)

@@ -108,7 +108,7 @@ def one_head_in_a_step(monkeypatch):
         monkeypatch.setattr(job.Job, name, lambda its: 1)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name, schedule", RUNS)
 def test_results_are_those_of_one_call(name, schedule, one_head_in_a_step):
     count, sizes, options = CASES[name]

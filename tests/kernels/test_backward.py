@@ -27,7 +27,7 @@ SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8}
 
 
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.each_choice(every_kernel=True)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
@@ -211,6 +211,7 @@ def test_rows_without_a_key_add_nothing(backend, kernel):
         assert (result == 0).all()
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "packed", "reversed"])
 def test_products_summed_over_groups_of_heads(backend, heads, kv_heads, layout):

@@ -162,7 +162,7 @@ def without_spills():
         yield "wgmma_fp16x2_two_pass", "90", d, mask, {"M": 2048, "dtype": "float32"}
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16, "name", "arch", "d", "mask")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, arch, d, mask, sizes", list(without_spills()))
 def test_tensor_core_kernels_do_not_spill_or_serialize_products(name, arch, d, mask, sizes):
@@ -264,7 +264,7 @@ def test_launches_that_make_tile_maps_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
     "kernel",

@@ -18,12 +18,6 @@ KERNELS = [k for group in LADDER.values() for k in group.values() if "dropout" i
 FORWARD_KERNELS = [k for k in KERNELS if k.operation == "forward"]
 DROPOUT = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
-OTHERS = (
-    {"M": 70, "N": 90, "causal": True, "softcap": 2.0},
-    {"M": 67, "N": 131, "window": (20, 3), "scale": -0.3, "d": 33},
-    {"M": 3, "N": 150, "heads": 4, "kv_heads": 1, "bias": "1hmn", "mask": "b1mn", "sink": "h"},
-    {"M": 70, "N": 140, "d": 200, "score_mod": "score * (1 + 0.1 * sin(key))"},
-)
 
 
 def check(backend, kernel, values="normal", **given):
@@ -34,30 +28,17 @@ def check(backend, kernel, values="normal", **given):
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("d", [16, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernel", usual_first(KERNELS))
-def test_every_kernel(backend, kernel):
-    check(backend, kernel)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["mma_pipelined", "columns", "mma_columns", "wgmma_columns"])
-def test_with_texts_and_masks(backend, kernel):
-    kernel = next(k for k in KERNELS if k.name == kernel)
-    check(backend, kernel, causal=True, score_mod="tanh(score) - 0.1 * abs(position - key)")
+def test_every_kernel(backend, kernel, d):
+    check(backend, kernel, d=d)
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, 1])
-@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
-def test_with_other_options_in_every_kernel(backend, at, kernel, turn):
-    check(backend, kernel, **OTHERS[(at + 2 * turn) % 4])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
-def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
-    values = ("nan", "inf", "huge")[at % 3]
+@pytest.mark.parametrize("values", ["nan", "inf", "huge"])
+@pytest.mark.parametrize("kernel", usual_first(KERNELS, ["mma_split_kv", "mma_two_pass"]))
+def test_rows_that_are_computed_again(backend, kernel, values):
     check(backend, kernel, values, causal=True, heads=4, kv_heads=2, M=50)
 
 
@@ -68,12 +49,6 @@ def test_rows_that_are_computed_again_in_every_kernel(backend, at, kernel):
 def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
     """Where dO is NaN or infinite, 0 * dO is NaN."""
     check(backend, kernel, values, score_mod="score * (1 + 0.1 * sin(key))", M=7)
-
-
-@pytest.mark.parametrize("kernel", ["mma_split_kv", "mma_two_pass"])
-def test_rows_that_are_computed_again(backend, kernel):
-    kernel = next(k for k in KERNELS if k.name == kernel)
-    check(backend, kernel, "nan", causal=True, heads=4, kv_heads=2, M=50)
 
 
 def kept_by(kernel, backend, *, heads=4, kv_heads=2, M=35, N=41, tiles=None, **options):
@@ -247,13 +222,6 @@ def results(kernel, backend, **given):
     return cupyfa.vjp(q, k, v, backward_kernel=kernel, wrt=wrt, **of_forward)[1](dout)
 
 
-def same_in_memory(kernel, backend, turn):
-    given, numbers = IN_MEMORY[turn]
-    numbers = {name: numbers[name] for name in numbers if name != "dropout"}
-    for one, other in zip(results(kernel, backend, **given), results(kernel, backend, **numbers)):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_the_mask_of_a_seed_in_memory():
     sizes = {"batch": 1, "heads": 2, "M": 20, "N": 30, "dropout": 0.4}
     for given, numbers in IN_MEMORY:
@@ -272,14 +240,13 @@ def test_a_seed_takes_the_place_of_that_in_options(backend):
     np.testing.assert_array_equal(out, cupyfa.attention(x, x, x, **numbers, **how))
 
 
-def test_a_seed_in_memory(backend):
-    same_in_memory(FORWARD["mma_pipelined"], backend, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at, kernel", list(enumerate(KERNELS)), ids=name)
-def test_a_seed_in_memory_of_every_kernel(backend, at, kernel):
-    same_in_memory(kernel, backend, at % 4)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("given, numbers", IN_MEMORY, ids=str)
+@pytest.mark.parametrize("kernel", usual_first(KERNELS, ["mma_pipelined"]))
+def test_a_seed_in_memory(backend, kernel, given, numbers):
+    numbers = {name: numbers[name] for name in numbers if name != "dropout"}
+    for one, other in zip(results(kernel, backend, **given), results(kernel, backend, **numbers)):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_prepared_calls_read_a_seed_each_time(backend):

@@ -206,6 +206,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("fault", RESULTS, ids=name)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):

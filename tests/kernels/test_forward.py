@@ -14,7 +14,7 @@ from cupyfa.runtime.simulator import Simulator
 
 
 @pytest.mark.usefixtures("every_check")
-@pytest.mark.each_choice(every_kernel=True)
+@pytest.mark.each_choice
 @pytest.mark.parametrize("kernel, dtype, sizes", in_turn(FORWARD, RAGGED), ids=name)
 def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype)
@@ -71,7 +71,7 @@ def test_each_tile_is_a_sum_of_its_own(backend, kernel, heads, M):
     assert share <= 0.15, f"{kernel}: {share:.3f} of the bound"
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4, "kernel")
 @pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize(
     "kernel, tiles",

@@ -207,7 +207,7 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, "file")
 @pytest.mark.few(60)
 @pytest.mark.each_choice("file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
@@ -221,6 +221,7 @@ def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, n
         run_without(tmp_path, kernel, file, about_turns)
 
 
+@pytest.mark.sampled(4, "kernel")
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel, file", list(files()))
 def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):

@@ -111,6 +111,7 @@ def test_nonfinite_inputs_do_not_change_rows_that_do_not_see_them(
     assert not np.isfinite(spoilt["O"][0].astype(float)[2:, sees[:, 33], 5]).any()
 
 
+@pytest.mark.few(4)
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 64, 65])

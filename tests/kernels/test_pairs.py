@@ -116,24 +116,30 @@ def of_all(kernel):
     """Choices with every pair of options; for kernels in DISTINCT, with every pair of all axes.
 
     For kernels in PAIRED, pairs that test_options_in_every_family has are left out.
-    About a third of them is kept, of kernels in LIKE_OTHERS a fifth (parameters).
+    About a fifth of them is kept, of kernels in LIKE_OTHERS an eighth (parameters).
     """
     names = AXES if kernel.name in DISTINCT else OPTIONS
     before = of_options(kernel) if kernel.name in PAIRED else None
     return covering(axes_of(kernel, ()), tuple(names), before)
 
 
-def parameters(kernels, choices):
-    """A kernel and a choice for each axis."""
-    few, more = (pytest.mark.sampled(n, "kernel") for n in (5, 3))
-    alike = LIKE_OTHERS - {*DISTINCT}
+def parameters(kernels, choices, marks):
+    """A kernel and a choice for each axis, with the marks of the n-th choice of a kernel."""
     return [
-        pytest.param(
-            kernel, at, id=f"{kernel.name}-{i}", marks=few if kernel.name in alike else more
-        )
+        pytest.param(kernel, at, id=f"{kernel.name}-{i}", marks=marks(kernel, i))
         for kernel in kernels
         for i, at in enumerate(choices(kernel))
     ]
+
+
+def slow_but_one_in_three(kernel, i):
+    """Each choice runs, since the choices are the fewest that have all pairs."""
+    return [pytest.mark.sampled(1), *[pytest.mark.slow] * (i % 3 > 0)]
+
+
+def one_in_a_few(kernel, i):
+    alike = LIKE_OTHERS - {*DISTINCT}
+    return [pytest.mark.slow, pytest.mark.sampled(8 if kernel.name in alike else 5, "kernel")]
 
 
 def case_of(kernel, at):
@@ -162,15 +168,15 @@ def check(backend, kernel, at):
     guard.checked(backend, plan, block_mask.readable(backend, plan, case.inputs()), {})
 
 
-@pytest.mark.parametrize(
-    "kernel, at",
-    parameters([k for k in KERNELS if k.name in PAIRED], lambda x: covering(*of_options(x))),
-)
+PAIRED_KERNELS = [kernel for kernel in KERNELS if kernel.name in PAIRED]
+OF_OPTIONS = parameters(PAIRED_KERNELS, lambda x: covering(*of_options(x)), slow_but_one_in_three)
+
+
+@pytest.mark.parametrize("kernel, at", OF_OPTIONS)
 def test_options_in_every_family(backend, kernel, at):
     check(backend, kernel, at)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel, at", parameters(KERNELS, of_all))
+@pytest.mark.parametrize("kernel, at", parameters(KERNELS, of_all, one_in_a_few))
 def test_every_kernel(kernel, at):
     check(backend_named("simulator"), kernel, at)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers.cli import SIMULATOR, SIZES, cli, strict
+from helpers.private_cache import with_runtime
 from helpers.problems import FORWARD, RAGGED, name
 
 import cupyfa
@@ -232,6 +233,7 @@ def test_every_head_dimension(backend, d, dv):
         guard.checked(backend, made, inputs, {})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sizes", [{"N": 0}, {"d": 0}, {"dv": 0}, {"M": 0}, {"heads": 0}], ids=name)
 def test_sizes_of_zero(backend, sizes):
     q, k, v = arrays(**{**SMALL, **sizes})
@@ -292,7 +294,7 @@ def test_bench_has_a_column_for_it():
 
 @pytest.mark.slow
 def test_tuned_entries_depend_on_the_precision(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path)))
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 1}
     engine = Simulator()
     engine.name = "a GPU"  # whose times are kept

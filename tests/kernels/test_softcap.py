@@ -1,4 +1,4 @@
-"""Softcap: scores become softcap * tanh(score / softcap) in every rung, forward and backward."""
+"""Softcap: scores become softcap * tanh(score / softcap), forward and backward."""
 
 import numpy as np
 import pytest
@@ -11,22 +11,18 @@ from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 
-# Of a positive scale, kernels that take all texts have test_texts.
-EACH = pytest.mark.parametrize(
-    "kernel, scale",
-    [
-        pytest.param(kernel, scale, marks=[pytest.mark.slow] * ("places" in kernel.features))
-        for kernel in (*FORWARD.values(), *LADDER["backward"].values())
-        for scale in (0.3, -0.3)
-        if scale < 0 or "places" not in kernel.features
-    ],
-    ids=name,
-)
+# Kernels that take all texts have it in test_pairs.
+OTHERS = [
+    kernel
+    for kernel in (*FORWARD.values(), *LADDER["backward"].values())
+    if "places" not in kernel.features
+]
 SIZES = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32}
 
 
-@pytest.mark.sampled(8)
-@EACH
+@pytest.mark.each_choice
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("kernel", OTHERS, ids=name)
 def test_every_rung_caps_scores(backend, kernel, scale):
     p = Problem.of_sizes(**SIZES, dtype=usual_dtype(kernel), causal=True, scale=scale, softcap=2.0)
     plan = planning.plan(kernel, p, backend.limits)

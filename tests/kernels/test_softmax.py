@@ -10,6 +10,7 @@ from cupyfa.ladder import LADDER
 SOFTMAX = LADDER["softmax"]
 
 
+@pytest.mark.each_choice
 @pytest.mark.usefixtures("every_check")
 @pytest.mark.parametrize("shape", [(1, 1), (3, 257), (2, 5, 100), (7,), (0, 4), (4, 0)], ids=str)
 @pytest.mark.parametrize("kernel, dtype", claimed(SOFTMAX), ids=name)

@@ -41,7 +41,7 @@ def splits(plan):
 BLOCKS = [(sizes, (16, 64)[i % 2], (1, 3, 40)[i % 3]) for i, sizes in enumerate(SIZES)]
 
 
-@pytest.mark.each_choice
+@pytest.mark.few(5)
 @pytest.mark.parametrize("sizes, Bc, blocks", BLOCKS, ids=name)
 def test_splits_are_merged(backend, sizes, Bc, blocks):
     tiles = {**SMALL, "Bc": Bc, "blocks_per_sm": blocks}

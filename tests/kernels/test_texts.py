@@ -44,7 +44,7 @@ def test_all_at_once(backend, kernel):
 CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cap", [pytest.param(x, marks=SLOW * (x != 1e8)) for x in CAPS])
 @pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
 def test_a_softcap_of_any_size(backend, kernel, cap):

@@ -103,6 +103,7 @@ def test_causal_is_a_window_with_right_0():
     assert (dense_mask(problem(5, 9, window=(None, 0))) == dense_mask(problem(5, 9, True))).all()
 
 
+@pytest.mark.each_choice
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kernel", usual_first(ABLE))
 @pytest.mark.parametrize("causal", MASKS)
@@ -118,6 +119,7 @@ def test_kernels_are_right(backend, kernel, causal):
         assert (results["lse"][:, :, empty] == -np.inf).all()
 
 
+@pytest.mark.few(4)
 @pytest.mark.each_choice
 @EACH
 @pytest.mark.parametrize("schedule", [1, 2])

@@ -121,10 +121,11 @@ def environment(tmp_path_factory):
         (programs / name).chmod(0o755)
     return {
         **os.environ,
+        # What one process of pytest-xdist has compiled and measured, the pages of the others find.
+        "CUPYFA_CACHE_DIR": str(tmp_path_factory.getbasetemp().parent / "cache-of-pages"),
         "CUPYFA_COMPILER_FLAGS": "",  # which race is found first depends on them
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "CUPYFA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
         "COLUMNS": "80",
     }
 
@@ -238,11 +239,8 @@ def test_commands_of_a_page_work(page, environment, folder):
     [x for x in PAGES if re.search(r"^<!-- gpu -->|^```python", read(x), re.M)],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
-def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, folder, tmp_path_factory):
-    # What one process of pytest-xdist has compiled and measured, the pages of the others find.
-    shared = tmp_path_factory.getbasetemp().parent / "cache-of-pages"
-    settings = {"CUPYFA_CACHE_DIR": str(shared), "OPENBLAS_NUM_THREADS": "4"}
-    follow(read(page), folder, {**environment, **settings}, gpu=True)
+def test_commands_of_a_page_work_on_a_gpu(cuda, page, environment, folder):
+    follow(read(page), folder, {**environment, "OPENBLAS_NUM_THREADS": "4"}, gpu=True)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def like_a_gpu(monkeypatch):
     return device
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("path, sort", TABLE)
 def test_every_input_comes_from_any_memory(like_a_gpu, path, sort):

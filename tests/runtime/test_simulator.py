@@ -25,6 +25,7 @@ from helpers.device_code import (
     run,
     run_fresh,
 )
+from helpers.private_cache import with_runtime
 from helpers.threads import in_threads
 
 import cupyfa
@@ -761,7 +762,9 @@ def test_both_compilers_run_and_check(monkeypatch, compiler):
 
 def test_a_text_beyond_ascii_in_the_c_locale(tmp_path):
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert answer(in_new_process(tmp_path, "45 /* \u03b1 = \u221ad */", **plain)) == "45"
+    assert (
+        answer(in_new_process(with_runtime(tmp_path), "45 /* \u03b1 = \u221ad */", **plain)) == "45"
+    )
 
 
 @pytest.mark.slow
@@ -775,7 +778,7 @@ def test_several_processes_build_the_same_kernel_at_once(tmp_path):
 def test_equal_headers_in_two_folders_share_an_object_and_faults_name_their_own(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path / "cache")))
     text = '#include <deep/own.cuh>\nextern "C" __global__ void test(int* A) { write(A); }'
     for name in ("first", "second"):
         header = tmp_path / name / "deep" / "own.cuh"

@@ -12,6 +12,7 @@ from time import monotonic
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, cli
+from helpers.private_cache import with_runtime
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, cache_folder
@@ -45,7 +46,7 @@ RECORD = own_kernel.SCRIPT.replace(
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     """A folder for this module's compiled kernels and facts."""
-    return tmp_path_factory.mktemp("cache")
+    return with_runtime(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works, table
+from helpers.private_cache import with_runtime
 from helpers.problems import FORWARD
 
 import cupyfa
@@ -35,7 +36,7 @@ from cupyfa.runtime import transfer
 def own_folders(tmp_path_factory):
     """A private cache and temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUPYFA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("CUPYFA_CACHE_DIR", str(with_runtime(tmp_path_factory.mktemp("cache"))))
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
         still_works()
         yield

@@ -38,6 +38,7 @@ from helpers.cli import (
     still_works,
     table,
 )
+from helpers.private_cache import with_runtime
 from helpers.processes import left_running
 
 import cupyfa
@@ -70,8 +71,8 @@ def fresh(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A cache with the kernel of ``still_works`` and nothing else, for tests to copy."""
-    folder = tmp_path_factory.mktemp("built")
+    """A cache with the kernel of ``still_works`` and the runtime, for tests to copy."""
+    folder = with_runtime(tmp_path_factory.mktemp("built"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUPYFA_CACHE_DIR", str(folder))
         forget_kernels(patch)

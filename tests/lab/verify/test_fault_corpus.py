@@ -53,15 +53,17 @@ def lines_named(message):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_a_fault_is_found(tmp_path, monkeypatch, fault):
+@pytest.mark.sampled(6, "kernel")
+@pytest.mark.parametrize("kernel, fault", [(x.kernel, x) for x in FAULTS], ids=str)
+def test_a_fault_is_found(tmp_path, monkeypatch, kernel, fault):
+    """With --all, each; otherwise one of each kernel, and some others."""
     monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", "")
     if fault.is_of_calls:
-        kernel = broken_kernels.put_in_place(tmp_path, fault, monkeypatch)
+        broken = broken_kernels.put_in_place(tmp_path, fault, monkeypatch)
     else:
-        kernel = broken_kernels.broken(tmp_path, fault)
+        broken = broken_kernels.broken(tmp_path, fault)
     other = []
-    for outcome in outcomes(kernel, fault.sample):
+    for outcome in outcomes(broken, fault.sample):
         if shows(fault, outcome):
             return
         if outcome.failed:

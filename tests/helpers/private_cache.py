@@ -1,0 +1,13 @@
+"""Cache folders of single tests."""
+
+import shutil
+
+from cupyfa.runtime.simulator import machine
+
+
+def with_runtime(folder):
+    """A new cache folder that has the simulator's runtime, which takes seconds to compile."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path, _ = machine._runtime()
+    shutil.copy2(path, folder)
+    return folder
