@@ -41,8 +41,6 @@ from cupyfa.version import __version__ as __version__
 if TYPE_CHECKING:
     from cupyfa.arrays.kv_cache import KVCache
     from cupyfa.lab.analysis.diagnosis import doctor
-    from cupyfa.lab.analysis.footprint import memory
-    from cupyfa.lab.analysis.nsight import profile
     from cupyfa.lab.analysis.roofline_model import roofline
     from cupyfa.lab.bench.benchmark import bench
     from cupyfa.lab.bench.comparison import compare
@@ -111,12 +109,10 @@ __all__ = [
     "held_buffers",
     "kernel",
     "kernels",
-    "memory",
     "merge",
     "merge_vjp",
     "padded",
     "plan",
-    "profile",
     "replay",
     "roofline",
     "softmax",
@@ -142,10 +138,8 @@ _LATER = {
     "draw_blocks": "lab.report.plots",
     "free_buffers": "runtime.transfer:release",
     "held_buffers": "runtime.transfer:held",
-    "memory": "lab.analysis.footprint",
     "merge": "runtime.merging",
     "merge_vjp": "runtime.merging",
-    "profile": "lab.analysis.nsight",
     "replay": "lab.verify.checker",
     "roofline": "lab.analysis.roofline_model",
     "tune": "lab.bench.tuning",
