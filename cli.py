@@ -23,9 +23,7 @@ from cupyfa.lab.commands.compile import compile_kernels
 from cupyfa.lab.commands.doctor import doctor
 from cupyfa.lab.commands.ladder import ladder
 from cupyfa.lab.commands.listing import list_kernels
-from cupyfa.lab.commands.memory import memory
 from cupyfa.lab.commands.new import new
-from cupyfa.lab.commands.profile import profile
 from cupyfa.lab.commands.replay import replay
 from cupyfa.lab.commands.roofline import roofline
 from cupyfa.lab.commands.run import run
@@ -179,8 +177,6 @@ for command in (
     roofline,
     compile_kernels,
     show,
-    memory,
-    profile,
     timeline,
     cache,
     doctor,

@@ -113,12 +113,14 @@ _FORMER = {
     "free_buffers": "cupyfa.transfer.release()",
     "held_buffers": "cupyfa.transfer.held()",
     "Transfer": "cupyfa.transfer.Transfer",
+    "memory": "cupyfa.plan(…), whose shared memory and scratch it shows",
+    "profile": "ncu and nsys, as docs/workflow.md shows",
     **dict.fromkeys(("Matmul", "padded"), "in cupyfa.ladder"),
     **{
         name: f"cupyfa.lab.{name}"
         for name in (
             *("Case", "Expected", "Measurement", "accuracy", "compare", "doctor"),
-            *("draw_blocks", "memory", "profile", "replay", "roofline", "tune"),
+            *("draw_blocks", "replay", "roofline", "tune"),
         )
     },
 }

@@ -3,7 +3,9 @@
 By itself a process is a group of one, which needs no GPU:
 
     python examples/distributed_attention.py
-    python -m cupyfa.distributed -n 2 examples/distributed_attention.py --tokens 65536
+    for rank in 0 1; do
+        RANK=$rank WORLD_SIZE=2 python examples/distributed_attention.py --file ranks.id &
+    done; wait
     mpirun -n 2 python -m mpi4py examples/distributed_attention.py --over mpi  # NumPy arrays
 """
 
@@ -43,6 +45,7 @@ def error_of_rows(out: np.ndarray, arrays: list[np.ndarray], rows: range) -> flo
 def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--over", choices=("nccl", "mpi"), default="nccl")
+    parser.add_argument("--file", help="where ranks that MPI has not started find each other")
     parser.add_argument("--schedule", choices=("gather", "ring"), default="gather")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
@@ -56,7 +59,7 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     given = options().parse_args()
     whole = drawn(given)
-    with ranks.group(over=given.over) as group:
+    with ranks.group(over=given.over, file=given.file) as group:
         own = [ranks.shard(x, group) for x in whole]  # this rank's rows
         if given.over == "nccl" and group.ranks > 1:
             import cupy

@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple
 
 from cupyfa.distributed.communicator import Group, require_seconds
 from cupyfa.distributed.in_threads import alone
-from cupyfa.distributed.rendezvous import ID_BYTES, shared_id
 from cupyfa.errors import DeviceError, described
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend
@@ -23,7 +24,8 @@ _NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-_ADDRESS, _PORT = "localhost", 29400
+_ID_BYTES = 128
+_PAUSE = 0.05  # seconds between two looks for the file of rank 0
 
 
 class Place(NamedTuple):
@@ -39,20 +41,22 @@ def group(
     ranks: int | None = None,
     unique_id: bytes | None = None,
     *,
+    file: str | Path | None = None,
     device: int | None = None,
     timeout: float = 60,
     over: Literal["nccl", "mpi"] = "nccl",
 ) -> Group:
     """The group of all processes that a launcher has started, as this one sees it.
 
-    All processes call it at the same time. Without arguments it reads the environment of
-    ``python -m cupyfa.distributed``, mpirun or srun: RANK, WORLD_SIZE and LOCAL_RANK or the names
-    of these launchers. A process that nobody has launched is a group of one.
+    All processes call it at the same time. Without rank and ranks it reads the environment: RANK,
+    WORLD_SIZE and LOCAL_RANK, as torchrun sets them, or what mpirun and srun set. A process that
+    nobody has launched is a group of one.
 
     rank, ranks: which one this process is, from 0, and how many there are.
-    unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by mpi4py
-        if this program has imported it and MPI has started the ranks, else from MASTER_ADDR and
-        MASTER_PORT, by default port 29400 of localhost.
+    unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by ``file``
+        or by mpi4py, if this program has imported it and MPI has started the ranks.
+    file: a path that all ranks see and that does not exist. Rank 0 writes its unique id there, and
+        removes the file when the ranks are connected.
     device: the GPU, which becomes the current one; by default the rank on this host, and for a
         group of one the current one.
     timeout: the seconds for which a rank waits for another one's message, including the work that
@@ -60,11 +64,13 @@ def group(
     over: "nccl" sends arrays in GPU memory; "mpi" NumPy arrays, with mpi4py.
 
     Raises ImportError if NCCL or mpi4py is missing, ValueError for wrong arguments, DeviceError if
-    there is no GPU for this rank, if a port is taken, and if ranks do not come within the time-out.
+    there is no GPU for this rank, and if ranks do not come within the time-out.
     """
     require_seconds(timeout)
     if over == "mpi":
-        _refuse_places({"rank": rank, "ranks": ranks, "unique_id": unique_id, "device": device})
+        _refuse_places(
+            {"rank": rank, "ranks": ranks, "unique_id": unique_id, "file": file, "device": device}
+        )
         from cupyfa.distributed.mpi import MpiGroup
 
         return MpiGroup(_mpi().COMM_WORLD, timeout)
@@ -75,7 +81,7 @@ def group(
         if device is not None:
             _use_device(place)
         return alone(timeout)
-    return _nccl_group(place, unique_id, timeout)
+    return _nccl_group(place, unique_id, None if file is None else Path(file), timeout)
 
 
 def unique_id() -> bytes:
@@ -88,21 +94,26 @@ def unique_id() -> bytes:
     return nccl.unique_id()
 
 
-def _nccl_group(place: Place, name: bytes | None, timeout: float) -> Group:
+def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: float) -> Group:
     cuda = _use_device(place)
     from cupyfa.distributed.nccl_group import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
     nccl.library()  # before ranks meet: where it is missing, the rank says so by itself
-    name = _name(place, timeout) if name is None else name
-    if not isinstance(name, bytes) or len(name) != ID_BYTES:
+    if name is None:
+        name = _id_by_mpi(place, timeout) if file is None else _id_in_file(place, file, timeout)
+    if not isinstance(name, bytes) or len(name) != _ID_BYTES:
         raise ValueError(f"unique_id is {described(name)}; give the bytes of unique_id()")
 
     def make() -> nccl.Nccl:
         cuda.use(place.device)
         return nccl.Nccl(place.rank, place.ranks, name)
 
-    engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
+    try:
+        engine = _within(timeout, make, f"the connections of rank {place.rank} with all others")
+    finally:
+        if file is not None and place.rank == 0:
+            file.unlink(missing_ok=True)
     return NcclGroup(place.rank, place.ranks, timeout, engine)
 
 
@@ -139,8 +150,33 @@ def _cuda(rank: int) -> Backend:
         ) from error
 
 
-def _name(place: Place, timeout: float) -> bytes:
-    """What rank 0 made, by MPI where its processes are the ranks, else by TCP."""
+def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
+    """The unique id of rank 0, which writes it to a file."""
+    if place.rank == 0:
+        made = unique_id()
+        try:
+            with file.open("xb") as new:
+                new.write(made)
+        except FileExistsError:
+            raise ValueError(
+                f"the file {file} exists, perhaps from a run that was killed; remove it, or give "
+                "each run another name"
+            ) from None
+        return made
+    deadline = monotonic() + timeout
+    while monotonic() < deadline:
+        found = file.read_bytes() if file.exists() else b""
+        if len(found) == _ID_BYTES:
+            return found
+        sleep(_PAUSE)
+    raise DeviceError(
+        f"rank {place.rank} found no unique id in {file} within {timeout:g} s; does rank 0 run, "
+        "with the same file?"
+    )
+
+
+def _id_by_mpi(place: Place, timeout: float) -> bytes:
+    """The unique id of rank 0, by MPI if its processes are the ranks."""
     if "mpi4py.MPI" in sys.modules:
         world = _mpi().COMM_WORLD
         # Else a library has imported it in processes that MPI has not started.
@@ -148,10 +184,10 @@ def _name(place: Place, timeout: float) -> bytes:
             from cupyfa.distributed.mpi import MpiGroup
 
             with MpiGroup(world, timeout) as group:
-                return group.agree(unique_id() if place.rank == 0 else bytes(ID_BYTES))[0]
-    address, port = os.environ.get("MASTER_ADDR", _ADDRESS), os.environ.get("MASTER_PORT", _PORT)
-    return shared_id(
-        place.rank, place.ranks, unique_id, address, _number("MASTER_PORT", port), timeout
+                return group.agree(unique_id() if place.rank == 0 else bytes(_ID_BYTES))[0]
+    raise ValueError(
+        f"rank {place.rank} does not know the unique id of rank 0; give file=, a path that all "
+        "ranks see, or unique_id=, or import mpi4py.MPI in a program that mpirun starts"
     )
 
 

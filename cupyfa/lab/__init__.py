@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cupyfa.lab.analysis.diagnosis import doctor
-    from cupyfa.lab.analysis.footprint import memory
-    from cupyfa.lab.analysis.nsight import profile
     from cupyfa.lab.analysis.roofline_model import roofline
     from cupyfa.lab.bench.comparison import compare
     from cupyfa.lab.bench.results import Measurement
@@ -26,8 +24,6 @@ _MODULES = {
     "compare": "lab.bench.comparison",
     "doctor": "lab.analysis.diagnosis",
     "draw_blocks": "lab.report.plots",
-    "memory": "lab.analysis.footprint",
-    "profile": "lab.analysis.nsight",
     "replay": "lab.verify.checker",
     "roofline": "lab.analysis.roofline_model",
     "tune": "lab.bench.tuning",
@@ -41,8 +37,6 @@ __all__ = [
     "compare",
     "doctor",
     "draw_blocks",
-    "memory",
-    "profile",
     "replay",
     "roofline",
     "tune",

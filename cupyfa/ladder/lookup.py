@@ -64,7 +64,7 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
     if not sizes or argument:
         return sizes and f"give tile sizes as {argument}={{{sizes}}}"
     return (
-        "leave it out; tile sizes are arguments of attention, compile, plan, profile and bench, as "
+        "leave it out; tile sizes are arguments of attention, compile, plan and bench, as "
         f"tiles={{{sizes}}}"
     )
 

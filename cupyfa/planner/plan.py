@@ -212,6 +212,14 @@ class Plan:
     def scratch_bytes(self) -> int:
         return sum(map(self.stored_bytes, self.scratch))
 
+    @property
+    def input_bytes(self) -> int:
+        return sum(x.bytes(self.problem) for x in self.operation.inputs_of(self.problem).values())
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(map(self.stored_bytes, self.outputs))
+
     @cached_property
     def boxed(self) -> set[str]:
         """The arrays that are copied by boxes: their rows begin at multiples of BOX_ALIGNMENT."""

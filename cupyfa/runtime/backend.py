@@ -269,11 +269,6 @@ class Backend(ABC):
         """Gives memory in the pool back to the device, for other libraries to use."""
         return
 
-    def peak(self, call: Callable[[], Any]) -> int | None:
-        """The most bytes of device memory that a call holds, where known."""
-        call()
-        return None
-
     @abstractmethod
     def variable(self, prepared: Any, name: str, size: int) -> Any:
         """The bytes of a global variable of a compiled kernel, as an array of this backend."""

@@ -146,7 +146,8 @@ def killed(group, over):
 
 def main():
     over, what, timeout = sys.argv[1], sys.argv[2], float(sys.argv[3])
-    with ranks.group(over=over, timeout=timeout) as group:
+    file = sys.argv[4] if len(sys.argv) > 4 else None
+    with ranks.group(over=over, timeout=timeout, file=file) as group:
         {"compare": compare, "wrong": wrong, "killed": killed}[what](group, over)
         sys.stdout.write(f"rank {group.rank} of {group.ranks} is right\n")
 

@@ -42,7 +42,6 @@ OBJECTS = {
 RESULTS = {
     "bench": lambda: cupyfa.bench("fa2", alone=True, budget=0, **SMALL, **HERE),
     "tune": lambda: cupyfa.lab.tune("v1", budget=0.01, **SMALL, **HERE),
-    "memory": lambda: cupyfa.lab.memory(["fa2", "minimal"], **SMALL, **HERE),
     "roofline": lambda: cupyfa.lab.roofline(["fa2", "tiled"], device="h100", **SMALL),
     "accuracy": lambda: cupyfa.lab.accuracy("fa2", **SMALL, **HERE),
     "compare": lambda: cupyfa.lab.compare(*[RESULTS["bench"]()] * 2),

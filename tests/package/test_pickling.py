@@ -128,10 +128,6 @@ EXAMPLES = {
     "Finding": lambda: importlib.import_module("cupyfa.lab.analysis.diagnosis").Finding(
         "a", "ok", "b"
     ),
-    "Footprint": lambda: cupyfa.lab.memory("fa2", d=8)[0],
-    "Counter": lambda: importlib.import_module("cupyfa.lab.analysis.nsight").Counter(
-        "a", "b", "c", 1
-    ),
     "Replayed": lambda: importlib.import_module("cupyfa.lab.verify.checker").Replayed(
         None, None, "x"
     ),

@@ -4,24 +4,20 @@ A computation needs a number of floating-point operations and of exponentials, a
 between the device's memory and its chip. Each of the three takes at least its number over the
 device's rate. All may overlap, so the longest is the least time.
 
+Naive attention keeps the scores S and the probabilities P in memory, for gradients also dP and dS.
+Tiled attention (FlashAttention; Dao et al., 2022, arXiv:2205.14135) keeps them on the chip: at best
+every input is read once and every output is written once. Scale and mask are applied where scores
+are computed and move nothing. The log-sum-exp that a forward kernel returns is not counted.
+
 Roofline: Williams, Waterman and Patterson, 2009, doi:10.1145/1498765.1498785.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyfa.errors import Unsupported
-from cupyfa.lab.analysis.formulas import (
-    NAIVE,
-    TILED,
-    common_operation,
-    input_sizes,
-    naive_bytes,
-    refuse_gradients,
-    tiled_bytes,
-)
 from cupyfa.lab.analysis.resources import gpu, limits_of
 from cupyfa.lab.bench import peaks, sweeps
 from cupyfa.lab.bench.benchmark import bench
@@ -44,6 +40,10 @@ from cupyfa.problem.wrt import WRT, names_of
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
 
+NAIVE, TILED = "naive", "tiled"
+# How often arrays of M x N numbers for each query head are read or written. Forward: S and P, each
+# written and read. Backward: also dP and dS; P and dS are read twice.
+_PASSES = {"forward": 4, "backward": 10}
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
@@ -56,7 +56,7 @@ _TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 class Roof(ShownRow):
     """The costs of a computation on a device, and its attainable performance.
 
-    computation: "naive", "tiled" (see formulas.py) or a kernel's name.
+    computation: "naive", "tiled" or a kernel's name.
     bytes: moved between memory and chip; of a kernel, each array of each launch once.
     precision: of the operands of its products.
     parts: the dtype of the parts that these are split into, if they are.
@@ -181,14 +181,14 @@ def roofline(
     """
     chosen = _named([kernels] if isinstance(kernels, str | Kernel) else kernels)
     records = [x for x in chosen if isinstance(x, Kernel)]
-    operation = common_operation(records, backward)
+    operation = _common_operation(records, backward)
     if operation == "softmax":
         names = ", ".join(x.name for x in records)
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
     problems = sweeps.problems(operation, sizes, *records)
     if all(x in (NAIVE, TILED) for x in chosen):
-        refuse_gradients(operation, problems)
+        _refuse_gradients(operation, problems)
     backend = gpu()
     target, is_here = _device(device, backend)
     limits = backend.limits if backend and is_here else _limits(target)
@@ -300,9 +300,47 @@ def _limits(device: Device) -> Limits:
     return replace(limits, device=device.name, multiprocessors=device.multiprocessors)
 
 
+def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
+    """The operation of all kernels; forward is the default. Raises ValueError if they differ."""
+    found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
+    if len(found) > 1:
+        names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
+        wanted = "gradients" if backward else "one operation"
+        raise ValueError(f"only kernels of {wanted} can be compared, but {names}")
+    return found.pop() if found else "forward"
+
+
+def _refuse_gradients(operation: str, problems: Iterable[Problem]) -> None:
+    """Raises ValueError if a forward pass is asked for the gradients of arrays."""
+    for p in problems:
+        if operation != "backward" and p.wrt:
+            names = ",".join(p.wrt)
+            raise ValueError(
+                f"wrt is {names}, and the forward pass gives no gradients; give backward=True, or "
+                "leave wrt out"
+            )
+
+
+def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
+    return {name: x.bytes(p) for name, x in OPERATIONS[operation].inputs_of(p).items()}
+
+
+def tiled_bytes(operation: str, p: Problem) -> int:
+    """Bytes moved if every input is read once and every output is written once, but for lse."""
+    outputs = OPERATIONS[operation].outputs_of(p).items()
+    written = sum(x.bytes(p) for name, x in outputs if name != "lse")
+    return sum(_input_sizes(operation, p).values()) + written
+
+
+def naive_bytes(operation: str, p: Problem) -> int:
+    """Bytes moved if the arrays of scores go through memory."""
+    scores = p.heads * p.pairs * p.itemsize
+    return tiled_bytes(operation, p) + _PASSES[operation] * scores
+
+
 def planned_bytes(plan: Plan) -> int:
     """Bytes moved if each launch and each product moves each of its arrays once."""
-    sizes = input_sizes(plan.kernel.operation, plan.problem)
+    sizes = _input_sizes(plan.kernel.operation, plan.problem)
     sizes |= {name: plan.stored_bytes(name) for name in (*plan.outputs, *plan.scratch)}
     moved = 0
     for step in plan.steps:

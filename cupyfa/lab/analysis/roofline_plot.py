@@ -7,8 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from cupyfa.lab.analysis.formulas import NAIVE, TILED
-from cupyfa.lab.analysis.roofline_model import EXPONENTIALS, Roof
+from cupyfa.lab.analysis.roofline_model import EXPONENTIALS, NAIVE, TILED, Roof
 from cupyfa.lab.report.plots import (
     COLOURS,
     FAMILIES,

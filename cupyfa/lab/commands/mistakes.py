@@ -23,6 +23,12 @@ _ELSEWHERE = {
         for name in ("--rung", "--rungs", "--kernel", "--kernels", "--against")
     },
 }
+# Commands that there were, and what there is in their place.
+_REMOVED = {
+    "memory": "cupyfa show KERNEL --plan has the bytes that a kernel holds, cupyfa roofline those "
+    "that it moves",
+    "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
+}
 # What other programs call values of choices.
 _SYNONYMS = {
     **{"gpu": "cuda", "cpu": "simulator"},
@@ -46,7 +52,8 @@ def message_of(error: click.ClickException) -> str:
     message = error.format_message().removesuffix(".")
     message = re.sub(r"\(?Did you mean( one of)?:? .*", "", message).rstrip(" .")
     if found := re.search(r"No such command '(.*)'", message):
-        remedy = _meant(found[1], context.command.list_commands(context))  # type: ignore[attr-defined]
+        known = context.command.list_commands(context)  # type: ignore[attr-defined]
+        remedy = f"; {_REMOVED[found[1]]}" if found[1] in _REMOVED else _meant(found[1], known)
     else:
         remedy = misplaced_value(message, context.meta.get(ARGUMENTS, ())) or _choice(
             error, message

@@ -214,7 +214,7 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
         "grid": list(launch.grid),
         "threads": launch.threads,
         "shared_bytes": launch.shared_bytes,
-        "scratch_bytes": plan.scratch_bytes,
+        **{name: getattr(plan, name) for name in ("input_bytes", "output_bytes", "scratch_bytes")},
         "arguments": launch.launch.args.split(),
         "rows_of_boxes": dict(launch.boxes),
         "numbers": dict(launch.numbers),
@@ -235,6 +235,8 @@ def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
         "problem": str(plan.problem),
         "speed": plan.speed,
         "constants": plan.constants,
+        "inputs": f"{plan.input_bytes:,} bytes",
+        "outputs": f"{plan.output_bytes:,} bytes",
         "scratch": f"{plan.scratch_bytes:,} bytes",
         "products": f"{products} by cuBLAS" if products else "",
     }

@@ -346,13 +346,6 @@ class Cuda(Backend):
                 graph = stream.end_capture()
         return graph.launch
 
-    def peak(self, call: Callable[[], Any]) -> int | None:
-        pool = cupy.cuda.MemoryPool()  # a new pool keeps everything it ever allocated
-        with cupy.cuda.using_allocator(pool.malloc):
-            call()
-            self.synchronize()
-        return pool.total_bytes()
-
     @property
     def stream(self) -> int | None:  # type: ignore[override]
         return get_current_stream().ptr
