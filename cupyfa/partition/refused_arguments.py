@@ -12,14 +12,7 @@ from cupyfa.problem.options import OPTIONS, AttentionOptions
 from cupyfa.problem.problem import Problem
 
 # Arguments that are arrays, and what to give instead.
-_ARRAYS = {
-    optional_inputs.BIAS: "give a score_mod",
-    optional_inputs.MASK: "give causal=, window= or a mask_mod",
-    optional_inputs.ALIBI: "give a score_mod with captured numbers",
-    optional_inputs.SINK: "leave it out",
-    **dict.fromkeys(optional_inputs.PADDED, "call for the batch elements of each length"),
-    **dict.fromkeys(optional_inputs.DESCALES, "convert q, k and v to float16 or bfloat16"),
-}
+_ARRAYS = {x.name: x.in_parts for x in optional_inputs.OPTIONAL_INPUTS.values() if x.in_parts}
 
 
 def refuse_others(function: Callable[..., Any], given: Mapping[str, Any]) -> None:

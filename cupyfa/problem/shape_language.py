@@ -7,7 +7,7 @@ the sizes of the problem. A problem of other sizes has arrays of the same form.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +17,16 @@ from cupyfa.errors import described
 from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.lengths import Packed
 from cupyfa.problem.optional_inputs import (
-    ALIBI,
-    BIAS,
     DESCALES,
     DLSE,
-    MASK,
+    OPTIONAL_INPUTS,
     OWN_ARRAYS,
     PADDED,
     SEEDS,
-    SINK,
     STARTS,
     USED,
     Operand,
+    OptionalInput,
     is_array,
     of_value,
     operand,
@@ -41,7 +39,7 @@ LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
 PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
 # Arguments that give forms, or say what is done with the arrays.
 NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, LENGTHS_OF, PAGE_SIZE)
-USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
+USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -50,24 +48,29 @@ Sizes = tuple[int, int, int, int]  # batch, heads, M and N
 AXES = ("batch", "heads", "M", "N")
 _LETTERS = "bhmn"
 _SHORT = {long: short for short, long in DTYPES.items()}
-_SHAPES = {
-    **{ALIBI: "h or bh", SINK: "h or bh"},
-    **{BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"},
-}
-_OF_PACKED = (*STARTS, *USED)
 
 
-class Keywords(OptionKeywords, total=False):
+class FormKeywords(OptionKeywords, total=False):
     """The options and forms as keyword arguments, for type checkers."""
 
     alibi_slopes: Any
     bias: Any
     mask: Any
     sink: Any
+    lengths_q: Any
+    lengths_k: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
     captured: Mapping[str, Any] | None
     wrt: str | Sequence[str] | None
-    block_mask: bool | None
     dlse: bool | None
+
+
+class Keywords(FormKeywords, total=False):
+    """And how the rows of a problem lie in memory."""
+
+    block_mask: bool | None
     lengths: Any
     page_size: int | None
 
@@ -83,21 +86,16 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED, *DESCALES}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *_READERS}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
     named = dict(zip(AXES, sizes))
     found = [
-        _own(name, form, named, dtype)
-        for name in OWN_ARRAYS
+        read(OPTIONAL_INPUTS[name], form, named, dtype)
+        for name, read in _READERS.items()
         if (form := given.get(name)) is not None and form is not False
     ]
-    if given.get(DLSE):
-        batch = 1 if STARTS[0] in given else sizes[0]
-        found.append(Operand(DLSE, INPUTS[dtype].sums.name, (batch, *sizes[1:3])))
-    found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
-    found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
-    found += [_of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None]
-    found += [_seed(name, given[name]) for name in SEEDS if name in given]
+    if STARTS[0] in given:
+        found = [replace(x, shape=(1, *x.shape[1:])) if x.name == DLSE else x for x in found]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
@@ -112,21 +110,29 @@ def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, A
     return {**given, **usual}
 
 
-def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
-    usual = {BIAS: INPUTS[dtype].usual_result, MASK: "bool"}.get(name, "float32")
+def _read_score_array(
+    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
+) -> Operand:
+    name, usual = record.name, record.usual_dtype or INPUTS[dtype].usual_result
     if form is True:
-        form = USUAL[name]
+        form = record.usual_axes
     if not isinstance(form, str):
         return _of_shape(name, form, usual)
     short, letters = _parts(form) or ("", form)
     known = DTYPES.get(short, usual if not short else "")
     if not known or not letters or set(letters) - set(_LETTERS + "1"):
         raise ValueError(
-            f"{name} is {form!r}; give its shape by letters, for example {_SHAPES[name]}, also "
-            f"with a dtype, as f32[{USUAL[name]}]"
+            f"{name} is {form!r}; give its shape by letters, for example {record.axes_examples}, "
+            f"also with a dtype, as f32[{record.usual_axes}]"
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
     return Operand(name, known, tuple(by_letter[x] for x in letters))
+
+
+def _read_gradient_of_lse(
+    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
+) -> Operand:
+    return Operand(record.name, INPUTS[dtype].sums.name, tuple(named[x] for x in record.axes))
 
 
 def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,16 +141,21 @@ def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
 
 
-def _seed(name: str, form: Any) -> Operand:
+def _read_seed(record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
     if not isinstance(form, str):
-        return of_value(name, form)
+        return of_value(record.name, form)
     short, size = _parts(form) or ("", "")
     if short not in DTYPES or short[0] not in "iu" or size != "1":
-        raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
-    return Operand(name, DTYPES[short], (1,))
+        raise ValueError(
+            f"{record.name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]"
+        )
+    return Operand(record.name, DTYPES[short], (1,))
 
 
-def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+def _read_lengths(
+    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
+) -> Operand:
+    name = record.name
     if form is True:
         form = (named["batch"],)
     if not isinstance(form, str):
@@ -156,6 +167,21 @@ def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
     if short not in DTYPES or size is None:
         raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
     return Operand(name, DTYPES[short], (size,))
+
+
+def _read_shape(record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
+    return _of_shape(record.name, form, record.usual_dtype or dtype)
+
+
+# In the order of operands.
+_READERS: dict[str, Callable[..., Operand]] = {
+    **dict.fromkeys(OWN_ARRAYS, _read_score_array),
+    DLSE: _read_gradient_of_lse,
+    **dict.fromkeys(PADDED, _read_lengths),
+    **dict.fromkeys((*STARTS, *USED, *DESCALES), _read_shape),
+    **dict.fromkeys(SEEDS, _read_seed),
+}
+FORMS = {*OWN_ARRAYS, DLSE, *PADDED, *DESCALES, CAPTURED, WRT}  # keyword arguments that are forms
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
@@ -186,7 +212,9 @@ def _of_shape(name: str, given: Any, dtype: str) -> Operand:
 
 def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
     sizes = tuple(shape)
-    return (1,) * (4 - len(sizes)) + sizes if name in (BIAS, MASK) else sizes
+    record = OPTIONAL_INPUTS.get(name)
+    has_four = record is not None and record.broadcast == "axes"
+    return (1,) * (4 - len(sizes)) + sizes if has_four else sizes
 
 
 def _parts(form: str) -> tuple[str, str] | None:
@@ -236,7 +264,7 @@ def _shown(x: Operand, sizes: Sequence[int]) -> str:
     letters = "".join(
         "1" if n == 1 and len(axes) == 4 else axis for n, (axis, _) in zip(x.shape, axes)
     )
-    return letters if x.name == MASK else f"{_SHORT[x.dtype]}[{letters}]"
+    return letters if x.dtype == "bool" else f"{_SHORT[x.dtype]}[{letters}]"
 
 
 def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:

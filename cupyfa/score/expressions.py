@@ -13,7 +13,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -71,12 +71,6 @@ TRACEABLE = {name: _traceable(x) for name, x in FUNCTIONS.items()}
 
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
 TAKEN = KNOWN | {"inf", "nan"}
-# Names in the texts that the host writes, and of what else calls take.
-OF_ARGUMENTS = (
-    *("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap"),
-    *("dropout", "dropout_seed", "dropout_offset"),
-    *("lengths_q", "lengths_k", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-)
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {
@@ -199,6 +193,7 @@ class _Rules:
 
     option: str
     kinds: Mapping[str, Captured] | None = None
+    reserved: Collection[str] = ()
 
     def result(self, tree: ast.expr) -> Kind | None:
         kind = self.kind(tree)
@@ -273,7 +268,7 @@ class _Rules:
         if name not in self.kinds:
             names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
             what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
-            if name in OF_ARGUMENTS:
+            if name in self.reserved:
                 raise _Wrong(node, f"{what}; give it in captured under another name")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
@@ -570,10 +565,13 @@ class Expression:
         """About how many instructions it has for a pair."""
         return sum(map(_work, ast.walk(self.tree)))
 
-    def check(self, kinds: Mapping[str, Captured]) -> None:
-        """Compares names, numbers of axes and kinds with what is captured; raises ValueError."""
+    def check(self, kinds: Mapping[str, Captured], reserved: Collection[str] = ()) -> None:
+        """Compares names, numbers of axes and kinds with what is captured; raises ValueError.
+
+        reserved: names that calls use otherwise, so that captured arrays need others.
+        """
         try:
-            rules = _Rules(self.option, kinds)
+            rules = _Rules(self.option, kinds, reserved)
             rules.result(self.tree)
             _refuse_long(self.tree, rules)
         except _Wrong as wrong:
