@@ -427,11 +427,6 @@ class Problem:
         named = (*LENGTHS, PAGE_TABLE) if self.rows != DENSE else ()
         return tuple(x for x in self.operands if x.name not in named)
 
-    @property
-    def _in_memory(self) -> list[str]:
-        """The options whose values kernels read from arrays."""
-        return [x.name for x in self.operands if x.name in SEEDS]
-
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
         """The softmax over the last axis of x: M rows of N scores."""
@@ -472,11 +467,6 @@ class Problem:
         return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
 
     @property
-    def first_position(self) -> int:
-        """The position of query 0 among the keys, for expressions."""
-        return self._position
-
-    @property
     def _explicit(self) -> AttentionOptions:
         """The options with the scale as a number."""
         return replace(self.options, scale=self.scale)
@@ -490,13 +480,15 @@ class Problem:
         """With a limit on the right, query i sees keys j <= i + causal_offset, from -M to N - 1."""
         if self.right is None:
             return 0
-        offset = max(min(self._position + self.right, max(self.N - 1, 0)), -self.M)
+        offset = max(min(self.first_position + self.right, max(self.N - 1, 0)), -self.M)
         return offset if self.left is None else max(offset, self.window_offset)
 
     @property
     def window_offset(self) -> int:
         """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
-        return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
+        return (
+            0 if self.left is None else min(max(self.first_position - self.left, -self.M), self.N)
+        )
 
     def visible(self) -> np.ndarray:
         """Whether query i sees key j, [M, N]: what a reference of a kernel's own needs."""
@@ -509,8 +501,8 @@ class Problem:
         return seen
 
     @property
-    def _position(self) -> int:
-        """The position of the first query among the keys."""
+    def first_position(self) -> int:
+        """The position of query 0 among the keys."""
         usual = 0 if self.causal == "top-left" else self.N - self.M
         return self.shift + (usual if self.offset is None else self.offset)
 
@@ -527,7 +519,9 @@ class Problem:
         part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
         if not (self.is_masked or self.reads_position):
             return part
-        return replace(part, shift=self._position + rows.start - keys.start - part._position)
+        return replace(
+            part, shift=self.first_position + rows.start - keys.start - part.first_position
+        )
 
     def of_sequences(self, count: int, M: int, N: int) -> Problem:
         """The problem of this many sequences of a packed batch, with fewer rows and keys."""
@@ -558,11 +552,8 @@ class Problem:
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
-        return tuple(map(self._extent, axes.split()))
-
-    def _extent(self, axis: str) -> int:
-        name = axis.rstrip("0123456789")
-        return round_up(getattr(self, name), int(axis[len(name) :] or 1))
+        named = ((x.rstrip("0123456789"), x) for x in axes.split())
+        return tuple(round_up(getattr(self, name), int(x[len(name) :] or 1)) for name, x in named)
 
     def __repr__(self) -> str:
         return f"<problem {self}>"
@@ -577,9 +568,10 @@ class Problem:
         batch = self.batch if self.lengths is None else self.sequences
         known = self.rows.known_lengths
         lengths = f" lengths={shown_lengths(known, short=True)}" if known else ""
+        in_memory = [x.name for x in self.operands if x.name in SEEDS]
         return (
             f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
-            f"{dv} {self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
+            f"{dv} {self.dtype.name}{shift} {self._explicit.text(in_memory)}{arrays}"
         )
 
 

@@ -129,12 +129,6 @@ def _read_score_array(
     return Operand(name, known, tuple(by_letter[x] for x in letters))
 
 
-def _read_gradient_of_lse(
-    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
-) -> Operand:
-    return Operand(record.name, INPUTS[dtype].sums.name, tuple(named[x] for x in record.axes))
-
-
 def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     """The seed and the offset of dropout, where options give an array or the form of one."""
     given = {name: options[name] for name in SEEDS if name in options}
@@ -169,16 +163,17 @@ def _read_lengths(
     return Operand(name, DTYPES[short], (size,))
 
 
-def _read_shape(record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
-    return _of_shape(record.name, form, record.usual_dtype or dtype)
-
-
 # In the order of operands.
 _READERS: dict[str, Callable[..., Operand]] = {
     **dict.fromkeys(OWN_ARRAYS, _read_score_array),
-    DLSE: _read_gradient_of_lse,
+    DLSE: lambda record, form, named, dtype: Operand(
+        record.name, INPUTS[dtype].sums.name, tuple(named[x] for x in record.axes)
+    ),
     **dict.fromkeys(PADDED, _read_lengths),
-    **dict.fromkeys((*STARTS, *USED, *DESCALES), _read_shape),
+    **dict.fromkeys(
+        (*STARTS, *USED, *DESCALES),
+        lambda record, form, named, dtype: _of_shape(record.name, form, record.usual_dtype),
+    ),
     **dict.fromkeys(SEEDS, _read_seed),
 }
 FORMS = {*OWN_ARRAYS, DLSE, *PADDED, *DESCALES, CAPTURED, WRT}  # keyword arguments that are forms

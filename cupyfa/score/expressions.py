@@ -155,13 +155,6 @@ def _too_deep() -> str:
     )
 
 
-def _too_long(count: int) -> str:
-    return (
-        f"{count} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
-        "parentheses, as (a + b) + (c + d)"
-    )
-
-
 def _check_depth(tree: ast.expr) -> None:
     """Raises _Wrong where operations are too deep inside each other, or too many in a chain."""
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # and how many are around each
@@ -176,7 +169,11 @@ def _check_depth(tree: ast.expr) -> None:
             for x in ast.iter_child_nodes(node)
         ]
     if operations > _LONGEST_CHAIN:
-        raise _Wrong(0, _too_long(operations))
+        raise _Wrong(
+            0,
+            f"{operations} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
+            "parentheses, as (a + b) + (c + d)",
+        )
 
 
 def _continues(node: ast.AST, operand: ast.AST) -> bool:
@@ -305,7 +302,8 @@ class _Rules:
 
     def _index(self, node: ast.expr) -> None:
         if isinstance(node, ast.Slice | ast.Starred):
-            raise _Wrong(_first_place(node), "an index is one whole number, no slice")
+            places = (x for x in (node, *ast.iter_child_nodes(node)) if hasattr(x, "col_offset"))
+            raise _Wrong(next(places, node), "an index is one whole number, no slice")
         if (kind := self.kind(node)) not in ("whole", None):
             remedy = "; // of whole numbers gives one" if kind == "number" else ""
             raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
@@ -330,7 +328,7 @@ class _Rules:
             raise _Wrong(node, f"this operator is not available{remedy}")
         sign = _SIGNS[type(op)]
         kinds = [self._numeric(left, f"{sign} takes"), self._numeric(right, f"{sign} takes")]
-        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and _is_zero(right):
+        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and getattr(right, "value", None) == 0:
             raise _Wrong(right, "this divides by 0")
         if isinstance(op, ast.FloorDiv | ast.Mod):
             for side, kind in zip((left, right), kinds):
@@ -449,10 +447,6 @@ def _no_function(called: ast.expr, name: str | None) -> str:
     return f"there is no function {name!r}{near or others}"
 
 
-def _first_place(node: ast.AST) -> ast.AST:
-    return node if hasattr(node, "col_offset") else next(ast.iter_child_nodes(node), node)
-
-
 def _with_floor(node: ast.BinOp) -> str:
     """The text that // and % of whole numbers stand for."""
     left, right = node.left, node.right
@@ -460,10 +454,6 @@ def _with_floor(node: ast.BinOp) -> str:
     if isinstance(node.op, ast.Mod):
         floored = ast.BinOp(left, ast.Sub(), ast.BinOp(right, ast.Mult(), floored))
     return ast.unparse(floored)
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value == 0
 
 
 def _indices(node: ast.Subscript) -> list[ast.expr]:
