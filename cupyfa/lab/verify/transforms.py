@@ -14,10 +14,10 @@ from cupyfa.problem.optional_inputs import (
     DESCALES,
     DLSE,
     LENGTHS,
+    MAPS,
+    OPTIONAL_INPUTS,
     OWN_ARRAYS,
     PADDED,
-    PAGE_TABLE,
-    SCALES,
     SEED,
     SEEDS,
     Operand,
@@ -163,9 +163,8 @@ def leave_out(p: Problem, name: str) -> Problem:
     if name in OPTIONS and name != SEED:  # which dropout needs
         options = replace(options, **{name: OPTIONS[name].default})
     texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-    known = (*OWN_ARRAYS, DLSE, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
-    own = (*known, *(SEEDS if options.dropout else ()))
-    read = {*own, *(x for text in texts for x in text.captured)} - {name}
+    unread = {name, *MAPS, *(() if options.dropout else SEEDS)}
+    read = {*OPTIONAL_INPUTS, *(x for text in texts for x in text.captured)} - unread
     kept = tuple(x for x in p.operands if x.name in read)
     found = replace(p, options=replace(options, offset=None), operands=kept)
     needed = found.is_masked or found.reads_position
