@@ -15,6 +15,7 @@ from cupyfa.ladder.common import (
     clear_rest,
     key_tiles,
     of_lengths,
+    padded_columns,
     row_tiles,
     rung,
     tiles_of,
@@ -230,18 +231,6 @@ def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
     return slices * c.Br * round_up(width, across * 16)
 
 
-def mma_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """K, V, `stages` of Q and dO, P and dS in 16 bits; lse and delta of two tiles."""
-    widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    return 2 * ((c.Bc + c.stages * c.Br) * widths + 2 * c.Br * c.Bc) + 16 * c.Br
-
-
-def mma_rows_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Q, dO and `Qs` of K and V in 16 bits, lse and delta."""
-    widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    return 2 * (c.Qr + c.Qs * c.Qc) * widths + 8 * c.Qr
-
-
 def _of_delta(p: Problem, c: SimpleNamespace) -> int:
     """The tiles of rows, also of sums that are cleared; none for a ragged batch without rows."""
     return row_tiles(p, c) if p.M else 0
@@ -260,7 +249,13 @@ def mma_delta(floats: Formula) -> Launch:
 
 def mma_columns_launch(name: str, outputs: str) -> Launch:
     """A block of `warps` warps for each tile of K and V."""
-    return columns_launch(name, outputs, lambda p, c: WARP * c.warps, mma_columns_shared)
+    return columns_launch(
+        *(name, outputs, lambda p, c: WARP * c.warps),
+        # K, V, `stages` of Q and dO, P and dS in 16 bits; lse and delta of two tiles.
+        shared=lambda p, c: (
+            2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 2 * c.Br * c.Bc) + 16 * c.Br
+        ),
+    )
 
 
 MMA_COLUMNS = Kernel(
@@ -322,9 +317,8 @@ def shares_out_scores(c: SimpleNamespace) -> bool:
 
 def mma_f64_columns_shared(p: Problem, c: SimpleNamespace) -> int:
     """The same tiles in 64 bits, what sharing warps exchange, and lse and delta of two tiles."""
-    widths, sharing = round_up(p.d, 16) + round_up(p.dv, 16), mma_f64_sharing(c)
-    scores = (2 + sharing - 1) * c.Br * c.Bc
-    return 8 * ((c.Bc + c.stages * c.Br) * widths + scores + 4 * c.Br)
+    scores = (2 + mma_f64_sharing(c) - 1) * c.Br * c.Bc
+    return 8 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + scores + 4 * c.Br)
 
 
 MMA_F64_COLUMNS = rung(
@@ -405,7 +399,11 @@ MMA_TWO_PASS = rung(
     launches=(
         mma_delta(lambda p, c: 0),
         mma_columns_launch("mma_two_pass_columns", "dK dV"),
-        two_pass_rows_launch("mma_two_pass_rows", f"{INPUTS} dQ", mma_rows_shared),
+        two_pass_rows_launch(
+            *("mma_two_pass_rows", f"{INPUTS} dQ"),
+            # Q, dO and `Qs` of K and V in 16 bits, lse and delta.
+            shared=lambda p, c: 2 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 8 * c.Qr,
+        ),
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages Qr Qc Qw Qs",  # the launch on rows has tiles of Qr by Qc
@@ -438,33 +436,9 @@ MMA_TWO_PASS = rung(
 )
 
 
-def fp16x2_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of K, V and `stages` of Q and dO, stats of two tiles of rows, largest weights."""
-    widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    return 4 * (c.Bc + c.stages * c.Br) * widths + 32 * c.Br + 8 * 16 * c.warps
-
-
-def given_bytes(rows: int, across: int) -> int:
-    """What warps give each other of weights: parts, a factor for 16 of a row; and four flags."""
-    return rows * (4 * across + across // 4 + 4)
-
-
-def fp16x2_wide_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, or one of both."""
-    widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    given = (1 if c.Br == 16 else 2) * given_bytes(c.Bc, c.Br)
-    return 4 * (c.Bc + c.Br) * widths + 32 * c.Br + given
-
-
-def fp16x2_rows_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of Q, dO and `Qs` of K and V, and stats of rows."""
-    widths = round_up(p.d, 16) + round_up(p.dv, 16)
-    return 4 * (c.Qr + c.Qs * c.Qc) * widths + 16 * c.Qr
-
-
 def has_wide_sums(sizes: Problem | SimpleNamespace) -> bool:
     """Whether dK and dV of 16 keys are more than a warp's registers hold."""
-    return round_up(sizes.d, 16) + round_up(sizes.dv, 16) > 256
+    return padded_columns(sizes, 16) > 256
 
 
 def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
@@ -478,24 +452,37 @@ def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) 
     )
 
 
-def has_narrow_sums(p: Problem) -> bool:
-    return not has_wide_sums(p)
-
-
 MMA_FP16X2_TWO_PASS = rung(
     MMA_TWO_PASS,
     "mma_fp16x2_two_pass",
     "float32 accuracy on tensor cores: two passes, operands split into float16 hi and lo",
     launches=(
         *SPLIT_FOR_GRADIENTS,
-        fp16x2_columns("mma_fp16x2_two_pass_columns", fp16x2_columns_shared, has_narrow_sums),
         fp16x2_columns(
-            "mma_fp16x2_two_pass_columns_wide", fp16x2_wide_columns_shared, has_wide_sums
+            "mma_fp16x2_two_pass_columns",
+            # Two parts of K, V and `stages` of Q and dO, stats of two tiles of rows, largest
+            # weights.
+            shared=lambda p, c: (
+                4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
+            ),
+            when=lambda p: not has_wide_sums(p),
+        ),
+        fp16x2_columns(
+            "mma_fp16x2_two_pass_columns_wide",
+            # Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, or one of both: of
+            # each row of keys parts, a factor for 16 of a row, and four flags.
+            shared=lambda p, c: (
+                4 * (c.Bc + c.Br) * padded_columns(p, 16)
+                + 32 * c.Br
+                + (1 if c.Br == 16 else 2) * c.Bc * (4 * c.Br + c.Br // 4 + 4)
+            ),
+            when=has_wide_sums,
         ),
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            fp16x2_rows_shared,
+            # Two parts of Q, dO and `Qs` of K and V, and stats of rows.
+            shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
     ),
@@ -620,11 +607,6 @@ def is_persistent(p: Problem) -> bool:
     return d <= 128 and bool(p.causal) and 1024 <= length <= 2048
 
 
-def wgmma_blocks(p: Problem, c: SimpleNamespace) -> int:
-    tiles = key_tiles(p, c)
-    return min(c.multiprocessors, tiles) if is_persistent(p) else tiles
-
-
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
     """How many blocks share dQ of a tile, as in query_layout.cuh."""
     if is_wide(p):
@@ -640,7 +622,7 @@ def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
-    tiles = 2 * ((c.Bc + c.stages * c.Br) * boxed_width(p) + c.dS_stages * c.Br * c.Bc)
+    tiles = 2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 64) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
     rest = 2 * part + 8 * c.stages * c.Br + 8 * (10 + 4 * c.stages)
     pairs = bias_bytes(p) * c.Br * c.Bc
@@ -666,12 +648,7 @@ def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
 
 def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
     """Tiles of `kept` rows and of `loaded` rows in each stage, `rest` bytes a stage, 4 barriers."""
-    return round_up(2 * (kept + stages * loaded) * boxed_width(p) + stages * rest + 32, 1024)
-
-
-def boxed_width(p: Problem) -> int:
-    """The columns of Q and dO, or of K and V, padded to whole boxes."""
-    return round_up(p.d, 64) + round_up(p.dv, 64)
+    return round_up(2 * (kept + stages * loaded) * padded_columns(p, 64) + stages * rest + 32, 1024)
 
 
 def boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
@@ -712,7 +689,9 @@ WGMMA_COLUMNS = Kernel(
         replace(
             WGMMA_COLUMNS_LAUNCH,
             args=WGMMA_COLUMNS_LAUNCH.args.replace("mods", "batch mods"),
-            grid=wgmma_blocks,
+            grid=lambda p, c: (
+                min(c.multiprocessors, key_tiles(p, c)) if is_persistent(p) else key_tiles(p, c)
+            ),
             constants={
                 "finishes": lambda p, c: finishes(p),
                 "persistent": lambda p, c: is_persistent(p),
@@ -823,12 +802,7 @@ WGMMA_TWO_PASS = rung(
 )
 
 
-def of_maps(names: str) -> str:
-    """The same arguments as tensor maps."""
-    return " ".join(f"{name}.map" for name in names.split())
-
-
-PART_MAPS = of_maps(f"{OPERANDS} {GRADIENT}")
+PART_MAPS = " ".join(f"{name}.map" for name in f"{OPERANDS} {GRADIENT}".split())
 
 
 def part_boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
@@ -845,7 +819,7 @@ def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
     """Two parts of K, V and `stages` of Q and dO; in each stage stats of rows and four barriers; P
     too, and four barriers more, where warpgroups share keys.
     """
-    tiles = 4 * (c.Bc + c.stages * c.Br) * boxed_width(p)
+    tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0
     return round_up(tiles + c.stages * (16 * c.Br + 32 + of_P) + 32, 1024)
 

@@ -41,6 +41,11 @@ def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:
     return WARP * c.Br * c.Bc // (c.Wr * c.Wc)
 
 
+def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
+    """The columns of Q and dO, or of K and V, each rounded up to a multiple."""
+    return round_up(sizes.d, multiple) + round_up(sizes.dv, multiple)
+
+
 def even_width(columns: int, most: int, step: int) -> int:
     """The width of equally wide tiles of some columns: about `most`, and a multiple of `step`."""
     return cdiv(columns, cdiv(columns, most) * step) * step

@@ -19,6 +19,7 @@ from cupyfa.ladder.common import (
     key_tiles,
     of_lengths,
     of_pages,
+    padded_columns,
     row_tiles,
     rung,
     tiles_of,
@@ -273,8 +274,7 @@ FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
     """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
-    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    return 2 * (c.Br * depth + buffers * c.Bc * (depth + width))
+    return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -631,12 +631,6 @@ MMA_TF32 = rung(
 )
 
 
-def mma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of 16 bits of Q and of `stages` tiles of K and V."""
-    depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    return 4 * (c.Br * depth + c.stages * c.Bc * (depth + width))
-
-
 def mma_fp16x2(before: Kernel) -> Kernel:
     """The record of mma_fp16x2, between the launches that split operands and repair rows."""
     made = rung(
@@ -645,7 +639,10 @@ def mma_fp16x2(before: Kernel) -> Kernel:
         "float32 accuracy on tensor cores: operands split into float16 hi and lo, three products",
         launch={
             "args": f"{PARTS} O lse sizes heads group scale mods",
-            "shared": mma_fp16x2_shared,
+            # Two parts of 16 bits of Q and of `stages` tiles of K and V.
+            "shared": lambda p, c: (
+                4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
+            ),
         },
         then=(REPAIR_SPLIT_OUTPUT,),
         tiles=TileChoice.of(
@@ -789,9 +786,8 @@ def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
     """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
     warpgroup, of K and of V. ``more`` bytes come after them.
     """
-    depth, width = round_up(p.d, 64), round_up(p.dv, 64)
     Q_stages = getattr(c, "Q_stages", 1)
-    tiles = 2 * (Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
+    tiles = 2 * (Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
     return round_up(tiles + 16 * (Q_stages * c.Br // 64 + 2 * c.stages) + more, 1024)
 
 
@@ -877,8 +873,7 @@ WGMMA_PERSISTENT = rung(
 
 def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
     """Two parts of each number in the tiles of wgmma_shared."""
-    depth, width = round_up(p.d, 64), round_up(p.dv, 64)
-    tiles = 2 * (c.Q_stages * c.Br * depth + c.stages * c.Bc * (depth + width))
+    tiles = 2 * (c.Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
     return wgmma_shared(p, c, tiles + staged_pairs(p, c))
 
 

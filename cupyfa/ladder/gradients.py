@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cupyfa.ladder.common import bias_bytes
+from cupyfa.ladder.common import bias_bytes, padded_columns
 from cupyfa.ladder.kernel import Formula, Kernel, Launch
 from cupyfa.ladder.tiles import cdiv
 from cupyfa.problem.optional_inputs import BIAS, OWN_ARRAYS, SINK, Operand
@@ -32,7 +32,11 @@ def with_gradients(kernel: Kernel) -> Kernel:
     if "places" in kernel.features:
         of_texts: tuple[Launch, ...] = TEXT_GRADIENTS
         if _ROW_SUMS in scratch:
-            of_texts = BIAS_GRADIENT, *(replace(x, when=_of_others) for x in TEXT_GRADIENTS)
+            of_others = (
+                replace(x, when=lambda p: bool(p.modifiers.differentiated) and not _is_a_bias(p))
+                for x in TEXT_GRADIENTS
+            )
+            of_texts = BIAS_GRADIENT, *of_others
         launches, scratch = (*launches, *of_texts), {**scratch, **_SCRATCH}
     features = (*kernel.features, "wrt")
     return replace(kernel, launches=launches, scratch=scratch, features=features)
@@ -126,10 +130,6 @@ def _is_a_bias(p: Problem) -> bool:
     return found[0].dtype == p.dtype.name and found[0].shape[2:] == (p.M, p.N)
 
 
-def _of_others(p: Problem) -> bool:
-    return bool(p.modifiers.differentiated) and not _is_a_bias(p)
-
-
 def _bias_tiles(p: Problem, c: SimpleNamespace) -> int:
     batch, heads, M, N = _bias(p).shape
     tiles = cdiv(M, _BIAS_ROWS) * cdiv(N, _BIAS_CHUNKS * _CHUNK) * heads * batch
@@ -138,7 +138,7 @@ def _bias_tiles(p: Problem, c: SimpleNamespace) -> int:
 
 def _bias_fits(p: Problem) -> bool:
     """Whether there is room for a tile's part of the bias in shared memory."""
-    return round_up(p.d, 64) + round_up(p.dv, 64) <= 256
+    return padded_columns(p, 64) <= 256
 
 
 def _copied_bytes(p: Problem, c: SimpleNamespace) -> int:
@@ -148,7 +148,7 @@ def _copied_bytes(p: Problem, c: SimpleNamespace) -> int:
 
 def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
     """Stages of Q, of dO, of K and V, and of chunks of the bias, where it is copied."""
-    width = round_up(p.d, 64) + round_up(p.dv, 64)
+    width = padded_columns(p, 64)
     if width <= 128:
         found = (2, 2, 4, 6)
     elif _bias_fits(p):

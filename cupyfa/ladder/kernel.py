@@ -22,7 +22,7 @@ from cupyfa.errors import described, nearest
 from cupyfa.ladder.operations import INPUT_KINDS, OPERATIONS, Arrays, Excerpt, Input, Operation
 from cupyfa.ladder.tiles import RULES as TILE_RULES, Rules, Tile, TileChoice, Tiles, cdiv, is_size
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS
-from cupyfa.problem.optional_inputs import MAPS
+from cupyfa.problem.optional_inputs import MAPS, OPTIONAL_INPUTS
 from cupyfa.problem.options import FEATURES as OPTION_FEATURES, FLOAT8, PRECISIONS
 from cupyfa.problem.problem import Problem
 
@@ -40,18 +40,8 @@ AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "
 KINDS = ("real", "scalar", "operand", "byte", "int")  # of scratch
 FEATURES = (
     *OPTION_FEATURES,
-    "sink",
-    "row_max",
-    "dlse",
-    "wrt",
-    "ragged",
-    "lengths",
-    "paged",
-    "e4m3",
-    "gqa",
-    "strides",
-    "lse",
-    "dv",
+    *dict.fromkeys(x.feature for x in OPTIONAL_INPUTS.values() if x.feature),
+    *("wrt", "gqa", "strides", "lse", "dv"),
 )
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other architecture has
@@ -561,11 +551,6 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-def _differ(x: Any) -> bool:
-    every = [*x.inputs, *x.outputs, *x.floats, *x.scratch, *x.choice.names]
-    return len(set(every)) == len(every)
-
-
 # What the fields of records must be.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
@@ -649,7 +634,10 @@ _KERNEL_RULES: Rules = {
         isinstance(of, Input) for of in x.inputs.values()
     ),
     "inputs have names that no other argument has": lambda x: _are_own(x.inputs),
-    "floats differ from inputs, outputs, scratch and tile sizes by their names": _differ,
+    "floats differ from inputs, outputs, scratch and tile sizes by their names": lambda x: (
+        len({*x.inputs, *x.outputs, *x.floats, *x.scratch, *x.choice.names})
+        == sum(map(len, (x.inputs, x.outputs, x.floats, x.scratch, x.choice.names)))
+    ),
     f"inputs have axes {', '.join(AXES)}, or a formula": lambda x: all(
         callable(of.axes) or (of.axes.strip() and set(of.axes.split()) <= set(AXES))
         for of in x.inputs.values()

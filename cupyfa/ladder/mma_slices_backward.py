@@ -39,11 +39,6 @@ def slices_shared(p: Problem, c: SimpleNamespace) -> int:
     return 2 * c.stages * (c.Br + c.Bc) * c.Bd
 
 
-def scores_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices, a tile of P in float32, lse and delta."""
-    return slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br
-
-
 def round_keys(p: Problem, c: SimpleNamespace) -> int:
     """The keys of a round: all, in multiples of 8, or the whole tiles that fit `room`."""
     column = p.group * cdiv(p.M, c.Br)
@@ -127,10 +122,14 @@ def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
     return max(cdiv(len(_keys_now(p, c)), c.Br), 1) * tiles
 
 
-def _query_tiles(p: Problem, c: SimpleNamespace) -> int:
-    return p.group * cdiv(p.M, c.Br) * covered(p.d, c)[0]
-
-
-SCORES = launch("scores", "Q K V dO lse delta P.data dS.data", _score_tiles, scores_shared)
+SCORES = launch(
+    *("scores", "Q K V dO lse delta P.data dS.data", _score_tiles),
+    # The ring of slices, a tile of P in float32, lse and delta.
+    shared=lambda p, c: slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br,
+)
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)
-ROWS = launch("rows", "K lse dS.data dQ_sum.data dQ", _query_tiles, slices_shared)
+ROWS = launch(
+    *("rows", "K lse dS.data dQ_sum.data dQ"),
+    tiles=lambda p, c: p.group * cdiv(p.M, c.Br) * covered(p.d, c)[0],
+    shared=slices_shared,
+)

@@ -17,8 +17,6 @@ from cupyfa.problem.dtypes import E4M3, E4M3_INPUTS
 from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.optional_inputs import (
     DESCALES,
-    LENGTHS,
-    MAPS,
     OFFSET,
     PADDED,
     PAGE_TABLE,
@@ -226,13 +224,12 @@ def modifications(
     """
     from cupyfa.score.numpy_evaluation import Modifications
 
-    texts, unread = p.modifiers, (*MAPS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
-    its = sequence or p
+    texts, its = p.modifiers, sequence or p
     return Modifications(
         score_steps=texts.score,
         mask_steps=texts.mask,
         names=texts.numbers
-        | {x.name: inputs[x.input] for x in texts.arrays if x.name not in unread},
+        | {x.name: inputs[x.input] for x in texts.arrays if x.is_in_expressions},
         position=its.first_position,
         queries=its.M,
         keys=its.N,
@@ -408,7 +405,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
     dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}
     kept = tuple(x for x in p.operands if x.name != PAGE_TABLE)
-    return dense, replace(p, operands=kept, pages=0)
+    return dense, replace(p, operands=kept, rows=replace(p.rows, pages=0))
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:

@@ -51,20 +51,12 @@ def row_slabs(p: Problem, c: SimpleNamespace) -> int:
     return 32 if p.M > 512 else 4
 
 
-def _query_blocks(p: Problem, c: SimpleNamespace) -> int:
-    return tiles_of(p, p.M, _ROWS) * p.heads * p.batch
+def _blocks_of_rows(p: Problem, size: int) -> int:
+    return tiles_of(p, p.M, size) * p.heads * p.batch
 
 
-def _key_blocks(p: Problem, c: SimpleNamespace) -> int:
-    return max(tiles_of(p, p.N, _ROWS), 1) * p.kv_heads * p.batch
-
-
-def _repaired_rows(p: Problem, c: SimpleNamespace) -> int:
-    return tiles_of(p, p.M, _REPAIRED_GRADIENTS) * p.heads * p.batch
-
-
-def _repaired_keys(p: Problem, c: SimpleNamespace) -> int:
-    return max(tiles_of(p, p.N, _REPAIRED_GRADIENTS), 1) * p.kv_heads * p.batch
+def _blocks_of_keys(p: Problem, size: int) -> int:
+    return max(tiles_of(p, p.N, size), 1) * p.kv_heads * p.batch
 
 
 SPLIT = (
@@ -81,11 +73,11 @@ SPLIT = (
         "split_operands",
         args=f"Q K V maxima.data {PARTS} small_values.data sizes query_blocks heads kv_heads "
         "group scale mods",
-        grid=lambda p, c: _query_blocks(p, c) + _key_blocks(p, c),
+        grid=lambda p, c: _blocks_of_rows(p, _ROWS) + _blocks_of_keys(p, _ROWS),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * (p.d + p.dv) + 32 * cdiv(p.dv, 16),
         constants={"slabs": _slabs, "rows_of_block": lambda p, c: _ROWS},
-        numbers={"query_blocks": _query_blocks},
+        numbers={"query_blocks": lambda p, c: _blocks_of_rows(p, _ROWS)},
         file="forward/steps/split_operands.cu",
     ),
 )
@@ -101,17 +93,17 @@ SPLIT_FOR_GRADIENTS = (
         "split_gradient",
         args=f"Q O dO maxima.data {GRADIENT} K_exponents.data scale2 dO_units delta flags "
         "sizes query_blocks heads kv_heads group scale mods",
-        grid=lambda p, c: _query_blocks(p, c) + p.kv_heads * _elements(p),
+        grid=lambda p, c: _blocks_of_rows(p, _ROWS) + p.kv_heads * _elements(p),
         threads=lambda p, c: _THREADS,
         shared=lambda p, c: 4 * (p.d + p.dv),
         constants=SPLIT[1].constants,
-        numbers={"query_blocks": _query_blocks},
+        numbers={"query_blocks": lambda p, c: _blocks_of_rows(p, _ROWS)},
     ),
 )
 REPAIR_SPLIT_OUTPUT = Launch(
     "repair_split_output",
     args="Q K V flags V_exponents.data small_values.data O lse sizes heads group scale mods",
-    grid=lambda p, c: tiles_of(p, p.M, _REPAIRED) * p.heads * p.batch,
+    grid=lambda p, c: _blocks_of_rows(p, _REPAIRED),
     threads=lambda p, c: _THREADS,
     shared=lambda p, c: 4 * (_THREADS // WARP) * (2 + p.dv) + _REPAIRED,
     constants={"rows_of_block": lambda p, c: _REPAIRED, "counted": lambda p, c: _ROWS},
@@ -120,11 +112,13 @@ REPAIR_SPLIT_GRADIENTS = Launch(
     "repair_split_gradients",
     args="Q K V dO lse delta flags dK_flags dV_flags dQ dK dV sizes query_blocks heads kv_heads "
     "group scale mods",
-    grid=lambda p, c: _repaired_rows(p, c) + _repaired_keys(p, c),
+    grid=lambda p, c: (
+        _blocks_of_rows(p, _REPAIRED_GRADIENTS) + _blocks_of_keys(p, _REPAIRED_GRADIENTS)
+    ),
     threads=lambda p, c: _REPAIRING,
     shared=lambda p, c: 4 * (_REPAIRING // WARP) * max(p.d, p.dv) + 2 * _REPAIRED_GRADIENTS,
     constants={"rows_of_block": lambda p, c: _REPAIRED_GRADIENTS},
-    numbers={"query_blocks": _repaired_rows},
+    numbers={"query_blocks": lambda p, c: _blocks_of_rows(p, _REPAIRED_GRADIENTS)},
 )
 _REPAIRS = {REPAIR_SPLIT_OUTPUT.entry, REPAIR_SPLIT_GRADIENTS.entry}
 SCRATCH = {
@@ -137,7 +131,7 @@ SCRATCH = {
     "V_low": ("batch kv_heads N dv16", "operand"),
     "V_exponents": (lambda p, c: _elements(p) * p.kv_heads * p.dv, "int"),
     "scale2": ("batch heads M", "real"),
-    "small_values": (lambda p, c: _key_blocks(p, c) * p.dv, "byte"),
+    "small_values": (lambda p, c: _blocks_of_keys(p, _ROWS) * p.dv, "byte"),
     "flags": ("batch heads M", "byte"),
 }
 GRADIENT_SCRATCH = {

@@ -295,17 +295,16 @@ def differentiate(tile: Tile, grad: Array, out: Array, lse: Array, dlse: Array) 
         np.copyto(dS, 0.0, where=P == 0)
     for x in (scores, P, dP_delta, dS):
         np.copyto(x, 0.0, where=left_out)
+    dsink = None
+    if tile.sink is not None:
+        dsink = np.where(np.isneginf(lse), 0.0, -weight_of_sink(tile.sink, lse) * delta)
     return Gradients(
         *(scores, P, dP_delta, dS, left_out),
         dq=_sum_unmasked(dS, tile.k, left_out) * tile.scale,
         dk=_sum_unmasked(dS.mT, tile.q, left_out.mT) * tile.scale,
         dv=_sum_unmasked(tile.dropped(P).mT, grad, left_out.mT),
-        dsink=None if tile.sink is None else _sink_gradients(tile.sink, lse, delta),
+        dsink=dsink,
     )
-
-
-def _sink_gradients(sink: Array, lse: Array, delta: Array) -> Array:
-    return np.where(np.isneginf(lse), 0.0, -weight_of_sink(sink, lse) * delta)
 
 
 def weight_of_sink(sink: Array, lse: Array) -> Array:

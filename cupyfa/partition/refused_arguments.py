@@ -11,13 +11,8 @@ from cupyfa.problem import optional_inputs
 from cupyfa.problem.options import AttentionOptions, OptionKeywords
 from cupyfa.problem.problem import Problem
 
-# Arguments that calls on parts cannot have, and what to give instead.
-_ARRAYS = {
-    optional_inputs.BIAS: "give a score_mod",
-    optional_inputs.MASK: "give causal=, window= or an expression",
-    optional_inputs.ALIBI: "give a score_mod with captured numbers",
-    optional_inputs.SINK: "leave it out",
-}
+# Arguments that are arrays, and what to give instead.
+_ARRAYS = {x.name: x.in_parts for x in optional_inputs.OPTIONAL_INPUTS.values() if x.in_parts}
 
 
 def options_of(

@@ -107,7 +107,10 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             values.append(0)
         else:
             fields.append((x.name, _NUMBERS.get(x.captured.kind, ("real", p.dtype.sums))[1]))
-            values.append(_softcap(x.value, p) if x.name == SOFTCAP else x.value)
+            # Of a softcap the nearest one of which float32 has the reciprocal: larger ones leave
+            # scores as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
+            is_rounded = x.name == SOFTCAP and p.dtype.sums.itemsize == 4
+            values.append(min(max(x.value, 2.0**-100), 2.0**126) if is_rounded else x.value)
     if found.reads_position and not p.is_ragged:
         fields.append(("position", "i4"))
         values.append(p.first_position)
@@ -128,14 +131,6 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
             record[name] = number
     arrays = (x for x in found.operands if x.is_array)
     return record, tuple((x.input, record.dtype.fields[x.name][1]) for x in arrays)  # type: ignore[index]
-
-
-def _softcap(value: float, p: Problem) -> float:
-    """The softcap, or the nearest one of which float32 has the reciprocal.
-
-    Larger ones leave scores as they are, as 2^126 does; smaller ones make them 0, as 2^-100 does.
-    """
-    return value if p.dtype.sums.itemsize > 4 else min(max(value, 2.0**-100), 2.0**126)
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
@@ -199,16 +194,15 @@ def _dropout_function(found: Modifiers) -> str:
 
 def _members(p: Problem) -> list[str]:
     found = p.modifiers
-    made = [f"{_member(x, x is found.held)} {_name_of_member(x)}" for x in found.operands]
+    names = dict(zip(PADDED, USED))  # ragged.cuh has the same ones for lengths of either kind
+    made = [
+        f"{_member(x, x is found.held)} {cpp_name(names.get(x.name, x.name))}"
+        for x in found.operands
+    ]
     made += [f"int {_FIRST}"] * (found.reads_position and not p.is_ragged)
     made += [f"int {_PAGES}"] * bool(p.pages)
     made += [f"real {_UNIT}"] * of_products(p)
     return made + ["Dropout dropout"] * found.dropout + _of_lengths(p)
-
-
-def _name_of_member(x: Operand) -> str:
-    """The name of an array or number; ragged.cuh has the same one for lengths of either kind."""
-    return cpp_name(dict(zip(PADDED, USED)).get(x.name, x.name))
 
 
 def _of_lengths(p: Problem) -> list[str]:

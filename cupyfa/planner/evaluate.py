@@ -154,6 +154,7 @@ class _Planner:
 
     def launch(self, launch: Launch, number: int) -> PlannedLaunch:
         kernel, p, c, entry = self.kernel, self.problem, self.c, launch.entry
+        arch = self.limits.arch
         of_grid = self.on_device(round=number)
         blocks = self.kernel.evaluated(f"grid of {entry}", launch.grid, p, of_grid)
         counts = tuple(blocks) if isinstance(blocks, Sequence) else (blocks,)
@@ -203,14 +204,9 @@ class _Planner:
             ),
             arguments=self.arguments(launch, of_grid),
             target=kernel.target,
-            begins_early=launch.begins_early and self.can_begin_early,
+            begins_early=launch.begins_early
+            and (arch is None or int(arch) >= _FIRST_WITH_EARLY_LAUNCHES),
         )
-
-    @property
-    def can_begin_early(self) -> bool:
-        """Whether the device has programmatic dependent launches."""
-        arch = self.limits.arch
-        return arch is None or int(arch) >= _FIRST_WITH_EARLY_LAUNCHES
 
     def softcap(self) -> dict[str, bool]:
         """Whether tiles of scores in float32 go through a softcap, and whether roughly."""

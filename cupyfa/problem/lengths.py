@@ -139,6 +139,29 @@ class Lengths:
 Packed = tuple[Lengths, Lengths]  # of queries and of keys
 
 
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a problem's arrays are stored; by default each batch element has all of them.
+
+    lengths: those of the queries and keys of a ragged batch, and cached how many keys of a cache
+    each batch element has, where they are known: what is compiled does not depend on them, but work
+    and random inputs do. pages: k and v are as many pages, k [pages, kv_heads, page_size, d]; 0
+    where keys are not in pages.
+    """
+
+    lengths: Packed | None = None
+    pages: int = 0
+    cached: Lengths | None = None
+
+    @property
+    def known_lengths(self) -> Packed | None:
+        """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
+        return self.lengths if self.cached is None else (self.cached, self.cached)
+
+
+DENSE = Rows()
+
+
 def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
     """How many queries and keys count of each sequence."""
     return zip(q.counts, k.counts)

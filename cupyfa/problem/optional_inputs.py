@@ -18,49 +18,214 @@ import numpy as np
 from cupyfa.errors import described
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.options import AttentionOptions
-from cupyfa.score.expressions import OF_ARGUMENTS, TAKEN, Captured, Expression
+from cupyfa.score.expressions import TAKEN, Captured, Expression
 
 ALIBI, BIAS, MASK, SINK, DLSE = "alibi_slopes", "bias", "mask", "sink", "dlse"
 SOFTCAP = "softcap"
 ROW_MAX = "row_max"  # an output that a call may ask for: the largest score of each row
-OWN_ARRAYS = (ALIBI, BIAS, MASK, SINK)  # arguments of calls that are arrays
 SEED, OFFSET = "dropout_seed", "dropout_offset"
-SEEDS = (SEED, OFFSET)  # options that may be arrays of one element, which kernels read
-_CALLERS = ("score_mod", "mask_mod")  # options whose expressions are a caller's
-# Of a ragged batch, where sequences begin in packed rows, and how many of their rows count; and
-# how many rows of each batch element count in padded arrays.
-STARTS, USED = ("cu_seqlens_q", "cu_seqlens_k"), ("seqused_q", "seqused_k")
-PADDED = ("lengths_q", "lengths_k")
-LENGTHS = (*STARTS, *USED, *PADDED)
-PAGE_TABLE = "page_table"  # where keys and values lie in pages: the numbers of each element's pages
-# Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
-SCALES = ("k_scale", "v_scale")
-# Of q, k and v in e4m3, each [batch, kv_heads]; one that is not given is 1.
-DESCALES = ("q_descale", "k_descale", "v_descale")
-_WANTED = {
-    **dict.fromkeys(
-        STARTS, "that of the first row of each sequence and then the end, here ({0} + 1,)"
-    ),
-    **dict.fromkeys(USED, "one number for each sequence, here ({0},)"),
-    **dict.fromkeys(PADDED, "one number for each batch element, here ({0},)"),
-}
-_WITHOUT_TEXT = (SINK, DLSE, ROW_MAX, *SEEDS, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
-# The maps of a block mask: the tiles of keys for each tile of rows, and the other way round.
+PAGE_TABLE = "page_table"
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
-MAPS = (KEY_TILES, ROW_TILES)
 OF_BLOCKS = "block_mask_"  # how the names of a block mask's arrays and numbers begin in a call
-_AXES = ("batch", "head", "query", "key")
-_SIZES = ("batch", "heads", "M", "N")
-_SIZES_OF = {  # of the last axes of arrays
-    **dict.fromkeys((BIAS, MASK), _SIZES),
-    **dict.fromkeys((ALIBI, SINK), _SIZES[:2]),
-    **dict.fromkeys(MAPS, (*_SIZES[:2], "-", "-")),
-    **dict.fromkeys((DLSE, ROW_MAX), _SIZES[:3]),
-    **dict.fromkeys((*PADDED, *USED), _SIZES[:1]),
-    **dict.fromkeys(DESCALES, ("batch", "kv_heads")),
-    **{name: (name,) for name in STARTS},
+
+
+@dataclass(frozen=True)
+class OptionalInput:
+    """One array that a problem may have besides Q, K and V; docs/options.md says how to add one.
+
+    group: arrays that are given and read together.
+    axes: the sizes of a problem that its last axes have, by name; "-" for another one.
+    broadcast: axes that an array may have without all elements: "axes" of size 1, a "lead" that is
+        left out.
+    dtype: a dtype by name, or the kind "float" or "int"; any, if it is empty.
+    usual_dtype: the dtype if only a shape is given; None: that of results.
+    shape_rule: the shape that messages ask for; without one, callers cannot give a wrong shape.
+    in_expressions: whether an expression reads it.
+    feature: the feature that kernels need. constant: above their source, whether it is given.
+    usual_axes, axes_examples: on the command line, its shape if none is given, and others.
+    help: the text of the command line.
+    in_parts: what to give in place of it in calls on parts of a problem.
+    """
+
+    name: str
+    group: str
+    axes: tuple[str, ...] = ()
+    broadcast: str = ""
+    dtype: str = ""
+    usual_dtype: str | None = "float32"
+    shape_rule: str = ""
+    in_expressions: bool = False
+    feature: str | None = None
+    constant: str | None = None
+    usual_axes: str = ""
+    axes_examples: str = ""
+    help: str = ""
+    in_parts: str = ""
+
+    def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+        """Whether it may have a shape in a problem of these sizes."""
+        full = tuple(sizes[x] for x in self.axes)
+        if self.broadcast == "axes":
+            return len(shape) == len(full) and all(n in (1, x) for n, x in zip(shape, full))
+        return shape == full or (self.broadcast == "lead" and shape == full[1:])
+
+
+_BY_HEAD: dict[str, Any] = {
+    "group": "scores",
+    "axes": ("batch", "heads"),
+    "broadcast": "lead",
+    "dtype": "float",
+    "shape_rule": "[heads] or [batch, heads], here ({heads},) or ({batch}, {heads})",
+    "usual_axes": "h",
+    "axes_examples": "h or bh",
 }
-_KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+_BY_PAIR: dict[str, Any] = {
+    "group": "scores",
+    "axes": ("batch", "heads", "M", "N"),
+    "broadcast": "axes",
+    "shape_rule": "broadcastable to [batch, heads, M, N], here ({batch}, {heads}, {M}, {N}): sizes "
+    "like those, or 1",
+    "in_expressions": True,
+}
+_SEED: dict[str, Any] = {
+    "group": "seeds",
+    "axes": ("one",),
+    "dtype": "int",
+    "shape_rule": "() or (1,)",
+}
+# In the order in which kernels are asked for the features.
+_ROWS = (
+    OptionalInput(
+        ALIBI,
+        **_BY_HEAD,
+        in_expressions=True,
+        help="ALiBi slopes of each head, h, or of each batch element too, bh; with a dtype, as "
+        "bf16[h].",
+        in_parts="give a score_mod with captured numbers",
+    ),
+    OptionalInput(
+        BIAS,
+        **_BY_PAIR,
+        dtype="float",
+        usual_dtype=None,
+        usual_axes="1hmn",
+        axes_examples="1hmn, b1mn or 11mn",
+        help="An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
+        "dtype, as f32[b1mn].",
+        in_parts="give a score_mod",
+    ),
+    OptionalInput(
+        MASK,
+        **_BY_PAIR,
+        dtype="bool",
+        usual_dtype="bool",
+        usual_axes="11mn",
+        axes_examples="11mn, b11n or bhmn",
+        help="An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
+        in_parts="give causal=, window= or an expression",
+    ),
+    OptionalInput(
+        SINK,
+        **_BY_HEAD,
+        feature="sink",
+        constant="has_sink",
+        help="Sinks of each head, h, or of each batch element too, bh: one more score of every "
+        "row.",
+        in_parts="leave it out",
+    ),
+    OptionalInput(  # the gradient of lse
+        DLSE,
+        group="gradients",
+        axes=("batch", "heads", "M"),
+        dtype="float",
+        shape_rule="that of lse, here ({batch}, {heads}, {M})",
+        feature="dlse",
+        constant="has_dlse",
+    ),
+    OptionalInput(  # which a call gives, and does not read
+        ROW_MAX,
+        group="results",
+        axes=("batch", "heads", "M"),
+        feature="row_max",
+        constant="has_row_max",
+    ),
+    # Where keys and values lie in pages: the numbers of each element's pages.
+    OptionalInput(PAGE_TABLE, group="pages", feature="paged"),
+    # Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
+    OptionalInput("k_scale", group="scales", feature="e4m3", constant="has_e4m3"),
+    OptionalInput("v_scale", group="scales"),
+    *(
+        OptionalInput(  # of q, k and v in e4m3; one that is not given is 1
+            name,
+            group="descales",
+            axes=("batch", "kv_heads"),
+            dtype="float32",
+            shape_rule="[batch, kv_heads], here ({batch}, {kv_heads})",
+            constant=f"has_{name}",
+            in_parts="convert q, k and v to float16 or bfloat16",
+        )
+        for name in ("q_descale", "k_descale", "v_descale")
+    ),
+    *(
+        OptionalInput(  # where the sequences of a ragged batch begin in packed rows
+            name,
+            group="starts",
+            axes=(name,),
+            dtype="int32",
+            usual_dtype="int32",
+            shape_rule="that of the first row of each sequence and then the end, here ({batch} + "
+            "1,)",
+            feature="ragged",
+        )
+        for name in ("cu_seqlens_q", "cu_seqlens_k")
+    ),
+    *(
+        OptionalInput(  # how many rows of each sequence count
+            name,
+            group="used",
+            axes=("batch",),
+            dtype="int32",
+            usual_dtype="int32",
+            shape_rule="one number for each sequence, here ({batch},)",
+            feature="ragged",
+        )
+        for name in ("seqused_q", "seqused_k")
+    ),
+    *(
+        OptionalInput(  # how many rows of each batch element count in padded arrays
+            name,
+            group="padded",
+            axes=("batch",),
+            dtype="int32",
+            usual_dtype="int32",
+            shape_rule="one number for each batch element, here ({batch},)",
+            feature="lengths",
+            in_parts="call for the batch elements of each length",
+        )
+        for name in ("lengths_q", "lengths_k")
+    ),
+    OptionalInput(SEED, **_SEED),  # options that may be arrays of one element, which kernels read
+    OptionalInput(OFFSET, **_SEED),
+    # Of a block mask: the tiles of keys for each tile of rows, and the other way round.
+    *(
+        OptionalInput(name, group="maps", axes=("batch", "heads", "-", "-"), constant=f"has_{name}")
+        for name in (KEY_TILES, ROW_TILES)
+    ),
+)
+OPTIONAL_INPUTS = {x.name: x for x in _ROWS}
+
+
+def _group(name: str) -> tuple[str, ...]:
+    return tuple(x.name for x in _ROWS if x.group == name)
+
+
+OWN_ARRAYS = _group("scores")  # arguments of calls that are arrays
+SEEDS, SCALES, DESCALES, MAPS = map(_group, ("seeds", "scales", "descales", "maps"))
+STARTS, USED, PADDED = map(_group, ("starts", "used", "padded"))
+LENGTHS = (*STARTS, *USED, *PADDED)
+RESERVED = (*OPTIONAL_INPUTS, SOFTCAP, "dropout")  # names that no captured array can have
+_CALLERS = ("score_mod", "mask_mod")  # options whose expressions are a caller's
+_AXES = ("batch", "head", "query", "key")
 MOST_AXES = 64  # of NumPy's arrays
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -87,6 +252,16 @@ class Operand:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_written", repr(self.value))
+
+    @property
+    def record(self) -> OptionalInput | None:
+        """Its row in the table; None for what a caller captures, and for numbers."""
+        return OPTIONAL_INPUTS.get(self.name)
+
+    @property
+    def is_in_expressions(self) -> bool:
+        """Whether an expression reads it, as all that is captured."""
+        return self.record is None or self.record.in_expressions
 
     @property
     def captured(self) -> Captured:
@@ -121,8 +296,9 @@ class Operand:
         "-" where the same elements serve the whole axis, and of captured arrays.
         """
         rank = len(self.shape)
-        known = _SIZES_OF.get(self.name, ("-",) * rank)
-        return tuple("-" if n == 1 else x for x, n in zip(known[len(known) - rank :], self.shape))
+        axes = self.record.axes if self.record else ()
+        known = axes[len(axes) - rank :] if axes else ("-",) * rank
+        return tuple("-" if n == 1 else x for x, n in zip(known, self.shape))
 
     def part(self, sizes: Mapping[str, int]) -> Operand:
         """The part of it for a part of a problem, of these sizes."""
@@ -144,8 +320,7 @@ def name_of(name: str) -> str:
     own = name.removeprefix("mods.")
     if own.startswith(OF_BLOCKS) or own in MAPS:
         return MASK
-    known = own == name or own in (*OWN_ARRAYS, *_WITHOUT_TEXT)
-    return own if known else f"captured {own}"
+    return own if own == name or own in OPTIONAL_INPUTS else f"captured {own}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +346,7 @@ class Modifiers:
     @property
     def differentiated(self) -> tuple[Operand, ...]:
         """The arrays of expressions whose gradients are asked for."""
-        return tuple(x for x in self.arrays if x.gradient and x.name not in _WITHOUT_TEXT)
+        return tuple(x for x in self.arrays if x.gradient and x.is_in_expressions)
 
     @property
     def elements(self) -> int:
@@ -210,19 +385,15 @@ class Modifiers:
 
     @property
     def features(self) -> list[str]:
-        alone = [x for x in (SINK, DLSE, ROW_MAX) if self._has(x)] + ["paged"] * self._has(
-            PAGE_TABLE
-        )
-        alone += ["e4m3"] * self.is_e4m3
-        if self.is_ragged:
-            alone.append("ragged" if self.is_packed else "lengths")
+        needed = [x.feature for x in _ROWS if x.feature and self._has(x.name)]
         asked = ["wrt"] * any(x.gradient for x in self.arrays)
-        return ["score"] * bool(self.score) + ["places"] * self._reads_places + alone + asked
+        scores = ["score"] * bool(self.score) + ["places"] * self._reads_places
+        return [*scores, *dict.fromkeys(needed), *asked]
 
     @property
     def _reads_places(self) -> bool:
-        read = [x for x in self.arrays if x.name not in (*_WITHOUT_TEXT, *MAPS)]
-        return bool(self.mask or read or any(x.positions for x in self.score))
+        read = any(x.is_in_expressions for x in self.arrays)
+        return bool(self.mask) or read or any(x.positions for x in self.score)
 
     @property
     def has_sink(self) -> bool:
@@ -274,14 +445,8 @@ class Modifiers:
             "has_score_mod": bool(self.score),
             "has_mask_mod": bool(self.mask),
             "reads_places": self._reads_places,
-            "has_sink": self.has_sink,
-            "has_row_max": self.has_row_max,
-            "has_e4m3": self.is_e4m3,
-            **{f"has_{name}": self._has(name) for name in DESCALES},
-            "has_dlse": self._has(DLSE),
             "has_dropout": self.dropout,
-            "has_key_tiles": self._has(KEY_TILES),
-            "has_row_tiles": self._has(ROW_TILES),
+            **{x.constant: self._has(x.name) for x in _ROWS if x.constant},
             "unit_slope": all(x.is_additive for x in self.score),
         }
 
@@ -305,15 +470,17 @@ def modifiers(
     by_name = {x.name: x for x in operands}
     if options.softcap is not None:
         by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
-    for name in (*OWN_ARRAYS, DLSE, *SEEDS, *LENGTHS):
-        if name in by_name:
-            _check_own(by_name[name], sizes, STARTS[0] in by_name)
+    named = dict(zip(("batch", "heads", "M", "N"), sizes))
+    for x in operands:
+        if x.name not in DESCALES:  # which ``Problem`` checks
+            check_input(x, named, is_packed=STARTS[0] in by_name)
     score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
     read = {name for text in (*score, *mask) for name in text.captured}
     for text in (*score, *mask):
-        own = OF_ARGUMENTS if text.option in _CALLERS else ()
-        text.check({name: x.captured for name, x in by_name.items() if name not in own})
-    if unread := [name for name in by_name if name not in (*read, *_WITHOUT_TEXT, *MAPS)]:
+        reserved = RESERVED if text.option in _CALLERS else ()
+        kinds = {name: x.captured for name, x in by_name.items() if name not in reserved}
+        text.check(kinds, reserved)
+    if unread := [x for x, y in by_name.items() if y.is_in_expressions and x not in read]:
         raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
         return Modifiers(operands=tuple(x for x in by_name.values() if x.is_array))
@@ -373,34 +540,31 @@ def indices(shape: Sequence[int]) -> str:
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
-def _check_own(operand: Operand, sizes: tuple[int, int, int, int], is_packed: bool = False) -> None:
-    name, shape, kind = operand.name, operand.shape, operand.captured.kind
-    batch, heads, *_ = sizes
-    if name in (ALIBI, SINK):
-        fits = shape in ((heads,), (batch, heads))
-        wanted = f"[heads] or [batch, heads], here ({heads},) or {(batch, heads)}"
-    elif name == DLSE:
-        like = (1, *sizes[1:3]) if is_packed else sizes[:3]
-        fits, wanted = shape == like, f"that of lse, here {like}"
-    elif name in SEEDS:
-        fits, wanted = shape == (1,), "() or (1,)"
-    elif name in LENGTHS:
-        fits, wanted = shape == (batch + (name in STARTS),), _WANTED[name].format(batch)
-    else:
-        fits = len(shape) == 4 and all(n in (1, size) for n, size in zip(shape, sizes))
-        wanted = f"broadcastable to [batch, heads, M, N], here {sizes}: sizes like those, or 1"
-    if not fits:
-        raise ValueError(f"{name} has shape {operand.given or shape}; its shape must be {wanted}")
-    if name in SEEDS:
-        if kind != "int":
-            raise TypeError(f"{name} is {operand.dtype}; it must be of whole numbers: convert it")
-    elif name in LENGTHS:
-        if operand.dtype != "int32":
-            raise TypeError(f"{name} is {operand.dtype}; it must be int32: convert it")
-    elif (kind == "bool") != (name == MASK) or kind == "int":
-        wanted = "bool, where True is seen" if name == MASK else "of a floating-point dtype"
-        other = "; numbers to add are a bias" if name == MASK and kind == "float" else ""
-        raise TypeError(f"{name} is {operand.dtype}; it must be {wanted}: convert it{other}")
+_DTYPE_RULES = {
+    "float": "of a floating-point dtype",
+    "bool": "bool, where True is seen",
+    "int": "of whole numbers",
+}
+
+
+def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -> None:
+    """Raises ValueError for a shape, and TypeError for a dtype, that an optional input cannot have.
+
+    sizes: of the problem, by name; of a packed batch, batch is how many sequences there are.
+    """
+    if x.record is None or not (rule := x.record.shape_rule):
+        return
+    sizes = {**sizes, "one": 1, **dict.fromkeys(STARTS, sizes["batch"] + 1)}
+    if x.name == DLSE and is_packed:
+        sizes["batch"] = 1
+    if not x.record.fits(x.shape, sizes):
+        wanted = rule.format(**sizes)
+        raise ValueError(f"{x.name} has shape {x.given or x.shape}; its shape must be {wanted}")
+    kind, dtype = x.captured.kind, x.record.dtype
+    if dtype not in (x.dtype, kind):
+        wanted = _DTYPE_RULES.get(dtype, dtype)
+        other = "; numbers to add are a bias" * (dtype == "bool" and kind == "float")
+        raise TypeError(f"{x.name} is {x.dtype}; it must be {wanted}: convert it{other}")
 
 
 # What callers give
@@ -418,8 +582,7 @@ def operand(name: str, given: Any) -> Operand:
             f"captured has {name!r}; names are words of letters, digits and _, no keywords, and "
             "do not begin with __"
         )
-    taken = (*TAKEN, *OF_ARGUMENTS, *MAPS, *LENGTHS, PAGE_TABLE, *DESCALES, ROW_MAX)
-    if name in taken or name.startswith(OF_BLOCKS):
+    if name in (*TAKEN, *RESERVED) or name.startswith(OF_BLOCKS):
         raise ValueError(
             f"captured has {name!r}, which expressions use for something else; rename it"
         )
@@ -442,7 +605,8 @@ def of_value(name: str, given: Any) -> Operand:
     dtype, floats = str(given.dtype), " or ".join((", ".join(_FLOATS[:-1]), _FLOATS[-1]))
     any_of = f"bool, whole numbers or {', '.join(_FLOATS)}"
     if dtype not in (*_DTYPES, *_FLOATS):
-        wanted = {MASK: "bool", ALIBI: floats, BIAS: floats, SINK: floats}.get(name, any_of)
+        known = OPTIONAL_INPUTS.get(name)
+        wanted = {"bool": "bool", "float": floats}.get(known.dtype, any_of) if known else any_of
         raise TypeError(
             f"{name} is {dtype}; it must be of {wanted}, in native byte order: convert it"
         )
@@ -455,7 +619,7 @@ def of_record(
     name: str, dtype: str, shape: Sequence[int], value: Any = None, gradient: bool = False
 ) -> Operand:
     """The operand of these fields, which may be from a file: names become names of C++."""
-    if name not in (*OWN_ARRAYS, *_WITHOUT_TEXT, *MAPS) and not name.startswith(OF_BLOCKS):
+    if name not in OPTIONAL_INPUTS and not name.startswith(OF_BLOCKS):
         operand(name, 0)  # refuses names that no caller may give
     elif not (name.isidentifier() and name.isascii()):
         raise ValueError(f"{name!r} is no name of an array")

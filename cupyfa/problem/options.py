@@ -153,13 +153,6 @@ def _read_offset(value: Any) -> int | None:
     return offset
 
 
-def _parse_offset(text: str) -> int | None:
-    try:
-        return None if text.lower() == "none" else int(text)
-    except ValueError:
-        raise ValueError(f"offset={text!r} is not a whole number") from None
-
-
 def read_size(name: str, size: Any, most: int) -> int:
     """A size as a Python int, because products of NumPy's integers overflow."""
     size = without_axes(size)
@@ -178,12 +171,6 @@ def _parse_window(text: str) -> Window:
             f"window {text!r} is not LEFT,RIGHT; give two numbers of keys, - for no limit: 128,-"
         ) from None
     return _read_window((left, right))
-
-
-def _show_window(window: Window) -> str | None:
-    if window == NO_WINDOW:
-        return None
-    return ",".join("-" if side is None else str(side) for side in window)
 
 
 def without_axes(value: Any) -> Any:
@@ -211,14 +198,13 @@ def read_number(name: str, value: Any, default: str) -> float | None:
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # of Real
 
 
-def parse_number(name: str, text: str) -> float | None:
+def parse_number(name: str, text: str, read: type[int] | type[float] = float) -> int | float | None:
     """A number, or None for the word none. Raises ValueError for anything else."""
-    if text.lower() == "none":
-        return None
     try:
-        return float(text)
+        return None if text.lower() == "none" else read(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is not a number") from None
+        kind = "whole number" if read is int else "number"
+        raise ValueError(f"{name}={text!r} is not a {kind}") from None
 
 
 def _read_softcap(value: Any) -> float | None:
@@ -339,7 +325,11 @@ class AttentionOptions:
             "under a top-left mask); - is no limit, as in 128,-.",
             read=_read_window,
             parse=_parse_window,
-            shown=_show_window,
+            shown=lambda window: (
+                None
+                if window == NO_WINDOW
+                else ",".join("-" if x is None else str(x) for x in window)
+            ),
             separator="/",
             metavar="LEFT,RIGHT",
             tried=((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000)),
@@ -355,7 +345,7 @@ class AttentionOptions:
             help="Position of query 0 among the keys, for causal masks, windows and expressions.  "
             "[default: N - M]",
             read=_read_offset,
-            parse=_parse_offset,
+            parse=lambda text: parse_number("offset", text, int),
             metavar="INTEGER",
         ),
     )

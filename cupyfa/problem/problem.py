@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
@@ -15,7 +15,15 @@ import numpy as np
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs, shape_language
 from cupyfa.problem.dtypes import DTYPES, E4M3_INPUTS, INPUTS, DType, DTypeLike, dtype_named
-from cupyfa.problem.lengths import Lengths, Packed, lengths_of, pairs_of, shown_lengths
+from cupyfa.problem.lengths import (
+    DENSE,
+    Lengths,
+    Packed,
+    Rows,
+    lengths_of,
+    pairs_of,
+    shown_lengths,
+)
 from cupyfa.problem.optional_inputs import (
     ALIBI,
     BIAS,
@@ -41,7 +49,6 @@ from cupyfa.problem.options import (
     read_size,
 )
 from cupyfa.problem.resizing import resized
-from cupyfa.problem.wrt import differentiated
 from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
@@ -51,7 +58,7 @@ LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
 PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
 # Of a batch element of a ragged batch: it is none.
-_ALONE: dict[str, Any] = {"operands": (), "lengths": None, "pages": 0, "cached": None}
+_ALONE: dict[str, Any] = {"operands": (), "rows": DENSE}
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,12 +69,8 @@ class Problem:
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
     softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
     numbers that expressions read. With ``block_mask`` its masks are a block mask together: plans
-    go by maps of tiles, which are made of the inputs (``blocks.readable``). ``lengths`` are those
-    of the queries and keys of a ragged batch where they are known: what is compiled does not
-    depend on them, but work and random inputs do. With ``pages`` k and v are as many pages, k
-    [pages, kv_heads, page_size, d], and an operand is the page table. ``cached`` says how many
-    keys of a cache each batch element has, where that is known: it decides work and inputs alone,
-    too.
+    go by maps of tiles, which are made of the inputs (``blocks.readable``). ``rows`` says how the
+    rows are stored: packed or in pages. Where keys are in pages, an operand is the page table.
     """
 
     batch: int
@@ -83,9 +86,7 @@ class Problem:
     is_softmax: bool = False
     operands: tuple[Operand, ...] = ()
     block_mask: bool = False
-    lengths: Packed | None = None
-    pages: int = 0
-    cached: Lengths | None = None
+    rows: Rows = DENSE
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -133,59 +134,38 @@ class Problem:
         kv_heads: int | None = None,
         dtype: DTypeLike = "float32",
         options: AttentionOptions | None = None,
-        alibi_slopes: Any = None,
-        bias: Any = None,
-        mask: Any = None,
-        sink: Any = None,
-        lengths_q: Any = None,
-        lengths_k: Any = None,
-        q_descale: Any = None,
-        k_descale: Any = None,
-        v_descale: Any = None,
-        captured: Mapping[str, Any] | None = None,
-        wrt: str | Sequence[str] | None = None,
         block_mask: bool | None = None,
-        dlse: bool | None = None,
         lengths: Any = None,
         page_size: int | None = None,
-        return_max: bool | None = None,
-        **keywords: Unpack[OptionKeywords],
+        **keywords: Unpack[shape_language.FormKeywords],
     ) -> Problem:
         """The problem of these sizes; N defaults to M, dv to d and kv_heads to heads.
 
         lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
         [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
-        alibi_slopes, bias, mask, sink, lengths_q, lengths_k, q_descale, k_descale, v_descale,
-        captured, wrt, dlse, return_max: forms of arrays, those whose gradients a backward kernel
-        gives, whether it takes a gradient of lse, and whether a forward kernel gives the largest
-        scores, as ``shape_language`` has them; dropout_seed and dropout_offset may be arrays, or
-        forms such as "u64[1]". With block_mask, mask and mask_mod are a block mask. With page_size,
-        keys lie in pages of so many: see ``in_pages``.
+        keywords: options, and forms of arrays as ``shape_language`` has them; wrt, the arrays whose
+        gradients a backward kernel gives, dlse, whether it takes a gradient of lse, and return_max,
+        whether a forward kernel gives the largest scores.
+        dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With block_mask,
+        mask and mask_mod are a block mask. With page_size, keys lie in pages of so many: see
+        ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
         packed = None if lengths is None else lengths_of(lengths)
         batch, M, N = _sizes_of_rows(packed, batch, M, N)
         asked = dict[str, Any](keywords)
+        arrays = {x: asked.pop(x) for x in shape_language.FORMS if x in asked}
         seeds = shape_language.seeds_in_memory(asked)
         asked |= dict.fromkeys(seeds, 0)
         known, chosen = dtype_named(dtype), AttentionOptions.of(options, asked)
-        given = {"alibi_slopes": alibi_slopes, "bias": bias, "mask": mask, "sink": sink}
-        given |= {"lengths_q": lengths_q, "lengths_k": lengths_k}
-        descales = dict(zip(DESCALES, (q_descale, k_descale, v_descale)))
-        given |= shape_language.of_heads(descales, batch, kv_heads)
-        given |= {
-            "captured": captured,
-            "wrt": wrt,
-            "dlse": dlse,
-            "return_max": return_max,
-            **(seeds if chosen.dropout else {}),
-            **shape_language.forms_of_lengths(packed),
-        }
-        arrays = shape_language.operands(given, (batch, heads, M, N), known.name)
+        given = shape_language.of_heads(arrays, batch, kv_heads)
+        given |= seeds if chosen.dropout else {}
+        given |= shape_language.forms_of_lengths(packed)
+        operands = shape_language.operands(given, (batch, heads, M, N), known.name)
         batch = 1 if packed else batch
         sizes = batch, heads, kv_heads, M, N, d, dv
-        p = cls(*sizes, known, chosen, operands=arrays, lengths=packed)
+        p = cls(*sizes, known, chosen, operands=operands, rows=Rows(packed))
         return p.in_blocks(block_mask).in_pages(page_size)
 
     @classmethod
@@ -221,7 +201,7 @@ class Problem:
         pages = len(k) if table else 0
         N *= table.shape[1] if table else 1
         sizes = batch, heads, kv_heads, M, N, d, dv
-        p = cls(*sizes, dtype, chosen, operands=operands, pages=pages)
+        p = cls(*sizes, dtype, chosen, operands=operands, rows=Rows(pages=pages))
         optional_inputs.refuse_short(p.modifiers, p.of_scores)
         return p
 
@@ -237,17 +217,22 @@ class Problem:
         others["operands"] = tuple(
             optional_inputs.of_record(*x) for x in others.get("operands", ())
         )
-        others["lengths"] = lengths_of(x) if (x := others.get("lengths")) else None
-        others["cached"] = Lengths.of(x) if (x := others.get("cached")) else None
-        return cls(**others, options=AttentionOptions(**options))
+        lengths, cached = others.pop("lengths", None), others.pop("cached", None)
+        rows = Rows(
+            lengths_of(lengths) if lengths else None,
+            others.pop("pages", 0),
+            Lengths.of(cached) if cached else None,
+        )
+        return cls(**others, rows=rows, options=AttentionOptions(**options))
 
     def record(self) -> dict[str, Any]:
         plain = {**vars(self), "dtype": self.dtype.name}
-        del plain["options"]
+        del plain["options"], plain["rows"]
         plain["operands"] = tuple(
             (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
         )
         plain["lengths"] = self.lengths and shown_lengths(self.lengths)
+        plain["pages"] = self.pages
         plain["cached"] = self.cached and str(self.cached)
         texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
         return {**plain, **vars(self.options), "scale": self.scale, **texts}
@@ -262,7 +247,7 @@ class Problem:
             options = dict.fromkeys(options)
         sizes = {x: None if self.is_softmax and x not in "MN" else getattr(self, x) for x in SIZES}
         sizes["batch"] = self.sequences or sizes["batch"]
-        lengths = self.known_lengths and shown_lengths(self.known_lengths)
+        lengths = self.rows.known_lengths and shown_lengths(self.rows.known_lengths)
         arrays = " ".join(self._arrays_shown) or None
         return {**sizes, "lengths": lengths, "dtype": self.dtype.name, **options, "arrays": arrays}
 
@@ -288,37 +273,13 @@ class Problem:
     def with_row_max(self, asked: bool = True) -> Problem:
         """The problem with the largest score of each row among its outputs, or without."""
         form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
-        return self._with_own((ROW_MAX,), [form] * asked)
+        kept = (x for x in self.operands if x.name != ROW_MAX)
+        return replace(self, operands=(*kept, *[form] * asked))
 
     @property
     def wrt(self) -> tuple[str, ...]:
         """The arrays that change scores whose gradients a backward kernel gives."""
         return tuple(x.name for x in self.operands if x.gradient)
-
-    def with_wrt(self, names: Sequence[str]) -> Problem:
-        """The problem with the gradients of these arrays, besides those of q, k and v."""
-        return replace(self, operands=differentiated(self.operands, names))
-
-    def padded(self, sides: Collection[str]) -> Problem:
-        """The problem whose batch elements have lengths of their own, of queries ("q"), of keys
-        ("k") or of both; without a side all rows count.
-        """
-        if self.pages:
-            raise ValueError("batch elements with keys in pages have lengths; leave out padded")
-        _refuse_others("padded", sides, "qk")
-        own = [x for x, side in zip(PADDED, "qk") if side in sides]
-        return self._with_own(PADDED, [Operand(x, "int32", (self.batch,)) for x in own])
-
-    def descaled(self, names: Collection[str]) -> Problem:
-        """The problem with descales of these, of "q", "k" and "v"."""
-        _refuse_others("descales", names, "qkv")
-        own, shape = [x for x in DESCALES if x[0] in names], (self.batch, self.kv_heads)
-        return self._with_own(DESCALES, [Operand(x, "float32", shape) for x in own])
-
-    def _with_own(self, names: Collection[str], own: Iterable[Operand]) -> Problem:
-        """The problem with these in place of the operands with such names."""
-        kept = (x for x in self.operands if x.name not in names)
-        return replace(self, operands=(*kept, *own))
 
     def in_pages(self, size: int | None) -> Problem:
         """The problem whose batch elements have as many keys as their lengths say, in pages of
@@ -326,7 +287,7 @@ class Problem:
         """
         if size is None:
             kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
-            return replace(self, operands=kept, pages=0) if self.pages else self
+            return replace(self, operands=kept, rows=DENSE) if self.pages else self
         check_page_size(shape_language.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
@@ -339,7 +300,8 @@ class Problem:
         dense, after = self.in_pages(None), (*self.of_scores[:3], most * size)
         fitting = resized(dense.operands, self.expressions, self.of_scores, after)
         operands = (*fitting, lengths, table)
-        return replace(dense, N=most * size, operands=operands, pages=self.batch * most + 1)
+        rows = Rows(pages=self.batch * most + 1)
+        return replace(dense, N=most * size, operands=operands, rows=rows)
 
     @property
     def pairs(self) -> int:
@@ -349,11 +311,6 @@ class Problem:
         if self.lengths is None:
             return self.batch * self.M * self.N
         return sum(x * y for x, y in pairs_of(*self.lengths))
-
-    @property
-    def known_lengths(self) -> Packed | None:
-        """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
-        return self.lengths if self.cached is None else (self.cached, self.cached)
 
     @property
     def expressions(self) -> list[Expression]:
@@ -418,7 +375,6 @@ class Problem:
 
     def _check_descales(self) -> None:
         """Raises ValueError, TypeError and Unsupported for descales that inputs cannot have."""
-        shape = self.batch, self.kv_heads
         for x in self.operands:
             if x.name not in DESCALES:
                 continue
@@ -432,13 +388,7 @@ class Problem:
                     f"{x.name} cannot be used with sequences of different lengths; convert q, k "
                     "and v to float16 or bfloat16"
                 )
-            if x.shape != shape:
-                raise ValueError(
-                    f"{x.name} has shape {x.shape}; its shape must be [batch, kv_heads], here "
-                    f"{shape}"
-                )
-            if x.dtype != "float32":
-                raise TypeError(f"{x.name} is {x.dtype}; it must be float32: convert it")
+            optional_inputs.check_input(x, vars(self))
 
     def check_offset(self) -> None:
         """Raises ValueError for an offset that nothing depends on, in a complete problem."""
@@ -482,13 +432,8 @@ class Problem:
         """The operands, without offsets and lengths where these are known as numbers, and without
         what pages have.
         """
-        named = (*LENGTHS, PAGE_TABLE) if self.known_lengths or self.pages else ()
+        named = (*LENGTHS, PAGE_TABLE) if self.rows != DENSE else ()
         return tuple(x for x in self.operands if x.name not in named)
-
-    @property
-    def _in_memory(self) -> list[str]:
-        """The options whose values kernels read from arrays."""
-        return [x.name for x in self.operands if x.name in SEEDS]
 
     @classmethod
     def of_rows(cls, x: Any) -> Problem:
@@ -513,6 +458,9 @@ class Problem:
         scale = self.options.scale
         return _default_scale(self.d) if scale is None else scale
 
+    lengths = property(attrgetter("rows.lengths"))
+    pages = property(attrgetter("rows.pages"))
+    cached = property(attrgetter("rows.cached"))
     # Read from the options, for formulas of records.
     causal = property(attrgetter("options.causal"))
     window = property(attrgetter("options.window"))
@@ -525,11 +473,6 @@ class Problem:
     def modifiers(self) -> Modifiers:
         """The expressions that change or hide its scores."""
         return optional_inputs.modifiers(self.options, self.operands, self.of_scores)
-
-    @property
-    def first_position(self) -> int:
-        """The position of query 0 among the keys, for expressions."""
-        return self._position
 
     @property
     def _explicit(self) -> AttentionOptions:
@@ -545,13 +488,15 @@ class Problem:
         """With a limit on the right, query i sees keys j <= i + causal_offset, from -M to N - 1."""
         if self.right is None:
             return 0
-        offset = max(min(self._position + self.right, max(self.N - 1, 0)), -self.M)
+        offset = max(min(self.first_position + self.right, max(self.N - 1, 0)), -self.M)
         return offset if self.left is None else max(offset, self.window_offset)
 
     @property
     def window_offset(self) -> int:
         """With a limit on the left, query i sees keys j >= i + window_offset, from -M to N."""
-        return 0 if self.left is None else min(max(self._position - self.left, -self.M), self.N)
+        return (
+            0 if self.left is None else min(max(self.first_position - self.left, -self.M), self.N)
+        )
 
     def visible(self) -> np.ndarray:
         """Whether query i sees key j, [M, N]: what a reference of a kernel's own needs."""
@@ -564,8 +509,8 @@ class Problem:
         return seen
 
     @property
-    def _position(self) -> int:
-        """The position of the first query among the keys."""
+    def first_position(self) -> int:
+        """The position of query 0 among the keys."""
         usual = 0 if self.causal == "top-left" else self.N - self.M
         return self.shift + (usual if self.offset is None else self.offset)
 
@@ -582,13 +527,15 @@ class Problem:
         part = replace(self, **sizes, kv_heads=kv_heads, shift=0, operands=operands)  # type: ignore[arg-type]
         if not (self.is_masked or self.reads_position):
             return part
-        return replace(part, shift=self._position + rows.start - keys.start - part._position)
+        return replace(
+            part, shift=self.first_position + rows.start - keys.start - part.first_position
+        )
 
     def of_sequences(self, count: int, M: int, N: int) -> Problem:
         """The problem of this many sequences of a packed batch, with fewer rows and keys."""
         sizes = {"batch": count, "M": M, "N": N, **dict.fromkeys(STARTS, count + 1)}
         operands = tuple(x.part(sizes) for x in self.operands)
-        return replace(self, M=M, N=N, operands=operands, lengths=None)
+        return replace(self, M=M, N=N, operands=operands, rows=DENSE)
 
     @property
     def out_dtype(self) -> DType:
@@ -613,11 +560,8 @@ class Problem:
 
     def shape(self, axes: str) -> tuple[int, ...]:
         """The sizes of axes given by name: "batch heads M d8", with d rounded up to whole 8s."""
-        return tuple(map(self._extent, axes.split()))
-
-    def _extent(self, axis: str) -> int:
-        name = axis.rstrip("0123456789")
-        return round_up(getattr(self, name), int(axis[len(name) :] or 1))
+        named = ((x.rstrip("0123456789"), x) for x in axes.split())
+        return tuple(round_up(getattr(self, name), int(x[len(name) :] or 1)) for name, x in named)
 
     def __repr__(self) -> str:
         return f"<problem {self}>"
@@ -630,14 +574,12 @@ class Problem:
         shift = f" shift={self.shift}" if self.shift else ""
         arrays = "".join(f" {x}" for x in self._arrays_shown)
         batch = self.batch if self.lengths is None else self.sequences
-        lengths = (
-            f" lengths={shown_lengths(self.known_lengths, short=True)}"
-            if self.known_lengths
-            else ""
-        )
+        known = self.rows.known_lengths
+        lengths = f" lengths={shown_lengths(known, short=True)}" if known else ""
+        in_memory = [x.name for x in self.operands if x.name in SEEDS]
         return (
             f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
-            f"{dv} {self.dtype.name}{shift} {self._explicit.text(self._in_memory)}{arrays}"
+            f"{dv} {self.dtype.name}{shift} {self._explicit.text(in_memory)}{arrays}"
         )
 
 
@@ -680,12 +622,6 @@ def _sizes_of_rows(
         )
     q, k = packed
     return len(q.rows), q.total, k.total
-
-
-def _refuse_others(what: str, names: Collection[str], known: str) -> None:
-    """Raises ValueError for names that are not letters of ``known``."""
-    if unknown := ", ".join(x for x in names if x not in known):
-        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
 
 
 def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:

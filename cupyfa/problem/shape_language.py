@@ -7,7 +7,7 @@ the sizes of the problem. A problem of other sizes has arrays of the same form.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +17,17 @@ from cupyfa.errors import described
 from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.lengths import Packed
 from cupyfa.problem.optional_inputs import (
-    ALIBI,
-    BIAS,
     DESCALES,
     DLSE,
-    MASK,
+    OPTIONAL_INPUTS,
     OWN_ARRAYS,
     PADDED,
     ROW_MAX,
     SEEDS,
-    SINK,
     STARTS,
     USED,
     Operand,
+    OptionalInput,
     is_array,
     of_value,
     operand,
@@ -43,7 +41,7 @@ RETURN_MAX = "return_max"  # whether the largest score of each row is given, too
 PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
 # Arguments that give forms, or say what is done with the arrays.
 NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, RETURN_MAX, LENGTHS_OF, PAGE_SIZE)
-USUAL = {ALIBI: "h", BIAS: "1hmn", MASK: "11mn", SINK: "h"}  # shapes if nothing is said about them
+USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # if nothing is said about them
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -52,11 +50,6 @@ Sizes = tuple[int, int, int, int]  # batch, heads, M and N
 AXES = ("batch", "heads", "M", "N")
 _LETTERS = "bhmn"
 _SHORT = {long: short for short, long in DTYPES.items()}
-_SHAPES = {
-    **{ALIBI: "h or bh", SINK: "h or bh"},
-    **{BIAS: "1hmn, b1mn or 11mn", MASK: "11mn, b11n or bhmn"},
-}
-_OF_PACKED = (*STARTS, *USED)
 
 
 def is_array_form(text: str) -> bool:
@@ -65,18 +58,28 @@ def is_array_form(text: str) -> bool:
     return dtype in DTYPES if bracket else len(text) > 1 and {*text} <= {*_LETTERS, "1"}
 
 
-class Keywords(OptionKeywords, total=False):
+class FormKeywords(OptionKeywords, total=False):
     """The options and forms as keyword arguments, for type checkers."""
 
     alibi_slopes: Any
     bias: Any
     mask: Any
     sink: Any
+    lengths_q: Any
+    lengths_k: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
     captured: Mapping[str, Any] | None
     wrt: str | Sequence[str] | None
-    block_mask: bool | None
     dlse: bool | None
     return_max: bool | None
+
+
+class Keywords(FormKeywords, total=False):
+    """And how the rows of a problem lie in memory."""
+
+    block_mask: bool | None
     lengths: Any
     page_size: int | None
 
@@ -93,24 +96,19 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
 
     Raises ValueError and TypeError for what is no form.
     """
-    if unknown := ", ".join(given.keys() - {*NAMES, *SEEDS, *PADDED, *_OF_PACKED, *DESCALES}):
+    if unknown := ", ".join(given.keys() - {*NAMES, *_READERS}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
+    if RETURN_MAX in given:
+        given = {ROW_MAX if name == RETURN_MAX else name: x for name, x in given.items()}
     named = dict(zip(AXES, sizes))
     found = [
-        _own(name, form, named, dtype)
-        for name in OWN_ARRAYS
+        read(OPTIONAL_INPUTS[name], form, named, dtype)
+        for name, read in _READERS.items()
         if (form := given.get(name)) is not None and form is not False
     ]
-    batch = 1 if STARTS[0] in given else sizes[0]
-    found += [
-        Operand(name, INPUTS[dtype].sums.name, (batch, *sizes[1:3]))
-        for name, asked in ((DLSE, given.get(DLSE)), (ROW_MAX, given.get(RETURN_MAX)))
-        if asked
-    ]
-    found += [_length(x, given[x], named) for x in PADDED if given.get(x) is not None]
-    found += [Operand(name, "int32", given[name]) for name in _OF_PACKED if name in given]
-    found += [_of_shape(x, given[x], "float32") for x in DESCALES if given.get(x) is not None]
-    found += [_seed(name, given[name]) for name in SEEDS if name in given]
+    if STARTS[0] in given:
+        of_rows = (DLSE, ROW_MAX)
+        found = [replace(x, shape=(1, *x.shape[1:])) if x.name in of_rows else x for x in found]
     captured = given.get(CAPTURED) or {}
     if not isinstance(captured, Mapping):
         raise TypeError(f'captured is {described(captured)}; give {{"name": form}}')
@@ -125,18 +123,20 @@ def of_heads(given: Mapping[str, Any], batch: int, kv_heads: int) -> dict[str, A
     return {**given, **usual}
 
 
-def _own(name: str, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
-    usual = {BIAS: INPUTS[dtype].usual_result, MASK: "bool"}.get(name, "float32")
+def _read_score_array(
+    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
+) -> Operand:
+    name, usual = record.name, record.usual_dtype or INPUTS[dtype].usual_result
     if form is True:
-        form = USUAL[name]
+        form = record.usual_axes
     if not isinstance(form, str):
         return _of_shape(name, form, usual)
     short, letters = _parts(form) or ("", form)
     known = DTYPES.get(short, usual if not short else "")
     if not known or not letters or set(letters) - set(_LETTERS + "1"):
         raise ValueError(
-            f"{name} is {form!r}; give its shape by letters, for example {_SHAPES[name]}, also "
-            f"with a dtype, as f32[{USUAL[name]}]"
+            f"{name} is {form!r}; give its shape by letters, for example {record.axes_examples}, "
+            f"also with a dtype, as f32[{record.usual_axes}]"
         )
     by_letter = {"1": 1, **dict(zip(_LETTERS, named.values()))}
     return Operand(name, known, tuple(by_letter[x] for x in letters))
@@ -148,16 +148,21 @@ def seeds_in_memory(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in given.items() if is_array(x) or isinstance(x, str)}
 
 
-def _seed(name: str, form: Any) -> Operand:
+def _read_seed(record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str) -> Operand:
     if not isinstance(form, str):
-        return of_value(name, form)
+        return of_value(record.name, form)
     short, size = _parts(form) or ("", "")
     if short not in DTYPES or short[0] not in "iu" or size != "1":
-        raise ValueError(f"{name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]")
-    return Operand(name, DTYPES[short], (1,))
+        raise ValueError(
+            f"{record.name} is {form!r}; give a whole number, or a form as u64[1] or i32[1]"
+        )
+    return Operand(record.name, DTYPES[short], (1,))
 
 
-def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
+def _read_lengths(
+    record: OptionalInput, form: Any, named: Mapping[str, int], dtype: str
+) -> Operand:
+    name = record.name
     if form is True:
         form = (named["batch"],)
     if not isinstance(form, str):
@@ -169,6 +174,26 @@ def _length(name: str, form: Any, named: Mapping[str, int]) -> Operand:
     if short not in DTYPES or size is None:
         raise ValueError(f"{name} is {form!r}; give its dtype and size, i32[batch]")
     return Operand(name, DTYPES[short], (size,))
+
+
+# In the order of operands.
+_READERS: dict[str, Callable[..., Operand]] = {
+    **dict.fromkeys(OWN_ARRAYS, _read_score_array),
+    **dict.fromkeys(
+        (DLSE, ROW_MAX),
+        lambda record, form, named, dtype: Operand(
+            record.name, INPUTS[dtype].sums.name, tuple(named[x] for x in record.axes)
+        ),
+    ),
+    **dict.fromkeys(PADDED, _read_lengths),
+    **dict.fromkeys(
+        (*STARTS, *USED, *DESCALES),
+        lambda record, form, named, dtype: _of_shape(record.name, form, record.usual_dtype),
+    ),
+    **dict.fromkeys(SEEDS, _read_seed),
+}
+# Keyword arguments that are forms.
+FORMS = {*OWN_ARRAYS, DLSE, RETURN_MAX, *PADDED, *DESCALES, CAPTURED, WRT}
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
@@ -199,7 +224,9 @@ def _of_shape(name: str, given: Any, dtype: str) -> Operand:
 
 def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
     sizes = tuple(shape)
-    return (1,) * (4 - len(sizes)) + sizes if name in (BIAS, MASK) else sizes
+    record = OPTIONAL_INPUTS.get(name)
+    has_four = record is not None and record.broadcast == "axes"
+    return (1,) * (4 - len(sizes)) + sizes if has_four else sizes
 
 
 def _parts(form: str) -> tuple[str, str] | None:
@@ -251,7 +278,7 @@ def _shown(x: Operand, sizes: Sequence[int]) -> str:
     letters = "".join(
         "1" if n == 1 and len(axes) == 4 else axis for n, (axis, _) in zip(x.shape, axes)
     )
-    return letters if x.name == MASK else f"{_SHORT[x.dtype]}[{letters}]"
+    return letters if x.dtype == "bool" else f"{_SHORT[x.dtype]}[{letters}]"
 
 
 def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:

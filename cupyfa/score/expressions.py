@@ -13,7 +13,7 @@ import math
 import numbers
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -71,12 +71,6 @@ TRACEABLE = {name: _traceable(x) for name, x in FUNCTIONS.items()}
 
 KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
 TAKEN = KNOWN | {"inf", "nan"}
-# Names in the texts that the host writes, and of what else calls take.
-OF_ARGUMENTS = (
-    *("alibi_slopes", "bias", "mask", "sink", "dlse", "softcap"),
-    *("dropout", "dropout_seed", "dropout_offset"),
-    *("lengths_q", "lengths_k", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-)
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
 # What other libraries call them.
 _OTHER_NAMES = {
@@ -161,13 +155,6 @@ def _too_deep() -> str:
     )
 
 
-def _too_long(count: int) -> str:
-    return (
-        f"{count} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
-        "parentheses, as (a + b) + (c + d)"
-    )
-
-
 def _check_depth(tree: ast.expr) -> None:
     """Raises _Wrong where operations are too deep inside each other, or too many in a chain."""
     level: list[tuple[ast.AST, int]] = [(tree, 1)]  # and how many are around each
@@ -182,7 +169,11 @@ def _check_depth(tree: ast.expr) -> None:
             for x in ast.iter_child_nodes(node)
         ]
     if operations > _LONGEST_CHAIN:
-        raise _Wrong(0, _too_long(operations))
+        raise _Wrong(
+            0,
+            f"{operations} operations follow each other; at most {_LONGEST_CHAIN} may; set some in "
+            "parentheses, as (a + b) + (c + d)",
+        )
 
 
 def _continues(node: ast.AST, operand: ast.AST) -> bool:
@@ -199,6 +190,7 @@ class _Rules:
 
     option: str
     kinds: Mapping[str, Captured] | None = None
+    reserved: Collection[str] = ()
 
     def result(self, tree: ast.expr) -> Kind | None:
         kind = self.kind(tree)
@@ -273,7 +265,7 @@ class _Rules:
         if name not in self.kinds:
             names = [*([SCORE] if self.option not in MASKS else []), *POSITIONS]
             what = f"there is no captured array {name!r}" if indices else f"there is no {name!r}"
-            if name in OF_ARGUMENTS:
+            if name in self.reserved:
                 raise _Wrong(node, f"{what}; give it in captured under another name")
             near = _suggested(name, list(self.kinds) if indices else [*names, *self.kinds])
             if near and not indices and name in _OTHER_NAMES:
@@ -310,7 +302,8 @@ class _Rules:
 
     def _index(self, node: ast.expr) -> None:
         if isinstance(node, ast.Slice | ast.Starred):
-            raise _Wrong(_first_place(node), "an index is one whole number, no slice")
+            places = (x for x in (node, *ast.iter_child_nodes(node)) if hasattr(x, "col_offset"))
+            raise _Wrong(next(places, node), "an index is one whole number, no slice")
         if (kind := self.kind(node)) not in ("whole", None):
             remedy = "; // of whole numbers gives one" if kind == "number" else ""
             raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
@@ -335,7 +328,7 @@ class _Rules:
             raise _Wrong(node, f"this operator is not available{remedy}")
         sign = _SIGNS[type(op)]
         kinds = [self._numeric(left, f"{sign} takes"), self._numeric(right, f"{sign} takes")]
-        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and _is_zero(right):
+        if isinstance(op, ast.Div | ast.FloorDiv | ast.Mod) and getattr(right, "value", None) == 0:
             raise _Wrong(right, "this divides by 0")
         if isinstance(op, ast.FloorDiv | ast.Mod):
             for side, kind in zip((left, right), kinds):
@@ -454,10 +447,6 @@ def _no_function(called: ast.expr, name: str | None) -> str:
     return f"there is no function {name!r}{near or others}"
 
 
-def _first_place(node: ast.AST) -> ast.AST:
-    return node if hasattr(node, "col_offset") else next(ast.iter_child_nodes(node), node)
-
-
 def _with_floor(node: ast.BinOp) -> str:
     """The text that // and % of whole numbers stand for."""
     left, right = node.left, node.right
@@ -465,10 +454,6 @@ def _with_floor(node: ast.BinOp) -> str:
     if isinstance(node.op, ast.Mod):
         floored = ast.BinOp(left, ast.Sub(), ast.BinOp(right, ast.Mult(), floored))
     return ast.unparse(floored)
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and not isinstance(node.value, str) and node.value == 0
 
 
 def _indices(node: ast.Subscript) -> list[ast.expr]:
@@ -570,10 +555,13 @@ class Expression:
         """About how many instructions it has for a pair."""
         return sum(map(_work, ast.walk(self.tree)))
 
-    def check(self, kinds: Mapping[str, Captured]) -> None:
-        """Compares names, numbers of axes and kinds with what is captured; raises ValueError."""
+    def check(self, kinds: Mapping[str, Captured], reserved: Collection[str] = ()) -> None:
+        """Compares names, numbers of axes and kinds with what is captured; raises ValueError.
+
+        reserved: names that calls use otherwise, so that captured arrays need others.
+        """
         try:
-            rules = _Rules(self.option, kinds)
+            rules = _Rules(self.option, kinds, reserved)
             rules.result(self.tree)
             _refuse_long(self.tree, rules)
         except _Wrong as wrong:

@@ -10,6 +10,7 @@ from helpers.problems import LIKE_OTHERS, PAIRED
 
 from cupyfa import Case, Problem
 from cupyfa.arrays import block_mask
+from cupyfa.lab.verify import transforms
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.optional_inputs import DLSE, Operand
@@ -157,7 +158,7 @@ def case_of(kernel, at):
         lse = Operand(DLSE, str(p.dtype.sums), (2, heads, M))
         p = replace(p, operands=(*p.operands, lse))
     if value["wrt"]:
-        p = p.with_wrt([x.name for x in p.operands if x.is_differentiable])
+        p = transforms.differentiate(p, [x.name for x in p.operands if x.is_differentiable])
     return Case(kernel.operation, p, 5, layout=value["layout"])
 
 

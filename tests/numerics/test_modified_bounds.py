@@ -116,14 +116,18 @@ class Kernel:
             found["dsink"] = -(np.exp(self.sink[:, None] - lse) * D).sum((0, 2)).astype(F)
         return found
 
-    def ratios(self, results, *gradients_of):
+    def expected(self, *gradients_of):
         how = {"dtype": self.dtype, "roundings": (self.rounding,), **self.how}
         if gradients_of:
             given = (self.q, self.k, self.v, *gradients_of, self.dout)
             expected = tolerance.expected_gradients(*given, dlse=self.dlse, **how)
         else:
             expected = tolerance.expected_attention(self.q, self.k, self.v, **how)
-        return {x.name: x.ratio for x in tolerance.compare(results, expected[self.rounding])}
+        return expected[self.rounding]
+
+    def ratios(self, results, *gradients_of):
+        expected = self.expected(*gradients_of)
+        return {x.name: x.ratio for x in tolerance.compare(results, expected)}
 
     def forward_and_backward(self, text=None):
         out, lse = (x.astype(F) for x in reference.attention(self.q, self.k, self.v, **self.how))
@@ -252,10 +256,7 @@ def test_operations_take_sinks_and_gradients_of_lse_also_in_excerpts():
 def test_scores_beyond_float32_leave_their_row_without_bounds(text):
     """Where they have a weight: -1e60 hides a key, unless all keys have it."""
     kernel = Kernel(text, 4)
-    expected = tolerance.expected_attention(
-        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
-    )[None]
-    assert all(np.isposinf(x.bound).all() for x in expected.values())
+    assert all(np.isposinf(x.bound).all() for x in kernel.expected().values())
     kernel = Kernel("where(key < 3, score - 1e30 * 1e30, score)", 4)
     assert max(kernel.forward_and_backward().values()) < 1
 
@@ -265,18 +266,12 @@ def test_sums_of_scores_that_overflow_leave_the_rows_that_see_them_without_bound
     """Although a cap makes a usual number of each score, partial sums may be NaN."""
     kernel = Kernel("cap * tanh(score / cap)", 4, masked=masked)
     kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
-    expected = tolerance.expected_attention(
-        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
-    )[None]
-    rows = [np.isinf(x.bound[0]).reshape(H * M, -1).any(-1) for x in expected.values()]
-    for found in rows:
-        assert found.nonzero()[0].tolist() == ([] if masked else [5])
+    for x in kernel.expected().values():
+        rows = np.isinf(x.bound[0]).reshape(H * M, -1).any(-1)
+        assert rows.nonzero()[0].tolist() == ([] if masked else [5])
 
 
 def test_a_score_that_the_expression_does_not_read_may_overflow():
     kernel = Kernel("where(key == 60, -1e4, score)", 4)
     kernel.q[0, 0, 5], kernel.k[0, 0, 60] = 1e20, [1e20, -1e20, 1e20, -1e20]
-    expected = tolerance.expected_attention(
-        kernel.q, kernel.k, kernel.v, dtype="float32", **kernel.how
-    )[None]
-    assert all(np.isfinite(x.bound).all() for x in expected.values())
+    assert all(np.isfinite(x.bound).all() for x in kernel.expected().values())

@@ -122,14 +122,19 @@ def test_wrong_forms_are_refused(arrays, message):
         Problem.of_sizes(**SIZES, **arrays)
 
 
+def store_and_replay(folder, case, kernel):
+    """What a kernel gives for a case, also from its file, and the words of its command."""
+    *_, outcome = perform(Simulator(), Task(case, (kernel,), keep=True))
+    command = failures.command(case, outcome, {"backend": "simulator"})
+    file = failures.write(folder, Stored(case, outcome, made_with={}), command)
+    again = cupyfa.lab.replay(file, backend="simulator")
+    assert again.stored.case == case and again.now == outcome and outcome.kind == RIGHT
+    return outcome, shlex.split(command)[1:]
+
+
 def test_a_stored_case_and_its_command_have_the_same_arrays(tmp_path):
     case = Case("forward", Problem.of_sizes(**SIZES, **MODIFIED), seed=5, layout="bshd")
-    *_, outcome = perform(Simulator(), Task(case, ("fa2",), keep=True))
-    command = failures.command(case, outcome, {"backend": "simulator"})
-    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.lab.replay(file, backend="simulator")
-    assert again.stored.case == case and again.now.kind == RIGHT
-    words = shlex.split(command)[1:]
+    _, words = store_and_replay(tmp_path, case, "fa2")
     row = cli(*words, "--format", "json")
     assert '"arrays": "alibi_slopes=f32[bh] bias=f64[b1mn]' in row.stdout
 
@@ -142,14 +147,9 @@ def test_gradients_of_arrays_are_named_on_the_command_line_and_in_files(tmp_path
     p = Problem.of_sizes(**{**SIZES, "dtype": "float32"}, **WRT)
     assert p.wrt == ("bias", "slope") and str(p).endswith("slope=f32[4] wrt=bias,slope")
     case = Case("backward", p, seed=2)
-    *_, outcome = perform(Simulator(), Task(case, ("two_pass",), keep=True))
-    judged = [x.name for x in outcome.verdicts]
-    assert judged == ["dQ", "dK", "dV", "d_bias", "d_slope"] and outcome.kind == RIGHT
-    command = failures.command(case, outcome, {"backend": "simulator"})
-    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.lab.replay(file, backend="simulator")
-    assert again.stored.case == case and again.now == outcome
-    assert re.search("^d_slope +error", cli(*shlex.split(command)[1:]).stdout, re.M)
+    outcome, words = store_and_replay(tmp_path, case, "two_pass")
+    assert [x.name for x in outcome.verdicts] == ["dQ", "dK", "dV", "d_bias", "d_slope"]
+    assert re.search("^d_slope +error", cli(*words).stdout, re.M)
     kept = shrunk(case, lambda x: "bias" in x.problem.wrt).problem
     assert kept.wrt == ("bias",) and [x.name for x in kept.operands] == ["bias"]
 
@@ -163,13 +163,8 @@ def test_a_gradient_of_lse_and_seeds_in_memory_are_on_the_command_line_and_in_fi
     case = Case("backward", p, seed=2)
     seed, offset = (case.inputs()[f"mods.dropout_{name}"] for name in ("seed", "offset"))
     assert (seed.dtype, offset.dtype) == ("uint64", "int32") and seed[0] > 2**32
-    *_, outcome = perform(Simulator(), Task(case, ("two_pass",), keep=True))
-    assert outcome.kind == RIGHT and outcome.arrays["mods.dlse"].shape == (2, 4, 10)
-    command = failures.command(case, outcome, {"backend": "simulator"})
-    file = failures.write(tmp_path, Stored(case, outcome, made_with={}), command)
-    again = cupyfa.lab.replay(file, backend="simulator")
-    assert again.stored.case == case and again.now == outcome
-    words = shlex.split(command)[1:]
+    outcome, words = store_and_replay(tmp_path, case, "two_pass")
+    assert outcome.arrays["mods.dlse"].shape == (2, 4, 10)
     assert [x for x in words if "dropout-" in x] == [
         "--dropout-seed=u64[1]",
         "--dropout-offset=i32[1]",

@@ -23,7 +23,7 @@ from cupyfa.errors import (
 from cupyfa.lab.bench import peaks, peers, sweeps, timing
 from cupyfa.lab.bench.results import BASELINE, BEFORE, Measurement
 from cupyfa.lab.bench.watch import Watch
-from cupyfa.lab.verify import sampling
+from cupyfa.lab.verify import sampling, transforms
 from cupyfa.lab.verify.case import FINITE, Case
 from cupyfa.lab.verify.sampling import Judge
 from cupyfa.ladder import LADDER
@@ -256,7 +256,7 @@ class _Measuring:
         It judges the gradients of arrays that change scores only if it judges all rows.
         """
         if not self.is_judged_whole:
-            plan = replace(plan, problem=plan.problem.with_wrt(()))
+            plan = replace(plan, problem=transforms.differentiate(plan.problem, ()))
         excerpts = sampling.excerpts(plan.problem, self.case.seed, self.case.operation)
         if not plan.kernel.is_plain:
             return Judge.of(plan, self.inputs_of(plan.kernel), excerpts)
@@ -271,7 +271,9 @@ class _Measuring:
     def is_judged_whole(self) -> bool:
         """Whether the reference of all rows does not take long."""
         case = self.case
-        return sampling.excerpts(case.problem.with_wrt(()), case.seed, case.operation) == [None]
+        return sampling.excerpts(
+            transforms.differentiate(case.problem, ()), case.seed, case.operation
+        ) == [None]
 
     def note(self, text: str) -> None:
         """Warns once, even if several problems give the same text."""

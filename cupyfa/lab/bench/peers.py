@@ -19,6 +19,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, nearest
 from cupyfa.lab.bench import torch_masks
 from cupyfa.ladder.operations import without_pages
+from cupyfa.problem.lengths import DENSE
 from cupyfa.problem.optional_inputs import DLSE, MASK, PADDED, PAGE_TABLE, STARTS, Operand
 from cupyfa.problem.options import DROPOUT, OPTIONS
 from cupyfa.problem.problem import Problem
@@ -108,7 +109,7 @@ def without_cache(
     arrays = {name: x for name, x in dense.items() if name not in ours}
     arrays |= {name: arrays[name][:, :, :most] for name in "KV"}
     kept = tuple(x for x in p.operands if x.input not in ours)
-    p = replace(p, N=most, cached=None, operands=kept)
+    p = replace(p, N=most, rows=DENSE, operands=kept)
     whole = (lengths == most).all()
     if whole and p.M > 1:
         return p, arrays

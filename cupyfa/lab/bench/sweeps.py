@@ -11,7 +11,7 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import tile_remedy
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES
-from cupyfa.problem.lengths import Lengths, lengths_of
+from cupyfa.problem.lengths import Lengths, Rows, lengths_of
 from cupyfa.problem.optional_inputs import BIAS, MASK, OWN_ARRAYS, PAGE_TABLE, Operand
 from cupyfa.problem.options import OPTIONS, PLAIN
 from cupyfa.problem.problem import PAGE_SIZES, SIZES, Problem, check_page_size
@@ -210,12 +210,12 @@ def problem_of_cache(
     most = 0 if page is None else max(-(-capacity // page), 1)
     room = most * page if page else capacity
     p = Problem.of_sizes(**{"M": 1, **sizes}, batch=len(cached.rows), N=room, lengths_k=True)
-    p = replace(p.with_options(causal="bottom-right"), cached=cached)
+    p = replace(p.with_options(causal="bottom-right"), rows=Rows(cached=cached))
     if page is None:
         return p
     table = Operand(PAGE_TABLE, "int32", (p.batch, most))
     pages = max(sum(-(-n // page) for n in cached.rows), 1)
-    return replace(p, pages=pages, operands=(*p.operands, table))
+    return replace(p, rows=replace(p.rows, pages=pages), operands=(*p.operands, table))
 
 
 def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ from cupyfa.ladder import LADDER
 from cupyfa.ladder.lookup import kernels as ladder_kernels, unknown_kernel
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import INPUTS
-from cupyfa.problem.optional_inputs import ALIBI, BIAS, MASK, OWN_ARRAYS, SINK
+from cupyfa.problem.optional_inputs import OPTIONAL_INPUTS
 from cupyfa.problem.options import OPTIONS, Option
 from cupyfa.problem.wrt import WRT
 from cupyfa.runtime.backend import Backend
@@ -196,27 +196,18 @@ def attention_options(command: Command) -> Command:
     return command
 
 
-_HELP = {
-    ALIBI: "ALiBi slopes of each head, h, or of each batch element too, bh; with a dtype, as "
-    "bf16[h].",
-    BIAS: "An array that is added to the scores, by its axes: 1hmn is [1, heads, M, N]; with a "
-    "dtype, as f32[b1mn].",
-    MASK: "An array of bool that is True for the pairs that are seen, by its axes: 11mn, b11n.",
-    SINK: "Sinks of each head, h, or of each batch element too, bh: one more score of every row.",
-}
-
-
 def array_options(command: Command) -> Command:
     """The forms of arrays that change scores, each None unless given."""
     made = [
         click.option(
-            _long(name),
+            _long(x.name),
             metavar="AXES",
             is_flag=False,
-            flag_value=shape_language.USUAL[name],
-            help=f"{_HELP[name]}  [default if given alone: {shape_language.USUAL[name]}]",
+            flag_value=x.usual_axes,
+            help=f"{x.help}  [default if given alone: {x.usual_axes}]",
         )
-        for name in OWN_ARRAYS
+        for x in OPTIONAL_INPUTS.values()
+        if x.usual_axes
     ]
     captured = click.option(
         "--captured",

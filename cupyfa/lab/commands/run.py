@@ -12,7 +12,7 @@ from cupyfa.lab.bench.trial import STEPS as TRIAL_STEPS, trial
 from cupyfa.lab.commands import WRONG, command_options
 from cupyfa.lab.commands.watching import timeout_option, watched
 from cupyfa.lab.report.tables import render, trial_lines, trial_row
-from cupyfa.lab.verify import sampling
+from cupyfa.lab.verify import sampling, transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.tokens import written
 from cupyfa.ladder.lookup import record_named
@@ -60,9 +60,9 @@ def run(
     small = backend.name == "simulator"
     (problem,) = sweeps.problems(operation, sizes, *records, small=small)
     if padded:
-        problem = problem.padded(names_of(padded))
+        problem = transforms.pad(problem, names_of(padded))
     if descales:
-        problem = problem.descaled(names_of(descales))
+        problem = transforms.add_descales(problem, names_of(descales))
     case = Case(operation, problem, seed, values, layout, tokens)
     chosen = select(records[0] if records else "auto", operation, problem, backend.limits)
     planned = plan(chosen, problem, backend.limits, **tiles)

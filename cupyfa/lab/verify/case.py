@@ -417,7 +417,8 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
 
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
     """O and lse of the backend's fastest kernel that does not round float32 inputs."""
-    p = p.with_options(precision="float32" if p.dtype.name == "float32" else None).with_wrt(())
+    p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
+    p = transforms.differentiate(p, ())
     p = transforms.leave_out(p, DLSE)
     kernel = choose_kernel.select("auto", "forward", p, backend.limits)
     plan = choose_kernel.plan(kernel, p, backend.limits)

@@ -326,12 +326,12 @@ class Fuzz:
             )
             return few.in_pages(size)
         if kind == "padded":
-            p = p.padded(turns.choose("padded", _SIDES_PADDED))
+            p = transforms.pad(p, turns.choose("padded", _SIDES_PADDED))
         if p.dtype == E4M3_INPUTS and not p.is_ragged:
             descaled = turns.random("descales itself").sample(
                 "qkv", turns.choose("descales", (3, 1, 2))
             )
-            p = p.descaled(descaled)
+            p = transforms.add_descales(p, descaled)
         return p
 
     def _plain(self, i: int) -> Drawn:
@@ -395,10 +395,11 @@ class Fuzz:
         if self._operation != "backward" or not self._has("wrt") or not able:
             return p
         if self._kind(turns) == "gradient of a bias":
-            return p.with_wrt([BIAS])
+            return transforms.differentiate(p, [BIAS])
         pick = turns.random("wrt itself")
         every = pick.random() < 0.4
-        return p.with_wrt(able if every else pick.sample(able, pick.randint(1, len(able))))
+        names = able if every else pick.sample(able, pick.randint(1, len(able)))
+        return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
         """Whether the gradient of lse is given, in half of the groups that have texts."""

@@ -60,7 +60,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
         yield p.with_options(offset=0)
     if p.block_mask:
         yield p.in_blocks(False)
-    yield from (p.with_wrt([x for x in p.wrt if x != name]) for name in p.wrt)
+    yield from (transforms.differentiate(p, [x for x in p.wrt if x != name]) for name in p.wrt)
     for side, size in enumerate(p.window):  # no limit on one side, then smaller limits
         for smaller in (None, 0, *_sizes(size)) if size is not None else ():
             window = [smaller if at == side else x for at, x in enumerate(p.window)]

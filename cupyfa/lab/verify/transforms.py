@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from cupyfa.problem import shape_language
-from cupyfa.problem.lengths import lengths_of
+from cupyfa.problem.lengths import DENSE, Rows, lengths_of
 from cupyfa.problem.optional_inputs import (
     DESCALES,
     DLSE,
     LENGTHS,
+    MAPS,
+    OPTIONAL_INPUTS,
     OWN_ARRAYS,
-    PAGE_TABLE,
+    PADDED,
     ROW_MAX,
-    SCALES,
     SEED,
     SEEDS,
     Operand,
@@ -26,6 +27,7 @@ from cupyfa.problem.options import OPTIONS
 from cupyfa.problem.problem import TEXTS, Problem
 from cupyfa.problem.resizing import SIZE_OF_PLACE, indices_of, resized
 from cupyfa.problem.shape_language import AXES, forms_of_lengths
+from cupyfa.problem.wrt import differentiated
 from cupyfa.score.expressions import Expression
 
 
@@ -37,7 +39,7 @@ def resize(p: Problem, **sizes: int) -> Problem:
     if size := p.page_size:
         return resize(p.in_pages(None), **sizes).in_pages(size)
     if names := [x.name[0] for x in p.operands if x.name in DESCALES]:
-        return resize(p.descaled(()), **sizes).descaled(names)
+        return add_descales(resize(add_descales(p, ()), **sizes), names)
     if p.lengths is not None:
         batch = sizes.pop("batch", None)
         q, k = (x.first(batch) for x in p.lengths)
@@ -48,6 +50,41 @@ def resize(p: Problem, **sizes: int) -> Problem:
     after = tuple(sizes.get(x, getattr(p, x)) for x in AXES)
     made = resized(p.operands, p.expressions, p.of_scores, after)  # type: ignore[arg-type]
     return replace(p, operands=made, **sizes)  # type: ignore[arg-type]
+
+
+def differentiate(p: Problem, names: Sequence[str]) -> Problem:
+    """The problem with the gradients of these arrays, besides those of q, k and v."""
+    return replace(p, operands=differentiated(p.operands, names))
+
+
+def pad(p: Problem, sides: Collection[str]) -> Problem:
+    """The problem whose batch elements have lengths of their own, of queries ("q"), of keys ("k")
+    or of both; without a side all rows count.
+    """
+    if p.pages:
+        raise ValueError("batch elements with keys in pages have lengths; leave out padded")
+    _refuse_others("padded", sides, "qk")
+    lengths = (Operand(x, "int32", (p.batch,)) for x in PADDED if x[-1] in sides)
+    return _replace_operands(p, PADDED, lengths)
+
+
+def add_descales(p: Problem, names: Collection[str]) -> Problem:
+    """The problem with descales of these, of "q", "k" and "v"."""
+    _refuse_others("descales", names, "qkv")
+    shape = p.batch, p.kv_heads
+    descales = (Operand(x, "float32", shape) for x in DESCALES if x[0] in names)
+    return _replace_operands(p, DESCALES, descales)
+
+
+def _replace_operands(p: Problem, names: Collection[str], new: Iterable[Operand]) -> Problem:
+    """The problem with these in place of the operands with such names."""
+    return replace(p, operands=(*(x for x in p.operands if x.name not in names), *new))
+
+
+def _refuse_others(what: str, names: Collection[str], known: str) -> None:
+    """Raises ValueError for names that are not letters of ``known``."""
+    if unknown := ", ".join(x for x in names if x not in known):
+        raise ValueError(f"{what} names {unknown}; it can name {', '.join(known)}")
 
 
 def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
@@ -63,14 +100,14 @@ def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
     own += shape_language.operands(given, after, p.dtype.name)
     rest = [x for x in made if x.name not in (*OWN_ARRAYS, DLSE, ROW_MAX)]
     sizes: dict[str, Any] = {"batch": 1, "M": q.total, "N": k.total, **heads}
-    return replace(p, **sizes, operands=(*own, *rest), lengths=packed)
+    return replace(p, **sizes, operands=(*own, *rest), rows=Rows(packed))
 
 
 def make_dense(p: Problem) -> Problem:
     """The problem of one sequence that has the rows of all of a ragged batch."""
     others = [x for x in p.operands if x.name not in LENGTHS]
     made = resized(others, p.expressions, p.of_scores, (1, p.heads, p.M, p.N))
-    return replace(p, operands=made, lengths=None)
+    return replace(p, operands=made, rows=DENSE)
 
 
 def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
@@ -129,9 +166,8 @@ def leave_out(p: Problem, name: str) -> Problem:
     if name in OPTIONS and name != SEED:  # which dropout needs
         options = replace(options, **{name: OPTIONS[name].default})
     texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
-    known = (*OWN_ARRAYS, DLSE, ROW_MAX, *LENGTHS, PAGE_TABLE, *SCALES, *DESCALES)
-    own = (*known, *(SEEDS if options.dropout else ()))
-    read = {*own, *(x for text in texts for x in text.captured)} - {name}
+    unread = {name, *MAPS, *(() if options.dropout else SEEDS)}
+    read = {*OPTIONAL_INPUTS, *(x for text in texts for x in text.captured)} - unread
     kept = tuple(x for x in p.operands if x.name in read)
     found = replace(p, options=replace(options, offset=None), operands=kept)
     needed = found.is_masked or found.reads_position

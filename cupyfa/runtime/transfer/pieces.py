@@ -118,7 +118,8 @@ def cut(
     """
     p, cutting = plan.problem, _Cutting(plan, plan_of, wanted, most)
     if not is_divisible(plan):
-        cutting.check_whole()
+        if (size := needed(plan)) > most:
+            raise cutting.too_large("all of it", size, f"{_FEWER}: it is not divided into pieces")
         return [Piece(*map(range, (p.batch, p.kv_heads, p.M, p.N)))]
     can_be_cut = "strides" in plan.kernel.features and len(starts) and len(starts[0]) > 2
     if can_be_cut and needed(plan) > wanted:
@@ -266,26 +267,18 @@ class _Cutting:
         if "O" not in self.plan.outputs:  # of gradients a launch has tiles of keys
             of_head = max(of_head, cdiv(p.N, tile("Bc", 1)))
         enough = max(p.kv_heads // cdiv(_LEAST_TILES // 2, b * of_head), 1)  # of pieces
-        return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, self._is_moderate(b))))
 
-    def _is_moderate(self, b: int) -> Callable[[int], bool]:
-        """Whether pieces with some heads are not too large to be copied and computed in turns."""
-
-        def is_moderate(h: int) -> bool:
-            every, own = self.bytes(b, h, self.plan.problem.M, self.plan.problem.N)
+        def is_moderate(heads: int) -> bool:  # not too large to be copied and computed in turns
+            every, own = self.bytes(b, heads, p.M, p.N)
             return own <= _LARGER * self.wanted and every <= self.most // 2
 
-        return is_moderate
+        return max(h, min(cdiv(p.kv_heads, enough), _largest(p.kv_heads, is_moderate)))
 
     def shared_by(self, axis: str) -> int:
         """The bytes of arrays whose elements serve all of an axis, but not the other of both."""
         (other,) = {"batch", "heads"} - {axis}
         found = (x for x, axes in self.axes.items() if other in axes and axis not in axes)
         return sum(map(self.plan.stored_bytes, found))
-
-    def check_whole(self) -> None:
-        if (size := needed(self.plan)) > self.most:
-            raise self._too_large("all of it", size, f"{_FEWER}: it is not divided into pieces")
 
     def _within_heads(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
         """Fewer rows and keys, where a piece needs more than the device has."""
@@ -325,12 +318,12 @@ class _Cutting:
 
     def _smallest_too_large(self, size: int) -> OutOfMemory:
         if not {"batch", "heads"} <= self.divisible:
-            return self._too_large("its smallest piece", size, _FEWER)
+            return self.too_large("its smallest piece", size, _FEWER)
         is_cut = "M" in self.divisible or self._by_keys()
         what = "its smallest piece" if is_cut else "one head of it"
-        return self._too_large(what, size, "name another kernel")
+        return self.too_large(what, size, "name another kernel")
 
-    def _too_large(self, what: str, size: int, remedy: str) -> OutOfMemory:
+    def too_large(self, what: str, size: int, remedy: str) -> OutOfMemory:
         return OutOfMemory(
             f"{self.plan.kernel.name} on {self.plan.problem}: {what} needs {size:,} bytes on the "
             f"device, and {self.most:,} may be taken; free memory there, or {remedy}"

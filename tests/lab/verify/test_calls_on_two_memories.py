@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cupyfa import Problem, Simulator
-from cupyfa.lab.verify import tasks
+from cupyfa.lab.verify import tasks, transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.memories import may_be_mixed, mixed_results
 from cupyfa.lab.verify.random_modifiers import MODIFIED
@@ -32,7 +32,7 @@ def test_a_call_by_name_has_the_results_of_the_plan(given):
 
 
 def test_lengths_and_descales_are_given_by_name():
-    p = Problem.of_sizes(**SIZES, causal="bottom-right").padded(["q", "k"])
+    p = transforms.pad(Problem.of_sizes(**SIZES, causal="bottom-right"), ["q", "k"])
     plan = choose_kernel.plan(record_named("fa2"), p, SIMULATOR.limits)
     inputs = Case("forward", p, 3).inputs()
     assert may_be_mixed(plan)

@@ -88,10 +88,10 @@ def test_the_command_of_a_case_repeats_it():
 
 
 def test_padded_lengths_and_descales_have_options():
-    p = Problem.of_sizes(**SIZES, dtype="float16").padded(["q", "k"])
+    p = transforms.pad(Problem.of_sizes(**SIZES, dtype="float16"), ["q", "k"])
     assert [x.name for x in transforms.resize(p, batch=2).operands] == ["lengths_q", "lengths_k"]
     assert "--padded=q,k" in words_of_problem(p)
-    p = Problem.of_sizes(**SIZES, dtype="float8_e4m3fn").descaled("qv")
+    p = transforms.add_descales(Problem.of_sizes(**SIZES, dtype="float8_e4m3fn"), "qv")
     assert [x.shape for x in transforms.resize(p, batch=2).operands] == [(2, 2), (2, 2)]
     assert "--descales=q,v" in words_of_problem(p)
     done = cli.cli(
