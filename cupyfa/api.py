@@ -176,7 +176,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS):
+    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS) or isinstance(v, Structured):
         if (function := find_function("attention", q, k, v)) is not None:
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
@@ -199,7 +199,7 @@ def attention(
         if repeated is not None:
             return repeated
     here = locals()
-    if (function := find_function("attention", q)) is not None:
+    if (function := find_function("attention", q, k, v)) is not None:
         return function(attention, here)
     if unknown:
         raise unknown_argument(attention, unknown)
@@ -333,7 +333,7 @@ def backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS):
+    if isinstance(k, _OTHER_ARRAYS) or isinstance(q, _OTHER_ARRAYS) or isinstance(v, Structured):
         if (function := find_function("backward", q, k, v)) is not None:
             return function(backward, locals())
         (q, k, v), structure = unwrap(q, k, v)
