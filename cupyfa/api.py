@@ -178,7 +178,7 @@ def attention(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if type(q) in KINDS or type(k) in KINDS:
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
         if (function := find_function("attention", q, k, v)) is not None:
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
@@ -241,7 +241,7 @@ def vjp(
     ``backward``. The other arguments go to both. The pullback keeps references to q, k, v, out and
     lse, and may be called several times; it uses their contents at that time.
     """
-    is_other = type(q) in KINDS or type(k) in KINDS
+    is_other = type(q) in KINDS or type(k) in KINDS or type(v) in KINDS
     if is_other and (function := find_function("vjp", q, k, v)) is not None:
         return function(vjp, locals())
     if not both.keys() <= {*OF_BOTH_PASSES}:
@@ -330,7 +330,7 @@ def backward(
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
     structure: Mapping[str, Any] = {}
-    if type(q) in KINDS or type(k) in KINDS:
+    if type(q) in KINDS or type(k) in KINDS or type(v) in KINDS:
         if (function := find_function("backward", q, k, v)) is not None:
             return function(backward, locals())
         (q, k, v), structure = unwrap(q, k, v)

@@ -185,7 +185,7 @@ class BlockMask:
         """
         if p.is_ragged:
             raise Unsupported(
-                f"a block mask cannot be used with {p.ragged_by}; give its expression as mask_mod"
+                f"a block mask cannot be used with {p.ragged_by}; give its expression as mask="
             )
         self._check(p)
         text = _renamed(self.text.text, {x: _PREFIX + x for x in self.captured})

@@ -220,6 +220,16 @@ def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
     arguments: the function's ``locals()``. Raises TypeError for those that it does not have.
     """
+    given = list_arguments(function, arguments)
+    parameters = signature(function).parameters.values()
+    names = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} | {*OF_BOTH_PASSES}
+    if not given.keys() <= names:
+        raise unknown_argument(function, given, OF_BOTH_PASSES)
+    return given
+
+
+def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, with those that the function does not have."""
     parameters = signature(function).parameters.values()
     given = {
         x.name: arguments[x.name]
@@ -228,8 +238,6 @@ def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
     }
     of_names = [x.name for x in parameters if x.kind is x.VAR_KEYWORD]
     others: dict[str, Any] = arguments[of_names[0]] if of_names else {}
-    if unknown := {name: x for name, x in others.items() if name not in OF_BOTH_PASSES}:
-        raise unknown_argument(function, unknown, OF_BOTH_PASSES)
     return {**given, **others}
 
 

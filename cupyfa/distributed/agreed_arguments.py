@@ -64,7 +64,7 @@ class Given:
     """The arguments of a call of one rank.
 
     of_q: q, k and v. how: arguments by name that are not at their defaults. of_rows: dout, out,
-    lse and dlse, if there are any.
+    lse and dlse, if there are any. error: what is wrong with them.
     """
 
     function: Callable[..., Any]
@@ -73,6 +73,7 @@ class Given:
     of_q: Sequence[Any]
     how: Mapping[str, Any]
     of_rows: Mapping[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, Group):
@@ -92,6 +93,8 @@ class Given:
         arrays: Sequence[Any] = ()
         with self.group.agreeing():
             try:
+                if self.error is not None:
+                    raise self.error
                 fields["call"] = self._call()
                 there, arrays = adopt(
                     self.how.get("backend", "auto"), **dict(zip("qkv", self.of_q)), **self.of_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from cupyfa.call.keywords import given_arguments
+from cupyfa.call.keywords import list_arguments
 from cupyfa.distributed.agreed_arguments import Given
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.shards import Order
@@ -84,7 +84,7 @@ def vjp_of_others(vjp: Callable[..., Any], arguments: Mapping[str, Any]) -> tupl
     """``vjp`` of this rank's rows. arguments: those of the call by name."""
     from cupyfa.api import attention
 
-    given = given_arguments(vjp, arguments)
+    given = list_arguments(vjp, arguments)
     return_lse, deterministic = (
         read_flag(x, given.pop(x, False)) for x in ("return_lse", "deterministic")
     )
@@ -115,10 +115,22 @@ def _given(
     arguments: Mapping[str, Any],
     of_rows: Mapping[str, Any] | None = None,
 ) -> Given:
-    """The arguments of a call of this rank. Raises TypeError for arrays that are not sharded."""
-    given = given_arguments(function, arguments)
+    """The arguments of a call of this rank; all ranks raise what is wrong with them."""
+    given = list_arguments(function, arguments)
     given.pop("dlse", None)
     shards = {name: arguments[name] for name in "qkv"}
+    group = next(x.group for x in shards.values() if isinstance(x, Sharded))
+    try:
+        _check_shards(shards)
+    except (TypeError, ValueError) as error:
+        return Given(function, operation, group, (), {}, error=error)
+    q, k, v = shards.values()
+    how = {"M": q.rows, "N": k.rows, "order": q.order, "schedule": q.schedule, **given}
+    return Given(function, operation, group, [x.array for x in (q, k, v)], how, of_rows or {})
+
+
+def _check_shards(shards: Mapping[str, Any]) -> None:
+    """Raises TypeError and ValueError for q, k and v that do not belong to one sequence."""
     for name, x in shards.items():
         if not isinstance(x, Sharded):
             other = next(y for y, z in shards.items() if isinstance(z, Sharded))
@@ -131,5 +143,3 @@ def _given(
             raise ValueError(f"q, k and v have different {name}; give all the same")
     if k.rows != v.rows:
         raise ValueError(f"k has rows={k.rows} and v rows={v.rows}; every key has a value")
-    how = {"M": q.rows, "N": k.rows, "order": q.order, "schedule": q.schedule, **given}
-    return Given(function, operation, q.group, [x.array for x in (q, k, v)], how, of_rows or {})

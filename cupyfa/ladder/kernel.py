@@ -520,7 +520,8 @@ class BoundKernel:
 
     def __post_init__(self) -> None:
         record, returns = self.kernel, self.returns
-        if isinstance(returns, str) or not all(isinstance(x, str) for x in returns):
+        are_names = isinstance(returns, Iterable) and not isinstance(returns, str)
+        if not are_names or not all(isinstance(x, str) for x in returns):
             raise TypeError(f"returns is {described(returns)}; give names, as ('rowmax',)")
         for names, known, does in (
             (self.own, (*record.inputs, *record.floats), "takes"),

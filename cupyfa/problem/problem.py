@@ -404,8 +404,8 @@ class Problem:
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
-            (" and ".join(asked), asked, "give a score_mod or mask_mod that reads captured arrays"),
-            ("a block mask", self.block_mask, "give its expression as mask_mod"),
+            (" and ".join(asked), asked, "give an expression that reads captured arrays"),
+            ("a block mask", self.block_mask, "give its expression as mask="),
             (f"wrt={', '.join(self.wrt)}", self.wrt, "ask for the gradients of q, k and v alone"),
             (
                 f"offset={self.offset}",

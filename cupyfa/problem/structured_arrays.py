@@ -136,6 +136,12 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
         raise TypeError(
             f"{one} is Packed and {other} is not; give q, k and v as Packed(array, offsets)"
         )
+    for name, layers in found.items():
+        if Packed in layers and Padded in layers:
+            raise TypeError(
+                f"{name} is Packed and Padded; give {name} as Packed(array, offsets, used), where "
+                "used says how many rows of each sequence count"
+            )
     for kind in (Packed, Padded):
         k, v = found["k"].get(kind), found["v"].get(kind)
         if v is None and k is None:

@@ -229,8 +229,8 @@ def test_dtypes_are_given_by_name_or_as_those_of_numpy(dtype):
     made = cupyfa.compile(shape, shape, shape, dtype=dtype, backend="simulator")
     q, k, v = arrays(*shape, dtype=np.float16)
     assert made(q, k, v).dtype == np.float16
-    options = cupyfa.AttentionOptions(out_dtype=np.float32)
-    assert options == cupyfa.AttentionOptions(out_dtype="float32")
+    out = cupyfa.attention(q, k, v, out=np.float32, backend="simulator")
+    assert out.tobytes() == cupyfa.attention(q, k, v, out="float32", backend="simulator").tobytes()
 
 
 @pytest.mark.parametrize("scale", [None, 0, -2.5, 1.0])

@@ -1,10 +1,12 @@
-"""attention_ragged and its gradients, and lists of arrays in attention."""
+"""Packed arrays and lists of arrays: attention and its gradients."""
 
 import numpy as np
 import pytest
 
 import cupyfa
+from cupyfa import Packed, Padded
 from cupyfa.errors import Unsupported
+from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 ROWS, KEYS = (5, 0, 12), (7, 3, 0)
@@ -21,6 +23,10 @@ def packed():
     q, k, v = (np.concatenate(x, axis=1).swapaxes(0, 1) for x in drawn())
     offsets = (np.cumsum([0, *x]).astype("i4") for x in (ROWS, KEYS))
     return (q, k, v, *offsets)
+
+
+def pack(q, k, v, rows, keys, used_rows=None, used_keys=None):
+    return Packed(q, rows, used_rows), Packed(k, keys, used_keys), Packed(v, keys, used_keys)
 
 
 def each(q, k, v, backend, **options):
@@ -59,7 +65,7 @@ def test_threads_copy_large_lists(monkeypatch):
 
 def test_gradients_of_lists_are_lists(backend):
     lists = drawn()
-    how = {"backend": backend, "options": cupyfa.AttentionOptions(causal=True)}
+    how = {"backend": backend, "causal": True}
     outs, pullback = cupyfa.vjp(*lists, kernel="fa2", backward_kernel="two_pass", **how)
     found = pullback([np.ones_like(x) for x in outs])
     for i, (q, k, v) in enumerate(zip(*lists, strict=True)):
@@ -73,7 +79,7 @@ def test_gradients_of_lse_join(backend):
     q, k, v, *offsets = packed()
     how = {"kernel": "fa2", "backend": backend, "return_lse": True}
     (out, lse), pullback = cupyfa.vjp(
-        q, k, v, *offsets, backward_kernel="two_pass", check=True, **how
+        *pack(q, k, v, *offsets), backward_kernel="two_pass", check=True, **how
     )
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
     dq, dk, dv = pullback(np.zeros_like(out), dlse)
@@ -92,9 +98,9 @@ def test_gradients_of_lse_join(backend):
 def test_out_is_written(backend):
     q, k, v, *offsets = packed()
     out = np.full_like(q, 7)
-    made = cupyfa.attention_ragged(q, k, v, *offsets, kernel="fa2", backend=backend, out=out)
-    assert made is out
-    again = cupyfa.attention_ragged(q, k, v, *offsets, kernel="fa2", backend=backend)
+    arrays, how = pack(q, k, v, *offsets), {"kernel": "fa2", "backend": backend}
+    assert cupyfa.attention(*arrays, **how, out=out) is out
+    again = cupyfa.attention(*arrays, **how)
     assert out.tobytes() == again.tobytes()
 
 
@@ -104,7 +110,7 @@ def test_out_is_written(backend):
 def test_auto_takes_a_kernel_that_can(dtype):
     q, k, v, *offsets = packed()
     arrays = (x.astype(dtype) for x in (q, k, v))
-    cupyfa.attention_ragged(*arrays, *offsets, backend="simulator", check=True)
+    cupyfa.attention(*pack(*arrays, *offsets), backend="simulator", check=True)
 
 
 @pytest.mark.parametrize(
@@ -126,47 +132,37 @@ def test_wrong_lengths_are_refused(change, message):
     given = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, **change}
     given = {name: np.array(x, "i4") for name, x in given.items()}
     with pytest.raises(ValueError, match=message):
-        cupyfa.attention_ragged(q, k, v, **given, backend="simulator")
+        cupyfa.attention(*wrap(q, k, v, given), backend="simulator")
 
 
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
     with pytest.raises(TypeError, match="cu_seqlens_q is float64; it must be of whole numbers"):
-        cupyfa.attention(
-            cupyfa.Packed(q, rows.astype(float)),
-            cupyfa.Packed(k, keys),
-            cupyfa.Packed(v, keys),
-            backend="simulator",
-        )
-    cupyfa.attention(
-        cupyfa.Packed(q, rows.astype("i8")),
-        cupyfa.Packed(k, list(keys)),
-        cupyfa.Packed(v, list(keys)),
-        backend="simulator",
-    )
+        cupyfa.attention(*pack(q, k, v, rows.astype(float), keys), backend="simulator")
+    cupyfa.attention(*pack(q, k, v, rows.astype("i8"), list(keys)), backend="simulator")
 
 
 @pytest.mark.parametrize(
     "given, remedy",
     [
-        ({"bias": np.zeros((17, 10), F)}, "give a score_mod or mask_mod that reads captured"),
-        ({"mask": np.ones((17, 10), bool)}, "give a score_mod or mask_mod that reads captured"),
+        ({"bias": np.zeros((17, 10), F)}, "give an expression that reads captured"),
+        ({"mask": np.ones((17, 10), bool)}, "give an expression that reads captured"),
         (
             {"mask": cupyfa.block_mask(np.ones((1, 1, 17, 10), bool))},
-            "give its expression as mask_mod",
+            "give its expression as mask=",
         ),
     ],
     ids=["bias", "mask", "block_mask"],
 )
 def test_arrays_of_pairs_are_refused(given, remedy):
     with pytest.raises(Unsupported, match=f"cannot be used with a ragged batch; {remedy}"):
-        cupyfa.attention_ragged(*packed(), backend="simulator", **given)
+        cupyfa.attention(*pack(*packed()), backend="simulator", **given)
 
 
 def test_packed_arrays_have_three_axes():
     q, k, v, *offsets = packed()
     with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
-        cupyfa.attention_ragged(q[None], k, v, *offsets, backend="simulator")
+        cupyfa.attention(*pack(q[None], k, v, *offsets), backend="simulator")
 
 
 def test_wrong_lists_are_refused():
@@ -181,7 +177,7 @@ def test_wrong_lists_are_refused():
         cupyfa.attention(*(x[0].tolist() for x in (q, k, v)), backend="simulator")
 
 
-USED = {"seqused_q": np.array([5, 0, 9], "i4"), "seqused_k": np.array([7, 2, 0], "i4")}
+USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
 
 
 @pytest.mark.parametrize("of_shapes", [False, True], ids=["arrays", "shapes"])
@@ -190,33 +186,38 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     q, k, v, *offsets = (x.copy() for x in packed())
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     sink = np.array([[0.5, 1], [2, 3], [-1, 0]], F)
-    other = [np.array(x, "i4") for x in ([0, 3, 9, 17], [0, 1, 4, 10])]
-    out, lse = cupyfa.attention_ragged(q, k, v, *offsets, return_lse=True, sink=sink, **USED, **how)
-    forms = {"cu_seqlens_q": other[0], "cu_seqlens_k": other[1], "sink": sink, **USED}
-    of_lse, like, dtype = {"dlse": lse}, (q, k, v), {}
+    other = [np.array(x, "i4") for x in ([0, 6, 8, 17], [0, 7, 9, 10])]
+    arrays = pack(q, k, v, *offsets, *USED)
+    out, lse = cupyfa.attention(*arrays, return_lse=True, sink=sink, **how)
+    like, of_sequences, dtype = (q, k, v, lse, sink), [*other, *USED], {}
     if of_shapes:
-        forms = {name: x.shape for name, x in forms.items()}
-        of_lse, like, dtype = {"dlse": lse.shape}, [x.shape for x in like], {"dtype": "float32"}
+        like, of_sequences = ([x.shape for x in y] for y in (like, of_sequences))
+        dtype = {"dtype": "float32"}
+    *like, of_lse, of_sink = like
+    structured = pack(*like, *of_sequences)
     put = backend.upload if of_shapes else np.asarray  # those of shapes take a backend's arrays
-    forward = cupyfa.compile(*like, return_lse=True, **forms, **how, **dtype)
-    made = forward(*map(put, (q, k, v, sink, *offsets, *USED.values())))
+    forward = cupyfa.compile(*structured, return_lse=True, sink=of_sink, **how, **dtype)
+    made = forward(*map(put, (q, k, v, sink, *offsets, *USED)))
+    assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
+    in_place = pack(*map(put, (q, k, v, *offsets, *USED)))
+    made = forward(*in_place, sink=put(sink))
     assert [backend.download(x).tobytes() for x in made] == [out.tobytes(), lse.tobytes()]
 
     how |= {"kernel": "two_pass", "deterministic": True}
-    results = (like[0], *like, like[0], lse.shape if of_shapes else lse)  # dv = d
-    backward = cupyfa.compile(*results, **of_lse, **forms, **how, **dtype)
+    results = (like[0], *structured, like[0], of_lse)  # dv = d
+    backward = cupyfa.compile(*results, dlse=of_lse, sink=of_sink, **how, **dtype)
     given = out, q, k, v, out, lse
     dlse = np.where(np.isfinite(lse), 0.5, 0).astype(F)
-    found = backward(*map(put, (*given, sink, dlse, *offsets, *USED.values())))
-    wanted = cupyfa.backward(*given, *offsets, sink=sink, dlse=dlse, **USED, **how)
+    found = backward(*map(put, (*given, sink, dlse, *offsets, *USED)))
+    wanted = cupyfa.backward(out, *arrays, out, lse, sink=sink, dlse=dlse, **how)
     assert [backend.download(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"cu_seqlens_k": None}, TypeError, "has cu_seqlens_q and no cu_seqlens_k; give both"),
-        ({"lengths_k": np.ones(3, "i4")}, TypeError, "no argument 'lengths_k'; write seqused_k="),
+        ({"cu_seqlens_k": None}, TypeError, "q is Packed and k is not; give q, k and v as Packed"),
+        ({"lengths_k": np.ones(3, "i4")}, TypeError, "k is Packed and Padded; give k as Packed"),
         ({"cu_seqlens_q": np.zeros(4)}, TypeError, "cu_seqlens_q is float64; it must be of whole"),
         (
             {"seqused_q": np.zeros(4, "i4")},
@@ -229,9 +230,9 @@ def test_what_prepared_calls_of_packed_arrays_refuse(change, error, message):
     q, k, v, *offsets = packed()
     given = {**dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)), **change}
     with pytest.raises(error, match=message):
-        cupyfa.compile(q, k, v, **given, backend="simulator")
+        cupyfa.compile(*wrap(q, k, v, given), backend="simulator")
     with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
-        cupyfa.compile(q[None], k, v, **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)))
+        cupyfa.compile(*pack(q[None], k, v, *offsets))
 
 
 @pytest.mark.parametrize(
@@ -247,18 +248,19 @@ def test_prepared_calls_look_at_numpy_offsets(change, message):
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q")
     right = dict(zip(names, ([0, 3, 9, 17], [0, 1, 4, 10], [3, 1, 1])))
     right = {name: np.array(x, "i4") for name, x in right.items()}
-    prepared = cupyfa.compile(q, k, v, **right, backend="simulator", kernel="fa2")
+    prepared = cupyfa.compile(*wrap(q, k, v, right), backend="simulator", kernel="fa2")
     prepared(q, k, v, **right)
     wrong = {name: np.array(x, "i4") for name, x in change.items()}
     with pytest.raises(ValueError, match=message):
         prepared(q, k, v, **{**right, **wrong})
+    with pytest.raises(ValueError, match=message):
+        prepared(*wrap(q, k, v, {**right, **wrong}))
 
 
 def test_prepared_calls_look_at_numpy_lengths():
     q, n = np.zeros((2, 1, 5, 8), F), np.array([5, 2], "i4")
-    prepared = cupyfa.compile(
-        q, cupyfa.Padded(q, n), cupyfa.Padded(q, n), backend="simulator", kernel="fa2"
-    )
+    how = {"backend": "simulator", "kernel": "fa2"}
+    prepared = cupyfa.compile(q, Padded(q, n), Padded(q, n), **how)
     prepared(q, q, q, lengths_k=n)
     with pytest.raises(ValueError, match=r"lengths_k\[1\] is 6, and batch element 1 has 5 rows"):
         prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

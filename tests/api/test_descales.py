@@ -1,4 +1,4 @@
-"""cupyfa.attention of q, k and v in e4m3, and their descales.
+"""cupyfa.attention of q, k and v in e4m3, and their scales.
 
 The reference is attention in float64 to the same numbers times their descales.
 """
@@ -11,7 +11,7 @@ import pytest
 from helpers.far_device import FarDevice
 
 import cupyfa
-from cupyfa import Problem
+from cupyfa import Devices, Dropout, Problem, Scaled
 from cupyfa.errors import Unsupported, WrongResult
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.lab.verify import transforms
@@ -20,6 +20,7 @@ from cupyfa.numerics import reference, tolerance
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import E4M3
+from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime import transfer
 
 BATCH, HEADS, KV_HEADS, M, N, D, DV = 2, 4, 2, 70, 90, 40, 24
@@ -56,7 +57,7 @@ def test_descales_multiply_the_heads_of_a_key_head():
     arrays = [(np.round(2 * x.astype("f4")).clip(-8, 8) / 2).astype(E4M3) for x in inputs()]
     factors = descales()
     how = {"causal": True, "return_lse": True}
-    out, lse = attended(*arrays, **factors, **how, check=True)
+    out, lse = attended(*wrap(*arrays, factors), **how, check=True)
     assert (out.dtype, lse.dtype) == (ml_dtypes.bfloat16, np.float32)
     q, k, v = (x.astype("f8") for x in arrays)
     q *= factors["q_descale"].repeat(HEADS // KV_HEADS, axis=1)[..., None, None]
@@ -67,7 +68,8 @@ def test_descales_multiply_the_heads_of_a_key_head():
     shapes = [x.shape for x in arrays]
     forms = {name: x.shape for name, x in factors.items()}
     made = dict(dtype="float8_e4m3fn", backend="simulator", tiles=SMALL, **how)
-    prepared = cupyfa.compile(*shapes, **made, **forms)
+    prepared = cupyfa.compile(*wrap(*shapes, forms), **made)
+    assert prepared(*wrap(*arrays, factors))[0].tobytes() == out.tobytes()
     assert prepared(*arrays, *factors.values())[0].tobytes() == out.tobytes()
     assert prepared(*arrays, **factors)[0].tobytes() == out.tobytes()
 
@@ -76,13 +78,13 @@ def test_descales_multiply_the_heads_of_a_key_head():
 @pytest.mark.parametrize(
     "how",
     [
-        {"out_dtype": "float32", "window": (20, 3)},
-        {"out_dtype": "float16", "scale": -0.3},
+        {"out": "float32", "window": (20, 3)},
+        {"out": "float16", "scale": -0.3},
         {"softcap": 3.0, "sink": np.ones(HEADS, "f4"), "alibi_slopes": np.ones(HEADS, "f4")},
-        {"dropout": 0.3, "dropout_seed": 4, "lse": False},
+        {"dropout": Dropout(0.3, 4), "lse": False},
         {"mask": np.random.default_rng(0).random((1, 1, M, N)) < 0.5, "causal": True},
         {"bias": np.random.default_rng(1).standard_normal((1, HEADS, M, N), "f4")},
-        {"score_mod": "score - 0.1 * abs(query - key)", "mask_mod": "key % 3 != 1"},
+        {"score_mod": "score - 0.1 * abs(query - key)", "mask": "key % 3 != 1"},
     ],
     ids=lambda how: "-".join(how),
 )
@@ -90,14 +92,16 @@ def test_descales_multiply_the_heads_of_a_key_head():
 def test_other_options_and_some_descales(how, given):
     factors = descales(least=0.3)
     how = {"return_lse": how.get("lse", True), **{x: y for x, y in how.items() if x != "lse"}}
-    attended(*inputs(), **how, **{name: factors[name] for name in given}, check=True)
+    arrays = wrap(*inputs(), {name: factors[name] for name in given})
+    attended(*arrays, **how, check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [1, 31, 33])
 def test_few_keys(keys):
     q, k, v = inputs()
-    attended(q, k[:, :, :keys], v[:, :, :keys], **descales(), return_lse=True, check=True)
+    arrays = wrap(q, k[:, :, :keys], v[:, :, :keys], descales())
+    attended(*arrays, return_lse=True, check=True)
 
 
 @pytest.mark.parametrize("keys", [0, 5])
@@ -105,7 +109,7 @@ def test_rows_without_keys_are_0(keys):
     """And not -0, which 0 times a negative number is."""
     q, k, v = inputs()
     factors = {x: -y for x, y in descales(least=0.3).items()}
-    out = attended(q, k[:, :, :keys], v[:, :, :keys], **factors, causal=True)
+    out = attended(*wrap(q, k[:, :, :keys], v[:, :, :keys], factors), causal=True)
     hidden = out[:, :, : M - keys]
     assert hidden.tobytes() == bytes(hidden.nbytes)
 
@@ -120,9 +124,9 @@ def _extremes():
 def test_extreme_descales(name, value):
     """Of a factor that is not finite, the other heads stay as they are."""
     factors = descales(least=0.3)
-    before = attended(*inputs(), **factors, causal=True)
+    before = attended(*wrap(*inputs(), factors), causal=True)
     factors[name][1, 1] = value
-    after = attended(*inputs(), **factors, causal=True, check=True)
+    after = attended(*wrap(*inputs(), factors), causal=True, check=True)
     changed = np.zeros((BATCH, HEADS), bool)
     changed[1, 2:] = True
     np.testing.assert_array_equal(before[~changed].view("u2"), after[~changed].view("u2"))
@@ -134,7 +138,7 @@ def test_extreme_descales(name, value):
 def test_descales_of_which_only_the_product_is_a_usual_number(large, how):
     factors = descales(least=0.3)
     factors["q_descale"][:], factors["k_descale"][:] = large, 0.7 / large
-    attended(*inputs(), **factors, **how, return_lse=True, check=True)
+    attended(*wrap(*inputs(), factors), **how, return_lse=True, check=True)
 
 
 def test_nan_reaches_those_who_see_it():
@@ -145,7 +149,7 @@ def test_nan_reaches_those_who_see_it():
     factors = descales(least=0.3)
     factors["q_descale"] *= -1e37
     factors["k_descale"] *= 1e-37
-    out = attended(q, k, v, **factors, causal=True, check=True)
+    out = attended(*wrap(q, k, v, factors), causal=True, check=True)
     assert np.isfinite(out[1, :2].astype("f4")).all()
     assert np.isfinite(out[0, 2:, :40].astype("f4")).all()
 
@@ -154,17 +158,17 @@ def test_nan_reaches_those_who_see_it():
 def test_arrays_of_any_strides():
     q, k, v = inputs()
     factors = descales(least=0.3)
-    out = attended(q, k, v, **factors)
+    out = attended(*wrap(q, k, v, factors))
     turned = (x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in (q, k, v))
     columns = (np.asfortranarray(x) for x in (q, k, v))
     wide = np.repeat(factors["q_descale"], 2, axis=1)[:, ::2]
     backwards = (x[:, ::-1, ::-1, ::-1].copy()[:, ::-1, ::-1, ::-1] for x in (q, k, v))
     odd = (np.pad(x.ravel(), (1, 0))[1:].reshape(x.shape) for x in (q, k, v))  # addresses
     for arrays in (turned, columns, backwards, odd):
-        again = attended(*arrays, **{**factors, "q_descale": wide})
+        again = attended(*wrap(*arrays, {**factors, "q_descale": wide}))
         assert again.tobytes() == out.tobytes()
     rows_first = (x.swapaxes(1, 2) for x in (q, k, v))
-    again = attended(*rows_first, **factors, layout="bshd")
+    again = attended(*wrap(*rows_first, factors), layout="bshd")
     assert again.swapaxes(1, 2).tobytes() == out.tobytes()
 
 
@@ -172,12 +176,12 @@ def test_arrays_of_any_strides():
 @pytest.mark.parametrize("devices", [None, (0, 2)], ids=str)
 def test_parts_of_numpy_arrays_have_their_descales(devices):
     arrays, factors = inputs(), descales(least=0.3)
-    out = attended(*arrays, **factors)
+    out = attended(*wrap(*arrays, factors))
     before = transfer.configure()
     transfer.configure(piece_bytes=20_000)
     try:
         far = FarDevice()
-        found = attended(*arrays, **factors, backend=far, devices=devices)
+        found = attended(*wrap(*arrays, factors), backend=Devices(devices, backend=far))
         assert 4 in {size for *_, size in far.copied}  # the descale of one key head
     finally:
         transfer.configure(**vars(before))
@@ -243,8 +247,8 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
         ({"v_descale": 2.0}, TypeError, "v_descale is 2.0; give an array with axes"),
         ({"v_descale": [[1, 1]]}, ValueError, r"v_descale has shape \(1, 2\)"),
         ({"v_descale": "1"}, TypeError, "give a NumPy or CuPy array"),
-        ({"out_dtype": "float64"}, ValueError, "give 'float16', 'bfloat16' or 'float32'"),
-        ({"out_dtype": E4M3.name}, ValueError, "use 'bfloat16', 'float16' or 'float32'"),
+        ({"out": "float64"}, ValueError, "give 'float16', 'bfloat16' or 'float32'"),
+        ({"out": E4M3.name}, ValueError, "use 'bfloat16', 'float16' or 'float32'"),
         ({"precision": "float8_e4m3"}, ValueError, "such inputs are not rounded, so leave it out"),
         (
             {"q_descale": ONE, "lengths_q": np.ones(2, "i4")},
@@ -256,40 +260,42 @@ ONE = np.ones((BATCH, KV_HEADS), "f4")
     ids=str,
 )
 def test_wrong_arguments_are_refused(how, error, words):
+    given = {x: y for x, y in how.items() if x in (*DESCALES, *optional_inputs.PADDED)}
+    how = {x: y for x, y in how.items() if x not in given}
     with pytest.raises(error, match=words):
-        attended(*inputs(), **how)
+        attended(*wrap(*inputs(), given), **how)
 
 
 def test_other_dtypes_and_gradients_are_refused():
     q, k, v = inputs()
     half = [x.astype(np.float16) for x in (q, k, v)]
     with pytest.raises(ValueError, match="q_descale is given, and the dtype is float16"):
-        attended(*half, q_descale=ONE)
+        attended(Scaled(half[0], ONE), *half[1:])
     with pytest.raises(TypeError, match="dtypes differ: q float16, k float8_e4m3fn"):
-        attended(half[0], k, v, k_descale=ONE)
+        attended(half[0], Scaled(k, ONE), v)
     with pytest.raises(TypeError, match="x has dtype float8_e4m3fn, which is not supported"):
         cupyfa.softmax(q, backend="simulator")
-    with pytest.raises(Unsupported, match="q_descale cannot be used with lists of arrays"):
-        attended([q], [k], [v], q_descale=ONE)
+    with pytest.raises(TypeError, match="q is of type list"):
+        attended(Scaled([q], ONE), [k], [v])
     out, lse = (
         np.zeros((BATCH, HEADS, M, DV), ml_dtypes.bfloat16),
         np.zeros((BATCH, HEADS, M), "f4"),
     )
     for call in (
         lambda: cupyfa.backward(out, q, k, v, out, lse, backend="simulator"),
-        lambda: cupyfa.vjp(q, k, cupyfa.Scaled(v, ONE), backend="simulator"),
+        lambda: cupyfa.vjp(q, k, Scaled(v, ONE), backend="simulator"),
     ):
         with pytest.raises(Unsupported, match="no kernel computes their gradients; convert"):
             call()
 
 
 def test_calls_on_parts_are_refused():
-    array, parts = map(pytest.importorskip, ("dask.array", "cupyfa.dask"))
-    chunks = [array.from_array(x, chunks=-1) for x in inputs()]
+    array, _ = map(pytest.importorskip, ("dask.array", "cupyfa.dask"))
+    q, k, v = (array.from_array(x, chunks=-1) for x in inputs())
     with pytest.raises(Unsupported, match="which calls on parts do not take; convert them"):
-        parts.attention(*chunks)
-    with pytest.raises(Unsupported, match="parts read no arrays besides q, k and v; convert"):
-        parts.attention(*chunks, v_descale=ONE)
+        cupyfa.attention(q, k, v)
+    with pytest.raises(TypeError, match="v is of type Scaled; give a Dask array"):
+        cupyfa.attention(q, k, Scaled(v, ONE))
 
 
 @pytest.mark.slow
@@ -300,7 +306,7 @@ def test_a_check_finds_a_wrong_descale(monkeypatch):
     before = cupyfa.ladder.operations._without_descales
     monkeypatch.setattr(cupyfa.ladder.operations, "_without_descales", twice)
     with pytest.raises(WrongResult, match="wgmma_fp8 on"):
-        attended(*inputs(), **descales(least=0.3), causal=True, check=True)
+        attended(*wrap(*inputs(), descales(least=0.3)), causal=True, check=True)
 
 
 @pytest.mark.slow
@@ -323,9 +329,10 @@ def test_long_sequences_on_a_gpu(cuda, d):
     rng = np.random.default_rng(d)
     q, k, v = (drawn(2, heads, 1000, d, seed=heads) for heads in (8, 2, 2))
     factors = {x: rng.uniform(-2, 2, (2, 2)).astype("f4") for x in DESCALES}
-    for how in ({}, {"causal": True, "out_dtype": "float32"}):
-        cupyfa.attention(q, k, v, **factors, **how, backend=cuda, check=True)
-        cupyfa.attention(q, k, v, **factors, **how, backend=cuda)
+    arrays = wrap(q, k, v, factors)
+    for how in ({}, {"causal": True, "out": "float32"}):
+        cupyfa.attention(*arrays, **how, backend=cuda, check=True)
+        cupyfa.attention(*arrays, **how, backend=cuda)
 
 
 @pytest.mark.gpu
@@ -339,14 +346,14 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda):
     factors = descales(least=0.3)
     there = {name: cupy.asarray(x) for name, x in factors.items()}
     arrays = [cuda.upload(x) for x in (q, k, v)]
-    wanted = cupyfa.attention(q, k, v, **factors, backend=cuda, check=True)
+    wanted = cupyfa.attention(*wrap(q, k, v, factors), backend=cuda, check=True)
     for _ in range(3):  # the later ones on the very arrays
-        assert cupyfa.attention(*arrays, **there).get().tobytes() == wanted.tobytes()
+        assert cupyfa.attention(*wrap(*arrays, there)).get().tobytes() == wanted.tobytes()
     columns = [cupy.asfortranarray(x.view("u1")).view(E4M3) for x in arrays]
-    assert cupyfa.attention(*columns, **there).get().tobytes() == wanted.tobytes()
-    prepared = cupyfa.compile(*arrays, **there)
+    assert cupyfa.attention(*wrap(*columns, there)).get().tobytes() == wanted.tobytes()
+    prepared = cupyfa.compile(*wrap(*arrays, there))
     shapes, forms = [x.shape for x in arrays], {name: x.shape for name, x in there.items()}
-    of_shapes = cupyfa.compile(*shapes, dtype="float8_e4m3fn", backend=cuda, **forms)
+    of_shapes = cupyfa.compile(*wrap(*shapes, forms), dtype="float8_e4m3fn", backend=cuda)
     assert of_shapes(*arrays, **there).get().tobytes() == wanted.tobytes()
     out = cupy.empty(wanted.shape, ml_dtypes.bfloat16)
     prepared(*arrays, *there.values(), out=out)
@@ -366,8 +373,8 @@ def test_tensors_of_torch(cuda):
     if cuda.limits.arch != "90":
         pytest.skip("wgmma_fp8 is for sm_90")
     arrays, factors = inputs(), descales(least=0.3)  # rows of 40 bytes, which are copied
-    wanted = cupyfa.attention(*arrays, **factors, backend=cuda)
+    wanted = cupyfa.attention(*wrap(*arrays, factors), backend=cuda)
     there = [torch.from_numpy(x.view("u1")).cuda().view(torch.float8_e4m3fn) for x in arrays]
     given = {name: torch.from_numpy(x).cuda() for name, x in factors.items()}
-    found = cupyfa.attention(*there, **given)
+    found = cupyfa.attention(*wrap(*there, given))
     assert found.get().tobytes() == wanted.tobytes()

@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import AttentionOptions, Problem
-from cupyfa.lab.bench import sweeps
-from cupyfa.problem.options import OPTIONS
+from cupyfa import Devices, Dropout, Packed, Padded
 
 F = np.float32
 Q = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(F)
@@ -18,120 +16,103 @@ SIM_ALONE = {"backend": "simulator"}
 BACK = {"backend": "simulator", "kernel": "columns"}
 
 
+PACKED = [Packed(ROWS, OFFSETS)] * 3
+
+
 def decoded(**how):
-    cache = cupyfa.KVCache(
-        np.ones((1, 8, 2, 16), F), np.ones((1, 8, 2, 16), F), np.ones(1, np.int32), layout="bshd"
-    )
+    x = np.ones((1, 2, 8, 16), F)
+    cache = cupyfa.KVCache(x, x, np.ones(1, np.int32))
     return cupyfa.attention(Q[:, :, :1], cache, backend="simulator", **how)
 
 
 def of_dask(function):
     def call(**how):
-        parts = pytest.importorskip("cupyfa.dask")
+        pytest.importorskip("cupyfa.dask")
         da = pytest.importorskip("dask.array")
         x = da.from_array(Q, chunks=(1, 1, 3, -1))
-        return getattr(parts, function)(x, x, x, **SIM, **how)
+        return function(x, x, x, **SIM, **how)
 
     return call
 
 
-def of_ranks(function, *more):
+def of_ranks(function):
     def call(**how):
         from cupyfa import distributed
 
         def run(group):
-            return getattr(distributed, function)(*more, Q, Q, Q, *more, group=group, **SIM, **how)
+            return function(*[distributed.Sharded(Q, group)] * 3, **SIM, **how)
 
         return distributed.threads(1, run)
 
     return call
 
 
-# Calls of every function that takes options=, by name.
+# Calls of every function that takes options, by name.
 FUNCTIONS = {
     "attention": lambda **how: cupyfa.attention(Q, Q, Q, **SIM, **how),
     "lists": lambda **how: cupyfa.attention([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
     "backward": lambda **how: cupyfa.backward(Q, Q, Q, Q, Q, LSE, **BACK, **how),
     "vjp": lambda **how: cupyfa.vjp(Q, Q, Q, **SIM, **how),
     "vjp of lists": lambda **how: cupyfa.vjp([Q[0]], [Q[0]], [Q[0]], **SIM, **how),
-    "ragged": lambda **how: cupyfa.attention(
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        **SIM,
-        **how,
-    ),
-    "ragged backward": lambda **how: cupyfa.backward(
-        ROWS,
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        ROWS,
-        LSE[0],
-        **BACK,
-        **how,
-    ),
-    "ragged vjp": lambda **how: cupyfa.vjp(
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        cupyfa.Packed(ROWS, OFFSETS),
-        **SIM,
-        **how,
-    ),
+    "ragged": lambda **how: cupyfa.attention(*PACKED, **SIM, **how),
+    "ragged backward": lambda **how: cupyfa.backward(ROWS, *PACKED, ROWS, LSE[0], **BACK, **how),
+    "ragged vjp": lambda **how: cupyfa.vjp(*PACKED, **SIM, **how),
     "decode": decoded,
     "compile": lambda **how: cupyfa.compile(Q, Q, Q, **SIM, **how),
     "compile of shapes": lambda **how: cupyfa.compile(
         Q.shape, Q.shape, Q.shape, dtype=F, **SIM, **how
     ),
-    "compile_backward": lambda **how: cupyfa.compile(Q, Q, Q, Q, Q, LSE, **BACK, **how),
+    "compile of gradients": lambda **how: cupyfa.compile(Q, Q, Q, Q, Q, LSE, **BACK, **how),
     "plan": lambda **how: cupyfa.plan(M=5, d=16, **SIM, **how),
-    "problem": lambda **how: Problem.of_sizes(M=5, d=16, **how),
-    "sweep": lambda **how: sweeps.problems("forward", {"M": 5, "d": 16, **how}),
-    "dask": of_dask("attention"),
-    "dask vjp": of_dask("attention_vjp"),
-    "ranks": of_ranks("attention"),
-    "ranks vjp": of_ranks("attention_vjp"),
+    "dask": of_dask(cupyfa.attention),
+    "dask vjp": of_dask(cupyfa.vjp),
+    "ranks": of_ranks(cupyfa.attention),
+    "ranks vjp": of_ranks(cupyfa.vjp),
 }
 # What callers write for the default of an option.
-USUAL = {name: x.default for name, x in OPTIONS.items()} | {"causal": False}
-DEFAULTS = [(name, None) for name in USUAL] + [
-    (name, x) for name, x in USUAL.items() if x is not None
-]
-SEEDS = ("dropout_seed", "dropout_offset")  # which take the place of those in options
-OF_DECODE = ("window", "scale", "softcap", "score_mod", "mask_mod", "out_dtype")
-ASKED = AttentionOptions(window=(3, None), scale=0.3)
+DEFAULTS = {"causal": False} | dict.fromkeys(
+    ("window", "offset", "scale", "softcap", "score_mod", "mask", "dropout", "precision")
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_defaults_may_be_given(function):
+    """And None of arrays."""
+    arrays = dict.fromkeys(("alibi_slopes", "bias", "sink", "captured"))
+    FUNCTIONS[function](**DEFAULTS, **arrays)
+
+
+# What stands in the place of former keywords.
+FORMER = {
+    "options": "options takes them from a dictionary",
+    "mask_mod": "write mask=",
+    "dropout_seed": r"dropout=Dropout\(rate, seed, offset\)",
+    "out_dtype": 'write out="float32"',
+    "lengths_q": r"write q as Padded\(q, lengths_q\)",
+    "lengths_k": r"write k and v as Padded\(k, lengths_k\) and Padded\(v, lengths_k\)",
+    "cu_seqlens_q": r"write q as Packed\(q, cu_seqlens_q\)",
+    "v_descale": r"write v as Scaled\(v, v_descale\)",
+    "own": r"kernel=kernel.bind\(",
+    "return_own": r"kernel=kernel.bind\(",
+    "devices": r'backend=Devices\("all"\)',
+    "progress": r"backend=Devices\(progress=function\)",
+    "splits": 'tiles={"splits": n}',
+    "prefix": r"KVCache\(…, prefix=\(k, v\)\)",
+}
 
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("name, default", DEFAULTS, ids=str)
-def test_a_default_beside_options_is_refused(function, name, default):
-    if name in SEEDS or (function == "decode" and name not in OF_DECODE):
-        pytest.skip("the function has no such keyword, or it is combined")
-    with pytest.raises(ValueError, match=f"options is given, and {name} too; set {name} in"):
-        FUNCTIONS[function](options=ASKED, **{name: default})
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_keyword_shows_what_to_write(function, name):
+    with pytest.raises(TypeError, match=rf"no argument '{name}'; .*{FORMER[name]}"):
+        FUNCTIONS[function](**{name: 1})
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_defaults_may_be_given_without_options(function):
-    names = OF_DECODE if function == "decode" else OPTIONS
-    FUNCTIONS[function](**{name: None for name in names})
-
-
-def test_a_seed_beside_options_takes_the_place_of_theirs():
-    options = AttentionOptions(dropout=0.5, dropout_seed=1, dropout_offset=2)
-
-    def call(**how):
-        return cupyfa.attention(Q, Q, Q, **SIM, **how).tobytes()
-
-    usual = call(options=options)
-    assert usual == call(dropout=0.5, dropout_seed=1, dropout_offset=2)
-    assert call(options=options, dropout_seed=7) == call(
-        dropout=0.5, dropout_seed=7, dropout_offset=2
-    )
-    assert call(options=options, dropout_offset=0) == call(dropout=0.5, dropout_seed=1)
-    with pytest.raises(ValueError, match=r"dropout is 0.5 without dropout_seed"):
-        call(options=options, dropout_seed=None)
+@pytest.mark.parametrize("name, there", [("decode", "append="), ("tune", "cupyfa.lab.tune")])
+def test_a_former_function_shows_what_to_write(name, there):
+    with pytest.raises(TypeError, match=rf"cupyfa.{name} is no more; write .*{there}"):
+        getattr(cupyfa, name)
 
 
 # Types
@@ -139,7 +120,7 @@ def test_a_seed_beside_options_takes_the_place_of_theirs():
 FLAGS = {
     "check": ("attention", "backward", "vjp", "ragged", "ragged backward", "decode", "lists"),
     "return_lse": ("attention", "vjp", "vjp of lists", "ragged", "ragged vjp", "decode", "compile"),
-    "deterministic": ("backward", "vjp", "ragged backward", "ragged vjp", "compile_backward"),
+    "deterministic": ("backward", "vjp", "ragged backward", "ragged vjp", "compile of gradients"),
 }
 FLAGS["check"] += ("dask", "dask vjp", "ranks", "ranks vjp")
 FLAGS["return_lse"] += ("dask", "dask vjp", "ranks", "ranks vjp")
@@ -159,7 +140,7 @@ def test_other_functions_have_such_flags():
         lambda: cupyfa.softmax(Q, return_lse=3, backend="simulator"),
         lambda: cupyfa.merge([(Q, LSE)], check="no", backend="simulator"),
         lambda: cupyfa.merge_vjp([(Q, LSE)], check="no", backend="simulator"),
-        lambda: decoded(interleaved="no"),
+        lambda: cupyfa.KVCache(Q, Q, [1], rotary=cupyfa.Rotary(Q[0, 0], Q[0, 0], "no")),
     ):
         with pytest.raises(TypeError, match="give True or False"):
             call()
@@ -169,13 +150,14 @@ def test_other_functions_have_such_flags():
 @pytest.mark.parametrize("value", [3, "bar", True])
 def test_progress_is_a_function(value):
     with pytest.raises(TypeError, match=r"progress is .*; give a function of \(done, total"):
-        cupyfa.attention(Q, Q, Q, progress=value, **SIM)
+        how = {**SIM, "backend": Devices(progress=value, backend="simulator")}
+        cupyfa.attention(Q, Q, Q, **how)
 
 
 NUMBERS = {
     "scale": 0.5,
     "softcap": 3,
-    "dropout": 0.25,
+    "rate": 0.25,
     "offset": 3,
     "causal": True,
 }
@@ -193,14 +175,13 @@ NUMBERS = {
 )
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_may_be_arrays_without_axes(name, of):
-    more = {"dropout": {"dropout_seed": 1}, "offset": {"causal": True}}.get(name, {})
-    given, plain = of(NUMBERS[name]), NUMBERS[name]
-    wanted = cupyfa.attention(Q, Q, Q, **{name: plain}, **more, **SIM)
-    found = cupyfa.attention(Q, Q, Q, **{name: given}, **more, **SIM)
-    assert found.tobytes() == wanted.tobytes()
-    assert getattr(AttentionOptions(**{name: given}, **more), name) == getattr(
-        AttentionOptions(**{name: plain}, **more), name
-    )
+    more = {"causal": True} if name == "offset" else {}
+
+    def call(x):
+        given = {"dropout": Dropout(x, 1)} if name == "rate" else {name: x}
+        return cupyfa.attention(Q, Q, Q, **given, **more, **SIM).tobytes()
+
+    assert call(of(NUMBERS[name])) == call(NUMBERS[name])
 
 
 def test_an_array_without_axes_may_change_between_calls():
@@ -219,8 +200,6 @@ LISTS = {
     "bias": [[0.5] * 5] * 5,
     "mask": [[True, False, True, True, False]] * 5,
     "captured": {"x": [0.5, 2.0], "n": (3,)},
-    "lengths_q": [3],
-    "lengths_k": (4,),
 }
 
 
@@ -241,6 +220,17 @@ def test_lists_are_arrays(name):
     assert results[0] == results[1]
 
 
+def test_lists_of_lengths_are_arrays():
+    results = []
+    for rows, keys in (([3], (4,)), (np.array([3]), np.array([4]))):
+        arrays = Padded(Q, rows), Padded(Q, keys), Padded(Q, keys)
+        out, pull = cupyfa.vjp(*arrays, backward_kernel="two_pass", **SIM)
+        results.append([x.tobytes() for x in (out, *pull(Q))])
+        prepared = cupyfa.compile(*arrays, **SIM)
+        assert prepared(*arrays).tobytes() == results[-1][0]
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize("name", ["alibi_slopes", "sink", "captured"])
 @pytest.mark.parametrize("value", [[1.0, [2.0]], ["a", "b"], [None, 1.0]], ids=str)
 def test_lists_that_are_no_arrays_are_refused(name, value):
@@ -254,16 +244,12 @@ def test_caches_take_lists_of_numbers():
     k = np.random.default_rng(1).standard_normal((3, 16, 2, 16)).astype(F)
     results = []
     for of in (list, lambda x: np.array(x, np.int32)):
-        cache = cupyfa.KVCache(k, k, of([5, 20]), of([[2, 0], [1, 2]]), layout="bshd")
-        results.append(cupyfa.attention(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
         table = of([0, 2, 4]), of([2, 0, 1, 2]), of([3, 4])
-        results.append(
-            cupyfa.attention(
-                np.ones((2, 2, 1, 16), F),
-                cupyfa.KVCache.from_csr(k, k, *table),
-                backend="simulator",
-            )
-        )
+        for cache in (
+            cupyfa.KVCache(k, k, of([5, 20]), of([[2, 0], [1, 2]]), layout="bshd"),
+            cupyfa.KVCache.from_csr(k, k, *table, layout="bshd"),
+        ):
+            results.append(cupyfa.attention(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
     np.testing.assert_array_equal(results[:2], results[2:])
     for lengths, error, message in (
         ([1.5, 2.0], TypeError, "lengths has numbers of float64; give whole numbers"),
@@ -278,9 +264,9 @@ def test_caches_take_lists_of_numbers():
 OF_RECORDS = {
     "number": {"score_mod": "score * c", "captured": {"c": 0.5}},
     "softcap": {"softcap": 2.0},
-    "dropout": {"dropout": 0.5, "dropout_seed": 3},
+    "dropout": {"dropout": Dropout(0.5, 3)},
     "tiles": {"score_mod": "score + c", "captured": {"c": 1}, "tiles": {"Br": 32, "Bc": 32}},
-    "mask": {"mask_mod": "key != n", "captured": {"n": 2}},
+    "mask": {"mask": "key != n", "captured": {"n": 2}},
 }
 
 
@@ -316,7 +302,7 @@ def test_records_keep_their_options_apart():
 
 def test_splits_of_decode_take_numbers():
     text = {"score_mod": "score * c", "captured": {"c": 0.5}}
-    found = decoded(splits=2, **text)
+    found = decoded(tiles={"splits": 2}, **text)
     np.testing.assert_allclose(found, decoded(**text), rtol=1e-6)
 
 
@@ -372,13 +358,8 @@ def test_arguments_of_a_pullback_are_looked_at_by_the_call(function, given, mess
 def test_gradients_are_deterministic_if_asked_for_everywhere():
     from inspect import signature
 
-    from cupyfa import distributed
-
-    dask = pytest.importorskip("cupyfa.dask")
-    for module in (cupyfa, dask, distributed):
-        for name in ("attention_vjp", "attention_backward", "attention_ragged_vjp"):
-            if function := getattr(module, name, None):
-                assert signature(function).parameters["deterministic"].default is False
+    for function in (cupyfa.vjp, cupyfa.backward):
+        assert signature(function).parameters["deterministic"].default is False
 
 
 # Messages
@@ -416,14 +397,15 @@ def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
     "call, error, message",
     [
         (lambda: cupyfa.empty_pinned(2.5, **SIM_ALONE), TypeError, "shape is 2.5; give whole"),
-        (lambda: decoded(splits=2.0), ValueError, "splits is 2.0; give a whole number"),
-        (lambda: decoded(splits=True), ValueError, "splits is True; give a whole number"),
-        (lambda: cupyfa.attention(Q, Q, Q, devices=3, **SIM), TypeError, "devices is 3; give"),
+        (lambda: decoded(tiles={"splits": 2.0}), ValueError, "splits is 2.0; give a whole number"),
+        (lambda: decoded(tiles={"splits": True}), ValueError, "splits is True; give a whole"),
+        (lambda: cupyfa.attention(Q, Q, Q, backend=Devices(3)), TypeError, "devices is 3; give"),
         (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": 64.0}, **SIM), ValueError, "Br=64.0 must"),
         (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": True}, **SIM), ValueError, "Br=True must"),
-        (lambda: cupyfa.attention(Q, Q, Q, return_own=3, **SIM), TypeError, "return_own is 3;"),
+        (lambda: cupyfa.kernel("fa2").bind(returns=3), TypeError, "returns is 3; give names"),
         (lambda: cupyfa.attention(Q, Q, Q, layout=["bhsd"], **SIM), ValueError, "layout is"),
-        (lambda: cupyfa.attention(Q, Q, Q, options={"causal": True}, **SIM), TypeError, "options"),
+        (lambda: cupyfa.attention(Q, Q, Q, dropout=0.5, **SIM), TypeError, "dropout is 0.5; give"),
+        (lambda: decoded(append=Q), TypeError, r"append is .*; give .*\(k, v\)"),
         (lambda: cupyfa.vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
     ],
 )

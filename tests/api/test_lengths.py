@@ -1,15 +1,16 @@
-"""lengths_q and lengths_k of attention, its gradients, prepared calls and plans."""
+"""Padded arrays: attention, its gradients, prepared calls and plans."""
 
 import numpy as np
 import pytest
 
 import cupyfa
+from cupyfa import Packed, Padded
 from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import transforms
+from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 ROWS, KEYS = (9, 0, 4), (5, 11, 0)
-LENGTHS = {"lengths_q": ROWS, "lengths_k": KEYS}
 HOW = {"kernel": "fa2", "backend": "simulator"}
 
 
@@ -17,6 +18,10 @@ def drawn(*, heads=2, kv_heads=1, d=16, dtype=F):
     rng = np.random.default_rng(0)
     shapes = (3, heads, 9, d), (3, kv_heads, 11, d), (3, kv_heads, 11, d)
     return [rng.standard_normal(x).astype(dtype) for x in shapes]
+
+
+def padded(q, k, v, rows=ROWS, keys=KEYS):
+    return Padded(q, rows), Padded(k, keys), Padded(v, keys)
 
 
 def each(q, k, v, backend):
@@ -32,7 +37,7 @@ def test_the_first_rows_are_the_call_of_their_own(backend, layout):
     if layout == "bshd":
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     how = {"kernel": "fa2", "backend": backend, "causal": True, "layout": layout}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, **how, **LENGTHS)
+    out, lse = cupyfa.attention(*padded(q, k, v), return_lse=True, **how)
     out = out if layout == "bhsd" else out.swapaxes(1, 2)
     for i, (m, (one, of_rows)) in enumerate(zip(ROWS, wanted, strict=True)):
         np.testing.assert_array_equal(out[i, :, :m], one)
@@ -44,21 +49,19 @@ def test_the_first_rows_are_the_call_of_their_own(backend, layout):
 def test_lengths_are_whole_numbers_of_any_dtype(of):
     q, k, v = drawn()
     make = of if callable(of) else lambda x: np.array(x, of)
-    given = {name: make(x) for name, x in LENGTHS.items()}
-    out = cupyfa.attention(q, k, v, **HOW, **given)
-    assert out.tobytes() == cupyfa.attention(q, k, v, **HOW, **LENGTHS).tobytes()
+    out = cupyfa.attention(*padded(q, k, v, make(ROWS), make(KEYS)), **HOW)
+    assert out.tobytes() == cupyfa.attention(*padded(q, k, v), **HOW).tobytes()
 
 
 def test_batch_axes_are_one(backend):
     q, k, v = drawn()
     how = {"kernel": "fa2", "backend": backend}
-    out = cupyfa.attention(*(x[:, None] for x in (q, k, v)), **how, **LENGTHS)
-    assert out[:, 0].tobytes() == cupyfa.attention(q, k, v, **how, **LENGTHS).tobytes()
-    one = cupyfa.attention(q[0], cupyfa.Padded(k[0], [5]), cupyfa.Padded(v[0], [5]), **how)
+    out = cupyfa.attention(*padded(*(x[:, None] for x in (q, k, v))), **how)
+    assert out[:, 0].tobytes() == cupyfa.attention(*padded(q, k, v), **how).tobytes()
+    one = cupyfa.attention(q[0], Padded(k[0], [5]), Padded(v[0], [5]), **how)
     assert one.tobytes() == cupyfa.attention(q[0], k[0, :, :5], v[0, :, :5], **how).tobytes()
-    assert cupyfa.attention(
-        q[:0], cupyfa.Padded(k[:0], []), cupyfa.Padded(v[:0], []), **how
-    ).shape == (0, 2, 9, 16)
+    none = cupyfa.attention(q[:0], Padded(k[:0], []), Padded(v[:0], []), **how)
+    assert none.shape == (0, 2, 9, 16)
 
 
 @pytest.mark.parametrize(
@@ -84,13 +87,14 @@ def test_batch_axes_are_one(backend):
 )
 def test_wrong_lengths_are_refused(given, error, message):
     q, k, v = drawn()
+    arrays = wrap(q, k, v, given)
     with pytest.raises(error, match=message):
-        cupyfa.attention(q, k, v, **HOW, **given)
+        cupyfa.attention(*arrays, **HOW)
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **HOW)
     with pytest.raises(error, match=message):
-        cupyfa.backward(out, q, k, v, out, lse, backend="simulator", **given)
+        cupyfa.backward(out, *arrays, out, lse, backend="simulator")
     with pytest.raises(error, match=message):
-        cupyfa.compile(q, k, v, **HOW, **given)
+        cupyfa.compile(*arrays, **HOW)
 
 
 def test_auto_takes_a_kernel_that_can():
@@ -119,9 +123,10 @@ def test_prepared_calls_take_lengths_in_order_or_by_name(backend):
     how = {"kernel": "fa2", "backend": backend, "causal": True}
     rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
     slopes = np.array([0.1, 0.2], F)
-    prepared = cupyfa.compile(q, k, v, **how, alibi_slopes=slopes, **LENGTHS)
-    wanted = cupyfa.attention(q, k, v, **how, alibi_slopes=slopes, **LENGTHS).tobytes()
+    prepared = cupyfa.compile(*padded(q, k, v), **how, alibi_slopes=slopes)
+    wanted = cupyfa.attention(*padded(q, k, v), **how, alibi_slopes=slopes).tobytes()
     assert prepared(q, k, v, slopes, rows, keys).tobytes() == wanted
+    assert prepared(*padded(q, k, v, rows, keys), alibi_slopes=slopes).tobytes() == wanted
     named = {"lengths_k": keys, "lengths_q": rows, "alibi_slopes": slopes}
     assert prepared(q, k, v, **named).tobytes() == wanted
 
@@ -130,27 +135,27 @@ def test_prepared_gradients_take_lengths(backend):
     q, k, v = drawn()
     how, of_gradients = {"backend": backend, "causal": True}, {"kernel": "two_pass"}
     rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
-    out, lse = cupyfa.attention(q, k, v, kernel="fa2", return_lse=True, **how, **LENGTHS)
-    given = out, q, k, v, out, lse
-    right = cupyfa.backward(*given, **of_gradients, **how, **LENGTHS)
-    prepared = cupyfa.compile(*given, **of_gradients, **how, **LENGTHS)
-    for a, b in zip(prepared(*given, rows, keys), right, strict=True):
-        assert a.tobytes() == b.tobytes()
+    out, lse = cupyfa.attention(*padded(q, k, v), kernel="fa2", return_lse=True, **how)
+    given = out, *padded(q, k, v), out, lse
+    right = cupyfa.backward(*given, **of_gradients, **how)
+    prepared = cupyfa.compile(*given, **of_gradients, **how)
+    for found in (prepared(out, q, k, v, out, lse, rows, keys), prepared(*given)):
+        for a, b in zip(found, right, strict=True):
+            assert a.tobytes() == b.tobytes()
 
 
 def test_prepared_calls_of_shapes_take_lengths():
-    shapes, lengths = [x.shape for x in drawn()], {"lengths_q": (3,), "lengths_k": "i32[batch]"}
-    prepared = cupyfa.compile(*shapes, dtype="float32", **HOW, **lengths)
+    shapes = padded(*(x.shape for x in drawn()), (3,), "i32[batch]")
+    prepared = cupyfa.compile(*shapes, dtype="float32", **HOW)
     rows, keys = (np.array(x, "i4") for x in (ROWS, KEYS))
-    wanted = cupyfa.attention(*drawn(), **HOW, **LENGTHS)
+    wanted = cupyfa.attention(*padded(*drawn()), **HOW)
     assert prepared(*drawn(), rows, keys).tobytes() == wanted.tobytes()
 
 
 def test_pullbacks_have_the_lengths_of_the_call(backend):
     q, k, v = drawn()
-    out, pullback = cupyfa.vjp(
-        q, k, v, kernel="fa2", backward_kernel="two_pass", backend=backend, check=True, **LENGTHS
-    )
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "backend": backend}
+    out, pullback = cupyfa.vjp(*padded(q, k, v), check=True, **how)
     dq, dk, dv = pullback(np.ones_like(out))
     assert not (np.any(dq[1]) or np.any(dq[2]) or np.any(dk[1:]) or np.any(dv[0, :, 5:]))
     assert np.any(dq[0]) and np.any(dk[0, :, :5])
@@ -160,16 +165,23 @@ def test_what_else_cannot_be_given():
     q, k, v = drawn()
     blocks = cupyfa.block_mask(np.ones((9, 11), bool), backend="simulator")
     with pytest.raises(Unsupported, match="a block mask cannot be used with lengths_q and "):
-        cupyfa.attention(q, k, v, backend="simulator", mask=blocks, **LENGTHS)
+        cupyfa.attention(*padded(q, k, v), backend="simulator", mask=blocks)
     with pytest.raises(Unsupported, match="wrt=bias cannot be used with lengths_q and lengths_k; "):
         bias = np.zeros((9, 11), F)
-        _, pullback = cupyfa.vjp(q, k, v, backend="simulator", bias=bias, wrt="q,bias", **LENGTHS)
+        how = {"backend": "simulator", "bias": bias, "wrt": "q,bias"}
+        _, pullback = cupyfa.vjp(*padded(q, k, v), **how)
         pullback(np.ones_like(q))
-    with pytest.raises(Unsupported, match="lengths_k cannot be used with lists of arrays"):
-        cupyfa.attention(*([x[0]] for x in (q, k, v)), backend="simulator", lengths_k=[3])
-    with pytest.raises(TypeError, match="no argument 'lengths_q'; write seqused_q="):
-        packed = (x[0].swapaxes(0, 1) for x in (q, k, v))
-        cupyfa.attention_ragged(*packed, [0, 9], [0, 11], backend="simulator", lengths_q=[3])
+    with pytest.raises(TypeError, match="q is of type list"):
+        cupyfa.attention(*padded([q[0]], [k[0]], [v[0]], [3], [3]), backend="simulator")
+    with pytest.raises(TypeError, match="q is Packed and Padded; give q as Packed"):
+        packed = Packed(Padded(q[0], [3]), [0, 9]), Packed(k[0], [0, 11]), Packed(v[0], [0, 11])
+        cupyfa.attention(*packed, backend="simulator")
+    with pytest.raises(TypeError, match="k is Padded and v is not; every key has a value"):
+        cupyfa.attention(q, Padded(k, KEYS), v, backend="simulator")
+    with pytest.raises(ValueError, match="k and v have different lengths; every key has a value"):
+        cupyfa.attention(q, Padded(k, KEYS), Padded(v, ROWS), backend="simulator")
+    with pytest.raises(TypeError, match="q is Padded twice; give it once"):
+        cupyfa.attention(Padded(Padded(q, ROWS), ROWS), k, v, backend="simulator")
 
 
 @pytest.mark.gpu
@@ -179,17 +191,14 @@ def test_lengths_in_gpu_memory_are_looked_at_by_checks(cuda):
     q, k, v = map(cupy.asarray, drawn())
     wrong = cupy.asarray(np.array([11, 12, -3], "i4"))
     with pytest.raises(ValueError, match=r"lengths_k\[1\] is 12"):
-        cupyfa.attention(q, cupyfa.Padded(k, wrong), cupyfa.Padded(v, wrong), check=True)
-    out = cupyfa.attention(q, cupyfa.Padded(k, wrong), cupyfa.Padded(v, wrong), kernel="fa2")
-    right = cupyfa.attention(
-        q, cupyfa.Padded(k, [11, 11, 0]), cupyfa.Padded(v, [11, 11, 0]), kernel="fa2"
-    )
+        cupyfa.attention(q, Padded(k, wrong), Padded(v, wrong), check=True)
+    out = cupyfa.attention(q, Padded(k, wrong), Padded(v, wrong), kernel="fa2")
+    lengths = [11, 11, 0]
+    right = cupyfa.attention(q, Padded(k, lengths), Padded(v, lengths), kernel="fa2")
     assert out.get().tobytes() == right.get().tobytes()
     with pytest.raises(TypeError, match="lengths_k is int64; it must be int32: convert it"):
-        cupyfa.attention(
-            q, cupyfa.Padded(k, wrong.astype("i8")), cupyfa.Padded(v, wrong.astype("i8"))
-        )
+        of_64_bits = wrong.astype("i8")
+        cupyfa.attention(q, Padded(k, of_64_bits), Padded(v, of_64_bits))
     strided = cupy.asarray(np.array([11, 99, 11, 99, 0], "i4"))[::2]
-    assert cupyfa.attention(
-        q, cupyfa.Padded(k, strided), cupyfa.Padded(v, strided), kernel="fa2"
-    ).get().tobytes() == (right.get().tobytes())
+    found = cupyfa.attention(q, Padded(k, strided), Padded(v, strided), kernel="fa2")
+    assert found.get().tobytes() == right.get().tobytes()

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import cupyfa
+from cupyfa import Dropout, Packed
+from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 SIM = {"backend": "simulator"}
@@ -21,11 +23,11 @@ DTYPES = ("float32", "float64", "float16", ml_dtypes.bfloat16)
 @pytest.mark.parametrize("rows", [7, 0])
 def test_packed_rows_of_no_sequence(backend, dtype, rows, kernel, back):
     x, offsets = np.ones((rows, 2, 16)).astype(dtype), np.zeros(1, np.int32)
-    more = {"alibi_slopes": np.ones((0, 2), F), "sink": np.ones((0, 2), F), "seqused_k": []}
+    more = {"alibi_slopes": np.ones((0, 2), F), "sink": np.ones((0, 2), F)}
     more |= {"captured": {"x": np.ones(0, F)}, "score_mod": "score + x[batch]"}
-    for given in ({}, more):
+    for given, used in (({}, None), (more, [])):
         (out, lse), pull = cupyfa.vjp(
-            *(x, x, x, offsets, offsets),
+            *(Packed(x, offsets), Packed(x, offsets, used), Packed(x, offsets, used)),
             return_lse=True,
             causal=True,
             kernel=kernel,
@@ -41,18 +43,15 @@ def test_packed_rows_of_no_sequence(backend, dtype, rows, kernel, back):
 
 def test_prepared_calls_of_no_sequence(backend):
     x, offsets = np.ones((7, 2, 16), F), np.zeros(1, np.int32)
-    of = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+    packed, of = [Packed(x, offsets)] * 3, {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     how = {"kernel": "fa2", "backend": backend}
-    prepared = cupyfa.compile(x, x, x, **of, **how)
+    prepared = cupyfa.compile(*packed, **how)
+    assert not np.any(prepared(*packed))
     assert not np.any(prepared(x, x, x, **of)) and not np.any(prepared(x, x, x, offsets, offsets))
-    shapes = {name: y.shape for name, y in of.items()}
-    prepared = cupyfa.compile(x.shape, x.shape, x.shape, dtype=F, **shapes, **how)
+    prepared = cupyfa.compile(*[Packed(x.shape, offsets.shape)] * 3, dtype=F, **how)
     given = map(backend.upload, (x, x, x, offsets, offsets))
     assert not np.any(backend.download(prepared(*given)))
-    checked = cupyfa.attention(
-        cupyfa.Packed(x, [0]), cupyfa.Packed(x, [0]), cupyfa.Packed(x, [0]), check=True, **how
-    )
-    assert not np.any(checked)
+    assert not np.any(cupyfa.attention(*[Packed(x, [0])] * 3, check=True, **how))
 
 
 @pytest.mark.parametrize("rows", [7, 0])
@@ -62,21 +61,20 @@ def test_prepared_calls_of_no_sequence(backend):
 def test_prepared_calls_of_no_sequence_with_captured_arrays(backend, rows, places, shape):
     x, offsets, read = np.ones((rows, 2, 16), F), np.zeros(1, np.int32), np.ones(shape, F)
     of = {"score_mod": f"score + x[{places}]", "kernel": "fa2", "backend": backend}
-    of |= {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    given = [x, x, x, offsets, offsets, read]
-    of_arrays = cupyfa.compile(x, x, x, captured={"x": read}, **of)
-    assert not np.any(of_arrays(*given))
-    of_shapes = cupyfa.compile(*[x.shape] * 3, dtype=F, captured={"x": shape}, **of)
-    assert not np.any(backend.download(of_shapes(*map(backend.upload, given))))
+    of_arrays = cupyfa.compile(*[Packed(x, offsets)] * 3, captured={"x": read}, **of)
+    assert not np.any(of_arrays(*[Packed(x, offsets)] * 3, captured={"x": read}))
+    shapes = [Packed(x.shape, offsets.shape)] * 3
+    of_shapes = cupyfa.compile(*shapes, dtype=F, captured={"x": shape}, **of)
+    x, offsets, read = map(backend.upload, (x, offsets, read))
+    made = of_shapes(*[Packed(x, offsets)] * 3, captured={"x": read})
+    assert not np.any(backend.download(made))
 
 
 def test_an_array_too_short_for_one_sequence_is_refused(backend):
     x, offsets = np.ones((7, 2, 16), F), np.array([0, 7])
     how = {"score_mod": "score + x[batch]", "captured": {"x": np.ones(0, F)}, "backend": backend}
     with pytest.raises(ValueError, match=r"x has shape \(0,\), .* give 1 elements"):
-        cupyfa.attention(
-            cupyfa.Packed(x, offsets), cupyfa.Packed(x, offsets), cupyfa.Packed(x, offsets), **how
-        )
+        cupyfa.attention(*[Packed(x, offsets)] * 3, **how)
 
 
 def test_lists_of_no_array():
@@ -106,7 +104,7 @@ def test_lists_of_no_array():
         ({"tiles": 3}, TypeError, "tiles is 3"),
         ({"backend": "gpu"}, ValueError, "backend 'gpu' is unknown"),
         ({"out": [np.ones(3)]}, TypeError, "give a list of 0 arrays"),
-        ({"lengths_q": [3]}, cupyfa.Unsupported, "lengths_q cannot be used with lists"),
+        ({"wrt": ["q"]}, TypeError, "no argument 'wrt'"),
     ],
     ids=str,
 )
@@ -129,7 +127,7 @@ def inputs(**sizes):
     sorts = {
         "causal": {"causal": True},
         "window": {"window": (3, 3)},
-        "dropout": {"dropout": 0.5, "dropout_seed": np.array([3])},
+        "dropout": {"dropout": Dropout(0.5, np.array([3]))},
         "softcap": {"softcap": 3.0},
         "slopes": {"alibi_slopes": np.ones((B, H), F), "wrt": "q,alibi_slopes"},
         "bias": {"bias": np.ones((B, H, M, N), F), "wrt": "v,bias"},
@@ -140,7 +138,7 @@ def inputs(**sizes):
         "blocks": {"mask": cupyfa.block_mask(mask_mod="key <= query", **blocks)},
         "offset of slopes": {"offset": 2, "alibi_slopes": np.ones((B, H), F)},
         "offset of a score": {"offset": 2, "score_mod": "score + position"},
-        "offset of a mask": {"offset": 2, "mask_mod": "key <= position"},
+        "offset of a mask": {"offset": 2, "mask": "key <= position"},
         "offset of blocks": {
             "offset": 2,
             "mask": cupyfa.block_mask(mask_mod="key <= position", **blocks),
@@ -159,21 +157,25 @@ def test_no_elements_with_every_input(sizes, sort):
     (q, k, v), sorts = inputs(**ZEROS[sizes])
     given = dict(sorts[sort])
     wrt = given.pop("wrt", "q,k,v")
-    (out, lse), pull = cupyfa.vjp(q, k, v, return_lse=True, wrt=wrt, **given, **SIM)
+    lengths = {x: given.pop(x) for x in ("lengths_q", "lengths_k") if x in given}
+    arrays = wrap(q, k, v, lengths)
+    (out, lse), pull = cupyfa.vjp(*arrays, return_lse=True, wrt=wrt, **given, **SIM)
     assert out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3]
     named = {"q": q, "k": k, "v": v, **given, **given.get("captured", {})}
     for name, x in zip(wrt.split(","), pull(out), strict=True):
         assert x.shape == named[name].shape and not np.isnan(x).any()
     assert not np.isnan(out).any()
-    prepared = cupyfa.compile(q, k, v, **given, **SIM)
-    arrays = {x: y for x, y in named.items() if hasattr(y, "dtype") or x == "lengths_k"}
-    assert prepared(**arrays).shape == out.shape
+    prepared = cupyfa.compile(*arrays, **given, **SIM)
+    if "dropout" in given:
+        named["dropout_seed"] = given["dropout"].seed
+    named = {x: y for x, y in (named | lengths).items() if hasattr(y, "dtype") or x in lengths}
+    assert prepared(**named).shape == out.shape
 
 
 @pytest.mark.parametrize("shape", [{"M": 0}, {"N": 0}, {"M": 0, "N": 0}], ids=str)
 def test_an_offset_that_nothing_reads_is_refused_all_the_same(shape):
     (q, k, v), _ = inputs(**shape)
-    for text in ({}, {"score_mod": "score * 2"}, {"mask_mod": "key != 1"}):
+    for text in ({}, {"score_mod": "score * 2"}, {"mask": "key != 1"}):
         with pytest.raises(ValueError, match="nothing depends on the positions of queries"):
             cupyfa.attention(q, k, v, offset=2, **text, **SIM)
 
@@ -204,15 +206,16 @@ def test_decoding_of_no_elements(sizes, dtype):
         return np.ones(shape).astype(dtype)
 
     q = of(s["batch"], 2 * s["heads"], s["tokens"], s["d"])
-    new = {x: of(s["batch"], s["heads"], s["tokens"], s[y]) for x, y in (("k", "d"), ("v", "dv"))}
+    new = tuple(of(s["batch"], s["heads"], s["tokens"], s[x]) for x in ("d", "dv"))
     slopes = {"alibi_slopes": np.ones(q.shape[:2], F), "sink": np.ones(q.shape[1], F)}
-    prefix = {"prefix": (of(1, s["heads"], 3, s["d"]), of(1, s["heads"], 3, s["dv"]))}
-    calls = [{}, {"check": True}, {"splits": 2}, slopes]
-    calls += [new] if s["capacity"] else []
-    calls += [prefix] if s["batch"] else []
-    for given in calls:
+    shared = of(1, s["heads"], 3, s["d"]), of(1, s["heads"], 3, s["dv"])
+    calls = [({}, None), ({"check": True}, None), ({"tiles": {"splits": 2}}, None), (slopes, None)]
+    calls += [({"append": new}, None)] if s["capacity"] else []
+    calls += [({}, shared)] if s["batch"] else []
+    for given, prefix in calls:
         k, v = (of(*rows, s["heads"], s[x]) for x in ("d", "dv"))
-        cache = cupyfa.KVCache(k, v, np.zeros(s["batch"], np.int32), table, layout="bshd")
+        lengths = np.zeros(s["batch"], np.int32)
+        cache = cupyfa.KVCache(k, v, lengths, table, layout="bshd", prefix=prefix)
         out, lse = cupyfa.attention(q, cache, return_lse=True, **given, **SIM)
         assert out.shape == (*q.shape[:3], s["dv"]) and lse.shape == q.shape[:3]
         assert not np.isnan(out.astype(F)).any()
@@ -237,5 +240,5 @@ def test_other_functions_of_no_elements(tmp_path):
         assert mask.density == 0.0 and 0 in mask.states(16, 16).shape[2:]
         assert (~(mask & mask)).sizes == mask.sizes
     sizes = {"batch": 0, "heads": 1, "M": 2, "N": 2}
-    assert cupyfa.dropout_mask(**sizes, dropout=0.5, dropout_seed=1).shape == (0, 1, 2, 2)
+    assert cupyfa.dropout_mask(Dropout(0.5, 1), **sizes).shape == (0, 1, 2, 2)
     assert cupyfa.empty_pinned((0, 3), **SIM).shape == (0, 3)

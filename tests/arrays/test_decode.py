@@ -1,4 +1,4 @@
-"""cupyfa.decode: new tokens and a cache of keys and values, contiguous or in pages.
+"""Attention of new tokens to a cache of keys and values, contiguous or in pages.
 
 What no sequence has in a cache is NaN. The reference is dense attention in float64 of one sequence
 after the other, whose keys a loop collects.
@@ -12,6 +12,7 @@ from helpers.merged import expected_causal
 from helpers.problems import FORWARD
 
 import cupyfa
+from cupyfa import Dropout, Rotary
 from cupyfa.arrays import kv_cache
 from cupyfa.errors import Unsupported
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
@@ -38,15 +39,27 @@ def laid_out(array, layout):
     return array.copy() if layout == "bshd" else np.ascontiguousarray(array.swapaxes(1, 2))
 
 
-def cache_of(k, v, lengths=LENGTHS, *, pages=False, layout="bshd", spare=3, size=SIZE, table=None):
+def cache_of(
+    k,
+    v,
+    lengths=LENGTHS,
+    *,
+    pages=False,
+    layout="bshd",
+    spare=3,
+    size=SIZE,
+    table=None,
+    rotary=None,
+):
     """A cache with the first rows of k and v [batch, rows, kv_heads, columns], all else NaN."""
     batch, rows = k.shape[:2]
+    how = {"layout": layout, "rotary": rotary}
     if not pages:
         made = [np.full_like(x, np.nan) for x in (k, v)]
         for to, x in zip(made, (k, v)):
             for b, n in enumerate(lengths):
                 to[b, :n] = x[b, :n]
-        return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), layout=layout)
+        return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), **how)
     most = rows // size
     if table is None:
         table = np.random.default_rng(5).permutation(batch * most + spare)[: batch * most]
@@ -60,7 +73,7 @@ def cache_of(k, v, lengths=LENGTHS, *, pages=False, layout="bshd", spare=3, size
     table = table.copy()
     for b, n in enumerate(lengths):  # what no key needs is no page
         table[b, -(-int(n) // size) :] = -7 if b % 2 else 2**30
-    return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), table, layout)
+    return cupyfa.KVCache(*(laid_out(x, layout) for x in made), lengths.copy(), table, **how)
 
 
 def require(out, lse, q, k, v, lengths, **options):
@@ -142,12 +155,13 @@ def test_the_bits_of_a_sequence_do_not_depend_on_the_batch(backend, dtype, split
     q, k, v = given(dtype)
     for pages in (False, True):
         cache = cache_of(k, v, pages=pages)
-        out, lse = decoded(backend, q, cache, splits=splits)
+        how = {"tiles": {"splits": splits}}
+        out, lse = decoded(backend, q, cache, **how)
         require(out, lse, q, k, v, LENGTHS)
         for b in (2, 5):
             one = slice(b, b + 1)
             its = cache_of(k[one], v[one], LENGTHS[one], pages=pages)
-            alone = decoded(backend, q[one], its, splits=splits)
+            alone = decoded(backend, q[one], its, **how)
             assert alone[0].tobytes() == out[one].tobytes()
             assert alone[1].tobytes() == lse[one].tobytes()
 
@@ -166,7 +180,7 @@ OPTIONS = (
     {"window": (20, None), "scale": -0.4},
     {"softcap": 3.0, "sink": np.linspace(-1, 1, HEADS, dtype="f4")},
     {"score_mod": "score + 0.1 * (key - position) + 0.01 * keys"},
-    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask_mod": "key % 3 != 1"},
+    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask": "key % 3 != 1"},
 )
 QUICK = (
     *(("mma_split_kv", 1), ("mma_split_kv", 3), ("fa2", 0), ("fa2", 2)),
@@ -187,6 +201,7 @@ def test_options_of_attention(backend, kernel, number):
     q, k, v = given("float16", tokens=2)
     cache = cache_of(k, v, pages=True)
     out, lse = decoded(backend, q, cache, kernel=kernel, check=True, **options)
+    options = {"mask_mod" if name == "mask" else name: x for name, x in options.items()}
     require(out, lse, q, k, v, LENGTHS, **options)
 
 
@@ -254,11 +269,11 @@ def test_new_tokens_are_turned_and_appended(backend, dtype, layout, pages, inter
     q, k, v = given(dtype, tokens=3)
     new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), dtype, seed=9 + x) for x in (D, DV))
     rotary = quarter_turns(N, 5, dtype)
-    cache = cache_of(k, v, NEW_LENGTHS, pages=pages, layout=layout)
+    turns = Rotary(*rotary, interleaved)
+    cache = cache_of(k, v, NEW_LENGTHS, pages=pages, layout=layout, rotary=turns)
     cache = with_room(cache, k, 3)
     before = [x.copy() for x in (cache.k, cache.v)]
-    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
-    out, lse = decoded(backend, q, cache, **how)
+    out, lse = decoded(backend, q, cache, append=(new_k, new_v))
     assert (cache.lengths == NEW_LENGTHS).all()
     every_q = np.empty_like(q)
     for b, n in enumerate(NEW_LENGTHS):
@@ -282,9 +297,9 @@ def test_any_angles_turn_within_their_bounds(backend, dtype):
     angles = RNG.uniform(-7, 7, (N, D // 2))
     for of in {DTYPES[dtype], "f8" if dtype == "float64" else "f4"}:
         rotary = [f(angles).astype(of) for f in (np.cos, np.sin)]
-        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=True), k, 2)
-        how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": of == "f4"}
-        decoded(backend, q, cache, check=True, **how)
+        turns = Rotary(*rotary, interleaved=of == "f4")
+        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=True, rotary=turns), k, 2)
+        decoded(backend, q, cache, append=(new_k, new_v), check=True)
         for b, n in enumerate(NEW_LENGTHS):
             wanted = turned(new_k[b], n, rotary, of == "f4", dtype)
             found = rows_of(cache, cache.k, b, range(n, n + 2)).swapaxes(0, 1)
@@ -295,14 +310,14 @@ def test_appending_alone_and_turning_alone(backend):
     q, k, v = given("float32", tokens=2)
     new_k, new_v = (drawn((BATCH, KV_HEADS, 2, x), seed=x) for x in (D, DV))
     cache = cache_of(k, v, NEW_LENGTHS)
-    out, lse = decoded(backend, q, cache, k=new_k, v=new_v, check=True)
+    out, lse = decoded(backend, q, cache, append=(new_k, new_v), check=True)
     for b, n in enumerate(NEW_LENGTHS):
         k[b, n : n + 2], v[b, n : n + 2] = new_k[b].swapaxes(0, 1), new_v[b].swapaxes(0, 1)
     require(out, lse, q, k, v, NEW_LENGTHS + 2)
 
     rotary = quarter_turns(N, D // 2, "float32")
-    cache = cache_of(k, v, NEW_LENGTHS + 2)
-    out, lse = decoded(backend, q, cache, rotary=rotary, check=True)
+    cache = cache_of(k, v, NEW_LENGTHS + 2, rotary=tuple(rotary))
+    out, lse = decoded(backend, q, cache, check=True)
     every_q = np.stack(
         [turned(q[b], n, rotary, False, "float32").value for b, n in enumerate(NEW_LENGTHS)]
     )
@@ -313,8 +328,25 @@ def test_without_new_tokens_nothing_is_written(backend):
     _, k, v = given("float32")
     cache = cache_of(k, v)
     q, new_k, new_v = (np.empty((BATCH, h, 0, x), "f4") for h, x in ((4, D), (2, D), (2, DV)))
-    out, lse = decoded(backend, q, cache, k=new_k, v=new_v)
+    out, lse = decoded(backend, q, cache, append=(new_k, new_v))
     assert out.shape == (BATCH, HEADS, 0, DV) and lse.shape == (BATCH, HEADS, 0)
+
+
+@pytest.mark.parametrize("layout, pages", [("bshd", True), ("bhsd", False)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_append_alone_writes_what_attention_does(backend, dtype, layout, pages):
+    q, k, v = given(dtype, tokens=2)
+    new = [drawn((BATCH, KV_HEADS, 2, x), dtype, seed=x) for x in (D, DV)]
+    how = {"pages": pages, "layout": layout, "rotary": quarter_turns(N, 5, dtype)}
+    before, after = (with_room(cache_of(k, v, NEW_LENGTHS, **how), k, 2) for _ in range(2))
+    wanted = decoded(backend, q, before, append=new)
+    assert after.append(*new, backend=backend, check=True) is None
+    assert (after.lengths == NEW_LENGTHS).all()
+    for name in ("k", "v"):
+        np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+    after.lengths += 2
+    found = decoded(backend, q, after)
+    assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
 
 
 # Arrays elsewhere, and wrong ones
@@ -327,10 +359,9 @@ def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
     rotary = quarter_turns(N, 5, "float32")
     results, caches = [], []
     for backend in (FarDevice(), "simulator"):
-        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=pages), k, 2)
+        cache = with_room(cache_of(k, v, NEW_LENGTHS, pages=pages, rotary=rotary), k, 2)
         out = np.empty((BATCH, HEADS, 2, DV), "f4")
-        how = {"k": new_k, "v": new_v, "rotary": rotary, "out": out, "kernel": "fa2"}
-        made = decoded(backend, q, cache, **how)
+        made = decoded(backend, q, cache, append=(new_k, new_v), out=out, kernel="fa2")
         assert made[0] is out and type(made[1]) is np.ndarray
         results.append(made)
         caches.append(cache)
@@ -372,76 +403,73 @@ def refused(error, words, *arrays, backend="simulator", **how):
 
 def test_wrong_calls_are_refused():
     q, k, v = given("float32", tokens=2)
-    new = {"k": drawn((BATCH, KV_HEADS, 2, D)), "v": drawn((BATCH, KV_HEADS, 2, DV))}
+    new = drawn((BATCH, KV_HEADS, 2, D)), drawn((BATCH, KV_HEADS, 2, DV))
     cache = cache_of(k, v, NEW_LENGTHS)
+    of_angles = "rotary is of float16 and float16; both must be float32; convert them"
     wrong = (
+        (ValueError, r"lengths\[5\] is 63.* from 0 to 62", {"append": new}, {"lengths": N - 1}),
+        (ValueError, r"lengths\[5\] is -1", {}, {"lengths": -1}),
+        (TypeError, "append is .*; give the keys and values", {"append": new[:1]}, {}),
+        (ValueError, "1 to 12 angles", {}, {"rotary": [np.ones((N, 13), "f4")] * 2}),
+        (TypeError, of_angles, {}, {"rotary": [np.ones((N, 2), "f2")] * 2}),
+        (ValueError, "rotary has 9 positions", {}, {"rotary": [np.ones((9, 2), "f4")] * 2}),
+        (ValueError, "k is float32", {"append": (new[0][:, :1], new[1])}, {}),
+        (TypeError, r"v is .*, and k is a KVCache, which has the values", {"v": v}, {}),
         (
             ValueError,
-            r"lengths\[5\] is 63.* give a number from 0 to 62",
-            {**new},
-            {"lengths": N - 1},
+            "dropout is .*there are no gradients; leave",
+            {"dropout": Dropout(0.1, 1)},
+            {},
         ),
-        (ValueError, r"lengths\[5\] is -1", {}, {"lengths": -1}),
-        (TypeError, "give both or none", {"k": new["k"]}, {}),
-        (TypeError, "give rotary=", {"interleaved": True}, {}),
-        (ValueError, "1 to 12 angles", {"rotary": [np.ones((N, 13), "f4")] * 2}, {}),
+        (ValueError, "precision is 'tf32'.* in the dtype of the cache", {"precision": "tf32"}, {}),
+        (ValueError, "causal is 'top-left'.* are the last ones", {"causal": "top-left"}, {}),
+        (ValueError, "offset is 1.*new tokens are the last ones", {"offset": 1}, {}),
+        (ValueError, "layout is 'bshd'.*the cache has its own", {"layout": "bshd"}, {}),
+        *(
+            (ValueError, f"{name} is .*: write score_mod= or an expression", {name: x}, {})
+            for name, x in (("bias", q), ("mask", q > 0))
+        ),
+        (ValueError, "splits is 0", {"tiles": {"splits": 0}}, {}),
+        (ValueError, "splits is for fa2_split_kv", {"tiles": {"splits": 2}, "kernel": "fa2"}, {}),
+        (
+            Unsupported,
+            "mma_split_kv cannot do",
+            {"tiles": {"splits": 2}, "kernel": "mma_split_kv"},
+            {},
+        ),
         (
             TypeError,
-            "rotary is of float16 and float16; both must be float32; convert them",
-            {"rotary": [np.ones((N, 2), "f2")] * 2},
+            r"attention\(\) has no argument 'windw'; did you mean window",
+            {"windw": 1},
             {},
         ),
-        (ValueError, "rotary has 9 positions", {"rotary": [np.ones((9, 2), "f4")] * 2}, {}),
-        (ValueError, "k is float32", {**new, "k": new["k"][:, :1]}, {}),
-        (
-            ValueError,
-            "decode has no dropout=0.1: there are no gradients; leave it out of options",
-            {"options": cupyfa.AttentionOptions(dropout=0.1, dropout_seed=1)},
-            {},
-        ),
-        (
-            ValueError,
-            "decode has no precision='tf32': products are in the dtype of the cache",
-            {"options": cupyfa.AttentionOptions(precision="tf32")},
-            {},
-        ),
-        (
-            ValueError,
-            "decode has no causal='top-left': new tokens are the last ones",
-            {"options": cupyfa.AttentionOptions(causal="top-left")},
-            {},
-        ),
-        *(
-            (TypeError, f"{name!r}; .*leave it out", {name: value}, {})
-            for name, value in (
-                *(("precision", "tf32"), ("dropout", 0.1)),
-                *(("dropout_seed", 1), ("dropout_offset", 1)),
-            )
-        ),
-        *(
-            (TypeError, f"{name!r}; write score_mod= or mask_mod=, which may", {name: q}, {})
-            for name in ("bias", "mask")
-        ),
-        (ValueError, "splits is 0", {"splits": 0}, {}),
-        (ValueError, "splits is for fa2_split_kv", {"splits": 2, "kernel": "fa2"}, {}),
-        (Unsupported, "mma_split_kv cannot do", {"splits": 2, "kernel": "mma_split_kv"}, {}),
-        (TypeError, r"decode\(\) has no argument 'windw'; did you mean window", {"windw": 1}, {}),
     )
     for error, words, how, change in wrong:
-        its = cupyfa.KVCache(cache.k, cache.v, NEW_LENGTHS.copy(), layout="bshd")
-        its.lengths[5] = change.get("lengths", its.lengths[5])
+        lengths, of = NEW_LENGTHS.copy(), {"layout": "bshd", "rotary": change.get("rotary")}
+        lengths[5] = change.get("lengths", lengths[5])
+        its = cupyfa.KVCache(cache.k, cache.v, lengths, **of)
         refused(error, words, q, its, **how)
     refused(ValueError, "q has shape", q[:, :, :, :5], cache)
-    refused(TypeError, "give a cupyfa.KVCache", q, (k, v))
+    refused(TypeError, "q is a KVCache, and k is .*; write attention", cache, q)
+    with pytest.raises(TypeError, match="backward does not take a KVCache"):
+        cupyfa.backward(q, q, cache, None, q, q[..., 0], backend="simulator")
     refused(
         ValueError,
         "shares memory",
         q,
         cupyfa.KVCache(k, v, NEW_LENGTHS, layout="bshd"),
-        **{**new, "k": k[:, :2].swapaxes(1, 2)},
+        append=(k[:, :2].swapaxes(1, 2), new[1]),
     )
     k.flags.writeable = False
-    refused(ValueError, "read-only", q, cupyfa.KVCache(k, v, NEW_LENGTHS, layout="bshd"), **new)
+    cache = cupyfa.KVCache(k, v, NEW_LENGTHS, layout="bshd")
+    refused(ValueError, "read-only", q, cache, append=new)
+
+
+@pytest.mark.parametrize("of", [(1,), 3, "angles"], ids=str)
+def test_rotary_is_a_pair(of):
+    x = drawn((1, 1, 4, 8))
+    with pytest.raises(TypeError, match=r"rotary is .*"):
+        cupyfa.KVCache(x, x, [1], rotary=of)
 
 
 def test_new_keys_need_arrays_of_their_own():
@@ -451,9 +479,10 @@ def test_new_keys_need_arrays_of_their_own():
     lengths, table = np.array([3, 0], "i4"), np.array([[1], [0]], "i4")
     whole = np.zeros((2, 2, 2, 16, 8), "f4")
 
-    def decode(halves, **new):
-        cache = cupyfa.KVCache(*halves, lengths, table, layout="bhsd")
-        return cupyfa.attention(q, cache, backend="simulator", kernel="fa2", **new)
+    def decode(halves, *new):
+        cache = cupyfa.KVCache(*halves, lengths, table)
+        how = {"backend": "simulator", "kernel": "fa2", "append": new or None}
+        return cupyfa.attention(q, cache, **how)
 
     for halves in (
         (whole[0, :, :1], whole[1, :, :1]),
@@ -463,13 +492,13 @@ def test_new_keys_need_arrays_of_their_own():
         (whole.reshape(2, 1, 16, -1)[..., :8], whole.reshape(2, 1, 16, -1)[..., 8:16]),
     ):
         whole[...] = 0
-        decode(halves, k=new, v=-new)
+        decode(halves, new, -new)
         for half, written in zip(halves, (new, -new)):
             np.testing.assert_array_equal(half[table[:, 0], 0, lengths], written[:, 0, 0])
     rows = np.zeros((4, 1, 16, 8), "f4")
     for same in ((rows[:2], rows[:2]), (rows[:2], rows[1:3]), (rows[:2], rows[1::-1])):
         with pytest.raises(ValueError, match="cache.k and cache.v share memory.*give two arrays"):
-            decode(same, k=new, v=new)
+            decode(same, new, new)
         decode(same)
 
 
@@ -489,14 +518,13 @@ def test_wrong_pages_and_lengths_reach_nothing_outside(kernel, pages, monkeypatc
     monkeypatch.setattr("cupyfa.runtime.ragged._check_counts", lambda *_: None)
     q, k, v = given("float16", tokens=3)
     new_k, new_v = (drawn((BATCH, KV_HEADS, 3, x), "float16") for x in (D, DV))
-    cache = cache_of(k, v, pages=pages)
+    cache = cache_of(k, v, pages=pages, rotary=quarter_turns(5, 2, "float16"))
     cache.lengths[:] = [-5, N - 1, N + 1, 2**31 - 1, -(2**31), 7]
     if pages:
         cache.pages[...] = np.where(np.arange(MOST) % 2, -(2**31), 2**31 - 1)
     before = cache.k.copy()
-    rotary = quarter_turns(5, 2, "float16")
-    for new in ({}, {"k": new_k, "v": new_v}):
-        decoded("simulator", q, cache, kernel=kernel, rotary=rotary, **new)
+    for new in (None, (new_k, new_v)):
+        decoded("simulator", q, cache, kernel=kernel, append=new)
     if pages:  # those that are not there are not written
         np.testing.assert_array_equal(before, cache.k)
     else:  # row N - 1 is, and rows from 0 and 7 on
@@ -534,8 +562,8 @@ def test_a_check_finds_rows_that_are_written_wrongly(monkeypatch):
             change(self._arrays)
 
         monkeypatch.setattr(kv_cache._New, "write", wrongly)
-        cache = cache_of(k, v, lengths)
-        how = {"k": new_k, "v": new_v, "rotary": rotary, "check": True, "kernel": "fa2"}
+        cache = cache_of(k, v, lengths, rotary=rotary)
+        how = {"append": (new_k, new_v), "check": True, "kernel": "fa2"}
         with pytest.raises(cupyfa.WrongResult, match=f"append_keys on .*\n.*{name}"):
             decoded("simulator", q, cache, **how)
 
@@ -550,10 +578,12 @@ def test_a_captured_call_takes_other_lengths(cuda, pages):
     rotary = quarter_turns(N, 5, "float16")
     host = cache_of(k, v, np.full(BATCH, N, "i4"), pages=pages)
     table = None if host.pages is None else cupy.asarray(host.pages)
-    cache = cupyfa.KVCache(*map(cupy.asarray, (host.k, host.v, host.lengths)), table)
+    arrays = map(cupy.asarray, (host.k, host.v, host.lengths))
+    of = {"layout": "bshd", "rotary": tuple(map(cupy.asarray, rotary))}
+    cache = cupyfa.KVCache(*arrays, table, **of)
     there, out = cupy.asarray(q), cupy.empty((BATCH, HEADS, 2, DV), "f2")
-    how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
-    how["rotary"] = tuple(map(cupy.asarray, rotary))
+    new = cupy.asarray(new_k), cupy.asarray(new_v)
+    how = {"append": new, "out": out, "return_lse": True}
     cache.lengths[...] = 0
     cupyfa.attention(there, cache, **how, check=True)
     cupy.cuda.Device().synchronize()
@@ -582,7 +612,7 @@ def test_nvrtc_compiles_what_decoding_launches(size):
     q, new, angles = (np.zeros(x, "f2") for x in ((1, 32, 1, 128), (1, 8, 1, 128), (2048, 64)))
     made = {"used": lengths, "turned": q}
     arrays = {"q": q, **rows, "k": new, "v": new, "cos": angles, "sin": angles, **made}
-    (append,) = kv_cache._plan(arrays, cache, interleaved=False).programs
+    (append,) = kv_cache._plan(arrays, cache).programs
     operands = [optional_inputs.of_value("lengths_k", lengths)]
     operands += [] if size is None else [optional_inputs.of_value("page_table", table)]
     p = Problem.of(q, *[rows["cache.k"]] * 2, causal=True, operands=tuple(operands))
@@ -597,7 +627,7 @@ def test_nvrtc_compiles_what_decoding_launches(size):
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"layout": "bshd"}, ValueError, "layout is 'bshd'; use one of nhd, hnd"),
+        ({"layout": "nhd"}, ValueError, "layout is 'nhd'; use one of bshd, bhsd"),
         ({"lengths": LENGTHS.astype("i8")}, TypeError, "lengths is int64; it must be int32"),
         ({"lengths": LENGTHS[:2]}, ValueError, "k has 6 sequences"),
         ({"lengths": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
@@ -617,7 +647,7 @@ def test_nvrtc_compiles_what_decoding_launches(size):
 def test_wrong_caches_are_refused(change, error, words):
     _, k, v = given("float32")
     with pytest.raises(error, match=words):
-        cupyfa.KVCache(layout="bshd", **{"k": k, "v": v, "lengths": LENGTHS, **change})
+        cupyfa.KVCache(**{"k": k, "v": v, "lengths": LENGTHS, "layout": "bshd", **change})
 
 
 @pytest.mark.parametrize("size", [8, 24, 512])
@@ -632,5 +662,5 @@ def test_a_cache_describes_itself():
     cache = cache_of(k, v, pages=True)
     assert (cache.batch, cache.capacity, cache.page_size) == (BATCH, N, SIZE)
     assert repr(cache) == (
-        "<KVCache: 6 sequences of up to 64 keys in pages of 16, float16 nhd (27, 16, 2, 24)>"
+        "<KVCache: 6 sequences of up to 64 keys in pages of 16, float16 bshd (27, 16, 2, 24)>"
     )

@@ -1,4 +1,4 @@
-"""cupyfa.decode with keys and values in e4m3, and their scales.
+"""Attention to a cache with keys and values in e4m3, and their scales.
 
 The reference is dense attention in float64 to the same e4m3 numbers times their scales. What no
 sequence has in a cache is NaN, and so are the scales of pages that none has.
@@ -11,6 +11,7 @@ from helpers.far_device import FarDevice
 from helpers.merged import merged
 
 import cupyfa
+from cupyfa import Rotary, Scaled
 from cupyfa.arrays import kv_cache
 from cupyfa.errors import Unsupported
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
@@ -48,10 +49,24 @@ def scale(form, seed):
     return 2 ** np.random.default_rng(seed).uniform(-6, 2, SCALES[form]).astype("f4")
 
 
+def scaled(arrays, scales):
+    """Arrays with those of the scales that are given."""
+    return [x if of is None else Scaled(x, of) for x, of in zip(arrays, scales, strict=True)]
+
+
 class Filled:
     """A cache, and the numbers that it stands for: k and v [batch, rows, kv_heads, columns]."""
 
-    def __init__(self, *, pages=False, layout="bshd", forms=(None, None), lengths=LENGTHS, room=0):
+    def __init__(
+        self,
+        *,
+        pages=False,
+        layout="bshd",
+        forms=(None, None),
+        lengths=LENGTHS,
+        room=0,
+        **how,
+    ):
         self.lengths = lengths
         table = np.random.default_rng(5).permutation(COUNT)[: BATCH * MOST].reshape(BATCH, MOST)
         table = table.astype("i4")
@@ -81,15 +96,15 @@ class Filled:
             for b, n in enumerate(lengths):  # what no key needs is no page
                 table[b, -(-int(n + room) // SIZE) :] = -7 if b % 2 else 2**30
         arrays = [x if layout == "bshd" else x.swapaxes(1, 2).copy() for x in self.stored]
-        self.cache = cupyfa.KVCache(
-            *arrays, lengths.copy(), table if pages else None, layout, *scales
-        )
+        table = table if pages else None
+        arrays = scaled(arrays, scales)
+        self.cache = cupyfa.KVCache(*arrays, lengths.copy(), table, layout=layout, **how)
 
     def bits(self):
         """What the cache has of each row, [batch, rows, kv_heads, columns]."""
         found = (self.cache.k, self.cache.v)
-        nhd = [x if self.cache.layout == "bshd" else x.swapaxes(1, 2) for x in found]
-        return [x[np.broadcast_arrays(*self.at)[0], self.at[1]] for x in nhd]
+        bshd = [x if self.cache.layout == "bshd" else x.swapaxes(1, 2) for x in found]
+        return [x[np.broadcast_arrays(*self.at)[0], self.at[1]] for x in bshd]
 
     def numbers(self):
         return [x.astype("f8") * y for x, y in zip(self.bits(), self.factors)]
@@ -133,7 +148,7 @@ FORMS = [
 def test_scales_of_all_forms(backend, pages, layout, forms, dtype, splits):
     filled = Filled(pages=pages, layout=layout, forms=forms)
     q = drawn((BATCH, HEADS, 3, D), 7, DTYPE[dtype])
-    out, lse = decoded(backend, q, filled, splits=splits, check=True, tiles=SMALL)
+    out, lse = decoded(backend, q, filled, check=True, tiles={**SMALL, "splits": splits})
     require(out, lse, q, filled, LENGTHS)
     assert out.dtype == q.dtype and lse.dtype == np.float32
 
@@ -153,7 +168,7 @@ def test_a_window_hides_what_is_not_finite(backend):
     for name in ("k", "v"):
         getattr(filled.cache, name)[place[b, 40], row[b, 40]] = np.nan
     q = drawn((BATCH, HEADS, 1, D), 7, np.float16)
-    out, lse = decoded(backend, q, filled, window=(50, None), splits=2)
+    out, lse = decoded(backend, q, filled, window=(50, None), tiles={"splits": 2})
     assert np.isfinite(out).all()
     for name in ("k", "v"):
         getattr(filled.cache, name)[place[b, 40], row[b, 40]] = 0
@@ -185,7 +200,8 @@ def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
     new_v[0, 0, 0, :2] = np.inf, -np.inf
     new_k[1, 1, 2, 5] = np.nan
     before = filled.bits()
-    _, lse = decoded(backend, q, filled, k=new_k, v=new_v, check=True, splits=2)
+    how = {"append": (new_k, new_v), "tiles": {"splits": 2}}
+    _, lse = decoded(backend, q, filled, check=True, **how)
     at = NEW_LENGTHS[:, None] + np.arange(3)
     every = np.arange(BATCH)[:, None]
     for new, old, found, factors in zip((new_k, new_v), before, filled.bits(), filled.factors):
@@ -200,15 +216,15 @@ def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 def test_keys_are_turned_before_they_are_rounded(backend, interleaved):
-    filled = Filled(pages=True, forms=("pages", "heads"), lengths=NEW_LENGTHS, room=2)
+    angles = np.random.default_rng(1).uniform(-7, 7, (N, D // 2))
+    rotary = [f(angles).astype("f4") for f in (np.cos, np.sin)]
+    how = {"forms": ("pages", "heads"), "rotary": Rotary(*rotary, interleaved)}
+    filled = Filled(pages=True, lengths=NEW_LENGTHS, room=2, **how)
     q, new_k, new_v = (
         drawn((BATCH, h, 2, x), x, np.float16)
         for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
     )
-    angles = np.random.default_rng(1).uniform(-7, 7, (N, D // 2))
-    rotary = [f(angles).astype("f4") for f in (np.cos, np.sin)]
-    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
-    out, lse = decoded(backend, q, filled, check=True, **how)
+    out, lse = decoded(backend, q, filled, append=(new_k, new_v), check=True)
     turned = np.empty_like(q)
     for b, n in enumerate(NEW_LENGTHS):
         tables = [x[n : n + 2] for x in rotary]
@@ -237,7 +253,7 @@ def test_a_check_finds_a_row_that_is_rounded_wrongly(monkeypatch):
 
     monkeypatch.setattr(kv_cache._New, "write", wrongly)
     with pytest.raises(cupyfa.WrongResult, match="append_keys on .*\n.*cache.k"):
-        decoded("simulator", q, filled, k=new_k, v=new_v, check=True)
+        decoded("simulator", q, filled, append=(new_k, new_v), check=True)
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
@@ -250,7 +266,7 @@ def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
             drawn((BATCH, h, 2, x), x, np.float16)
             for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
         )
-        results.append(decoded(backend, q, filled, k=new_k, v=new_v))
+        results.append(decoded(backend, q, filled, append=(new_k, new_v)))
         caches.append(filled.bits())
     for one, other in zip(*results):
         assert one.tobytes() == other.tobytes()
@@ -264,8 +280,9 @@ def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
 def cache_with(**change):
     filled = Filled(pages=change.pop("pages", False))
     cache = filled.cache
-    given = {"k": cache.k, "v": cache.v, "lengths": LENGTHS, "pages": cache.pages, **change}
-    return cupyfa.KVCache(layout="bshd", **given)
+    scales = [change.pop(x, None) for x in optional_inputs.SCALES]
+    k, v = scaled((change.pop("k", cache.k), change.pop("v", cache.v)), scales)
+    return cupyfa.KVCache(k, v, LENGTHS, cache.pages, layout="bshd")
 
 
 @pytest.mark.parametrize(
@@ -294,7 +311,7 @@ def cache_with(**change):
             {"k": np.ones((BATCH, N, 2, D), "f2"), "v": np.ones((BATCH, N, 2, DV), "f2")}
             | {"v_scale": np.ones(2, "f4")},
             ValueError,
-            "v_scale is given, and k is float16",
+            "v is Scaled, and k is float16; scales are for float8_e4m3fn: give the array alone",
         ),
         ({"v": np.ones((BATCH, N, 2, DV), "f2")}, TypeError, "k is float8_e4m3fn and v is float16"),
         ({"k": np.ones((BATCH, N, 2, 7), E4M3)}, ValueError, "an even number of bytes"),
@@ -308,11 +325,11 @@ def test_wrong_scales_are_refused(change, error, words):
 
 
 def test_scales_of_as_many_pages_as_sequences_are_ambiguous():
-    k = np.ones((2, SIZE, KV_HEADS, D), E4M3)
-    cache = k, k, np.ones(2, "i4"), np.zeros((2, 1), "i4")
+    k = np.ones((2, KV_HEADS, SIZE, D), E4M3)
+    cache = k, np.ones(2, "i4"), np.zeros((2, 1), "i4")
     with pytest.raises(ValueError, match="as many pages as sequences; give k and v a page more"):
-        cupyfa.KVCache(*cache, k_scale=np.ones((2, KV_HEADS), "f4"))
-    cupyfa.KVCache(*cache, k_scale=np.ones(KV_HEADS, "f4"))
+        cupyfa.KVCache(Scaled(k, np.ones((2, KV_HEADS), "f4")), *cache)
+    cupyfa.KVCache(Scaled(k, np.ones(KV_HEADS, "f4")), *cache)
 
 
 def test_wrong_calls_are_refused(monkeypatch):
@@ -320,7 +337,7 @@ def test_wrong_calls_are_refused(monkeypatch):
     q, new = drawn((BATCH, HEADS, 1, D), 7, np.float16), drawn((BATCH, KV_HEADS, 1, D), 8)
     for error, words, given, how in (
         (TypeError, "q is float32; with a cache of", q.astype("f4"), {}),
-        (ValueError, "k is float32 .* must be float16", q, {"k": new, "v": new[..., :DV]}),
+        (ValueError, "k is float32 .* must be float16", q, {"append": (new, new[..., :DV])}),
         (Unsupported, "only mma_split_kv takes a cache of e4m3", q, {"kernel": "fa2"}),
     ):
         with pytest.raises(error, match=words):
@@ -348,13 +365,13 @@ def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
     p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
     kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=True)
     yield from planning.plan(kernel, p, limits_of(arch)).programs
-    cache = cupyfa.KVCache(k, k, lengths, table if size else None, "bhsd")
+    cache = cupyfa.KVCache(k, k, lengths, table if size else None)
     new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
     arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}
     arrays |= {"pages": table} if size else {}
     arrays |= {**dict(zip(optional_inputs.SCALES, scales)), "k": new, "v": new}
     arrays |= {"cos": angles, "sin": angles, "used": lengths, "turned": q}
-    yield from kv_cache._plan(arrays, cache, interleaved=False).programs
+    yield from kv_cache._plan(arrays, cache).programs
 
 
 @pytest.mark.parametrize(
@@ -386,19 +403,16 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
     lengths = np.full(BATCH, SIZE, "i4")
     filled = Filled(pages=pages, forms=forms, lengths=lengths, room=20)
     host, dtype = filled.cache, np.float16
-    there = {}
-    for name in ("k", "v"):
-        array = getattr(host, name)
-        there[name] = cupy.asarray(array.view("u1")).view(E4M3)
-    for name in ("lengths", "pages", "k_scale", "v_scale"):
-        array = getattr(host, name)
-        there[name] = None if array is None else cupy.asarray(array)
-    cache = cupyfa.KVCache(layout="bshd", **there)
+    there = [cupy.asarray(x.view("u1")).view(E4M3) for x in (host.k, host.v)]
+    there = scaled(there, map(cupy.asarray, (host.k_scale, host.v_scale)))
+    table = None if host.pages is None else cupy.asarray(host.pages)
+    cache = cupyfa.KVCache(*there, cupy.asarray(host.lengths), table, layout="bshd")
     q, new_k, new_v = (
         drawn((BATCH, h, 1, x), x, dtype) for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
     )
     out = cupy.empty((BATCH, HEADS, 1, DV), dtype)
-    how = {"k": cupy.asarray(new_k), "v": cupy.asarray(new_v), "out": out, "return_lse": True}
+    new = cupy.asarray(new_k), cupy.asarray(new_v)
+    how = {"append": new, "out": out, "return_lse": True}
     queries = cupy.asarray(q)
     cupyfa.attention(queries, cache, **how, check=True)
     cupy.cuda.Device().synchronize()
@@ -427,7 +441,7 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
     k, v = (rng.standard_normal((2, 3000, 2, d)).astype(E4M3) for _ in range(2))
     scales = [rng.uniform(0.5, 2, (2, 2)).astype("f4") for _ in range(2)]
     q = rng.standard_normal((2, 8, 1, d)).astype(DTYPE[dtype])
-    cache = cupyfa.KVCache(k, v, lengths, layout="bshd", k_scale=scales[0], v_scale=scales[1])
+    cache = cupyfa.KVCache(*scaled((k, v), scales), lengths, layout="bshd")
     cupyfa.attention(q, cache, backend=cuda, check=True)
 
 
@@ -435,16 +449,15 @@ def test_long_sequences_on_a_gpu(cuda, d, dtype):
 @pytest.mark.parametrize("in_cache", [False, True], ids=["arrays", "cache"])
 def test_a_prefix_of_e4m3_stands_before_the_keys(backend, form, in_cache):
     """What one cache with the keys of both gives."""
-    filled, n = Filled(forms=(form, form)), 20
+    n, scales = 20, [None, None]
     q = drawn((BATCH, HEADS, 1, D), 9, np.float16)
     shared = [drawn((1, n, KV_HEADS, x), x).astype(E4M3) for x in (D, DV)]
-    scales = [filled.cache.k_scale, filled.cache.v_scale] if in_cache else [None, None]
     prefix = tuple(x.swapaxes(1, 2) for x in shared)
     if in_cache:
-        prefix = cupyfa.KVCache(*shared, np.array([n], "i4"), None, "bshd", *scales)
-    out, lse = cupyfa.attention(
-        q, filled.cache, prefix=prefix, backend=backend, return_lse=True, check=True
-    )
+        scales = [scale(form, seed) for seed in range(2)]
+        prefix = cupyfa.KVCache(*scaled(prefix, scales), np.array([n], "i4"))
+    filled = Filled(forms=(form, form), prefix=prefix)
+    out, lse = decoded(backend, q, filled, check=True)
     factors = [np.ones(KV_HEADS, "f4") if x is None else x for x in scales]
     before = [x.astype("f8") * f[:, None] for x, f in zip(shared, factors)]
     own = filled.numbers()

@@ -1,4 +1,4 @@
-"""cupyfa.decode with prefixes: keys that sequences share stand before those of their own.
+"""Caches with prefixes: keys that sequences share stand before those of their own.
 
 The reference is dense attention in float64 of one sequence after the other to all of its keys, as
 one cache would have them.
@@ -42,12 +42,12 @@ class Case:
         for b, n in enumerate(LENGTHS):
             for to, x in zip(self.given, own):
                 to[b, :n] = x[b, :n]
-        self.cache = cupyfa.KVCache(*self.given, self.lengths)
-        self.new = {}
+        self.arrays = *self.given, self.lengths
+        self.new = None
         if appended:
             rows = LENGTHS[:, None] + np.arange(tokens)
             at = np.arange(BATCH)[:, None], rows
-            self.new = {name: x[at].swapaxes(1, 2).copy() for name, x in zip("kv", own)}
+            self.new = [x[at].swapaxes(1, 2).copy() for x in own]
 
     def keys_of(self, b):
         """All keys and values of a sequence, [kv_heads, keys, columns], and where parts begin."""
@@ -56,10 +56,11 @@ class Case:
         starts = np.cumsum([0, *(x[0].shape[1] for x in parts)])
         return (*(np.concatenate(x, axis=1) for x in zip(*parts)), starts)
 
-    def decoded(self, backend, prefix=None, **how):
+    def decoded(self, backend, prefix=None, rotary=None, **how):
         given = self.shared if prefix is None else prefix
-        how = {"return_lse": True, **self.new, **how}
-        return cupyfa.attention(self.q, self.cache, prefix=given, backend=backend, **how)
+        cache = cupyfa.KVCache(*self.arrays, layout="bshd", rotary=rotary, prefix=given)
+        how = {"return_lse": True, "append": self.new, **how}
+        return cupyfa.attention(self.q, cache, backend=backend, **how)
 
     def require(self, out, lse, **options):
         sink = options.pop("sink", None)
@@ -69,7 +70,7 @@ class Case:
             mine = dict(options)
             if "score_mod" in mine:  # the reference has one sequence
                 mine["score_mod"] = mine["score_mod"].replace("batch", str(b))
-            hidden = mine.pop("mask_mod", "True")
+            hidden = mine.pop("mask", "True")
             parts = []
             for i, (a, end) in enumerate(pairwise(starts)):
                 text = f"({hidden}) and {a} <= key and key < {end}"
@@ -98,7 +99,7 @@ OPTIONS = (
     {},
     {"window": (14, None), "scale": -0.4},
     {"softcap": 3.0, "sink": np.linspace(-1, 1, HEADS, dtype="f4")},
-    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask_mod": "key % 3 != 1"},
+    {"alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"), "mask": "key % 3 != 1"},
     {
         "score_mod": "score + 0.1 * key - 0.2 * position + 0.01 * keys + batch + query * queries",
         "alibi_slopes": np.linspace(0.1, 1, HEADS, dtype="f4"),
@@ -138,8 +139,8 @@ def test_positions_go_on_from_the_prefix(backend, tokens):
     for b, n in enumerate(LENGTHS):
         case.q[b] = turned(case.q[b], b)
         rows = slice(n, n + tokens)
-        case.own[0][b, rows] = turned(case.new["k"][b], b).swapaxes(0, 1)
-        np.testing.assert_array_equal(case.cache.k[b, rows], case.own[0][b, rows])
+        case.own[0][b, rows] = turned(case.new[0][b], b).swapaxes(0, 1)
+        np.testing.assert_array_equal(case.given[0][b, rows], case.own[0][b, rows])
     case.require(out, lse)
     short = [x[: before + LENGTHS.max()] for x in rotary]
     with pytest.raises(ValueError, match=f"a sequence has {before + LENGTHS.max() + tokens} keys"):
@@ -155,7 +156,7 @@ def in_pages(k, v, spare=2):
         rows = np.pad(x[0], ((0, 0), (0, 32 - x.shape[2]), (0, 0))).swapaxes(0, 1)
         pages[table[0]] = rows.reshape(2, 16, *rows.shape[1:])
         made.append(pages)
-    return cupyfa.KVCache(*made, np.array([x.shape[2] for x in (k,)], "i4"), table)
+    return cupyfa.KVCache(*made, np.array([k.shape[2]], "i4"), table, layout="bshd")
 
 
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
@@ -184,10 +185,9 @@ def test_a_prefix_may_lie_in_pages_of_the_same_arrays(backend):
         pages[: 2 * BATCH] = own.reshape(2 * BATCH, 16, KV_HEADS, -1)
         pages[2 * BATCH :].reshape(32, KV_HEADS, -1)[: x.shape[2]] = x[0].swapaxes(0, 1)
         arrays.append(pages)
-    prefix = cupyfa.KVCache(
-        *arrays, np.array([k.shape[2]], "i4"), 2 * BATCH + np.array([[0, 1]], "i4")
-    )
-    case.cache = cupyfa.KVCache(*arrays, case.lengths, table)
+    of_prefix = np.array([k.shape[2]], "i4"), 2 * BATCH + np.array([[0, 1]], "i4")
+    prefix = cupyfa.KVCache(*arrays, *of_prefix, layout="bshd")
+    case.arrays = *arrays, case.lengths, table
     case.require(*case.decoded(backend, prefix))
 
 
@@ -199,9 +199,10 @@ def test_prefixes_without_keys_and_many_of_them(backend):
 @pytest.mark.parametrize("batch, tokens", [(0, 1), (2, 0)])
 def test_nothing_to_decode(backend, batch, tokens):
     prefix = tuple(drawn(1, KV_HEADS, 5, x) for x in (D, DV))
-    cache = cupyfa.KVCache(*(drawn(batch, 8, KV_HEADS, x) for x in (D, DV)), np.ones(batch, "i4"))
+    arrays = (drawn(batch, KV_HEADS, 8, x) for x in (D, DV))
+    cache = cupyfa.KVCache(*arrays, np.ones(batch, "i4"), prefix=prefix)
     q = drawn(batch, HEADS, tokens, D)
-    how = {"prefix": prefix, "return_lse": True, "score_mod": "score + position", "window": (3, 0)}
+    how = {"return_lse": True, "score_mod": "score + position", "window": (3, 0)}
     out, lse = cupyfa.attention(q, cache, backend=backend, **how)
     assert out.shape == (batch, HEADS, tokens, DV) and lse.shape == (batch, HEADS, tokens)
 
@@ -214,26 +215,27 @@ def test_numpy_arrays_are_copied_to_a_device():
         options = {"kernel": "fa2", "score_mod": "score - 0.1 * position"}
         made = case.decoded(backend, out=out, **options)
         assert made[0] is out and type(made[1]) is np.ndarray
-        results.append((*made, case.cache.k))
+        results.append((*made, case.given[0]))
     for one, other in zip(*results):
         np.testing.assert_array_equal(one, other)
 
 
 def test_the_kernel_is_for_keys_of_their_own(backend):
     case = Case("float16")
-    case.require(*case.decoded(backend, splits=3, tiles={"Br": 16, "Bc": 16, "Wr": 16}))
+    tiles = {"splits": 3, "Br": 16, "Bc": 16, "Wr": 16}
+    case.require(*case.decoded(backend, tiles=tiles))
     alone = case.decoded(backend, return_lse=False)
     np.testing.assert_array_equal(alone, case.decoded(backend)[0])
 
 
 def test_what_is_refused_is_not_begun(backend):
     case = Case("float16")
-    before = case.cache.k.tobytes()
+    before = case.given[0].tobytes()
     with pytest.raises(cupyfa.Unsupported):
         case.decoded(backend, kernel="minimal")
     with pytest.raises(ValueError, match=r"out is float16 \(4, 4, 1, 5\), the result is float16"):
         case.decoded(backend, out=np.zeros((BATCH, HEADS, 1, 5), "f2"))
-    assert case.cache.k.tobytes() == before
+    assert case.given[0].tobytes() == before
 
 
 WRONG = (
@@ -295,10 +297,11 @@ def test_a_captured_call_takes_other_lengths(cuda, options):
 
     case = Case("float16", tokens=2, prefixes=NESTED, appended=False)
     case.lengths[:] = case.used = np.array([2, 3, 17, ROOM], "i4")
-    cache = cupyfa.KVCache(*map(cupy.asarray, case.own), cupy.asarray(case.used))
     (first, second), most = case.shared, NESTED[0][1]
-    outer = cupyfa.KVCache(*map(cupy.asarray, first), cupy.full(1, most, "i4"), layout="bhsd")
-    how = {"prefix": [outer, tuple(map(cupy.asarray, second))], "return_lse": True}
+    outer = cupyfa.KVCache(*map(cupy.asarray, first), cupy.full(1, most, "i4"))
+    of = {"layout": "bshd", "prefix": [outer, tuple(map(cupy.asarray, second))]}
+    cache = cupyfa.KVCache(*map(cupy.asarray, case.own), cupy.asarray(case.used), **of)
+    how = {"return_lse": True}
     how |= {x: cupy.asarray(y) if hasattr(y, "dtype") else y for x, y in options.items()}
     q = cupy.asarray(case.q)
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -333,14 +336,14 @@ def test_a_long_prefix_is_read_once(cuda):
 
     q, prefix = filled(batch, heads, 1, d), tuple(filled(1, kv_heads, shared, d) for _ in "kv")
     mine = [filled(batch, kv_heads, own, d) for _ in "kv"]
-    cache = cupyfa.KVCache(*mine, cupy.full(batch, own, "i4"), layout="bhsd")
+    cache = cupyfa.KVCache(*mine, cupy.full(batch, own, "i4"), prefix=prefix)
     whole = [cupy.empty((batch, kv_heads, shared + own, d), "f2") for _ in "kv"]
     for to, x, y in zip(whole, prefix, mine):
         to[:, :, :shared], to[:, :, shared:] = x, y
-    all_keys = cupyfa.KVCache(*whole, cupy.full(batch, shared + own, "i4"), layout="bhsd")
+    all_keys = cupyfa.KVCache(*whole, cupy.full(batch, shared + own, "i4"))
 
     def once():
-        return cupyfa.attention(q, cache, prefix=prefix)
+        return cupyfa.attention(q, cache)
 
     def by_each():
         return cupyfa.attention(q, all_keys)

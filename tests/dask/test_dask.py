@@ -1,4 +1,4 @@
-"""cupyfa.dask: results of tasks are those of one call on the whole arrays."""
+"""Dask arrays: results of tasks are those of one call on the whole arrays."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ import pytest
 from helpers.merged import of_parts
 
 import cupyfa
-from cupyfa import AttentionOptions, Limits, Problem, Unsupported
+from cupyfa import Devices, Dropout, Limits, Packed, Padded, Problem, Unsupported
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
@@ -24,9 +24,10 @@ from cupyfa.planner.source import ROOT
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
-import cupyfa.dask as parts  # noqa: E402  # after the check for Dask
+from cupyfa.dask import MergedKeys  # noqa: E402  # after the check for Dask
 from cupyfa.partition.position_names import places  # noqa: E402
 from cupyfa.partition.visible_chunks import met_by, ranges, tile_of  # noqa: E402
+from cupyfa.problem.options import AttentionOptions  # noqa: E402
 
 TILES = {"Br": 16, "Bc": 16}
 FORWARD = {"kernel": "fa2", "tiles": TILES, "backend": "simulator"}
@@ -84,6 +85,11 @@ def case(name):
     return given, cut(*given, chunks), options
 
 
+def merging(q, k, v, fan_in=4):
+    """The arrays, of whose keys tasks take one chunk at a time."""
+    return q, MergedKeys(k, fan_in), v
+
+
 def computed(*arrays):
     return dask.compute(*arrays, scheduler="synchronous")
 
@@ -120,12 +126,12 @@ def require_right(found, given, chunked, *, fan_in=None, dout=None, dlse=None, *
 def test_results_are_those_of_one_call(name):
     given, chunked, options = case(name)
     right = cupyfa.attention(*given, return_lse=True, **FORWARD, **options)
-    found = parts.attention(*chunked, return_lse=True, **FORWARD, **options)
+    found = cupyfa.attention(*chunked, return_lse=True, **FORWARD, **options)
     assert [x.shape for x in found] == [x.shape for x in right]
     assert [x.dtype for x in found] == [x.dtype for x in right]
     assert_same_bits(computed(*found), right)
-    how = {"keys": "merge", "fan_in": 2, "return_lse": True, **FORWARD, **options}
-    merged = computed(*parts.attention(*chunked, **how))
+    how = {"return_lse": True, **FORWARD, **options}
+    merged = computed(*cupyfa.attention(*merging(*chunked, 2), **how))
     require_right(merged, given, chunked, fan_in=2, **options)
 
 
@@ -136,7 +142,7 @@ def test_gradients_are_those_of_one_call(name):
     how = {"return_lse": True, "backward_tiles": TILES, **FORWARD, **BACKWARD, **options}
     (out, lse), back = cupyfa.vjp(*given, **how)
     dout = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
-    results, pullback = parts.attention_vjp(*chunked, **how)
+    results, pullback = cupyfa.vjp(*chunked, **how)
     found = pullback(da.from_array(dout))
     assert [x.shape for x in found] == [x.shape for x in given]
     found, right = computed(*results, *found), (out, lse, *back(dout))
@@ -149,9 +155,8 @@ def test_gradients_are_those_of_one_call(name):
 def test_gradients_of_lse_and_of_merged_keys():
     given, chunked, options = case("causal")
     dout, dlse = (x[..., ::-1].copy() for x in cupyfa.attention(*given, return_lse=True, **FORWARD))
-    results, pullback = parts.attention_vjp(
-        *chunked, keys="merge", return_lse=True, **FORWARD, **options
-    )
+    how = {"return_lse": True, **FORWARD, **options}
+    results, pullback = cupyfa.vjp(*merging(*chunked), **how)
     found = computed(*results, *pullback(da.from_array(dout), da.from_array(dlse)))
     require_right(found, given, chunked, fan_in=4, dout=dout, dlse=dlse, **options)
 
@@ -160,10 +165,10 @@ def test_gradients_of_lse_and_of_merged_keys():
 def test_merged_results_are_rounded_once(dtype):
     given = arrays(**{**SIZES, "dtype": dtype})
     chunked = cut(*given, {"batch": 1, "heads": 1, "rows": 40, "keys": 16})
-    how = {"keys": "merge", "fan_in": 2, "causal": True, **FORWARD}
-    out, pullback = parts.attention_vjp(*chunked, out_dtype="float32", **how)
+    merged, how = merging(*chunked, 2), {"causal": True, **FORWARD}
+    out, pullback = cupyfa.vjp(*merged, out="float32", **how)
     gradients = pullback(out.astype(dtype))
-    (narrow,) = computed(parts.attention(*chunked, **how))
+    (narrow,) = computed(cupyfa.attention(*merged, **how))
     wide, *found = computed(out, *gradients)
     assert {x.dtype.name for x in (out, wide, *gradients, *found)} == {"float32"}
     np.testing.assert_array_equal(narrow, wide.astype(dtype))
@@ -174,8 +179,8 @@ def test_rows_of_any_height():
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 11, "N": 9})
     chunked = cut(q, k, v, {"batch": 1, "heads": 2, "rows": 1, "keys": 1})
     how = {"causal": True, "return_lse": True, **FORWARD}
-    for keys, fan_in in (("gather", None), ("merge", 4)):
-        results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+    for given, fan_in in ((chunked, None), (merging(*chunked), 4)):
+        results, pullback = cupyfa.vjp(*given, **how)
         found = computed(*results, *pullback(results[0]))
         require_right(found, (q, k, v), chunked, fan_in=fan_in, dout=found[0], causal=True)
 
@@ -183,12 +188,9 @@ def test_rows_of_any_height():
 def test_rows_that_see_no_key():
     """Of a chunk none, or some."""
     q, k, v = arrays(**{**SIZES, "M": 64, "N": 24})
-    for keys in ("gather", "merge"):
-        out, lse = computed(
-            *parts.attention(
-                *cut(q, k, v, EVEN), causal=True, keys=keys, return_lse=True, **FORWARD
-            )
-        )
+    chunked, how = cut(q, k, v, EVEN), {"causal": True, "return_lse": True, **FORWARD}
+    for given in (chunked, merging(*chunked)):
+        out, lse = computed(*cupyfa.attention(*given, **how))
         assert not out[:, :, :40].any() and (lse[:, :, :40] == -np.inf).all()
         assert np.isfinite(lse[:, :, 40:]).all()
 
@@ -199,7 +201,7 @@ def test_empty_arrays(axis):
     given = arrays(**{**SIZES, "M": 20, "N": 20, **empty})
     options = {"causal": True, "return_lse": True, "kernel": "fa2", "backend": "simulator"}
     right, back = cupyfa.vjp(*given, **options)
-    found, pullback = parts.attention_vjp(*map(da.from_array, given), **options)
+    found, pullback = cupyfa.vjp(*map(da.from_array, given), **options)
     assert_same_bits(computed(*found), right)
     assert_same_bits(computed(*pullback(found[0])), back(right[0]))
 
@@ -209,7 +211,7 @@ def test_chunks_of_d_and_of_other_arrays_are_rechunked():
     chunked = (
         da.from_array(x, chunks=y) for x, y in ((q, 3), (k, (2, 1, 32, 5)), (v, (1, 2, 9, 8)))
     )
-    found = parts.attention(*chunked, **FORWARD)
+    found = cupyfa.attention(*chunked, **FORWARD)
     assert found.chunks == ((2,), (2, 2), (3,) * 16, (8,))
     assert_same_bits(computed(found), [cupyfa.attention(q, k, v, **FORWARD)])
 
@@ -218,14 +220,14 @@ def test_the_plan_is_made_once_for_the_whole():
     """By itself a chunk would have other tiles; bits are those of the whole."""
     q, k, v = arrays(**{**SIZES, "M": 256, "N": 40, "d": 16})
     chunked = cut(q, k, v, {"batch": 2, "heads": 1, "rows": 128, "keys": 20})
-    found = parts.attention(*chunked, causal=True, backend="simulator")
+    found = cupyfa.attention(*chunked, causal=True, backend="simulator")
     assert_same_bits(computed(found), [cupyfa.attention(q, k, v, causal=True, backend="simulator")])
 
 
 def test_limits_of_another_device_choose_the_kernel():
     x = da.ones((1, 1, 64, 64), chunks=32, dtype="float16")
     other = Limits("an H100", 232448, arch="90")
-    found = parts.attention(x, x, x, backend="cuda", limits=other)
+    found = cupyfa.attention(x, x, x, backend=Devices(limits=other, backend="cuda"))
     right = cupyfa.plan(M=64, d=64, dtype="float16", limits=other)
     task = next(x for x in found.dask.layers[found.name.removesuffix("-out")].values())[0]
     assert task.how["kernel"] == right.kernel.name and task.how["tiles"] == right.constants
@@ -234,7 +236,7 @@ def test_limits_of_another_device_choose_the_kernel():
 
 def test_chunks_that_are_hidden_are_not_taken():
     q, k, v = case("causal")[1]
-    found = parts.attention(q, k, v, causal=True, offset=0, **FORWARD)
+    found = cupyfa.attention(q, k, v, causal=True, offset=0, **FORWARD)
     needed = found.blocks[:, :, :2].dask.cull(
         [(found.name, b, h, i, 0) for b in range(2) for h in range(2) for i in range(2)]
     )
@@ -243,15 +245,15 @@ def test_chunks_that_are_hidden_are_not_taken():
 
 def test_equal_calls_have_equal_names():
     chunked = case("causal")[1]
-    one, other = (parts.attention(*chunked, causal=True, **FORWARD) for _ in range(2))
+    one, other = (cupyfa.attention(*chunked, causal=True, **FORWARD) for _ in range(2))
     assert one.name == other.name
-    assert one.name != parts.attention(*chunked, **FORWARD).name
+    assert one.name != cupyfa.attention(*chunked, **FORWARD).name
 
 
 def test_tasks_can_be_sent():
     """Also those with a Python function as text, which is traced by the caller."""
     chunked = case("causal")[1]
-    found = parts.attention(
+    found = cupyfa.attention(
         *chunked, score_mod=lambda score, position, slope: score - slope * position,
         captured={"slope": 0.25}, **FORWARD,
     )  # fmt: skip
@@ -262,8 +264,8 @@ def test_tasks_can_be_sent():
     "options, chunks",
     [
         ({"score_mod": "score - 0.1 * position", "window": (10, 10)}, EVEN),
-        ({"mask_mod": "key <= position"}, EVEN),
-        ({"mask_mod": "key // 8 == position // 8", "window": (10, 10)}, EVEN),
+        ({"mask": "key <= position"}, EVEN),
+        ({"mask": "key // 8 == position // 8", "window": (10, 10)}, EVEN),
         ({"score_mod": "score * (head + 1) - query + queries"}, WHOLE),
         ({"score_mod": "score + 0.1 * keys - batch", "window": (4, 4)}, WHOLE),
         ({"score_mod": "score - slope * position", "captured": {"slope": 0.1}}, EVEN),
@@ -273,23 +275,26 @@ def test_tasks_can_be_sent():
 def test_texts_count_as_in_the_whole(options, chunks):
     given = arrays(**SIZES)
     right = cupyfa.attention(*given, **FORWARD, **options)
-    assert_same_bits(computed(parts.attention(*cut(*given, chunks), **FORWARD, **options)), [right])
+    assert_same_bits(
+        computed(cupyfa.attention(*cut(*given, chunks), **FORWARD, **options)), [right]
+    )
 
 
 def test_options_are_as_of_attention():
     given, chunked, _ = case("plain")
-    options = AttentionOptions(window=(9, 3), scale=0.5)
-    right = cupyfa.attention(*given, options=options, **FORWARD)
-    assert_same_bits(computed(parts.attention(*chunked, options=options, **FORWARD)), [right])
-    how = {"keys": "merge", "return_lse": True, "check": True, **FORWARD}
-    checked = computed(*parts.attention(*chunked, options=options, **how))
-    require_right(checked, given, chunked, fan_in=4, window=(9, 3), scale=0.5)
+    options = {"window": (9, 3), "scale": 0.5}
+    right = cupyfa.attention(*given, **options, **FORWARD)
+    assert_same_bits(computed(cupyfa.attention(*chunked, **options, **FORWARD)), [right])
+    how = {"return_lse": True, "check": True, **FORWARD}
+    checked = computed(*cupyfa.attention(*merging(*chunked), **options, **how))
+    require_right(checked, given, chunked, fan_in=4, **options)
 
 
 X = np.ones((1, 2, 8, 4), np.float32)
 A = da.from_array(X, chunks=(1, 1, 4, 4))
 WRONG = {
     "numpy": ({"q": X}, TypeError, r"q is of type ndarray; give a Dask array, as dask.array.from"),
+    "numpy v": ({"v": X}, TypeError, r"v is of type ndarray; give a Dask array, as dask.array.fr"),
     "axes": ({"k": A[0]}, ValueError, r"k has shape \(2, 8, 4\); give \[batch, heads, rows, d\]"),
     "unknown": ({"v": A[:, :, A[0, 0, :, 0] > 0]}, ValueError, r"compute_chunk_sizes\(\) before"),
     "heads": ({"q": A[:, [0, 0, 1]]}, ValueError, "heads=3 is not a multiple of kv_heads=2"),
@@ -297,43 +302,44 @@ WRONG = {
     "rows": ({"v": A[:, :, :5]}, ValueError, "the number of keys, must be equal"),
     "dtype": ({"q": A.astype(int)}, TypeError, "q has dtype int64, which is not supported"),
     "dtypes": ({"q": A.astype("f2")}, TypeError, "dtypes differ: q float16, k float32"),
-    "keys": ({"keys": "ring"}, ValueError, "keys is 'ring'; use 'gather' or 'merge'"),
-    "fan_in": ({"fan_in": 1}, ValueError, "fan_in is 1; give a whole number from 2"),
+    "fan_in": ({"k": MergedKeys(A, 1)}, ValueError, "fan_in is 1; give a whole number from 2"),
+    "no such keyword": ({"fan_in": 2}, TypeError, "no argument 'fan_in'"),
     "kernel": ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
     "tiles": ({"tiles": {"Bx": 3}}, ValueError, "has no tile size 'Bx'"),
     "no tiles": ({"tiles": 16}, TypeError, "tiles is 16; give tile sizes by name"),
     "causal": ({"causal": 1}, ValueError, "causal is 1; use False, True"),
     "offset": ({"offset": 3}, ValueError, "nothing depends on the positions of queries"),
     "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
-    "mask": ({"mask": A}, Unsupported, "give causal=, window= or a mask_mod"),
+    "mask": ({"mask": A}, Unsupported, "give causal=, window= or an expression"),
     "sink": ({"sink": [1.0]}, Unsupported, r"sink is \[1.0\], and parts .*; leave it out"),
-    "lengths": ({"lengths_k": [3]}, Unsupported, "call for the batch elements of each length"),
+    "lengths": ({"q": Padded(A, [3])}, TypeError, "q is of type Padded; give a Dask array"),
+    "packed": ({"q": Packed(A, [3])}, TypeError, "q is of type Packed; give a Dask array"),
     "captured": (
         {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},
         Unsupported,
         r"captured x is an array of shape \(8, 4\), .*; give numbers",
     ),
     "no mapping": ({"captured": 3}, TypeError, 'captured is 3; give {"name": number}'),
-    "dropout": ({"dropout": 0.5, "dropout_seed": 1}, Unsupported, "dropout is 0.5, .*; leave it"),
+    "dropout": ({"dropout": Dropout(0.5, 1)}, Unsupported, "dropout is 0.5, .*; leave it"),
     "head": (
         {"score_mod": "score + head"},
         Unsupported,
         "score_mod names head, and tasks count from 0 in each of the 2 chunks of heads; rechunk",
     ),
-    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, and tasks .* of queries"),
+    "query": ({"mask": "query > 1"}, Unsupported, "names query, and tasks .* of queries"),
     "merged keys": (
-        {"mask_mod": "key > 1", "keys": "merge"},
+        {"mask": "key > 1", "k": MergedKeys(A)},
         Unsupported,
         "mask_mod names key, and tasks count from 0 in each of the 2 chunks of keys",
     ),
-    "layout": ({"layout": "bshd"}, TypeError, r"no argument 'layout'; .* q.swapaxes\(1, 2\)"),
-    "out": ({"out": X}, TypeError, "no argument 'out'; results are new Dask arrays"),
+    "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
+    "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, and .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-@pytest.mark.parametrize("function", [parts.attention, parts.attention_vjp])
+@pytest.mark.parametrize("function", [cupyfa.attention, cupyfa.vjp])
 def test_wrong_arguments(function, what):
     """Found before anything is computed."""
     wrong, error, message = WRONG[what]
@@ -351,7 +357,7 @@ def test_wrong_arguments(function, what):
     ],
 )
 def test_wrong_gradients(wrong, error, message):
-    _, pullback = parts.attention_vjp(A, A, A, backend="simulator")
+    _, pullback = cupyfa.vjp(A, A, A, backend="simulator")
     with pytest.raises(error, match=message):
         pullback(*wrong)
 
@@ -359,8 +365,8 @@ def test_wrong_gradients(wrong, error, message):
 def test_kernels_that_are_not_deterministic_are_refused_if_they_have_to_be():
     how = {"backend": "simulator", "backward_kernel": "columns"}
     with pytest.raises(Unsupported, match="sums dQ in any order"):
-        parts.attention_vjp(A, A, A, deterministic=True, **how)
-    parts.attention_vjp(A, A, A, **how)
+        cupyfa.vjp(A, A, A, deterministic=True, **how)
+    cupyfa.vjp(A, A, A, **how)
 
 
 @pytest.mark.parametrize(
@@ -379,9 +385,9 @@ def test_what_texts_count(text, found):
 
 def test_gradients_that_name_key_need_one_chunk_of_keys():
     with pytest.raises(Unsupported, match="names key, and tasks"):
-        parts.attention_vjp(A, A, A, mask_mod="key > 1", backend="simulator")
+        cupyfa.vjp(A, A, A, mask="key > 1", backend="simulator")
     whole = A.rechunk({2: -1})
-    parts.attention_vjp(A, whole, whole, mask_mod="key > 1", backend="simulator")
+    cupyfa.vjp(A, whole, whole, mask="key > 1", backend="simulator")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -468,16 +474,17 @@ def test_processes_compute_the_same(client):
     for name in ("plain", "causal window"):
         given, chunked, options = case(name)
         right = cupyfa.attention(*given, **FORWARD, **options)
-        found = parts.attention(*chunked, **FORWARD, **options)
+        found = cupyfa.attention(*chunked, **FORWARD, **options)
         assert_same_bits(computed_by(client, found), [right])
-        merged = parts.attention(*chunked, keys="merge", return_lse=True, **FORWARD, **options)
+        how = {"return_lse": True, **FORWARD, **options}
+        merged = cupyfa.attention(*merging(*chunked), **how)
         require_right(computed_by(client, *merged), given, chunked, fan_in=4, **options)
 
 
 def test_an_error_of_a_worker_arrives_as_itself(client):
     q, k, v = case("plain")[1]
     shorter = v.map_blocks(lambda x: x[:, :, 1:], dtype=v.dtype, chunks=v.chunks)
-    found = parts.attention(q, k, shorter, **FORWARD)
+    found = cupyfa.attention(q, k, shorter, **FORWARD)
     with pytest.raises(ValueError, match="N, the number of keys, must be equal"):
         found.compute()
 
@@ -498,7 +505,7 @@ def require_right_if_one_dies(client, folder, given, chunked, **options):
     """A worker dies in a task, which is computed again; another one takes its place."""
     q, k, v = chunked
     of_q = q.map_blocks(deadly, folder, dtype=q.dtype, meta=q._meta)
-    future = client.compute(parts.attention(of_q, k, v, **options))
+    future = client.compute(cupyfa.attention(of_q, k, v, **options))
     assert_same_bits([future.result(timeout=120)], [cupyfa.attention(*given, **options)])
     victim, runs = (folder / "dead").read_text().split()
     assert Path(runs).read_text() == "run run "
@@ -546,7 +553,8 @@ def test_workers_with_a_gpu_each_compute_the_same(of_two_gpus, keys, dtype):
     given = arrays(**{**OF_GPUS, "dtype": dtype})
     chunked = cut(*given, STRIPS)
     how = {"causal": True, "return_lse": True, "deterministic": True}
-    results, pullback = parts.attention_vjp(*chunked, keys=keys, **how)
+    q, k, v = chunked if keys == "gather" else merging(*chunked)
+    results, pullback = cupyfa.vjp(q, k, v, **how)
     kept = of_two_gpus.persist([*results, *pullback(chunked[0])])
     found = computed_by(of_two_gpus, *kept)
     assert all(of_two_gpus.has_what().values())  # each has computed some of them
@@ -571,7 +579,7 @@ def test_chunks_in_the_memory_of_two_gpus(of_two_gpus):
         of_head = given[0][:, 2 * head : 2 * head + 2], *(x[:, head : head + 1] for x in given[1:])
         q, k, v = (x.map_blocks(cupy.asarray, meta=meta) for x in cut(*of_head, STRIPS))
         how = {"causal": True, "deterministic": True, "kernel": "mma_async"}
-        out, pullback = parts.attention_vjp(q, k, v, **how)
+        out, pullback = cupyfa.vjp(q, k, v, **how)
         results = [x.map_blocks(cupy.asnumpy, dtype=x.dtype) for x in (out, *pullback(q))]
         found = computed_by(of_two_gpus, *results, workers=[worker])
         right, back = cupyfa.vjp(*of_head, **how)
@@ -596,7 +604,8 @@ def test_chunks_in_gpu_memory_stay_there(cuda, keys):
     chunked = [x.map_blocks(cupy.asarray, meta=meta) for x in cut(*given, chunks)]
     q, k, v = map(cupy.asarray, given)
     right, back = cupyfa.vjp(q, k, v, causal=True, deterministic=True)
-    out, pullback = parts.attention_vjp(*chunked, causal=True, keys=keys)
+    of_parts = chunked if keys == "gather" else merging(*chunked)
+    out, pullback = cupyfa.vjp(*of_parts, causal=True)
     found = computed(out, *pullback(chunked[0]))
     assert all(isinstance(x, cupy.ndarray) for x in found)
     for x, y in zip(found, (right, *back(q)), strict=True):

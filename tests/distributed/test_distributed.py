@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers.ranks import expected, joined, ranges
+from helpers.ranks import expected, joined, ranges, sharded
 
 import cupyfa
 import cupyfa.distributed as ranks
-from cupyfa import DeviceError, Limits, Problem, Simulator, SimulatorFault, Unsupported
+from cupyfa import DeviceError, Dropout, Limits, Problem, Simulator, SimulatorFault, Unsupported
 from cupyfa.distributed import agreed_arguments, agreement, communicator, in_threads, job, packing
 from cupyfa.distributed.packing import copy_to, in_words
 from cupyfa.distributed.shards import Shards
@@ -79,14 +79,15 @@ def arrays(batch, heads, kv_heads, M, N, d, dv, dtype="float32"):
 def run(given, count, order="zigzag", schedule="gather", **options):
     """out, lse, dq, dk and dv of all ranks, joined, and the bytes that each rank sent."""
     M, N = given[0].shape[2], given[1].shape[2]
+    dtype = {"out": options.pop("out")} if "out" in options else {}
 
     def of_rank(group):
         q, k, v, dout, dlse = (ranks.shard(x, group, order=order) for x in given)
-        how = {"group": group, "M": M, "N": N, "order": order, "schedule": schedule, **options}
-        out, lse = ranks.attention(q, k, v, return_lse=True, **FORWARD, **how)
+        arrays = sharded(q, k, v, group, M, N, order, schedule)
+        out, lse = cupyfa.attention(*arrays, return_lse=True, **dtype, **FORWARD, **options)
         sent = group.sent
-        grads = ranks.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **BACKWARD, **how)
-        wanted = options.get("out_dtype", q.dtype)
+        grads = cupyfa.backward(dout, *arrays, out, lse, dlse=dlse, **BACKWARD, **options)
+        wanted = dtype.get("out", q.dtype)
         assert [x.dtype for x in (out, *grads)] == [wanted] * 4 and lse.dtype == dlse.dtype
         return (out, lse, *grads), (sent, group.sent - sent)
 
@@ -154,7 +155,7 @@ def test_bytes_are_those_of_the_formula(schedule, one_head_in_a_step):
 def test_results_of_16_bits_without_their_last_rounding(schedule):
     given = arrays(**{**SIZES, "dtype": "float16"})
     narrow, _ = run(given, 2, schedule=schedule, causal=True)
-    wide, _ = run(given, 2, schedule=schedule, causal=True, out_dtype="float32")
+    wide, _ = run(given, 2, schedule=schedule, causal=True, out="float32")
     assert {x.dtype.name for x in wide} == {"float32"}
     off = abs(wide[0].astype("float16") - narrow[0])
     # A ring rounds parts and their mean, and here the other result is rounded: by half a step of
@@ -239,8 +240,8 @@ def test_the_pullback_gives_the_gradients():
 
     def of_rank(group):
         q, k, v, dout, dlse = (ranks.shard(x, group) for x in given)
-        (out, lse), pullback = ranks.attention_vjp(
-            q, k, v, group=group, return_lse=True, causal=True, **FORWARD,
+        (out, lse), pullback = cupyfa.vjp(
+            *sharded(q, k, v, group), return_lse=True, causal=True, **FORWARD,
             backward_kernel="two_pass", backward_tiles=TILES,
         )  # fmt: skip
         return out, lse, *pullback(dout, dlse)
@@ -256,7 +257,7 @@ def test_the_plan_is_that_of_the_whole():
 
     def of_rank(group):
         own = (ranks.shard(x, group) for x in (q, k, v))
-        return ranks.attention(*own, group=group, backend="simulator", check=True)
+        return cupyfa.attention(*sharded(*own, group), backend="simulator", check=True)
 
     np.testing.assert_array_equal(joined(ranks.threads(2, of_rank), "zigzag"), right)
 
@@ -271,7 +272,8 @@ def test_a_ring_takes_no_persistent_blocks(monkeypatch, schedule, kernel):
     monkeypatch.setattr(job, "attention", lambda *args, **how: made.append(how["kernel"]) or 1 / 0)
     x = np.zeros((1, 8, 4096, 64), "f2")
     with pytest.raises(ZeroDivisionError), in_threads.alone(20) as group:
-        ranks.attention(x, x, x, group=group, causal=True, schedule=schedule, backend=OTHER)
+        arrays = sharded(x, x, x, group, schedule=schedule)
+        cupyfa.attention(*arrays, causal=True, backend=OTHER)
     assert made == [kernel]
 
 
@@ -366,7 +368,7 @@ WRONG = {
     "kernel": ({"kernel": "fa3"}, ValueError, "kernel 'fa3' is unknown"),
     "list": ({"q": [1.0]}, TypeError, "q is"),
     "bias": ({"bias": X}, Unsupported, "bias is of type ndarray, and parts read no arrays besides"),
-    "dropout": ({"dropout": 0.5, "dropout_seed": 1}, Unsupported, "dropout is 0.5, .*; leave it"),
+    "dropout": ({"dropout": Dropout(0.5, 1)}, Unsupported, "dropout is 0.5, .*; leave it"),
     "captured": (
         {"captured": {"x": X[0, 0]}, "score_mod": "score + x[query, 0]"},
         Unsupported,
@@ -377,8 +379,8 @@ WRONG = {
         Unsupported,
         "names head, .*; write position - key, or",
     ),
-    "query": ({"mask_mod": "query > 1"}, Unsupported, "names query, .*; write position - key, or"),
-    "layout": ({"layout": "bshd"}, TypeError, "no argument 'layout'; .*swapaxes"),
+    "query": ({"mask": "query > 1"}, Unsupported, "names query, .*; write position - key, or"),
+    "layout": ({"layout": "bshd"}, Unsupported, "layout is 'bshd', .*swapaxes"),
     "window": ({"window": ([1], 2)}, TypeError, r"a window's side is \[1\]; sizes are whole"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
     "no character": (
@@ -387,6 +389,11 @@ WRONG = {
         r"'\\ud800' is not available; use",
     ),
 }
+
+
+def attention(*, q=X, k=X, v=X, group, M=None, N=None, order="zigzag", schedule="gather", **how):
+    """Attention of a rank's rows, whose arguments are given by name."""
+    return cupyfa.attention(*sharded(q, k, v, group, M, N, order, schedule), **{**FORWARD, **how})
 
 
 def called(count, of_rank, *, timeout=20.0):
@@ -409,10 +416,9 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
     wrong, error, message = WRONG[what]
 
     def of_rank(group):
-        given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
         with pytest.raises(error, match=f"rank 1: .*{message}") as caught:
-            ranks.attention(**given | (wrong if group.rank == 1 else {}))
-        assert np.isfinite(ranks.attention(**given)).all()
+            attention(group=group, **(wrong if group.rank == 1 else {}))
+        assert np.isfinite(attention(group=group)).all()
         return str(caught.value)
 
     assert len({*ranks.threads(2, of_rank, timeout=20)}) == 1
@@ -449,9 +455,8 @@ def test_a_wrong_argument_of_one_rank_is_the_error_of_all(what):
 )
 def test_calls_that_differ_are_the_same_error_on_all_ranks(others, message):
     def of_rank(group):
-        given = {"q": X, "k": X, "v": X, "group": group, **FORWARD}
         with pytest.raises(ValueError, match=message) as caught:
-            ranks.attention(**given | (others if group.rank == 1 else {}))
+            attention(group=group, **(others if group.rank == 1 else {}))
         assert str(caught.value).endswith(" on all ranks")
         assert group.sent == 2 * (64 + 4096)
         return str(caught.value)
@@ -466,10 +471,10 @@ def test_numbers_for_texts_do_not_hide_options():
         numbers = {"scale": 2.0, "shift": 1.0}
         if group.rank == 1:
             numbers = {**dict(reversed(numbers.items()))}
-        how = {"score_mod": "score * scale + shift", "captured": numbers, "group": group, **FORWARD}
-        ranks.attention(X, X, X, scale=0.5, **how)
+        how = {"score_mod": "score * scale + shift", "captured": numbers, "group": group}
+        attention(scale=0.5, **how)
         with pytest.raises(ValueError, match="options must be equal on all ranks"):
-            ranks.attention(X, X, X, scale=0.5 + group.rank, **how)
+            attention(scale=0.5 + group.rank, **how)
 
     ranks.threads(2, of_rank)
 
@@ -487,7 +492,7 @@ def test_versions_that_differ(monkeypatch):
     monkeypatch.setattr(
         agreement, "_written", lambda fields: written({**fields, "version": local.version})
     )
-    found = called(2, lambda group: ranks.attention(X, X, X, group=group, **FORWARD))
+    found = called(2, lambda group: attention(group=group))
     assert all(type(x) is ValueError for x in found)
     assert "the version of cupyfa must be equal" in str(found[0])
 
@@ -501,7 +506,7 @@ def test_a_digest_has_64_bytes_and_changes_with_every_field():
 
 def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
     """And every later call of the group. Gradients of keys are sums over all ranks."""
-    backward, lse = job.attention_backward, X[..., 0]
+    backward, lse = job.backward, X[..., 0]
     fault = SimulatorFault("fa2", (0, 0, 0), (0, 0, 0), "reads nothing", "")
 
     def failing(*args, **options):
@@ -509,14 +514,14 @@ def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
             raise fault
         return backward(*args, **options)
 
-    monkeypatch.setattr(job, "attention_backward", failing)
+    monkeypatch.setattr(job, "backward", failing)
 
     def of_rank(group):
         threading.current_thread().name = f"rank {group.rank}"
         errors = []
         for _ in range(2):
             with pytest.raises((DeviceError, SimulatorFault)) as caught:
-                ranks.attention_backward(X, X, X, X, X, lse, group=group, **BACKWARD)
+                cupyfa.backward(X, *sharded(X, X, X, group), X, lse, **BACKWARD)
             errors.append(caught.value)
         return errors
 
@@ -529,7 +534,7 @@ def test_a_failure_of_one_rank_ends_the_call_of_all(monkeypatch):
 def test_a_rank_that_does_not_call_is_waited_for_until_the_time_out():
     def of_rank(group):
         if group.rank != 1:
-            ranks.attention(X, X, X, group=group, **FORWARD)
+            attention(group=group)
 
     first, second, third = called(3, of_rank, timeout=0.2)
     assert second is None
@@ -565,9 +570,9 @@ def test_a_rank_that_closes_waits_for_the_others(monkeypatch):
 
     def of_rank(group):
         with group:
-            ranks.attention(X, X, X, group=group, schedule="ring", **FORWARD)
+            attention(group=group, schedule="ring")
         with pytest.raises(DeviceError, match="has ended: it was closed"):
-            ranks.attention(X, X, X, group=group, **FORWARD)
+            attention(group=group)
 
     for count in (1, 3):
         ranks.threads(count, of_rank)
@@ -578,7 +583,7 @@ def test_a_rank_that_closes_while_another_one_calls():
         if group.rank == 0:
             group.close()
         else:
-            ranks.attention(X, X, X, group=group, **FORWARD)
+            attention(group=group)
 
     for error in called(2, of_rank):
         assert isinstance(error, ValueError)
@@ -627,21 +632,48 @@ def test_equal_calls_are_checked_and_planned_once(monkeypatch):
 
     def of_rank(group):
         for scale in (1.0, 1.0, 2.0, 1.0):
-            ranks.attention(X, X, X, group=group, scale=scale, **FORWARD)
+            attention(group=group, scale=scale)
         assert len(calls) == 2
         for text in (lambda score: score, lambda score: score + 1):
-            ranks.attention(X, X, X, group=group, score_mod=text, **FORWARD)
+            attention(group=group, score_mod=text)
         assert len(calls) == 4
         with pytest.raises(ValueError, match="causal is 1"):
-            ranks.attention(X, X, X, group=group, causal=True, **FORWARD)
-            ranks.attention(X, X, X, group=group, causal=1, **FORWARD)
+            attention(group=group, causal=True)
+            attention(group=group, causal=1)
 
     ranks.threads(1, of_rank)
 
 
 def test_what_is_no_group():
-    with pytest.raises(TypeError, match="group is 3; give that of cupyfa.distributed.group"):
-        ranks.attention(X, X, X, group=3)
+    with pytest.raises(TypeError, match="group is 3; give Sharded that of cupyfa.distributed.gro"):
+        cupyfa.attention(*sharded(X, X, X, 3))
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda group: X, TypeError, "v is of type ndarray, and q is Sharded; give q, k and v"),
+        (
+            lambda group: ranks.Sharded(X, group, order="contiguous"),
+            ValueError,
+            "q, k and v have different order; give all the same",
+        ),
+        (
+            lambda group: ranks.Sharded(X, group, 8),
+            ValueError,
+            "k has rows=None and v rows=8; every key has a value",
+        ),
+    ],
+    ids=["array", "order", "rows"],
+)
+def test_arrays_of_one_rank_that_do_not_belong_together(change, error, message):
+    def of_rank(group):
+        q, k, v = sharded(X, X, X, group)
+        with pytest.raises(error, match=f"rank 1: {message}"):
+            cupyfa.attention(q, k, change(group) if group.rank == 1 else v, **FORWARD)
+        assert np.isfinite(cupyfa.attention(q, k, v, **FORWARD)).all()
+
+    ranks.threads(2, of_rank, timeout=20)
 
 
 def test_cupyfa_imports_nothing_of_it():
@@ -656,11 +688,11 @@ def test_cupyfa_imports_nothing_of_it():
 # Many ranks
 
 
-def plain(q, k, v, *, return_lse, options, **how):
+def plain(q, k, v, *, return_lse, offset=0, **how):
     """Attention by its definition, so that a test has time for many calls of it."""
     scores = q @ k.swapaxes(2, 3) * q.shape[3] ** -0.5
     rows, keys = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
-    scores[..., keys > rows + options.offset] = -np.inf
+    scores[..., keys > rows + offset] = -np.inf
     top = scores.max(axis=3, keepdims=True, initial=-1e30)
     weights = np.exp(scores - top)
     sums = weights.sum(axis=3)
@@ -699,8 +731,8 @@ def test_many_ranks(monkeypatch, schedule, count, n, heads):
 
     def of_rank(group):
         own = (ranks.shard(x, group) for x in (q, k, v))
-        how = {"group": group, "M": n, "N": n, "schedule": schedule, "causal": True, **FORWARD}
-        found = ranks.attention(*own, return_lse=True, **how)
+        arrays = sharded(*own, group, n, n, schedule=schedule)
+        found = cupyfa.attention(*arrays, causal=True, return_lse=True, **FORWARD)
         return *found, group.sent
 
     *results, sent = zip(*ranks.threads(count, of_rank, timeout=60))

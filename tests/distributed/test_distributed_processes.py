@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from helpers import ranks as program
 
+import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import DeviceError, Unsupported
 from cupyfa.distributed import joining, mpi
@@ -166,7 +167,9 @@ def test_a_process_that_nobody_has_launched_is_alone(monkeypatch):
             monkeypatch.delenv(name, raising=False)
     x = np.ones((1, 1, 8, 8), "f4")
     with ranks.group() as group:
-        assert ranks.attention(x, x, x, group=group, backend="simulator").shape == x.shape
+        assert (
+            cupyfa.attention(*program.sharded(x, x, x, group), backend="simulator").shape == x.shape
+        )
 
 
 def test_without_a_gpu(no_device):
@@ -380,9 +383,9 @@ def test_a_failure_while_ranks_agree_ends_the_group(monkeypatch, failure):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "agree", failing)
         with pytest.raises(failure):
-            ranks.attention(X, X, X, group=group, backend="simulator")
+            cupyfa.attention(*program.sharded(X, X, X, group), backend="simulator")
     with pytest.raises(DeviceError, match=f"rank 0 raised {failure.__name__}"):
-        ranks.attention(X, X, X, group=group, backend="simulator")
+        cupyfa.attention(*program.sharded(X, X, X, group), backend="simulator")
     assert engine.aborted.is_set()
 
 
@@ -426,7 +429,7 @@ def test_calls_are_not_captured():
     with NcclGroup(0, 2, 30, engine) as group:
         engine.is_capturing = True
         with pytest.raises(Unsupported, match="rank 0: .* is captured as a CUDA graph"):
-            ranks.attention(X, X, X, group=group, backend="simulator")
+            cupyfa.attention(*program.sharded(X, X, X, group), backend="simulator")
         engine.is_capturing = False
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 import cupyfa
+from cupyfa import Dropout, Packed, Padded
 
 F = np.float32
 BATCH, HEADS, KV_HEADS, M, D = 2, 4, 2, 20, 16
@@ -20,15 +21,11 @@ SORTS = {
     "number": {"score_mod": "score * c1", "captured": {"c1": 0.5}},
     "array": {"score_mod": "score + x[head]", "captured": {"x": SLOPES[0]}},
     "both": {"score_mod": "score * c1 + x[head]", "captured": {"c1": 2, "x": SLOPES[0]}},
-    "whole numbers": {"mask_mod": "key % n[0] != 1", "captured": {"n": np.array([3])}},
+    "whole numbers": {"mask": "key % n[0] != 1", "captured": {"n": np.array([3])}},
     "softcap": {"softcap": 2.0},
-    "seed": {"dropout": 0.25, "dropout_seed": 7},
-    "seed in memory": {"dropout": 0.25, "dropout_seed": np.array([7])},
-    "seed and offset in memory": {
-        "dropout": 0.25,
-        "dropout_seed": np.array([7]),
-        "dropout_offset": np.array([3], np.int32),
-    },
+    "seed": {"dropout": Dropout(0.25, 7)},
+    "seed in memory": {"dropout": Dropout(0.25, np.array([7]))},
+    "seed and offset in memory": {"dropout": Dropout(0.25, np.array([7]), np.array([3], np.int32))},
     "sink": {"sink": SLOPES[0]},
     "slopes": {"alibi_slopes": SLOPES},
     "bias": {"bias": PAIRS},
@@ -54,6 +51,8 @@ def placed(given, put):
     """Arguments with their arrays where ``put`` puts them."""
     if isinstance(given, dict):
         return {name: placed(x, put) for name, x in given.items()}
+    if isinstance(given, Dropout):
+        return Dropout(*(placed(x, put) for x in given))
     return put(given) if isinstance(given, np.ndarray) else given
 
 
@@ -84,17 +83,20 @@ class Calls:
     def _named(self):
         """The arrays that a prepared call takes by name."""
         given = {**self.given, **self.given.get("captured", {})}
+        if "dropout" in given:
+            given |= {f"dropout_{x}": y for x, y in given["dropout"]._asdict().items()}
         return {name: x for name, x in given.items() if isinstance(x, list) or hasattr(x, "shape")}
 
-    def _dense(self, **lengths):
-        q, k, v = self._qkv()
-        given = {**self.given, **lengths}
-        how = {**self.how, **given}
+    def _dense(self):
+        return self._calls(*self._qkv())
+
+    def _calls(self, q, k, v):
+        how = {**self.how, **self.given}
         out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
         again = [cupyfa.attention(q, k, v, **how) for _ in range(3)]
         made, pull = cupyfa.vjp(q, k, v, **how, **BACKWARD)
         prepared = cupyfa.compile(q, k, v, **how)
-        named = {**self._named(), **lengths}
+        named = self._named()
         backward = {**how, "kernel": BACKWARD["backward_kernel"]}
         gradients = cupyfa.compile(out, q, k, v, out, lse, **backward)
         return {
@@ -105,19 +107,21 @@ class Calls:
         }
 
     def _padded(self):
-        lengths = {"lengths_q": LENGTHS, "lengths_k": LENGTHS[::-1].copy()}
-        return self._dense(**placed(lengths, self.put_read))
+        rows, keys = (self.put_read(x) for x in (LENGTHS, LENGTHS[::-1].copy()))
+        q, k, v = self._qkv()
+        return self._calls(Padded(q, rows), Padded(k, keys), Padded(v, keys))
 
     def _packed(self):
-        q, k, v = (x.swapaxes(1, 2)[0] for x in self._qkv())
-        offsets = {f"cu_seqlens_{x}": self.put_read(OFFSETS) for x in "qk"}
+        rows, keys = (self.put_read(OFFSETS) for _ in "qk")
+        offsets = rows, keys, keys
+        arrays = [Packed(x.swapaxes(1, 2)[0], of) for x, of in zip(self._qkv(), offsets)]
         how = {**self.how, **self.given}
-        out, lse = cupyfa.attention_ragged(q, k, v, **offsets, return_lse=True, **how)
-        made, pull = cupyfa.vjp(q, k, v, **offsets, **how, **BACKWARD)
-        prepared = cupyfa.compile(q, k, v, **offsets, **how)
+        out, lse = cupyfa.attention(*arrays, return_lse=True, **how)
+        made, pull = cupyfa.vjp(*arrays, **how, **BACKWARD)
+        prepared = cupyfa.compile(*arrays, **how)
         return {
             "attention": (out, lse, made),
-            "prepared": prepared(q, k, v, **offsets, **self._named()),
+            "prepared": prepared(*arrays, **self._named()),
             "pullback": pull(out),
         }
 

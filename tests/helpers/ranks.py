@@ -12,6 +12,7 @@ from helpers.merged import of_parts
 import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import Problem
+from cupyfa.distributed import Sharded
 from cupyfa.distributed.shards import Shards
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics import tolerance
@@ -59,6 +60,12 @@ def ranges(n, count, order="zigzag"):
     return [x for own in found for x in own if len(x)] or [range(0)]
 
 
+def sharded(q, k, v, group, M=None, N=None, order="zigzag", schedule="gather"):
+    """A rank's rows of a sequence of M queries and N keys."""
+    rows = zip((q, k, v), (M, N, N))
+    return [Sharded(x, group, n, order, schedule) for x, n in rows]
+
+
 def compare(group, over):
     """All schedules, each within the bounds of the sums that it computes."""
     n, d, dtype, how = SIZES[over]
@@ -87,7 +94,7 @@ def on_host(array):
 def of_rank(group, arrays, schedule, how):
     """out, lse, dq, dk and dv of this rank's rows."""
     q, k, v, dout, dlse = (ranks.shard(x, group) for x in arrays)
-    results, pullback = ranks.attention_vjp(q, k, v, group=group, schedule=schedule, **how)
+    results, pullback = cupyfa.vjp(*sharded(q, k, v, group, schedule=schedule), **how)
     return *results, *pullback(dout, dlse)
 
 
@@ -106,12 +113,12 @@ def wrong(group, over):
     """One rank has other options, and then all go on."""
     x, how = ones(over)
     try:
-        ranks.attention(x, x, x, group=group, causal=group.rank == 1, **how)
+        cupyfa.attention(*sharded(x, x, x, group), causal=group.rank == 1, **how)
     except ValueError as error:
         assert "options must be equal on all ranks" in str(error)
     else:
         raise AssertionError("no error")
-    ranks.attention(x, x, x, group=group, **how)
+    cupyfa.attention(*sharded(x, x, x, group), **how)
 
 
 def used_bytes(over):
@@ -127,14 +134,14 @@ def used_bytes(over):
 def killed(group, over):
     """The last rank is killed while the others wait for it, who then keep no memory of the call."""
     x, how = ones(over)
-    ranks.attention(x, x, x, group=group, **how)
+    cupyfa.attention(*sharded(x, x, x, group), **how)
     before = used_bytes(over)
     if group.rank == group.ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     try:
         for _ in range(2):
-            ranks.attention(x, x, x, group=group, **how)
+            cupyfa.attention(*sharded(x, x, x, group), **how)
     except cupyfa.DeviceError as error:
         assert "has ended" in str(error)
         assert time.monotonic() - begin < group.timeout + 5

@@ -44,16 +44,14 @@ def test_a_call_takes_arrays_and_floats_and_gives_outputs(backend):
     q, k, v, own = arrays()
     o, lse, top = cupyfa.attention(
         *(q, k, v),
-        kernel=SLOPED,
-        own={**own, "cap": 2.0},
+        kernel=SLOPED.bind(**own, cap=2.0, returns=("top",)),
         return_lse=True,
-        return_own=("top",),
         backend=backend,
         check=True,
     )
     for name, x in right(q, k, v, own, cap=2.0).items():
         np.testing.assert_allclose({"O": o, "lse": lse, "top": top}[name], x, rtol=1e-4, atol=1e-5)
-    plain = cupyfa.attention(q, k, v, kernel=SLOPED, own=own, backend=backend)
+    plain = cupyfa.attention(q, k, v, kernel=SLOPED.bind(**own), backend=backend)
     np.testing.assert_allclose(plain, right(q, k, v, own)["O"], rtol=1e-4, atol=1e-5)
 
 
@@ -62,30 +60,29 @@ def test_own_arrays_lie_in_any_memory(cuda):
     import cupy
 
     q, k, v, own = arrays()
-    expected = cupyfa.attention(q, k, v, kernel=SLOPED, own=own)
+    expected = cupyfa.attention(q, k, v, kernel=SLOPED.bind(**own))
     theirs = {name: cupy.asarray(x) for name, x in own.items()}
     on_device = [cupy.asarray(x) for x in (q, k, v)]
     for given, mine in ((on_device, own), (on_device, theirs), ((q, k, v), theirs)):
-        out = cupyfa.attention(*given, kernel=SLOPED, own=mine)
+        out = cupyfa.attention(*given, kernel=SLOPED.bind(**mine))
         assert type(out) is type(given[0])
         np.testing.assert_array_equal(cupy.asnumpy(out), expected)
 
 
 def test_a_prepared_call_takes_own_arrays_in_order_and_by_name():
     q, k, v, own = arrays()
-    how = {"kernel": SLOPED, "backend": "simulator", "return_own": ["top"]}
-    expected = right(q, k, v, own, cap=5.0)
+    expected, shapes = right(q, k, v, own, cap=5.0), (q.shape, k.shape, v.shape)
+    of_arrays = SLOPED.bind(**own, cap=5.0, returns=["top"])
+    of_shapes = SLOPED.bind(cap=5.0, returns=["top"])
     for prepared in (
-        cupyfa.compile(q, k, v, own={**own, "cap": 5.0}, **how),
-        cupyfa.compile(q.shape, k.shape, v.shape, dtype="float32", own={"cap": 5.0}, **how),
+        cupyfa.compile(q, k, v, kernel=of_arrays, backend="simulator"),
+        cupyfa.compile(*shapes, dtype="float32", kernel=of_shapes, backend="simulator"),
     ):
-        for o, top in (
-            prepared(q, k, v, *own.values()),
-            prepared(q, k, v, **own),
-            prepared(q, k, v, own=own),
-        ):
+        for o, top in (prepared(q, k, v, *own.values()), prepared(q, k, v, **own)):
             np.testing.assert_allclose(o, expected["O"], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(top, expected["top"], rtol=1e-4, atol=1e-5)
+    with pytest.raises(TypeError, match="sloped is bound to slopes, is_shown, and q is a shape"):
+        cupyfa.compile(*shapes, dtype="float32", kernel=of_arrays, backend="simulator")
 
 
 def test_arrays_of_any_strides_and_leading_axes_are_taken():
@@ -93,9 +90,9 @@ def test_arrays_of_any_strides_and_leading_axes_are_taken():
     own["is_shown"] = np.repeat(own["is_shown"], 2, 1)[:, ::2]  # which the kernel takes by pointer
     split = [x.reshape(2, 1, *x.shape[1:]) for x in (q, k, v)]
     own_split = {**own, "is_shown": own["is_shown"].reshape(2, 1, -1)}
-    how = {"kernel": SLOPED, "backend": "simulator", "return_own": ("top",)}
-    o, top = cupyfa.attention(q, k, v, own=own, **how)
-    o_split, top_split = cupyfa.attention(*split, own=own_split, **how)
+    of, of_split = (SLOPED.bind(**x, returns=("top",)) for x in (own, own_split))
+    o, top = cupyfa.attention(q, k, v, kernel=of, backend="simulator")
+    o_split, top_split = cupyfa.attention(*split, kernel=of_split, backend="simulator")
     np.testing.assert_allclose(o, right(q, k, v, own)["O"], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(o_split.reshape(o.shape), o)
     assert top_split.shape == (2, 1, *top.shape[1:])
@@ -115,23 +112,23 @@ def test_an_array_may_be_for_some_problems_only():
     given, absent = (plan.launches[0].arguments[1] for plan in reversed(plans))
     assert given.value is None and absent.value.dtype.itemsize == 32
     assert "slopes" in plans[1].arrays and "slopes" not in plans[0].arrays
-    how = {"kernel": kernel, "backend": "simulator"}
-    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of own"):
-        cupyfa.attention(q, k, v, own=own, **how)
+    with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of bind"):
+        cupyfa.attention(q, k, v, kernel=kernel.bind(**own), backend="simulator")
+    without = kernel.bind(is_shown=own["is_shown"])
     with pytest.raises(TypeError, match="own needs slopes"):
-        cupyfa.attention(q, k, v, causal=True, own={"is_shown": own["is_shown"]}, **how)
+        cupyfa.attention(q, k, v, causal=True, kernel=without, backend="simulator")
 
 
 def test_no_other_kernel_is_recommended():
     q, k, v, own = arrays()
     with pytest.raises(cupyfa.Unsupported, match="support score; no other kernel computes what"):
-        cupyfa.attention(q, k, v, softcap=1.0, kernel=SLOPED, own=own, backend="simulator")
+        cupyfa.attention(q, k, v, softcap=1.0, kernel=SLOPED.bind(**own), backend="simulator")
 
 
 def test_floats_reach_plans():
-    how = {"kernel": SLOPED, "M": 4, "d": 2, "limits": Simulator().limits}
-    for own, cap in ((None, 30.0), ({"cap": 0.1}, float(np.float32(0.1)))):
-        plan = cupyfa.plan(own=own, **how)
+    how = {"M": 4, "d": 2, "limits": Simulator().limits}
+    for kernel, cap in ((SLOPED, 30.0), (SLOPED.bind(cap=0.1), float(np.float32(0.1)))):
+        plan = cupyfa.plan(kernel=kernel, **how)
         (argument,) = (x for x in plan.launches[0].arguments if x.name == "cap")
         assert plan.floats == {"cap": cap} and argument.value == cap
         assert argument.value.dtype == np.float32
@@ -147,31 +144,32 @@ SLOPES = np.ones(2, "f4")
 
 
 @pytest.mark.parametrize(
-    "own, more, message",
+    "own, message",
     [
-        (None, {}, r"sloped needs slopes.*must be float32 \(2,\), \[heads\]: give it as own="),
-        ({"slopes": SLOPES}, {}, "needs is_shown"),
-        ({"slope": SLOPES}, {}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
-        ({"slopes": SLOPES[:1], "is_shown": SHOWN}, {}, r"slopes has shape \(1,\); slopes must be"),
-        ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, {}, "slopes is float64.*convert it"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, {}, "cap is True; give a finite"),
-        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, {}, "cap is inf; give a finite"),
-        ({"slopes": 0.5, "is_shown": SHOWN}, {}, "slopes is 0.5; pass a NumPy or CuPy array"),
-        ([1], {}, r"own is \[1\]; give arrays and floats by name"),
-        ({}, {"return_own": "top"}, "return_own is 'top'; give names"),
-        ({"slopes": SLOPES, "is_shown": SHOWN}, {"return_own": ["tip"]}, "no output 'tip'.*top"),
-        ({}, {"kernel": "auto"}, "own and return_own are for a kernel of your own"),
         (
-            {"slopes": SLOPES},
-            {"kernel": "fa2"},
-            "fa2 takes no 'slopes' of its own; it takes nothing",
+            {},
+            r"sloped needs slopes.*float32 \(2,\), \[heads\]: bind it: kernel=sloped.bind\(slopes=",
         ),
+        ({"slopes": SLOPES}, "needs is_shown"),
+        ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
+        ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); slopes must be"),
+        ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
+        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": True}, "cap is True; give a finite"),
+        ({"slopes": SLOPES, "is_shown": SHOWN, "cap": np.inf}, "cap is inf; give a finite"),
+        ({"slopes": 0.5, "is_shown": SHOWN}, "slopes is 0.5; pass a NumPy or CuPy array"),
+        ({"returns": "top"}, "returns is 'top'; give names"),
+        ({"returns": ["tip"]}, "sloped computes no 'tip' of its own.*it computes top"),
     ],
 )
-def test_wrong_own_arrays_are_refused(own, more, message):
+def test_wrong_own_arrays_are_refused(own, message):
     q, k, v, _ = arrays()
     with pytest.raises((ValueError, TypeError), match=message):
-        cupyfa.attention(q, k, v, own=own, **{"kernel": SLOPED, "backend": "simulator", **more})
+        cupyfa.attention(q, k, v, kernel=SLOPED.bind(**own), backend="simulator")
+
+
+def test_a_rung_has_no_arrays_of_its_own():
+    with pytest.raises(TypeError, match="fa2 takes no 'slopes' of its own; it takes nothing"):
+        cupyfa.kernel("fa2").bind(slopes=SLOPES)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +242,7 @@ def test_faults_are_found(tmp_path, fault):
     with pytest.raises(cupyfa.WrongResult, match="wrong result of sloped"):
         cupyfa.attention(
             *(q, k, v),
-            kernel=replace(SLOPED, folder=tmp_path),
-            own=dict(zip(SLOPED.inputs, own)),
+            kernel=replace(SLOPED, folder=tmp_path).bind(**dict(zip(SLOPED.inputs, own))),
             backend="simulator",
             check=True,
         )
@@ -274,7 +271,7 @@ def test_bounds_may_be_those_of_the_project(tmp_path):
         return tolerance.expected_attention(q, k, v, **how)[c.rounding]
 
     kernel = derived(tmp_path, "fa2", ("scorer = {scale", "scorer = {-scale"))
-    how = {"own": {}, "check": True, "backend": "simulator"}
+    how = {"check": True, "backend": "simulator"}
     for dtype in ("float32", "float16"):
         q, k, v, _ = arrays(dtype=dtype)
         cupyfa.attention(q, k, v, kernel=replace(kernel, reference=turned), **how)
@@ -335,29 +332,25 @@ def test_gradients_of_one_s_own(backend, dtype):
     assert list(given) == ["Q", "K", "V", "O", "lse", "dO", "slopes"]
     wide = {name: x.astype("f8") for name, x in given.items()}
     np.testing.assert_allclose(lse, scripts.forward(wide, p, None)["lse"], rtol=1e-5)
-    how = {"kernel": BACKWARD, "own": {"slopes": slopes}, "causal": True, "backend": backend}
-    grads = cupyfa.backward(dout, q, k, v, out, lse, **how, check=True)
-    *again, dslope = cupyfa.backward(
-        *(dout, q, k, v, out, lse), **how, return_own=["dslope"], grads=[None] * 3
-    )
+    given, how = (dout, q, k, v, out, lse), {"causal": True, "backend": backend}
+    grads = cupyfa.backward(*given, kernel=BACKWARD.bind(slopes=slopes), **how, check=True)
+    kernel = BACKWARD.bind(slopes=slopes, returns=["dslope"])
+    *again, dslope = cupyfa.backward(*given, kernel=kernel, **how, grads=[None] * 3)
     assert dslope.shape == lse.shape and all(map(np.array_equal, grads, again))
 
 
-def test_a_vjp_shares_own_arrays():
+def test_each_kernel_of_a_vjp_has_its_own_arrays():
     q, k, v, own = arrays()
     plain = replace(SLOPED, floats={"cap": lambda p, c: 1e6})
-    how = {"kernel": plain, "backward_kernel": BACKWARD, "backend": "simulator"}
     own["is_shown"][:] = True
-    out, pullback = cupyfa.vjp(q, k, v, own=own, **how)
+    kernels = {"kernel": plain.bind(**own), "backward_kernel": BACKWARD.bind(slopes=own["slopes"])}
+    how = {**kernels, "backend": "simulator"}
+    out, pullback = cupyfa.vjp(q, k, v, **how)
     grads = pullback(np.ones_like(out))
     step = 1e-2 * np.random.default_rng(1).standard_normal(q.shape).astype("f4")
-    moved = [cupyfa.vjp(q + x, k, v, own=own, **how)[0] for x in (step, -step)]
+    moved = [cupyfa.vjp(q + x, k, v, **how)[0] for x in (step, -step)]
     expected = (moved[0] - moved[1]).sum() / 2
     np.testing.assert_allclose((grads[0] * step).sum(), expected, rtol=0.02, atol=1e-3)
-    with pytest.raises(
-        TypeError, match="no kernel takes slope of its own; these take cap, is_shown"
-    ):
-        cupyfa.vjp(q, k, v, own={"slope": 1}, **how)
 
 
 @pytest.mark.slow
@@ -396,7 +389,7 @@ def test_a_softmax_of_one_s_own(backend, tmp_path):
         folder=tmp_path,
     )
     x, heat = np.random.default_rng(0).standard_normal((3, 9)), np.array([1.0, 2.0, 5.0])
-    y = cupyfa.softmax(x, kernel=tempered, own={"heat": heat}, backend=backend, check=True)
+    y = cupyfa.softmax(x, kernel=tempered.bind(heat=heat), backend=backend, check=True)
     np.testing.assert_allclose(y, reference.softmax(x / heat[:, None])[0], rtol=1e-12)
 
 

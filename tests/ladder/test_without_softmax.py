@@ -95,10 +95,9 @@ def test_prepared_gradients_without_an_lse(backend):
 def test_a_kernel_that_reads_lse_needs_one():
     q, k, v = drawn()
     how = {"backend": "simulator"}
-    for kernel in ("columns", "auto", SLOPED):
-        own = {"own": {"slopes": np.ones(4, "f4")}} if kernel is SLOPED else {}
+    for kernel in ("columns", "auto", SLOPED.bind(slopes=np.ones(4, "f4"))):
         with pytest.raises(TypeError, match="lse is None"):
-            cupyfa.backward(q, q, k, v, q, None, kernel=kernel, **own, **how)
+            cupyfa.backward(q, q, k, v, q, None, kernel=kernel, **how)
     with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):
         cupyfa.vjp(q, k, v, kernel=FORWARD, backward_kernel="columns", **how)
     with pytest.raises(cupyfa.Unsupported, match="squared_relu does not compute lse"):

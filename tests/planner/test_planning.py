@@ -328,7 +328,7 @@ def test_calls_with_other_numbers_are_not_planned_again(backend, monkeypatch):
     q, k, v = rng.standard_normal((3, 1, 2, 20, 8))
     how = {"kernel": "fa2", "backend": backend, "score_mod": "score * x"}
     numbers = [
-        {"softcap": c, "dropout": p, "dropout_seed": s, "captured": {"x": x}}
+        {"softcap": c, "dropout": cupyfa.Dropout(p, s), "captured": {"x": x}}
         for c, p, s, x in ((30.0, 0.1, 1, 2.0), (0.5, 0.7, 2**63, -1.5))
     ]
     expected = [cupyfa.compile(q, k, v, **how, **x)(q, k, v) for x in numbers]
