@@ -161,7 +161,8 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
 def split_mask(mask: Any) -> dict[str, Any]:
     """The array or block mask, by ``mask``, and the expression, by ``mask_mod``, of an argument."""
     found: dict[str, Any] = {}
-    for x in mask if isinstance(mask, tuple) else (mask,):
+    is_shape = isinstance(mask, tuple) and all(isinstance(x, int | np.integer) for x in mask)
+    for x in mask if isinstance(mask, tuple) and not is_shape else (mask,):
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )
