@@ -13,9 +13,10 @@ from cupyfa.call.call import ANYWHERE, Call, Devices, Tiles
 from cupyfa.errors import closest, described
 from cupyfa.ladder import lookup
 from cupyfa.problem import optional_inputs
+from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.optional_inputs import is_array
 from cupyfa.problem.options import OptionKeywords, read_flag
-from cupyfa.problem.problem import TEXTS
+from cupyfa.problem.problem import TEXTS, can_give
 from cupyfa.problem.shape_language import is_array_form
 from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
@@ -154,8 +155,10 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
         return None, asked
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
-    names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q)]
-    return out, asked if names[0] in ("", names[1]) else {**asked, "out_dtype": names[0]}  # type: ignore[typeddict-item]
+    name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # refused later
+        return out, asked
+    return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 
 
 def split_mask(mask: Any) -> dict[str, Any]:
