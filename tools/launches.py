@@ -86,7 +86,7 @@ def launch_modified(kernel):
     q, k, v, bias = (cupy.asarray(rng.standard_normal(x).astype(of.numpy)) for x in shapes)
     slope, sink = (cupy.asarray(rng.random(2).astype(of.sums)) for _ in range(2))
     mask = cupyfa.block_mask(mask_mod="key <= position and query >= 64 and key >= 40", M=M, N=N)
-    how = {"mask": mask, "bias": bias, "sink": sink, "dropout": 0.2, "dropout_seed": 1}
+    how = {"mask": mask, "bias": bias, "sink": sink, "dropout": cupyfa.Dropout(0.2, 1)}
     how |= {"score_mod": "score * slope[head]", "captured": {"slope": slope}}
     forward = kernel.name if kernel.operation == "forward" else "fa2"
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel=forward, **how)

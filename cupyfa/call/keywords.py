@@ -13,9 +13,10 @@ from cupyfa.call.call import ANYWHERE, Call, Devices, Tiles
 from cupyfa.errors import closest, described
 from cupyfa.ladder import lookup
 from cupyfa.problem import optional_inputs
+from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.optional_inputs import is_array
 from cupyfa.problem.options import OptionKeywords, read_flag
-from cupyfa.problem.problem import TEXTS
+from cupyfa.problem.problem import TEXTS, can_give
 from cupyfa.problem.shape_language import is_array_form
 from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import Expression
@@ -156,14 +157,17 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
         return None, asked
     if isinstance(out, DTYPES):
         return None, {**asked, "out_dtype": out}  # type: ignore[typeddict-item]
-    names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q)]
-    return out, asked if names[0] in ("", names[1]) else {**asked, "out_dtype": names[0]}  # type: ignore[typeddict-item]
+    name, of = (str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (out, q))
+    if name == of or of not in INPUTS or not can_give(name, INPUTS[of]):  # refused later
+        return out, asked
+    return out, {**asked, "out_dtype": name}  # type: ignore[typeddict-item]
 
 
 def split_mask(mask: Any) -> dict[str, Any]:
     """The array or block mask, by ``mask``, and the expression, by ``mask_mod``, of an argument."""
     found: dict[str, Any] = {}
-    for x in mask if isinstance(mask, tuple) else (mask,):
+    is_shape = isinstance(mask, tuple) and all(isinstance(x, int | np.integer) for x in mask)
+    for x in mask if isinstance(mask, tuple) and not is_shape else (mask,):
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )

@@ -59,8 +59,8 @@ def merge(
     parts: a list of any number of pairs (out, lse), as ``attention(return_lse=True)`` gives them
         for the same queries and other keys: out [..., heads, M, dv] of one dtype, float16,
         bfloat16, float32 or float64, and lse [..., heads, M] of float32 (float64 for float64). They
-        may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv]; packed rows of
-        ``attention_ragged`` are such arrays, too.
+        may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv]; results of
+        ``Packed`` arrays are such arrays, too.
     out: an array for the merged output.
     backend: as for ``attention``.
     check: also compare the results with the reference.
@@ -97,7 +97,7 @@ def merge_vjp(
 
         dout_i = w_i · dout        dlse_i = w_i · (sum over columns of dout · (out_i - out) + dlse)
 
-    Those of a row with lse_i = -infinity are 0. ``attention_vjp(…, return_lse=True)`` takes them
+    Those of a row with lse_i = -infinity are 0. ``vjp(…, return_lse=True)`` takes them
     on to q, k and v. The pullback keeps references to the parts, out and lse, and may be called
     several times; it uses their contents at that time. Raises what ``merge`` raises.
     """

@@ -22,6 +22,7 @@ import cupyfa
 import cupyfa.distributed as ranks
 from cupyfa import errors
 from cupyfa.errors import OfThisProcess
+from cupyfa.problem.options import AttentionOptions
 
 SIM = {"backend": "simulator"}
 SIZES = {"M": 6, "N": 6, "d": 8, "heads": 2}
@@ -49,7 +50,7 @@ def masked():
 
 
 def cached():
-    """A cache that `decode` has used: it keeps the last call then."""
+    """A cache that `attention` has used: it keeps the last call then."""
     k, v = (np.ascontiguousarray(x.swapaxes(1, 2)) for x in (K, V))
     cache = cupyfa.KVCache(k, v, np.array([4], np.int32), layout="bshd")
     for _ in range(2):
@@ -90,14 +91,17 @@ def packed():
 # Of each public class and of each function's results one object. Those that depend on what was done
 # with them before have been used.
 EXAMPLES = {
-    "AttentionOptions": lambda: cupyfa.AttentionOptions(causal=True, score_mod="score * 2"),
+    "AttentionOptions": lambda: AttentionOptions(causal=True, score_mod="score * 2"),
     "BlockMask": masked,
     "BlockMask of an array": lambda: ~cupyfa.block_mask(np.eye(6, dtype=bool)[None, None]),
+    "BoundKernel": lambda: cupyfa.kernel("fa2").bind(),
     "Case": lambda: cupyfa.lab.Case("forward", cupyfa.Problem.of_sizes(**SIZES, bias="1hmn")),
     "CompilerNotFound": lambda: errors.CompilerNotFound("none"),
     "CompileError": lambda: errors.CompileError("a.cu: no"),
     "DeviceError": lambda: errors.DeviceError("lost"),
     "DeviceLost": lambda: errors.DeviceLost("lost"),
+    "Devices": lambda: cupyfa.Devices([0, 1], print, "simulator"),
+    "Dropout": lambda: cupyfa.Dropout(0.1, np.array([5]), 2),
     "Expected": lambda: cupyfa.lab.Expected(np.ones(3), np.zeros(3)),
     "Input": lambda: cupyfa.Input("heads", "real"),
     "Interrupted": lambda: importlib.import_module("cupyfa.lab.verify.checker").Interrupted(
@@ -110,12 +114,16 @@ EXAMPLES = {
     "Matmul": lambda: cupyfa.kernel("baseline").launches[0],
     "Measurement": lambda: measured()[0],
     "OutOfMemory": lambda: errors.OutOfMemory("out"),
+    "Packed": lambda: cupyfa.Packed(Q[0], [0, 2, 6], used=np.array([1, 3])),
+    "Padded": lambda: cupyfa.Padded(Q, [4]),
     "Plan": lambda: cupyfa.plan(**SIZES, causal=True, kernel="fa2", **SIM),
     "Prepared": lambda: cupyfa.compile(Q, K, V, kernel="fa2", **SIM),
     "Prepared of gradients": lambda: cupyfa.compile(
         Q, Q, K, V, Q, Q[..., 0], kernel="columns", **SIM
     ),
     "Problem": lambda: cupyfa.Problem.of_sizes(**SIZES, captured={"x": 2}, score_mod="score * x"),
+    "Rotary": lambda: cupyfa.Rotary(Q[0, 0, :, :4], Q[0, 0, :, :4], interleaved=True),
+    "Scaled": lambda: cupyfa.Scaled(Q, Q[:, :, 0, 0]),
     "Simulator": used,
     "SimulatorFault": lambda: FAULT,
     "TileChoice": lambda: cupyfa.kernel("fa2").choice,

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from helpers import own_kernel
 
 import cupyfa
-from cupyfa import AttentionOptions, Problem, Simulator, Unsupported, api
+from cupyfa import Dropout, Problem, Simulator, Unsupported, api
 from cupyfa.lab.bench import peers, sweeps, trial
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.commands.command_options import attention_options, with_flag_values
@@ -26,7 +26,7 @@ from cupyfa.ladder import operations
 from cupyfa.ladder.operations import Input
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.planner.source import ROOT
-from cupyfa.problem.options import OPTIONS
+from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.guard import run_guarded
 
@@ -112,10 +112,10 @@ def test_option_numbers_are_not_compiled_in():
     assert text(causal=True) == text(window=(None, 5)) != text()
 
 
-def test_options_as_one_value_are_those_by_their_names():
+def test_options_are_keywords_of_attention():
     q, k, v = (np.random.default_rng(i).normal(size=(5, 8)).astype("f4") for i in range(3))
     options = AttentionOptions(causal=True, scale=0.5)
-    one = cupyfa.attention(q, k, v, options=options, backend="simulator")
+    one = cupyfa.attention(q, k, v, **options.keywords(), backend="simulator")
     other = cupyfa.attention(q, k, v, causal=True, scale=0.5, backend="simulator")
     np.testing.assert_array_equal(one, other)
 
@@ -249,16 +249,18 @@ def test_an_optional_input_reaches_references_and_layouts(gated, monkeypatch):
     assert len(seen) == 3 and all({"Q", "K", "V", *gate} <= names for names in seen)
 
 
-def test_attention_takes_each_option_by_its_name(monkeypatch):
+def test_attention_takes_every_option(monkeypatch):
     monkeypatch.setattr(api, "run_call", lambda call, *_, **more: call.asked)
-    given = {name: object() for name in OPTIONS}
-    assert api.attention(1, 2, 3, **given) == given
+    dropout, mask = Dropout(0.1, 3, 2), "key <= query"
+    expected = dict(zip(DROPOUT, (0.1, 3, 2))) | {"mask_mod": mask, "out_dtype": "float32"}
+    named = {name: object() for name in OPTIONS if name not in expected}
+    asked = api.attention(1, 2, 3, **named, dropout=dropout, mask=mask, out="float32")
+    assert asked == {**named, **expected}
 
 
-def test_an_option_without_a_keyword_is_given_in_options(monkeypatch):
-    monkeypatch.setitem(OPTIONS, "slope", OPTIONS["softcap"])
-    with pytest.raises(TypeError, match=r"no argument 'slope'; give options=.*\(slope=2.5\)"):
-        cupyfa.attention(1, 2, 3, slope=2.5)
+def test_options_as_one_value_are_refused():
+    with pytest.raises(TypeError, match="no argument 'options'; give each by its name"):
+        cupyfa.attention(1, 2, 3, options=AttentionOptions(causal=True))
 
 
 def test_the_numbers_of_texts_are_members_of_mods(gated, tmp_path):

@@ -294,7 +294,7 @@ def right_gradients(kernel, *arrays, **options):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["rows", "two_pass", "baseline_backward"])
-def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
+def test_prepared_gradients_are_those_of_backward(near, kernel):
     kernel = kernel if kernel in LADDER["backward"] else next(iter(LADDER["backward"]))
     q, k, v = arrays(2, 3, 20, 16)
     given = [arrays(2, 3, 20, 16, seed=1)[0], q, k, v, *forward(near, q, k, v)]
@@ -325,7 +325,7 @@ def test_prepared_gradients_are_those_of_attention_backward(near, kernel):
     np.testing.assert_allclose(twice[2], 2 * wanted[2], rtol=1e-6, atol=1e-6)
 
 
-def test_compile_backward_takes_shapes_and_a_dtype(near):
+def test_compiled_gradients_take_shapes_and_a_dtype(near):
     x, lse = (2, 3, 20, 16), (2, 3, 20)
     prepared = cupyfa.compile(*(x, x, x, x, x, lse), dtype="float16", backend=near, kernel="rows")
     q, k, v = arrays(*x, dtype=np.float16)
@@ -339,7 +339,7 @@ def test_compile_backward_takes_shapes_and_a_dtype(near):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda f, g, x: f(*x, out=x[1]), TypeError, "attention_backward has no out=; use grads="),
+        (lambda f, g, x: f(*x, out=x[1]), TypeError, "backward has no out=; use grads="),
         (lambda f, g, x: g(*x[1:4], grads=x[1:4]), TypeError, "attention has no grads=; use out="),
         (lambda f, g, x: f(*x[:5]), TypeError, "takes the arrays dout, q, .*; lse is missing"),
         (

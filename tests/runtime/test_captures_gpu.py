@@ -32,8 +32,9 @@ def calls(new, whole):
     grads = tuple(new(2, 4, 200, 64) for _ in range(3))
     packed, starts, lengths = new(200, 4, 64), whole([0, 120, 200]), whole([150, 100])
     token, new_k, new_v, its_out = (new(2, 4, 1, 64) for _ in range(4))
-    cache = cupyfa.KVCache(k, v, lengths, layout="bhsd")
     shared = new(1, 4, 70, 64)
+    cache = cupyfa.KVCache(k, v, lengths)
+    longer = cupyfa.KVCache(k, v, lengths, prefix=(shared, shared))
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **CAUSAL)
     attend = cupyfa.compile(q, k, v, **CAUSAL)
     differentiate = cupyfa.compile(dout, q, k, v, out, lse, **GRADIENTS)
@@ -53,16 +54,12 @@ def calls(new, whole):
         "backward grads=": lambda: cupyfa.backward(*of_both, grads=grads, **GRADIENTS),
         "prepared backward": lambda: differentiate(*of_both),
         "vjp": vjp,
-        "ragged": lambda: cupyfa.attention(
-            cupyfa.Packed(packed, starts),
-            cupyfa.Packed(packed, starts),
-            cupyfa.Packed(packed, starts),
-        ),
+        "ragged": lambda: cupyfa.attention(*[cupyfa.Packed(packed, starts)] * 3),
         "padded": lambda: cupyfa.attention(q, cupyfa.Padded(k, lengths), cupyfa.Padded(v, lengths)),
         "decode": lambda: cupyfa.attention(token, cache),
         "decode out=": lambda: cupyfa.attention(token, cache, out=its_out),
         "decode and append": lambda: cupyfa.attention(token, cache, append=(new_k, new_v)),
-        "prefix": lambda: cupyfa.attention(token, cache, prefix=(shared, shared)),
+        "prefix": lambda: cupyfa.attention(token, longer),
         "merge": lambda: cupyfa.merge([cupyfa.attention(q, k, v, return_lse=True)] * 2),
         "softmax": lambda: cupyfa.softmax(q),
     }

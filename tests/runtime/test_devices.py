@@ -68,10 +68,11 @@ def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
     return [rng.standard_normal(shape).astype(dtype) for shape in ((batch, heads, M, 16), kv, kv)]
 
 
-def same(far, q, k, v, numbers, **options):
+def same(far, q, k, v, numbers, progress=None, **options):
     """Checks that devices together give the bits of one; returns them."""
+    several = cupyfa.Devices(numbers, progress, far)
     options = {"kernel": "fa2", "tiles": {"Br": 16, "Bc": 16}, "return_lse": True} | options
-    there = cupyfa.attention(q, k, v, backend=far, devices=numbers, **options)
+    there = cupyfa.attention(q, k, v, backend=several, **options)
     here = cupyfa.attention(q, k, v, backend="simulator", **options)
     for got, right in zip(there, here):
         np.testing.assert_array_equal(got, right)
@@ -88,7 +89,6 @@ SHARED = {  # a problem, and what three devices get of it
     "rows": ((1, 1, 200, 1, 90), {"causal": True}),
     "rows of heads": ((1, 4, 150, 2), {"window": (30, 9), "offset": -5}),
     "rows of a bias": ((1, 2, 90, 2), {"bias": of_form(2, 90, 1), "sink": of_form(2)}),
-    "lengths": ((3, 2, 40), {"lengths_q": [40, 0, 7], "lengths_k": [3, 40, 40]}),
     "other axes": ((50, 7, 3), {"layout": "bshd", "causal": "top-left"}),
 }
 
@@ -99,6 +99,13 @@ def test_results_have_the_bits_of_one_device(far, what):
     same(far, *arrays(*sizes), "all", **options)
     assert set(hosts[far]) == {0, 1, 2}
     assert far.device == 0
+
+
+def test_padded_batches_have_the_bits_of_one_device(far):
+    q, k, v = arrays(3, 2, 40)
+    k, v = (cupyfa.Padded(x, [3, 40, 40]) for x in (k, v))
+    same(far, cupyfa.Padded(q, [40, 0, 7]), k, v, "all")
+    assert set(hosts[far]) == {0, 1, 2}
 
 
 def test_results_are_written_into_arrays_of_the_caller(far):
@@ -113,8 +120,8 @@ def test_gradients_have_the_bits_of_one_device(far):
     q, k, v = arrays(1, 6, 40, 3)
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
     made = []
-    for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"}):
-        out, pullback = cupyfa.vjp(q, k, v, **how, **where)
+    for backend in (cupyfa.Devices([1, 2], backend=far), "simulator"):
+        out, pullback = cupyfa.vjp(q, k, v, **how, backend=backend)
         made.append((out, *pullback(np.cos(out))))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right)
@@ -122,7 +129,7 @@ def test_gradients_have_the_bits_of_one_device(far):
 
 
 @pytest.mark.parametrize(
-    "options", [{"dropout": 0.5, "dropout_seed": 7}, {"score_mod": "score - 0.1 * head"}], ids=str
+    "options", [{"dropout": cupyfa.Dropout(0.5, 7)}, {"score_mod": "score - 0.1 * head"}], ids=str
 )
 def test_what_counts_heads_runs_on_the_first_device(far, options):
     same(far, *arrays(2, 2, 60), [2, 1], **options)
@@ -133,8 +140,8 @@ def test_what_counts_heads_runs_on_the_first_device(far, options):
 def test_a_head_that_does_not_fit_is_merged_on_one_device(far, heads, M, N):
     transfer.configure(device_bytes=4000)
     q, k, v = arrays(1, heads, M, N=N)
-    options = {"kernel": "fa2", "backend": far}
-    one, many = (cupyfa.attention(q, k, v, devices=x, **options) for x in (None, "all"))
+    backends = far, cupyfa.Devices("all", backend=far)
+    one, many = (cupyfa.attention(q, k, v, kernel="fa2", backend=x) for x in backends)
     np.testing.assert_array_equal(many, one)
     assert len(hosts[far]) == heads
 
@@ -161,11 +168,12 @@ def test_one_device_goes_the_usual_way(far, monkeypatch, device):
 def test_the_simulator_is_one_device():
     q, k, v = arrays(1, 2, 20)
     for numbers in ("all", [0]):
-        cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", devices=numbers)
+        on = cupyfa.Devices(numbers, backend="simulator")
+        cupyfa.attention(q, k, v, kernel="fa2", backend=on)
     with pytest.raises(
         ValueError, match="there is no device 1: simulator has device 0; give numbers"
     ):
-        cupyfa.attention(q, k, v, backend="simulator", devices=[0, 1])
+        cupyfa.attention(q, k, v, backend=cupyfa.Devices([0, 1], backend="simulator"))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_the_simulator_is_one_device():
 def test_wrong_devices(far, given, error, words):
     far.models = ("A", "A", "B")
     with pytest.raises(error, match=words):
-        cupyfa.attention(*arrays(1, 2, 20), backend=far, devices=given)
+        cupyfa.attention(*arrays(1, 2, 20), backend=cupyfa.Devices(given, backend=far))
 
 
 def test_all_devices_are_those_like_the_current_one(far):
@@ -213,14 +221,9 @@ def test_devices_share_sequences(far, heads, kv_heads):
     q, k, v = (rng.standard_normal((124, n, 16), np.float32) for n in (heads, kv_heads, kv_heads))
     how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
     made = []
-    for where in ({"backend": far, "devices": "all"}, {"backend": "simulator"}):
-        out, back = cupyfa.vjp(
-            cupyfa.Packed(q, OFFSETS),
-            cupyfa.Packed(k, OFFSETS),
-            cupyfa.Packed(v, OFFSETS),
-            **how,
-            **where,
-        )
+    packed = [cupyfa.Packed(x, OFFSETS) for x in (q, k, v)]
+    for backend in (cupyfa.Devices("all", backend=far), "simulator"):
+        out, back = cupyfa.vjp(*packed, **how, backend=backend)
         made.append((out, *back(np.cos(out))))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right)
@@ -230,8 +233,8 @@ def test_devices_share_sequences(far, heads, kv_heads):
 def test_devices_share_lists(far):
     q, k, v = ([x[0], x[0, :, :9]] for x in arrays(1, 4, 40))
     there, here = (
-        cupyfa.attention(q, k, v, kernel="fa2", **where)
-        for where in ({"backend": far, "devices": [1, 2]}, {"backend": "simulator"})
+        cupyfa.attention(q, k, v, kernel="fa2", backend=backend)
+        for backend in (cupyfa.Devices([1, 2], backend=far), "simulator")
     )
     for got, right in zip(there, here):
         np.testing.assert_array_equal(got, right)
@@ -240,8 +243,8 @@ def test_devices_share_lists(far):
 
 def test_calls_without_devices_say_so():
     q, k, v = arrays(1, 2, 20)
-    with pytest.raises(TypeError, match="call with cupy.cuda.Device"):
-        cupyfa.compile(q, k, v, devices="all")
+    with pytest.raises(TypeError, match="backend is Devices, and a prepared call runs on one"):
+        cupyfa.compile(q, k, v, backend=cupyfa.Devices("all"))
 
 
 def test_progress_is_that_of_all_devices(far):
@@ -273,7 +276,7 @@ def test_an_error_on_one_device_ends_the_work_of_all(far, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(far, "empty", failing)
         with pytest.raises(cupyfa.OutOfMemory, match="device 1: no memory is left"):
-            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1])
+            cupyfa.attention(q, k, v, kernel="fa2", backend=cupyfa.Devices([0, 1], backend=far))
     assert gate.opened.is_set()
     far.gates.clear()
     same(far, q, k, v, [0, 1])
@@ -299,7 +302,7 @@ def test_an_error_ends_the_work_of_all_devices_also_if_others_fail(far, monkeypa
         patch.setattr(pieces.Layout, "launch", failing)
         patch.setattr(streamed_call.Call, "wait_for_all", failing_too)
         with pytest.raises(cupyfa.DeviceError, match="device 0: launch failed"):
-            cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1, 2])
+            cupyfa.attention(q, k, v, kernel="fa2", backend=cupyfa.Devices([0, 1, 2], backend=far))
     assert sorted(waited) == [0, 1, 2]
 
 
@@ -322,7 +325,7 @@ def test_ctrl_c_ends_the_work_of_all_devices(far):
 
     q, k, v = arrays(4, 2, 60)
     with pytest.raises(KeyboardInterrupt):
-        cupyfa.attention(q, k, v, kernel="fa2", backend=far, devices=[0, 1], progress=press)
+        cupyfa.attention(q, k, v, kernel="fa2", backend=cupyfa.Devices([0, 1], press, far))
     assert pressed == [False] and gate.opened.is_set()
     far.gates.clear()
     same(far, q, k, v, [0, 1])

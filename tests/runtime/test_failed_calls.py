@@ -89,18 +89,28 @@ CALLS = {
     "prepared": lambda put, **on: cupyfa.compile(*map(put, (Q, Q, Q)), kernel="fa2", **on)(
         *map(put, (Q, Q, Q))
     ),
-    "backward": lambda put, **on: cupyfa.backward(*map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", **on),
-    "bias": lambda put, **on: cupyfa.backward(*map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", bias=np.ones((40, 40), F), wrt="q,bias", **on),
-    "pullback": lambda put, **on: cupyfa.vjp(*map(put, (Q, Q, Q)), kernel="fa2", backward_kernel="two_pass", **on)[1](put(Q)),
-    "packed": lambda put, **on: cupyfa.attention_ragged(
-        *map(put, (ROWS, ROWS, ROWS)), [0, 9, 40], [0, 9, 40], **on
+    "backward": lambda put, **on: cupyfa.backward(
+        *map(put, (Q, Q, Q, Q, Q, LSE)), kernel="columns", **on
+    ),
+    "bias": lambda put, **on: cupyfa.backward(
+        *map(put, (Q, Q, Q, Q, Q, LSE)),
+        kernel="columns",
+        bias=np.ones((40, 40), F),
+        wrt="q,bias",
+        **on,
+    ),
+    "pullback": lambda put, **on: cupyfa.vjp(
+        *map(put, (Q, Q, Q)), kernel="fa2", backward_kernel="two_pass", **on
+    )[1](put(Q)),
+    "packed": lambda put, **on: cupyfa.attention(
+        *(cupyfa.Packed(put(ROWS), [0, 9, 40]) for _ in "qkv"), **on
     ),
     "lists": lambda put, **on: cupyfa.attention([put(Q[0])], [put(Q[0])], [put(Q[0])], **on),
-    "decode": lambda put, **on: cached(put, *map(put, (TOKEN,)), **on),
-    "new tokens": lambda put, **on: cached(put, put(TOKEN), k=put(TOKEN), v=put(TOKEN), **on),
+    "decode": lambda put, **on: cached(put, put(TOKEN), **on),
+    "new tokens": lambda put, **on: cached(put, put(TOKEN), append=(put(TOKEN), put(TOKEN)), **on),
     "merge": lambda put, **on: cupyfa.merge_vjp([(put(Q), put(LSE))] * 2, **on)[1](put(Q)),
     "softmax": lambda put, **on: cupyfa.softmax(put(Q), **on),
-}  # fmt: skip
+}
 
 
 @pytest.mark.few(3)

@@ -52,7 +52,7 @@ def test_sequences_go_through_pieces_with_the_same_bits(kernel, back):
     options = {"kernel": kernel, "backward_kernel": back, "causal": True, "deterministic": True}
     made = []
     for given in ((q, k, v), on_device(q, k, v)):
-        out, pullback = cupyfa.vjp(*given, offsets, offsets, **options)
+        out, pullback = cupyfa.vjp(*(cupyfa.Packed(x, offsets) for x in given), **options)
         made.append((out, *pullback(out)))
     for got, right in zip(*made):
         np.testing.assert_array_equal(got, right.get())
@@ -68,17 +68,13 @@ def test_ragged_batches_and_decoding_are_repeated(monkeypatch):
     slow, read = [], execution.read_call
     monkeypatch.setattr(execution, "read_call", lambda *call: slow.append(1) or read(*call))
     q, k, v, offsets = on_device(*arrays(60, 4, 64), np.array([0, 20, 60], np.int32))
-    cache = cupyfa.KVCache(*cupy.zeros((2, 2, 30, 4, 64), np.float16), cupy.zeros(2, np.int32))
+    cache = cupyfa.KVCache(*cupy.zeros((2, 2, 4, 30, 64), np.float16), cupy.zeros(2, np.int32))
     new = [x[:2].reshape(2, 4, 1, 64) for x in (q, k, v)]
     for turn in range(8):
         offsets[1] = 10 + turn
         lengths = [0, 10 + turn, 60]
-        out = cupyfa.attention(
-            cupyfa.Packed(q, offsets),
-            cupyfa.Packed(k, offsets),
-            cupyfa.Packed(v, offsets),
-            causal=True,
-        )
+        packed = (cupyfa.Packed(x, offsets) for x in (q, k, v))
+        out = cupyfa.attention(*packed, causal=True)
         decoded = cupyfa.attention(new[0], cache, append=(new[1], new[2]))
         cache.lengths += 1
         for a, b in pairwise(lengths):
@@ -112,9 +108,8 @@ def test_arrays_and_texts_go_through_pieces_with_the_same_bits(kernel, options):
     k, v = (x[:, :4, : 299 if 299 in shapes_of(options) else 300] for x in (k, v))
     there = {name: on_device(x)[0] if hasattr(x, "nbytes") else x for name, x in options.items()}
     how, counts = {"kernel": kernel, "return_lse": True}, []
-    out, lse = cupyfa.attention(
-        *(q, k, v), **how, **options, progress=lambda done, total, what: counts.append(total)
-    )
+    on = cupyfa.Devices(progress=lambda done, total, what: counts.append(total))
+    out, lse = cupyfa.attention(q, k, v, backend=on, **how, **options)
     assert counts[0] > 1
     right = cupyfa.attention(*on_device(q, k, v), **how, **there)
     for got, expected in zip((out, lse), right):
@@ -254,10 +249,10 @@ def test_a_graph_updates_a_block_mask():
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        how = {"mask_mod": text, "captured": {"document": other}}
-        expected = cupyfa.attention(q, k, v, **how)
+        captured = {"document": other}
+        expected = cupyfa.attention(q, k, v, mask=text, captured=captured)
         cupy.testing.assert_allclose(out.astype("f"), expected.astype("f"), atol=4e-3)
-        of_mask = cupyfa.block_mask(**how, M=300, N=300)
+        of_mask = cupyfa.block_mask(mask_mod=text, captured=captured, M=300, N=300)
         found = cupyfa.backward(q, q, k, v, made, lse, mask=of_mask, deterministic=True)
         for one, other_one in zip(grads, found):
             cupy.testing.assert_array_equal(one, other_one)
@@ -273,7 +268,7 @@ def test_a_graph_reads_seeds_each_time():
 
     q, k, v, dout = on_device(*arrays(2, 4, 100, 64), arrays(2, 4, 100, 64)[0])
     seed, offset = cupy.array([5]), cupy.array(7, np.uint32)
-    how = {"dropout": 0.3, "dropout_seed": seed, "dropout_offset": offset}
+    how = {"dropout": cupyfa.Dropout(0.3, seed, offset)}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
     grads = tuple(map(cupy.empty_like, (q, k, v)))
     forward = cupyfa.compile(q, k, v, **how)
@@ -289,7 +284,7 @@ def test_a_graph_reads_seeds_each_time():
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        how = {"dropout": 0.3, "dropout_seed": number, "dropout_offset": number % 1000}
+        how = {"dropout": cupyfa.Dropout(0.3, number, number % 1000)}
         cupy.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
         expected = cupyfa.backward(dout, q, k, v, out, lse, deterministic=True, **how)
         for one, other in zip(grads, expected):
@@ -368,8 +363,8 @@ def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
     transfer.configure(chunk_bytes=1 << 18, piece_bytes=1 << 20)
     q, k, v = (of_shape(*shape) for shape in (shapes[0], shapes[1], shapes[1]))
     made = []
-    for where in ({}, {"devices": "all"}, {"devices": [1, 0]}):
-        how = {"deterministic": True, "return_lse": True, **options, **where}
+    for where in ("auto", cupyfa.Devices("all"), cupyfa.Devices([1, 0])):
+        how = {"deterministic": True, "return_lse": True, **options, "backend": where}
         (out, lse), pullback = cupyfa.vjp(q, k, v, **how)
         made.append((out, lse, *pullback(out)))
     for right, *others in zip(*made):
@@ -378,8 +373,8 @@ def test_all_devices_have_the_bits_of_one(two_gpus, shapes, options):
 
 
 def test_arrays_on_a_device_have_no_devices():
-    with pytest.raises(TypeError, match="the arrays lie on a device already; leave devices out"):
-        cupyfa.attention(*on_device(*arrays(1, 2, 40, 64)), devices="all")
+    with pytest.raises(TypeError, match="the arrays lie on a device already; leave it out"):
+        cupyfa.attention(*on_device(*arrays(1, 2, 40, 64)), backend=cupyfa.Devices("all"))
 
 
 def test_a_producers_stream_is_waited_for():

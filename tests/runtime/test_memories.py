@@ -73,9 +73,9 @@ def host_calls(dtype, backend, several):
     q, k, v = (of_dtype(2, 2, 20, 16, dtype=dtype, seed=i) for i in range(3))
     how = {"backend": backend, "causal": True}
     back = {"backward_kernel": "two_pass"}
-    on = {"devices": [0]} if several else {}
+    on = {**how, "backend": cupyfa.Devices([0], backend=backend)} if several else how
     (out, lse), pull = cupyfa.vjp(q, k, v, return_lse=True, kernel="fa2", **back, **how)
-    yield "attention", [out, cupyfa.attention(q, k, v, kernel="fa2", **how, **on)]
+    yield "attention", [out, cupyfa.attention(q, k, v, kernel="fa2", **on)]
     yield "pullback", pull(out)
     prepared = cupyfa.compile(q, k, v, kernel="fa2", return_lse=True, **how)
     into = np.empty_like(out)
@@ -83,21 +83,20 @@ def host_calls(dtype, backend, several):
     gradients = cupyfa.compile(out, q, k, v, out, lse, kernel="two_pass", **how)
     arrays = [np.empty_like(x) for x in (q, k, v)]
     yield "prepared backward", gradients(out, q, k, v, out, lse, grads=arrays)
-    rows, offsets = q[0].swapaxes(0, 1), np.array([0, 3, 20], np.int32)
-    made, pull = cupyfa.vjp(*(rows,) * 3, offsets, offsets, kernel="fa2", **back, **how)
+    rows = cupyfa.Packed(q[0].swapaxes(0, 1), np.array([0, 3, 20], np.int32))
+    made, pull = cupyfa.vjp(rows, rows, rows, kernel="fa2", **back, **how)
     yield "packed", [made, *pull(made)]
-    starts = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
-    prepared = cupyfa.compile(rows, rows, rows, **starts, kernel="fa2", **how)
-    yield "prepared packed", [prepared(rows, rows, rows, **starts)]
+    prepared = cupyfa.compile(rows, rows, rows, kernel="fa2", **how)
+    yield "prepared packed", [prepared(rows, rows, rows)]
     lists, pull = cupyfa.vjp([*q], [*k], [*v], kernel="fa2", **back, **how)
     yield "lists", [*lists, *(y for x in pull(lists) for y in x)]
     bias = of_dtype(20, 20, dtype=dtype, seed=4)
     made, pull = cupyfa.vjp(q, k, v, bias=bias, wrt="q,bias", kernel="fa2", **back, **how)
     prepared = cupyfa.compile(q, k, v, bias=bias, kernel="fa2", **how)
     yield "bias", [made, *pull(made), prepared(q, k, v, bias=bias)]
-    cache = cupyfa.KVCache(k.copy(), v.copy(), np.array([5, 9], np.int32), layout="bhsd")
-    new = {"k": k[:, :, :1], "v": v[:, :, :1]}
-    made = cupyfa.attention(q[:, :, :1], cache, backend=backend, **new)
+    cache = cupyfa.KVCache(k.copy(), v.copy(), np.array([5, 9], np.int32))
+    new = k[:, :, :1], v[:, :, :1]
+    made = cupyfa.attention(q[:, :, :1], cache, append=new, backend=backend)
     yield "decode", [made, cache.k, cache.v]
     (made, total), pull = cupyfa.merge_vjp([(out, lse), (out, lse)], backend=backend)
     yield "merge", [made, total, *(y for x in pull(made) for y in x)]
@@ -140,17 +139,18 @@ def of_e4m3(backend, put):
     """Calls on e4m3 arrays, whose results are bfloat16."""
     q, k, v = (of_dtype(2, 2, 64, 64, dtype="float8_e4m3fn", seed=i) for i in range(3))
     how, descale = {"backend": backend, "kernel": "wgmma_fp8"}, np.full((2, 2), 0.5, np.float32)
-    given = [put(x) for x in (q, k, v)]
-    out = cupyfa.attention(*given, q_descale=descale, **how)
-    prepared = cupyfa.compile(*given, q_descale=descale, **how)
+    q, k, v = (put(x) for x in (q, k, v))
+    given = cupyfa.Scaled(q, descale), k, v
+    out = cupyfa.attention(*given, **how)
+    prepared = cupyfa.compile(*given, **how)
     rows = of_dtype(2, 32, 2, 64, dtype="float8_e4m3fn", seed=5)
     cache = cupyfa.KVCache(
         put(rows), put(rows.copy()), put(np.array([9, 30], np.int32)), layout="bshd"
     )
     token = put(of_dtype(2, 4, 1, 64, dtype="bfloat16"))
-    new = {x: put(of_dtype(2, 2, 1, 64, dtype="bfloat16")) for x in "kv"}
-    decoded = [cupyfa.attention(token, cache, backend=backend, **x) for x in ({}, new)]
-    return [out, prepared(*given, q_descale=descale), *decoded]
+    new = tuple(put(of_dtype(2, 2, 1, 64, dtype="bfloat16")) for _ in "kv")
+    decoded = [cupyfa.attention(token, cache, append=x, backend=backend) for x in (None, new)]
+    return [out, prepared(*given), *decoded]
 
 
 @pytest.mark.slow

@@ -9,14 +9,12 @@ F = np.float32
 RNG = np.random.default_rng(0)
 Q, DOUT = RNG.standard_normal((2, 1, 2, 35, 16)).astype(F)
 K, V = RNG.standard_normal((2, 1, 1, 35, 16)).astype(F)
-PACKED = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (Q, K, V)]
 OFFSETS = np.array([0, 9, 35], np.int32)
+PACKED = [cupyfa.Packed(np.ascontiguousarray(x[0].swapaxes(0, 1)), OFFSETS) for x in (Q, K, V)]
 NUMBERS = {
-    "dropout": [{"dropout": x, "dropout_seed": 1} for x in (0.2, 0.6)],
-    "dropout_seed": [{"dropout": 0.3, "dropout_seed": x} for x in (2**63 + 9, 7)],
-    "dropout_offset": [
-        {"dropout": 0.3, "dropout_seed": 7, "dropout_offset": x} for x in (0, 2**32 - 1)
-    ],
+    "dropout": [{"dropout": cupyfa.Dropout(x, 1)} for x in (0.2, 0.6)],
+    "dropout_seed": [{"dropout": cupyfa.Dropout(0.3, x)} for x in (2**63 + 9, 7)],
+    "dropout_offset": [{"dropout": cupyfa.Dropout(0.3, 7, x)} for x in (0, 2**32 - 1)],
     "softcap": [{"softcap": x} for x in (1.0, 2.5)],
     "captured": [
         {"score_mod": "score * rate", "captured": {"rate": x}} for x in (0.5, np.float32(-2))
@@ -30,15 +28,14 @@ def vjp(**how):
 
 
 def decoded(**how):
-    how = {x: y for x, y in how.items() if not x.startswith("dropout")}
-    cache = cupyfa.KVCache(K, V, np.array([30], np.int32), layout="bhsd")
+    cache = cupyfa.KVCache(K, V, np.array([30], np.int32))
     return (cupyfa.attention(Q[:, :, :1], cache, **how),)
 
 
 FUNCTIONS = {
     "attention": lambda **how: (cupyfa.attention(Q, K, V, **how),),
     "vjp": vjp,
-    "ragged": lambda **how: (cupyfa.attention_ragged(*PACKED, OFFSETS, OFFSETS, **how),),
+    "ragged": lambda **how: (cupyfa.attention(*PACKED, **how),),
     "decode": decoded,
     "prepared": lambda **how: (cupyfa.compile(Q, K, V, **how)(Q, K, V),),
 }

@@ -1,4 +1,4 @@
-"""Calls of ragged batches and of decode on the very arrays of a call before."""
+"""Calls on ragged batches and caches on the very arrays of a call before."""
 
 import weakref
 
@@ -41,6 +41,10 @@ def same(got, wanted):
         np.testing.assert_array_equal(mine.host, its)
 
 
+def packed(arrays, offsets):
+    return [cupyfa.Packed(x, offsets) for x in arrays]
+
+
 ON = {"backend": "simulator", "return_lse": True}
 PACKED = drawn(17, 4, 16), drawn(17, 2, 16, seed=1), drawn(17, 2, 16, seed=2)
 OFFSETS = np.array([[0, 5, 5, 17], [0, 9, 16, 17]], np.int32)
@@ -51,41 +55,23 @@ def test_packed_sequences_are_repeated(device, slow_calls):
     how = {"kernel": "fa2", "causal": True, "return_lse": True, "sink": sink}
     for turn in range(8):
         offsets.host[:] = OFFSETS[turn % 2]
-        found = cupyfa.attention(
-            cupyfa.Packed(q, offsets), cupyfa.Packed(k, offsets), cupyfa.Packed(v, offsets), **how
-        )
-        wanted = cupyfa.attention_ragged(
-            *PACKED, offsets.host, offsets.host, **{**how, "sink": sink.host, **ON}
-        )
+        found = cupyfa.attention(*packed((q, k, v), offsets), **how)
+        wanted = cupyfa.attention(*packed(PACKED, offsets.host), **{**how, "sink": sink.host, **ON})
         same(found, wanted)
     assert len(slow_calls) - 8 <= 5  # those of the simulator, and until all memory is known
     before = len(slow_calls)
-    cupyfa.attention(
-        cupyfa.Packed(q, offsets),
-        cupyfa.Packed(k, offsets),
-        cupyfa.Packed(v, offsets),
-        **{**how, "causal": False},
-    )
-    cupyfa.attention(
-        cupyfa.Packed(q, offsets, there(np.array([5, 0, 1], "i4"))[0]),
-        cupyfa.Packed(k, offsets),
-        cupyfa.Packed(v, offsets),
-        **how,
-    )
+    cupyfa.attention(*packed((q, k, v), offsets), **{**how, "causal": False})
+    used = there(np.array([5, 0, 1], "i4"))[0]
+    cupyfa.attention(cupyfa.Packed(q, offsets, used), *packed((k, v), offsets), **how)
     assert len(slow_calls) == before + 2
 
 
 def test_gradients_of_packed_sequences_are_repeated(device, slow_calls):
     q, k, v, offsets = there(*PACKED, OFFSETS[0])
-    out, lse = cupyfa.attention(
-        cupyfa.Packed(q, offsets),
-        cupyfa.Packed(k, offsets),
-        cupyfa.Packed(v, offsets),
-        kernel="fa2",
-        return_lse=True,
-    )
-    given = [out, q, k, v, out, lse, offsets, offsets]
-    wanted = cupyfa.backward(*(x.host for x in given), kernel="two_pass", backend="simulator")
+    out, lse = cupyfa.attention(*packed((q, k, v), offsets), kernel="fa2", return_lse=True)
+    given = [out, *packed((q, k, v), offsets), out, lse]
+    host = [out.host, *packed((q.host, k.host, v.host), offsets.host), out.host, lse.host]
+    wanted = cupyfa.backward(*host, kernel="two_pass", backend="simulator")
     slow_calls.clear()
     for _ in range(8):
         same(cupyfa.backward(*given, kernel="two_pass"), wanted)
@@ -148,12 +134,14 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
     angles = drawn(64, 8, seed=7), drawn(64, 8, seed=8)
     far = there(*(x.copy() for x in host))
     far_q, far_k, far_v, *far_angles = there(q, new_k, new_v, *angles)
-    here, cache = cupyfa.KVCache(*host), cupyfa.KVCache(*far)
     how = {"kernel": "fa2", "return_lse": True}
     ours, theirs = {}, {}
     if writes:
-        ours = {"k": new_k, "v": new_v, "rotary": angles}
-        theirs = {"k": far_k, "v": far_v, "rotary": tuple(far_angles)}
+        ours, theirs = {"append": (new_k, new_v)}, {"append": (far_k, far_v)}
+    rotary = (angles, far_angles) if writes else (None, None)
+    here, cache = (
+        cupyfa.KVCache(*arrays, layout="bshd", rotary=x) for arrays, x in zip((host, far), rotary)
+    )
     for turn in range(8):
         wanted = cupyfa.attention(q, here, **ours, **how, backend="simulator")
         same(cupyfa.attention(far_q, cache, **theirs, **how), wanted)
@@ -181,7 +169,7 @@ def test_a_cache_and_what_it_kept_are_freed_at_once(device):
         drawn(*CONTIGUOUS),
         drawn(*CONTIGUOUS),
     )
-    cache = cupyfa.KVCache(*cached, *there(np.array([5, 0, 20], np.int32)))
+    cache = cupyfa.KVCache(*cached, *there(np.array([5, 0, 20], np.int32)), layout="bshd")
     for _ in range(4):
         cupyfa.attention(q, cache, append=(k, v), kernel="fa2")
     kept = weakref.ref(cache), weakref.ref(cached[0]), weakref.ref(q)

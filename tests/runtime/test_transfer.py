@@ -69,11 +69,11 @@ def test_a_kernel_of_one_s_own_gets_the_whole_problem(far):
     q, k, v = arrays(2, 4, 60, 16, kv_heads=2)
     shown = np.random.default_rng(1).random((60, 2)).T < 0.8  # not contiguous
     own = {"slopes": np.array([0.1, 0.2, 0.4, 0.8], np.float32), "is_shown": shown, "cap": 5.0}
-    same(far, q, k, v, kernel=sloped, own=own, return_own=("top",))
-    same(far, q, k, v, kernel=sloped, own=own, check=True)
+    same(far, q, k, v, kernel=sloped.bind(**own, returns=("top",)))
+    same(far, q, k, v, kernel=sloped.bind(**own), check=True)
     transfer.configure(device_bytes=20_000)
     with pytest.raises(cupyfa.OutOfMemory, match="sloped on .*: all of it needs"):
-        cupyfa.attention(q, k, v, kernel=sloped, own=own, backend=far)
+        cupyfa.attention(q, k, v, kernel=sloped.bind(**own), backend=far)
 
 
 @given(shape=st.lists(st.integers(0, 6), min_size=1, max_size=4), most=st.integers(1, 50))
@@ -263,16 +263,21 @@ def test_each_part_of_a_bias_is_sent_once_for_its_pieces(far, counts, form):
     assert sent_to(far) == sum(x.nbytes for x in (q, k, v)) + bias.nbytes // 21 * 24
 
 
+def padded(q, k, v):
+    k, v = (cupyfa.Padded(x, [5, 21, 16]) for x in (k, v))
+    return cupyfa.Padded(q, [24, 0, 11]), k, v
+
+
 ALIKE = {  # what pieces have their parts of, or all of
     "mask and slopes": {"mask": of_form("b11n") > -1, "alibi_slopes": of_form("bh", np.float32)},
     "sinks": {"sink": of_form("h", np.float32), "mask": of_form("1hmn") > -1, "causal": True},
     "text": {
         "score_mod": "score - slope[query % 2] * abs(position - key)",
-        "mask_mod": "key <= position + seen[0]",
+        "mask": "key <= position + seen[0]",
         "captured": {"slope": np.array([0.1, 0.2]), "seen": np.array([5])},
         "bias": of_form("bh1n"),
     },
-    "lengths": {"lengths_q": [24, 0, 11], "lengths_k": [5, 21, 16], "mask": of_form("b1mn") > -1},
+    "lengths": {"mask": of_form("b1mn") > -1},
     "block mask": {
         "mask": cupyfa.block_mask(
             mask_mod="key // 8 == query // 8 or key == x[0]",
@@ -286,6 +291,8 @@ ALIKE = {  # what pieces have their parts of, or all of
 def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
     """With the same bits as in one piece, and so do gradients."""
     q, k, v = of_sizes()
+    if what == "lengths":
+        q, k, v = padded(q, k, v)
     out, lse = same(far, q, k, v, **ALIKE[what])
     assert counts() == [6]
     rng = np.random.default_rng(2)
@@ -311,9 +318,9 @@ def test_the_gradient_of_sinks_is_not_cut_where_it_is_a_sum(far, counts, form, c
 
 
 ONE_PIECE = {
-    "dropout": {"dropout": 0.5, "dropout_seed": 7},
+    "dropout": {"dropout": cupyfa.Dropout(0.5, 7)},
     "head": {"score_mod": "score - 0.1 * head", "bias": of_form("1hmn")},
-    "batch": {"mask_mod": "key < seen[batch]", "captured": {"seen": np.array([9, 20, 4])}},
+    "batch": {"mask": "key < seen[batch]", "captured": {"seen": np.array([9, 20, 4])}},
     "block mask": {"mask": cupyfa.block_mask(of_form("b1mn") > 0, backend="simulator")},
 }
 
@@ -368,7 +375,7 @@ def test_rows_and_keys_of_texts_that_name_them_are_not_cut(far, text):
 def test_rows_and_keys_of_lengths_are_not_cut(far):
     transfer.configure(device_bytes=6000)
     with pytest.raises(cupyfa.OutOfMemory, match="one head of it needs"):
-        cupyfa.attention(*of_sizes(), kernel="fa2", backend=far, lengths_k=[5, 21, 16])
+        cupyfa.attention(*padded(*of_sizes()), kernel="fa2", backend=far)
 
 
 def test_pieces_are_cut_again_only_for_other_sizes(monkeypatch):
@@ -452,7 +459,8 @@ def test_checked_calls_are_transferred_too(far):
 def test_progress_is_reported_for_each_piece(far):
     told = []
     q, k, v = arrays(4, 3, 40, 16)
-    cupyfa.attention(q, k, v, kernel="fa2", backend=far, progress=lambda *x: told.append(x))
+    on = cupyfa.Devices(progress=lambda *x: told.append(x), backend=far)
+    cupyfa.attention(q, k, v, kernel="fa2", backend=on)
     total = told[0][1]
     assert total > 3 and [done for done, _, _ in told] == list(range(total + 1))
     assert told[0][2].startswith("fa2 on batch=4")
@@ -721,14 +729,14 @@ BOUNDS = {  # of five sequences, the second and fourth of which are empty on one
     "q": np.array([2, 30, 30, 65, 71, 90], np.int32),
     "k": np.array([0, 21, 40, 66, 66, 93], np.int32),
 }
+USED = {
+    "q": np.array([27, 0, 5, 6, 1], np.int32),
+    "k": np.array([3, 19, 26, 0, 27], np.int32),
+}
 OF_SEQUENCES = {
     "plain": {},
     "causal": {"causal": True},
-    "lengths": {
-        "seqused_q": np.array([27, 0, 5, 6, 1], np.int32),
-        "seqused_k": np.array([3, 19, 26, 0, 27], np.int32),
-        "window": (9, 4),
-    },
+    "lengths": {"window": (9, 4)},
     "arrays": {
         "alibi_slopes": np.linspace(0.1, 1, 20, dtype=np.float32).reshape(5, 4),
         "sink": np.array([1, -1, 0.5, 2], np.float32),
@@ -738,11 +746,12 @@ OF_SEQUENCES = {
 }
 
 
-def of_sequences(dtype=np.float32):
+def of_sequences(dtype=np.float32, used=None):
+    used = used or dict.fromkeys("qk")
     rng = np.random.default_rng(0)
     sizes = (94, 4, 16), (93, 2, 16), (93, 2, 24)
-    q, k, v = (rng.standard_normal(x).astype(dtype) for x in sizes)
-    return q, k, v, BOUNDS["q"], BOUNDS["k"]
+    arrays = (rng.standard_normal(x).astype(dtype) for x in sizes)
+    return [cupyfa.Packed(x, BOUNDS[name], used[name]) for x, name in zip(arrays, "qkk")]
 
 
 def same_sequences(far, given, **options):
@@ -765,7 +774,8 @@ def test_sequences_go_through_the_pieces(far, counts, what):
     """With the same bits as in one piece: first whole ones, then the heads of each."""
     for piece_bytes in (70_000, 18_000):
         transfer.configure(piece_bytes=piece_bytes)
-        same_sequences(far, of_sequences(), **OF_SEQUENCES[what])
+        given = of_sequences(used=USED if what == "lengths" else None)
+        same_sequences(far, given, **OF_SEQUENCES[what])
     assert counts() == [1, 2, 1, 3, 2, 10, 2, 10]
 
 
@@ -799,18 +809,15 @@ def test_sequences_of_16_bits_go_through_the_pieces(far, counts, kernel, back):
 def test_sequences_with_lists_dropout_and_checks(far, counts):
     """Dropout counts sequences, so it gets the whole batch."""
     transfer.configure(piece_bytes=35_000)
-    q, k, v, *bounds = of_sequences()
-    lists = [
-        [x[a:b] for a, b in pairwise(y)]
-        for x, y in ((q, bounds[0]), (k, bounds[1]), (v, bounds[1]))
-    ]
+    packed = of_sequences()
+    lists = [[x.array[a:b] for a, b in pairwise(x.offsets)] for x in packed]
     how = {"kernel": "fa2", "layout": "bshd"}
     for got, right in zip(
         *(cupyfa.attention(*lists, backend=x, **how) for x in (far, "simulator"))
     ):
         np.testing.assert_array_equal(got, right)
     out = np.empty((94, 4, 24), np.float32)
-    cupyfa.attention_ragged(q, k, v, *bounds, backend=far, kernel="fa2", check=True, out=out)
+    cupyfa.attention(*packed, backend=far, kernel="fa2", check=True, out=out)
     assert counts() == [1, 3]
-    same_sequences(far, of_sequences(), dropout=0.2, dropout_seed=3)
+    same_sequences(far, packed, dropout=cupyfa.Dropout(0.2, 3))
     assert counts() == [1, 3, 1, 1]

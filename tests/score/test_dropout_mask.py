@@ -26,14 +26,14 @@ def test_philox_has_the_known_answers(counter, seed, words):
     np.testing.assert_array_equal(found, words)
 
 
-def mask(batch=2, heads=3, M=70, N=131, **given):
-    how = {"dropout": 0.25, "dropout_seed": 11, **given}
-    return cupyfa.dropout_mask(batch=batch, heads=heads, M=M, N=N, **how)
+def mask(rate=0.25, seed=11, offset=0, *, batch=2, heads=3, M=70, N=131):
+    dropout = cupyfa.Dropout(rate, seed, offset)
+    return cupyfa.dropout_mask(dropout, batch=batch, heads=heads, M=M, N=N)
 
 
 def test_bits_are_those_of_the_definition():
     p, seed, offset = 0.37, 2**50 + 3, 9
-    found = mask(dropout=p, dropout_seed=seed, dropout_offset=offset)
+    found = mask(p, seed, offset)
     keys = KeptWeights(p, seed, offset, 3).round_keys
     rng = np.random.default_rng(0)
     for batch, head, query, key in rng.integers(0, (2, 3, 70, 131), (50, 4)):
@@ -45,7 +45,7 @@ def test_bits_are_those_of_the_definition():
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_as_many_are_kept_as_the_probability_says(p):
-    kept = mask(M=256, N=512, dropout=p)
+    kept = mask(p, M=256, N=512)
     deviation = (p * (1 - p) / kept.size) ** 0.5
     assert abs(kept.mean() - (1 - p)) < 5 * deviation
     for axis in range(4):  # and as many of each place in a patch of 16 queries and 16 keys
@@ -55,13 +55,10 @@ def test_as_many_are_kept_as_the_probability_says(p):
 
 
 def test_neighbours_and_other_seeds_are_independent():
-    kept = mask(M=256, N=512, dropout=0.5)
+    kept = mask(0.5, M=256, N=512)
     others = [
         *(np.roll(kept, shift, axis) for axis in range(4) for shift in (1, 8, 16)),
-        *(
-            mask(M=256, N=512, dropout=0.5, **x)
-            for x in ({"dropout_seed": 12}, {"dropout_seed": 2**32 + 11}, {"dropout_offset": 1})
-        ),
+        *(mask(0.5, *x, M=256, N=512) for x in ((12,), (2**32 + 11,), (11, 1))),
     ]
     for other in others:
         if other is not kept and not np.array_equal(other, kept):  # a roll of 16 by 2 is one
@@ -82,15 +79,10 @@ def test_a_part_has_the_mask_of_the_part():
 
 
 def test_probabilities_are_rounded():
-    np.testing.assert_array_equal(mask(dropout=0.1), mask(dropout=round(0.1 * 16384) / 16384))
+    np.testing.assert_array_equal(mask(0.1), mask(round(0.1 * 16384) / 16384))
     assert KeptWeights(0.1, 0, 0, 1).factor == 16384 / (16384 - 1638)
-    assert mask(dropout=0).all() and mask(dropout=1e-6).all()
-    assert cupyfa.dropout_mask(batch=0, heads=2, M=3, N=0, dropout=0.5, dropout_seed=1).shape == (
-        0,
-        2,
-        3,
-        0,
-    )
+    assert mask(0).all() and mask(1e-6).all()
+    assert mask(0.5, batch=0, heads=2, M=3, N=0).shape == (0, 2, 3, 0)
 
 
 def test_the_reference_is_the_formula_and_its_gradients_are_slopes():
@@ -102,9 +94,7 @@ def test_the_reference_is_the_formula_and_its_gradients_are_slopes():
     out, lse = reference.attention(q, k, v, **how)
     keys, values = (np.repeat(x, 2, axis=1) for x in (k, v))
     P = np.exp(0.4 * q @ keys.mT - lse[..., None])
-    Z = cupyfa.dropout_mask(
-        batch=2, heads=4, M=9, N=20, dropout=0.3, dropout_seed=5, dropout_offset=2
-    )
+    Z = mask(0.3, 5, 2, heads=4, M=9, N=20)
     np.testing.assert_allclose(out, (P * Z * 16384 / (16384 - 4915)) @ values, 1e-12)
     np.testing.assert_allclose(P.sum(-1), 1, 1e-12)
     gradients = {name: np.zeros_like(x) for name, x in (("q", q), ("k", k), ("v", v))}

@@ -9,8 +9,9 @@ from helpers import own_kernel
 from helpers.cli import SIMULATOR, line_of, process, says
 from helpers.private_cache import with_runtime
 
-from cupyfa import Measurement, Problem
+from cupyfa import Problem
 from cupyfa.lab.bench import watch as watching
+from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.watch import Watch
 from cupyfa.lab.report.tables import measurements
 

@@ -25,9 +25,10 @@ from helpers.private_cache import with_runtime
 from helpers.problems import FORWARD
 
 import cupyfa
-from cupyfa import DeviceError, Kernel, Launch, Matmul, Problem, Simulator, Unsupported
+from cupyfa import DeviceError, Kernel, Launch, Problem, Simulator, Unsupported
 from cupyfa.lab.verify import failures
 from cupyfa.lab.verify.case import Case
+from cupyfa.ladder.kernel import Matmul
 from cupyfa.problem.problem import MOST
 from cupyfa.runtime import transfer
 
@@ -72,6 +73,10 @@ def backward(**change):
 
 def softmax(x, **options):
     return cupyfa.softmax(x, backend="simulator", **options)
+
+
+def cache():
+    return cupyfa.KVCache(a(1, 1, 8, 8), a(1, 1, 8, 8), a(1, dtype=np.int32))
 
 
 def view(strides, shape=(4, 8)):

@@ -103,7 +103,7 @@ def test_plans_of_a_block_mask_are_those_of_its_calls():
         mask_mod="doc[query] == doc[key]", captured={"doc": doc}, M=70, N=70, backend=BACKEND
     )
     q = np.zeros((1, 2, 70, 8), np.float32)
-    how = {"mask": mask, "mask_mod": "head + key > 0", "kernel": "fa2", "backend": BACKEND}
+    how = {"mask": (mask, "head + key > 0"), "kernel": "fa2", "backend": BACKEND}
     made = cupyfa.plan(M=70, d=8, heads=2, **how)
     assert made.problem == cupyfa.compile(q, q, q, **how).plan.problem and maps(made)
     with pytest.raises(ValueError, match="a block mask of .*M=70.* and the call has .*M=71"):

@@ -6,7 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from cupyfa import Case, Problem
+from cupyfa import Problem
+from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.random_expressions import CAPTURED, draw_expression
 from cupyfa.ladder.lookup import record_named
 from cupyfa.ladder.operations import modifications
