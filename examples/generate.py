@@ -1,8 +1,8 @@
 """Generates tokens without torch: NumPy or CuPy arrays, attention by cupyfa.
 
 The weights are those of examples/train_transformer.py. Prompts of different lengths are prefilled
-as one ragged batch of `cupyfa.Packed` arrays. Keys and values of a `cupyfa.KVCache` lie in pages,
-and new tokens attend to them. Requests join and leave between steps (continuous batching): a finished
+as one ragged batch of `cupyfa.Packed` arrays. New tokens attend to a `cupyfa.KVCache`, whose keys
+and values lie in pages. Requests join and leave between steps (continuous batching): a finished
 request frees its pages, and a waiting one is prefilled. If pages run out, the most recent request
 is preempted, and later prefilled again with its tokens.
 
