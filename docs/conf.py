@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from difflib import unified_diff
 from itertools import pairwise
+from operator import attrgetter
 from os.path import relpath
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,8 @@ def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def linkcode_resolve(domain: str, about: dict[str, str]) -> str | None:
     """Where the source of something in the reference is shown; pages there are in one folder."""
-    thing = sys.modules[about["module"]]
-    for name in about["fullname"].split("."):
-        thing = getattr(thing, name)
+    path = f"{about['module']}.{about['fullname']}"
+    thing = attrgetter(path.removeprefix("cupyfa."))(cupyfa)  # not of sys.modules: cupyfa.transfer
     thing = getattr(thing, "fget", thing)
     file, line = Path(inspect.getsourcefile(thing)), inspect.getsourcelines(thing)[1]
     DOCUMENTED.add(file)
@@ -180,7 +180,7 @@ def plain_signature(
     """The fields of a dataclass with types and defaults; no keywords that are always refused."""
     if what == "class" and dataclasses.is_dataclass(thing):
         return f"({', '.join(map(_field, dataclasses.fields(thing)))})", returns
-    return signature and re.sub(r", \*\*unknown: [\w~.]+", "", signature), returns
+    return signature and re.sub(r", \*\*unknown: [\w~.\[\]]+", "", signature), returns
 
 
 def _field(field: dataclasses.Field[Any]) -> str:

@@ -112,7 +112,8 @@ def main() -> None:
             where = given.scheduler or stack.enter_context(cluster(given.workers))
             stack.enter_context(Client(where))
         q, k, v = random_arrays(given)
-        out = cupyfa.dask.attention(q, k, v, causal=True, keys=given.keys)
+        keys = cupyfa.dask.MergedKeys(k) if given.keys == "merge" else k
+        out = cupyfa.attention(q, keys, v, causal=True)
         print(f"{out.npartitions} chunks of {out.chunksize}")
         last = slice(given.tokens - 16, given.tokens)
         out, *of_head = da.compute(out, q[0, -1, last], k[0, -1], v[0, -1])

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+import cupyfa
 import cupyfa.distributed as ranks
 
 
@@ -66,9 +67,8 @@ def main() -> None:
 
             own = [cupy.asarray(x) for x in own]
         n = given.tokens
-        out, pullback = ranks.attention_vjp(
-            *own, group=group, M=n, N=n, causal=True, schedule=given.schedule
-        )
+        q, k, v = (ranks.Sharded(x, group, n, schedule=given.schedule) for x in own)
+        out, pullback = cupyfa.vjp(q, k, v, causal=True)
         gradients = pullback(out)
         *_, last = ranks.rows(n, group)
         rows = last[-16:]

@@ -1,7 +1,7 @@
 """Generates tokens without torch: NumPy or CuPy arrays, attention by cupyfa.
 
 The weights are those of examples/train_transformer.py. Prompts of different lengths are prefilled
-as one ragged batch, by `cupyfa.attention_ragged`. New tokens come from `cupyfa.decode`, whose keys
+as one ragged batch of `cupyfa.Packed` arrays. New tokens attend to a `cupyfa.KVCache`, whose keys
 and values lie in pages. Requests join and leave between steps (continuous batching): a finished
 request frees its pages, and a waiting one is prefilled. If pages run out, the most recent request
 is preempted, and later prefilled again with its tokens.
@@ -175,14 +175,8 @@ class Server:
 
         def attend(block: int, q: Any, k: Any, v: Any) -> Any:
             self.pages.write(block, slots, places, k, v)
-            how = self.options(block)
-            return cupyfa.attention(
-                cupyfa.Packed(q, offsets),
-                cupyfa.Packed(k, offsets),
-                cupyfa.Packed(v, offsets),
-                causal=True,
-                **how,
-            )
+            q, k, v = (cupyfa.Packed(x, offsets) for x in (q, k, v))
+            return cupyfa.attention(q, k, v, causal=True, **self.options(block))
 
         self.take(joined, tokens, places, attend, ends[1:] - 1)
         self.prefilled += len(tokens)
@@ -208,7 +202,7 @@ class Server:
             return cupyfa.attention(q, caches[block], append=(k, v), **self.options(block))
 
         self.take(slots, tokens, pages.lengths, attend, np.array(slots))
-        pages.lengths[slots] += 1  # decode does not change them
+        pages.lengths[slots] += 1  # attention does not change them
         self.decoded += len(slots)
         self.seconds["decode"] += time.perf_counter() - start
 

@@ -48,7 +48,7 @@ def main() -> None:
     given = options().parse_args()
     if not has_gpu():
         sys.exit("there is no GPU, and the simulator's times say nothing; run `cupyfa doctor`")
-    devices = given.devices or "all"
+    devices = cupyfa.Devices(given.devices or "all")
     rng = np.random.default_rng(given.seed)
     heads = given.heads, given.kv_heads, given.kv_heads
     q, k, v = (pinned(rng, (1, n, given.tokens, given.d), given.dtype) for n in heads)
@@ -56,13 +56,13 @@ def main() -> None:
 
     one = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True))
     right = out.copy()
-    several = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True, devices=devices))
-    print(f"one GPU: {one:.1f} ms; devices={devices}: {several:.1f} ms")
+    several = milliseconds(lambda: cupyfa.attention(q, k, v, out=out, causal=True, backend=devices))
+    print(f"one GPU: {one:.1f} ms; GPUs {devices.numbers}: {several:.1f} ms")
     is_same = np.array_equal(out, right)
     print("the bits are those of one GPU:", is_same)
     assert is_same
 
-    out, pullback = cupyfa.vjp(q, k, v, causal=True, devices=devices)
+    out, pullback = cupyfa.vjp(q, k, v, causal=True, backend=devices)
     dq, dk, dv = pullback(out)
     print("gradients:", dq.shape, dk.shape, dv.shape)
 

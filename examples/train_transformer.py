@@ -175,7 +175,7 @@ def attention_vjp(
         how["captured"] |= {"bias_of": bias, "last": last}
         how["wrt"] = ("q", "k", "v", "bias_of")
     if documents is not None:
-        how["mask_mod"] = "document[batch, query] == document[batch, key]"
+        how["mask"] = "document[batch, query] == document[batch, key]"
         how["captured"] |= {"document": documents}
     o, attend = cupyfa.vjp(q, k, v, **how)
     o = o.reshape(batch, M, -1).astype(x.dtype, copy=False)

@@ -38,7 +38,7 @@ def require_right(monkeypatch, capsys, options):
 def test_the_program(training, monkeypatch, capsys):
     """On devices whose memory is not the host's, in place of GPUs."""
     monkeypatch.setattr(training, "has_gpu", lambda: True)
-    for name in ("attention", "attention_vjp"):
+    for name in ("attention", "Devices"):
         monkeypatch.setattr(cupyfa, name, partial(getattr(cupyfa, name), backend=FarDevice()))
     require_right(monkeypatch, capsys, "--tokens 40 -d 8 --devices 1 0")
 
