@@ -172,15 +172,8 @@ def test_changed_source_is_tuned_again(laps, engine, monkeypatch):
     assert states(tune(laps, engine)) == {1: "right", 2: "right", 200: "wrong"} and len(seen) == 3
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param("{", marks=pytest.mark.slow),
-        pytest.param("[]", marks=pytest.mark.slow),
-        pytest.param('{"x": 1}', marks=pytest.mark.slow),
-        '{"KEY": {"state": "right"}}',
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}', '{"KEY": {"state": "right"}}'])
 def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
     tune(laps, engine)
     (file,) = (cache / "tuning").glob("mine-*.json")
