@@ -46,7 +46,7 @@ def test_query_0_is_at_the_offset(offset, limits):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_are_right(backend, kernel):
-    """With rows that see nothing, a part of the keys, or all; two of the offsets in most kernels."""
+    """With rows that see nothing, some keys, or all; most kernels with two of the offsets."""
     is_able = "window" in kernel.features
     for i, offset in enumerate(OFFSETS if kernel.name in USUAL else OFFSETS[1:3]):
         limits = LIMITS[i % 2] if is_able else LIMITS[0]
