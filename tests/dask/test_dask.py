@@ -174,6 +174,7 @@ def test_merged_results_are_rounded_once(dtype):
     np.testing.assert_array_equal(narrow, wide.astype(dtype))
 
 
+@pytest.mark.slow
 def test_rows_of_any_height():
     """With one row in a chunk, too."""
     q, k, v = arrays(**{**SIZES, "batch": 1, "M": 11, "N": 9})

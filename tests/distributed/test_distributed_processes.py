@@ -541,7 +541,8 @@ def require_examples_lines(done, count):
     assert len(lines) == count
 
 
-@pytest.mark.parametrize("schedule", ["gather", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gather", "ring"])
 def test_the_example_by_itself(schedule):
     options = ["--tokens", "64", "-d", "8", "--schedule", schedule]
     require_examples_lines(launched(1, str(EXAMPLE), *options), 1)

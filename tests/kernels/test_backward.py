@@ -223,6 +223,7 @@ def test_products_summed_over_groups_of_heads(backend, heads, kv_heads, layout):
         guard.checked(backend, plan, inputs, {})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass", "mma_slices_backward"])
 def test_runs_without_atomics_give_the_same_bits(kernel):
     kernel = BACKWARD[kernel]

@@ -82,6 +82,7 @@ def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
         guard.checked(Simulator(schedule=schedule), plan, inputs, {})
 
 
+@pytest.mark.few(6)
 @pytest.mark.each_choice("kernel")
 @pytest.mark.parametrize("kernel, number", statements(BARRIER))
 def test_a_removed_barrier_is_found(tmp_path, monkeypatch, kernel, number):
@@ -206,6 +207,7 @@ RESULTS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.each_choice
 @pytest.mark.parametrize("fault", RESULTS, ids=name)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

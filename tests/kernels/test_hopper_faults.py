@@ -207,8 +207,8 @@ def run_without(folder, kernel, file, with_turns, schedules=(None, 1, 2, 7, 9)):
         guard.checked(Simulator(schedule=schedule), plan, inputs_of(plan), {})
 
 
+@pytest.mark.few(6)
 @pytest.mark.sampled(8, "file")
-@pytest.mark.few(60)
 @pytest.mark.each_choice("file")
 @pytest.mark.parametrize("kernel, file, number, about_turns", list(places()))
 def test_removed_synchronization_is_found(tmp_path, monkeypatch, kernel, file, number, about_turns):

@@ -142,6 +142,7 @@ def test_unaligned_outputs(backend, kernel, d, dv, dtype):
     assert (room[..., 0] == 7).all() and (room[..., -2:] == 7).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_choice
 @EACH
 def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
@@ -159,6 +160,7 @@ def test_results_of_a_head_do_not_depend_on_other_heads(backend, kernel):
             assert (array[0, 0] == together[key][batch, head]).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.each_choice("Q_stages")
 @EACH_PERSISTENT
 @pytest.mark.parametrize("Q_stages", [1, 2])

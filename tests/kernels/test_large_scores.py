@@ -7,8 +7,11 @@ exponential overflows. The simulator's compiler contracts in the same way if it 
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.problems import FORWARD, check_case, usual_first
+
+import cupyfa
 
 CONTRACTED = "-O2 -mfma -ffp-contract=fast"
 
@@ -33,3 +36,14 @@ def test_finite_scores_of_any_size(contracting, kernel, scale):
     # The baselines keep S in the dtype of the inputs, which has to hold it.
     dtype = "float32" if kernel.name.startswith("baseline") else None
     check_case(kernel, contracting, sizes, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["mma_pipelined", "wgmma_persistent"])
+def test_scores_of_two_to_the_26(contracting, kernel):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 64)).astype(np.float16) for n in (70, 140, 140))
+    scale = 2.0**26 / np.abs(q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2)).max()
+    given = {"scale": scale, "return_lse": True, "kernel": kernel, "backend": contracting}
+    out, lse = cupyfa.attention(q, k, v, **given)
+    assert np.isfinite(lse).all()
+    assert (np.abs(out) <= 1.01 * np.abs(v).max()).all()

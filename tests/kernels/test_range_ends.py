@@ -7,7 +7,7 @@ are few multiples of a large power of two, hence exact in the type of the sums.
 
 import numpy as np
 import pytest
-from helpers.problems import usual_first
+from helpers.problems import USUAL
 
 import cupyfa
 from cupyfa.lab.bench.sweeps import usual_dtype
@@ -135,23 +135,30 @@ def coarseness(kernel):
 
 def drawn(kernel, source):
     """Arrays, the usual options and those of the source, scores, dtypes of arrays and of sums."""
-    if not takes(kernel, source):
-        pytest.skip("the kernel has no such option")
     array, real = INPUTS[dtype_of(kernel)].numpy, INPUTS[dtype_of(kernel)].sums.type
     *arrays, usual = operands(array, real, source)
     how, scores = source(real)
     return arrays, usual, how, scores, array, real
 
 
-def named(kernels):
-    return usual_first(k for k in kernels.values() if k.operation in ("forward", "backward"))
+def runs(operation):
+    """Each kernel with each source that it takes."""
+    return pytest.mark.parametrize(
+        "kernel, source",
+        [
+            pytest.param(kernel, source, marks=[pytest.mark.slow] * (kernel.name not in USUAL))
+            for kernel in LADDER[operation].values()
+            for source in SOURCES
+            if takes(kernel, source)
+        ],
+        ids=lambda x: getattr(x, "name", None) or x.__name__,
+    )
 
 
 @np.errstate(over="ignore")
 @pytest.mark.sampled(8)
 @pytest.mark.each_choice
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kernel", named(LADDER["forward"]))
+@runs("forward")
 def test_results(backend, kernel, source):
     (q, k, v), usual, how, scores, _, _ = drawn(kernel, source)
     expected, expected_lse = attended(scores, v.astype(float))
@@ -182,8 +189,7 @@ def differentiated(scores, v, out, lse, grad):
 @np.errstate(over="ignore")
 @pytest.mark.sampled(8)
 @pytest.mark.each_choice
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("kernel", named(LADDER["backward"]))
+@runs("backward")
 def test_gradients(backend, kernel, source):
     """dq and dk are dS times the scale or the unit, so that they may exceed the range."""
     (q, k, v), usual, how, scores, array, real = drawn(kernel, source)

@@ -275,6 +275,7 @@ def test_pairs_of_the_next_tile_are_copied(backend, name, arrays, size):
     guard.checked(backend, plan, readable_inputs(plan, Case(kernel.operation, p).inputs()), {})
 
 
+@pytest.mark.slow
 def test_pairs_of_tiles_that_a_block_mask_skips(backend):
     rng = np.random.default_rng(0)
     q, k, v, dout = (

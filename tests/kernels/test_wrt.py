@@ -236,6 +236,7 @@ def test_wrong_names_are_refused(wrt, message):
         cupyfa.vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
 
 
+@pytest.mark.slow
 def test_captured_arrays_may_be_called_like_inputs():
     (dout, q, k, v), read = drawn("float64")
     how = {"causal": True, "backend": "simulator", "kernel": "fa2", "backward_kernel": "two_pass"}

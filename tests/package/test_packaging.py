@@ -95,6 +95,7 @@ def test_the_wheel_has_exactly_the_package(built):
     assert any(file.endswith("licenses/LICENSE") for file in info)
 
 
+@pytest.mark.slow
 def test_the_sdist_has_exactly_the_project(built):
     top = {name.partition("/")[0] for name in texts(built[0])}
     assert {"cli.py", "cupyfa", "kernels", "tests", "pyproject.toml", "README.md", "LICENSE"} <= top
@@ -103,6 +104,7 @@ def test_the_sdist_has_exactly_the_project(built):
     assert hidden <= {".ci", ".clang-format", ".gitignore"}
 
 
+@pytest.mark.slow
 def test_the_description_for_an_index_needs_no_other_file(built):
     markdown = pytest.importorskip("readme_renderer.markdown", reason="renders as an index does")
     name = f"cupyfa-{VERSION}.dist-info/METADATA"

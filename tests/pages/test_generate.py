@@ -86,6 +86,7 @@ def test_a_request_that_there_is_no_room_for_is_refused(example):
             server.submit(example.Request(tokens, new))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task, more", [("repeat", ""), ("text", "--length 24"), ("sort", "")])
 def test_the_programs(tmp_path, monkeypatch, capsys, task, more):
     """Weights go through a file; of every task there are prompts."""

@@ -299,6 +299,7 @@ def test_options_that_stand_alone_have_the_usual_shape():
     assert "--bias takes axes, as 1hmn" in error
 
 
+@pytest.mark.slow
 def test_check_takes_arrays():
     given = ("--alibi-slopes", "--mask-mod", "doc[key] < 2", "--captured", "doc=i8[N]")
     plain = ("--samples", 4, "--jobs", 0, "--format", "json")

@@ -100,6 +100,7 @@ def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
     assert len(slow_calls) <= 7
 
 
+@pytest.mark.slow
 def test_block_masks_and_gradients_of_lse_are_repeated(device, slow_calls):
     q, k, v, dlse = there(*(drawn(2, 9, 16, seed=x) for x in range(3)), drawn(2, 9))
     seen = np.tri(9, dtype=bool)

@@ -287,6 +287,7 @@ ALIKE = {  # what pieces have their parts of, or all of
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*ALIKE))
 def test_arrays_and_texts_go_through_the_pieces(far, counts, what):
     """With the same bits as in one piece, and so do gradients."""
@@ -769,6 +770,7 @@ def same_sequences(far, given, **options):
     return there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", also_slowly(*OF_SEQUENCES))
 def test_sequences_go_through_the_pieces(far, counts, what):
     """With the same bits as in one piece: first whole ones, then the heads of each."""

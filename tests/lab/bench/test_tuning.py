@@ -172,15 +172,8 @@ def test_changed_source_is_tuned_again(laps, engine, monkeypatch):
     assert states(tune(laps, engine)) == {1: "right", 2: "right", 200: "wrong"} and len(seen) == 3
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param("{", marks=pytest.mark.slow),
-        pytest.param("[]", marks=pytest.mark.slow),
-        pytest.param('{"x": 1}', marks=pytest.mark.slow),
-        '{"KEY": {"state": "right"}}',
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", ["{", "[]", '{"x": 1}', '{"KEY": {"state": "right"}}'])
 def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
     tune(laps, engine)
     (file,) = (cache / "tuning").glob("mine-*.json")
@@ -194,6 +187,7 @@ def test_damaged_facts_are_measured_again(laps, engine, cache, damage):
     assert states(rows)[1] == "right"
 
 
+@pytest.mark.slow
 def test_tuning_works_if_results_cannot_be_stored(laps, engine, monkeypatch):
     write = cache_folder._replace
 
@@ -216,6 +210,7 @@ def test_candidates_not_tried_in_time_are_tried_next_time(laps, engine):
     assert states(tune(laps, engine)) == {1: "right", 200: "right", 2: "wrong"}
 
 
+@pytest.mark.slow
 def test_candidates_that_do_not_compile_are_refused(tmp_path, engine):
     broken = LAPS.replace(
         "  const int row", '  static_assert(laps != 1, "not one");\n  const int row'
@@ -226,6 +221,7 @@ def test_candidates_that_do_not_compile_are_refused(tmp_path, engine):
     assert "not one" in refused.measurement.note and "\n" not in refused.measurement.note
 
 
+@pytest.mark.slow
 def test_a_candidate_that_lost_the_device_is_skipped_next_time(laps, engine, monkeypatch):
     def check(engine, plan, watch):
         if plan.constants["laps"] == 1:
@@ -465,6 +461,7 @@ def test_the_command_succeeds_if_one_candidate_is_right(laps, engine):
     assert rows[2]["ms"] is None and rows[2]["note"] and rows[0]["ms"] > 0
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_1_if_all_are_wrong(tmp_path, engine):
     wrong = LAPS.replace("(laps == 2)", "1")
     done = cli("tune", f"{own_kernel.write(tmp_path, wrong, RECORD)}:mine", *SIZES, code=1)

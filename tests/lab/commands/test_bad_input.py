@@ -305,6 +305,7 @@ def stored(folder, kernel):
     return failures.write(folder, failures.Stored(case, outcome, made_with=made_with), "")
 
 
+@pytest.mark.few(120)
 @pytest.mark.parametrize("args, code, words", table("lab/commands/bad_commands.txt"))
 def test_errors_of_command_lines_are_one_line(results, monkeypatch, no_device, args, code, words):
     monkeypatch.chdir(results)

@@ -197,6 +197,7 @@ def test_an_interrupt_says_the_same_in_all_commands(monkeypatch, name):
     assert cli(name, "fa2", *SIMULATOR, code=130).stderr.strip() == "note: interrupted"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_notes_in_whole_words():
     shown = in_a_terminal([*CLI, "list", *SIMULATOR], stderr=True)
     assert "that the kernel can do, with the\r\n  smallest tile" in shown

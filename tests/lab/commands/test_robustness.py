@@ -54,6 +54,7 @@ from cupyfa.problem.problem import MOST
 from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.simulator import machine
 
+pytestmark = pytest.mark.slow  # each starts processes, or compiles
 RUN = ("run", "fa2", *SIMULATOR, *SMALL)
 
 
@@ -462,7 +463,6 @@ def test_invalid_compilers(own_folders, fresh, monkeypatch, tmp_path, script, wo
     still_works()
 
 
-@pytest.mark.slow
 def test_temporary_files_of_a_compiler_are_removed(tmp_path):
     """Like files of a linker that was killed; compiler and cache have relative paths."""
     (tmp_path / "temporary").mkdir()
@@ -586,7 +586,6 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.slow
 def test_an_interrupted_call_leaves_no_threads(own_folders, tmp_path):
     script = own_kernel.write(tmp_path, cu=(BODY, f"{ENDLESS['reading']}\n  {BODY}"))
     endless = cupyfa.ladder.lookup.record_named(f"{script}:mine")
@@ -666,7 +665,6 @@ def test_long_commands_are_interrupted(tmp_path, place, args):
     interrupted(args, place, imported.exists, signal.SIGINT, program=program, wait=1, speaks=speaks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("again", [0, 0.002])
 def test_a_repeated_signal_leaves_time_to_print_the_results(tmp_path, place, again):
     """As ``timeout`` does: to the command and to all processes of its group."""
@@ -815,7 +813,6 @@ def test_failed_calls_leak_no_memory_threads_or_files(own_folders, tmp_path):
     still_works()
 
 
-@pytest.mark.slow
 def test_a_machine_without_a_device(warm):
     env = {"CUDA_VISIBLE_DEVICES": "", "CUPYFA_CACHE_DIR": warm}
     for args in (("run", "fa2"), ("list",), ("bench", "fa2"), ("tune", "fa2"), ("check", "fa2")):

@@ -164,6 +164,7 @@ def test_a_kernel_that_traps_does_not_affect_others(cuda, tmp_path):
     assert other.right == other.runs == 12
 
 
+@pytest.mark.slow
 def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.DEPENDS_ON_THE_ORDER)
     assert check(kernel, samples=4).failures == ()
@@ -175,6 +176,7 @@ def test_a_result_that_depends_on_the_order_of_threads(tmp_path):
     assert "differs from the first run's in" in again.stderr
 
 
+@pytest.mark.slow
 def test_a_failure_is_reproduced_with_the_same_schedule(tmp_path, monkeypatch):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     options = {**FUZZ, "backend": Simulator(schedule=np.int64(0)), "failures": tmp_path}
@@ -301,6 +303,7 @@ def test_a_sample_is_one_that_kernel_and_backend_run(grid):
         task.case.require_reach(Simulator())
 
 
+@pytest.mark.slow
 def test_records_are_checked_in_processes_too(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     records = [record_named(kernel), record_named("softmax_online")]
@@ -322,6 +325,7 @@ def test_options_that_some_kernels_lack():
     assert len(checking.tasks_of(["minimal", "fa2"], **how, window=(3, None))) == 4  # not supported
 
 
+@pytest.mark.slow
 def test_failures_are_shrunk_only_on_fuzz(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
     done = check(record_named(kernel), grid="edges", samples=40)
@@ -478,6 +482,7 @@ def test_large_gradients_are_judged_by_a_sample(monkeypatch):
     assert {"Q", "actual_dK"} <= outcome.arrays.keys() and "expected_dK" not in outcome.arrays
 
 
+@pytest.mark.slow
 def test_each_case_runs_in_several_orders_of_threads(tmp_path):
     """The result is wrong unless the last thread to reach a barrier is the first to leave it."""
     wrong = ("order = 1 + real(1e-7) * (first % 4)", "order = 1 + (first != blockDim.x - 1)")

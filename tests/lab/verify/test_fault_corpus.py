@@ -53,7 +53,7 @@ def lines_named(message):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(6, "kernel")
+@pytest.mark.sampled(10, "kernel")
 @pytest.mark.parametrize("kernel, fault", [(x.kernel, x) for x in FAULTS], ids=str)
 def test_a_fault_is_found(tmp_path, monkeypatch, kernel, fault):
     """With --all, each; otherwise one of each kernel, and some others."""

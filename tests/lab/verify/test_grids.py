@@ -51,6 +51,7 @@ def test_the_smoke_grid_has_180_cases_for_each_dtype():
     assert counts == dict.fromkeys(DTYPES, 180)
 
 
+@pytest.mark.slow
 def test_sizes_of_flash_attentions_tests_are_there():
     for grid, rows in groupby(table("lab/verify/sizes.txt"), key=itemgetter(0)):
         cases = grids.cases(grid, "forward")

@@ -91,6 +91,7 @@ def test_the_edges_have_pages_of_all_sizes():
     assert {x.problem.page_size for x in given} == {32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernel",
     ["fa2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("fa2_split_kv", "mma_split_kv"))],

@@ -101,6 +101,7 @@ def test_outdated_constants_are_left_to_the_plan(tmp_path):
         assert (again.now.constants == outcome.constants) == ("gone" not in constants)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     file = stored(tmp_path, broken_kernels.WRITES_OUTSIDE)
     done = replay(file, "--kernel", kernel_of(file), code=1)
