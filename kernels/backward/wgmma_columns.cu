@@ -17,7 +17,6 @@
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
 //   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (score.cuh)
-#include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>

@@ -12,9 +12,10 @@ struct [[maybe_unused]] Phase {
   Phase(const Phase&) = delete;
 };
 
-// A moment, or the beginning of a phase that `end` ends.
+// A moment, or the beginning of a phase that `end` ends; where dynamic shared memory begins.
 __device__ __forceinline__ void event(Kind, unsigned = 0, unsigned = 0) {}
 __device__ __forceinline__ void end(Kind) {}
+__device__ __forceinline__ void begin_shared(const void*) {}
 
 }  // namespace timeline
 
