@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.ladder.tiles import cdiv
-from cupyfa.planner.plan import Plan
+from cupyfa.planner.plan import NO_MODS, Plan
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.optional_inputs import (
     ALIBI,
@@ -56,7 +56,7 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     """
     found = p.modifiers
     if found == NONE:
-        return "struct Mods {};"
+        return NO_MODS
     headers = {x.header for o in found.arrays if (x := DTYPES.get(o.dtype)) and x.header}
     return "\n".join(
         [
@@ -206,7 +206,7 @@ def _members(p: Problem) -> list[str]:
 
 
 def _of_lengths(p: Problem) -> list[str]:
-    """What ragged.cuh reads besides offsets and lengths."""
+    """What batch.cuh reads besides offsets and lengths."""
     if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}

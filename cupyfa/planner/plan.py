@@ -20,6 +20,7 @@ BOX_ALIGNMENT = 16  # bytes
 FIRST_AXES = (0, 1, 2)
 # The struct Tensor of tensor.cuh, strides in elements.
 TENSOR = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")])
+NO_MODS = "struct Mods {};"  # of scores that are not modified
 Allocations = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
@@ -87,7 +88,7 @@ class PlannedLaunch(Shown):
     shared_bytes: int
     boxes: Mapping[str, int] = field(default_factory=dict)  # the rows of a box of each array
     arguments: tuple[Argument, ...] = ()
-    mods: str = "struct Mods {};"  # that struct and the functions of texts, in C++
+    mods: str = NO_MODS  # that struct and the functions of texts, in C++
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
     recording: Recording | None = None  # what it records of its run, if anything
     begins_early: bool = False  # whether the device can begin it while the launch before it ends

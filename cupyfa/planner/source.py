@@ -5,14 +5,17 @@ from functools import lru_cache
 from pathlib import Path
 
 from cupyfa.planner import includes
-from cupyfa.planner.plan import PlannedLaunch
+from cupyfa.planner.plan import NO_MODS, PlannedLaunch
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # kernels/ and cli.py lie in the package when installed, next to it in a checkout.
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
-RECORDING = KERNELS / "timeline"  # headers that stand in for some of INCLUDE in recorded launches
+# Headers that stand in for some of INCLUDE: in launches that are recorded; and in those of batch
+# elements with lengths or pages, of scores that are modified, or of scales that may be negative.
+RECORDING = KERNELS / "timeline"
+WITH = KERNELS / "with"
 # Where macros may make names: by ##, and in the name of an include.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
@@ -143,7 +146,15 @@ def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
     """Where a launch's includes are looked for: next to a user's own file, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
     recording = (RECORDING,) if launch.recording else ()
-    return (*own, *recording, INCLUDE, KERNELS)
+    extended = () if _is_plain(launch) else (WITH,)
+    return (*own, *recording, *extended, INCLUDE, KERNELS)
+
+
+def _is_plain(launch: PlannedLaunch) -> bool:
+    """Whether scores are q·k times a positive scale, and rows lie where those of arrays do."""
+    of = launch.constants.get
+    is_stored_alike = not (of("page_size") or of("has_e4m3"))
+    return launch.mods == NO_MODS and is_stored_alike and bool(of("positive_scale", True))
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:

@@ -9,6 +9,8 @@
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <tile/store.cuh>

@@ -1,5 +1,5 @@
-// map_tiles: the map of a block mask, by which kernels go from tile to tile (tile_map.cuh), from
-// the states of its tiles.
+// map_tiles: the map of a block mask, by which kernels go from tile to tile (tile_map.cuh in
+// kernels/with/attention), from the states of its tiles.
 //
 // A block makes the lines of a batch element and head. A warp goes through a line from its end, 32
 // tiles at a time. Then each line counts those that come before it in the order of their numbers of

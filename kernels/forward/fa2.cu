@@ -12,6 +12,7 @@
 //   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/seen_keys.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <timeline.cuh>

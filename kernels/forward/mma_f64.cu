@@ -40,7 +40,7 @@ static_assert(threads == warp_size * Br / step, "each warp owns 16 rows");
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
 // The state of a warp in the loop over tiles of keys.
-struct Task : TileMap<has_key_tiles> {
+struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;

@@ -45,7 +45,7 @@ static_assert(Bc == step, "P of a tile is one operand");
 
 // The state of a warp in the loop over tiles of keys. Of its team it is number `turn`; it has the
 // softmax of rows 8 * eight and so on.
-struct Task : TileMap<has_key_tiles> {
+struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;

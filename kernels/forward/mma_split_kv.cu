@@ -17,11 +17,11 @@
 //   threads, shared_bytes and options (score.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/paged_head.cuh>
+#include <attention/key_head.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
-#include <forward/parts/e4m3_products.cuh>
+#include <forward/parts/stored_products.cuh>
 #include <forward/parts/warp_split_kv.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/dependent_launch.cuh>

@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], Fragmen
 }
 
 // The state of a warp in the loop over tiles of keys.
-struct Task : TileMap<has_key_tiles> {
+struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;

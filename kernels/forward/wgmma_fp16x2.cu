@@ -8,6 +8,7 @@
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
 //   bias_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
+#include <attention/bias_tile.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>

@@ -14,6 +14,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/bias_tile.cuh>
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>

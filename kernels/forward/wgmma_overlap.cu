@@ -9,6 +9,7 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv,
 //   threads, shared_bytes and options (score.cuh)
+#include <attention/bias_tile.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>

@@ -118,10 +118,9 @@ def _fault(lines: list[str]) -> Fault:
 
 
 def _path(fault: Fault) -> Path:
-    (path,) = (
-        x for x in (sources.KERNELS / fault.file, sources.INCLUDE / fault.file) if x.is_file()
-    )
-    return path
+    """The file of a fault: a header of plain problems only where no other stands in for it."""
+    folders = sources.KERNELS, sources.WITH, sources.INCLUDE
+    return next(x / fault.file for x in folders if (x / fault.file).is_file())
 
 
 def _text(fault: Fault) -> str:
@@ -138,6 +137,7 @@ def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
     for module in (sources, evaluate):
         monkeypatch.setattr(module, "KERNELS", root)
     monkeypatch.setattr(sources, "INCLUDE", root / "include")
+    monkeypatch.setattr(sources, "WITH", root / "with")
     monkeypatch.setattr(kv_cache, "_launchers", {})
     return record_named(fault.kernel)
 
@@ -150,6 +150,8 @@ def broken(folder: Path, fault: Fault) -> Kernel:
         if isinstance(launch, Launch):
             source = source_path(record, launch)
             (folder / source.name).write_text((sources.KERNELS / source).read_text())
+    if path.is_relative_to(sources.WITH):  # which then replaces the others in all launches
+        shutil.copytree(sources.WITH, folder, dirs_exist_ok=True)
     to = folder / (path.name if path.suffix == ".cu" else fault.file)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_text(_text(fault))

@@ -15,7 +15,7 @@ from cupyfa.planner import source as sources
 from cupyfa.runtime.backend import Region
 from cupyfa.runtime.simulator import machine
 
-INCLUDE = [sources.INCLUDE]
+INCLUDE = [sources.WITH, sources.INCLUDE]
 NAMES = "ABCDEFG"  # of a kernel's arrays
 
 

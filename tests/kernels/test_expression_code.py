@@ -51,7 +51,7 @@ def head_of(texts, real, bounded=lambda *place: False):
         f"using real = {real};",
         "#include <cuda_fp16.h>",
         "constexpr bool has_score_mod = true, has_mask_mod = false, has_sink = false;",
-        "constexpr bool has_dropout = false, has_row_max = false;",
+        "constexpr bool has_dropout = false, has_row_max = false, has_key_tiles = false;",
         "#include <attention/expression.cuh>",
     ]
     lines += [

@@ -7,7 +7,7 @@ import pytest
 import cupyfa
 from cupyfa.lab.analysis.resources import limits_of, problem_to_compile
 from cupyfa.planner import choose_kernel as planning
-from cupyfa.planner.source import INCLUDE, KERNELS
+from cupyfa.planner.source import INCLUDE, KERNELS, WITH
 from cupyfa.problem.options import AttentionOptions
 
 # Constants that a header may read, besides the types scalar, operand and real.
@@ -20,6 +20,7 @@ MAY_READ = {
         "has_sink",
         "has_dropout",
         "has_row_max",
+        "has_key_tiles",
     },
     "score_mod.cuh": {
         "has_key_tiles",
@@ -36,18 +37,14 @@ MAY_READ = {
     "dropout.cuh": {"unit_slope"},
     "transposed_softmax.cuh": {"reads_places", "unit_slope", "caps_tiles", "has_dropout"},
     "gradient_of_lse.cuh": {"has_dlse"},
-    "extent.cuh": {
-        "has_key_tiles",
-        "has_row_tiles",
-        "causal",
-        "windowed",
-        "has_mask_mod",
-        "ragged",
-        "packed",
-    },
+    "extent.cuh": {"causal", "windowed", "has_mask_mod", "ragged"},
+    "batch.cuh": {"ragged", "packed", "windowed", "page_size"},
+    "tile_pair.cuh": {"has_row_tiles", "causal", "windowed", "has_mask_mod"},
+    "key_head.cuh": {"page_size"},
+    "seen_keys.cuh": {"windowed"},
     "tensor.cuh": {"packed"},
     "pages.cuh": {"page_size"},
-    "kv_dtype.cuh": {"has_e4m3"},
+    "kv_dtype.cuh": {"has_e4m3", "page_size"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
     "longest_first.cuh": {"causal", "packed"},
     "row_sums.cuh": {"packed"},
@@ -60,8 +57,8 @@ MAY_READ = {
         "positive_scale",
         "of_products",
         "caps_tiles",
-        "has_dropout",
     },
+    "dropped_weights.cuh": {"has_dropout"},
     "row_state.cuh": {"has_sink", "has_dropout", "has_score_mod", "of_products"},
     "nonfinite.cuh": {"has_sink", "of_products"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
@@ -80,7 +77,7 @@ DECLARED = (
     r"|(?<=[\w>])& {0}\b|\(&{0}\)|,\s*{0}\s*(?:;|=(?!=))"
 )
 OF_ANOTHER = r"(?:\.|->|::)\s*$"
-HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *KERNELS.glob("*/parts/**/*.cuh")])
+HEADERS = sorted([*INCLUDE.rglob("*.cuh"), *WITH.rglob("*.cuh"), *KERNELS.glob("*/parts/**/*.cuh")])
 
 
 def constants_of_the_host():

@@ -1,5 +1,6 @@
 """Source texts are strings: constants above an unchanged file."""
 
+import re
 import shutil
 from dataclasses import replace
 
@@ -34,19 +35,9 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr int dv = 8;",
         "constexpr bool causal = true;",
         "constexpr bool windowed = false;",
-        "constexpr bool positive_scale = true;",
-        "constexpr bool has_score_mod = false;",
         "constexpr bool has_mask_mod = false;",
-        "constexpr bool has_dropout = false;",
-        "constexpr bool has_sink = false;",
         "constexpr bool has_row_max = false;",
-        "constexpr bool has_key_tiles = false;",
-        "constexpr bool has_row_tiles = false;",
-        "constexpr bool unit_slope = true;",
-        "constexpr bool of_products = false;",
-        "constexpr bool caps_tiles = false;",
         "constexpr bool ragged = false;",
-        "constexpr int page_size = 0;",
         "constexpr bool packed = false;",
         "constexpr int threads = 128;",
         "constexpr int shared_bytes = 23552;",
@@ -54,6 +45,35 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         '#line 1 "kernels/forward/fa2.cu"',
     ]
     assert tail.strip().startswith("// headers: ")
+
+
+EXTENDED = [{"mask_mod": "key > 2"}, {"scale": -1.0}, {"dropout": 0.5, "dropout_seed": 1}]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (5, 2)}, *EXTENDED], ids=str)
+def test_headers_of_plain_problems_are_replaced_where_a_problem_needs_more(options):
+    problem = Problem.of_sizes(M=10, d=8, **options)
+    inlined = sources.inlined(planning.plan(LADDER["forward"]["fa2"], problem, LIMITS).launches[0])
+    for header in ("attention/batch.cuh", "attention/score.cuh", "attention/score_context.cuh"):
+        assert (f"// ---- kernels/with/{header}" in inlined) == (options in EXTENDED)
+        assert (f"// ---- kernels/include/{header}" in inlined) == (options not in EXTENDED)
+
+
+def test_a_header_that_replaces_another_has_its_functions_and_types():
+    defined = re.compile(
+        r"^(?:struct|using|__device__[^;{=]*?) ?(\w+)(?:\(| =| [:{])", re.MULTILINE
+    )
+    for path in sources.WITH.rglob("*.cuh"):
+        plain = next(
+            (
+                x / path.relative_to(sources.WITH)
+                for x in (sources.INCLUDE, sources.KERNELS)
+                if (x / path.relative_to(sources.WITH)).exists()
+            ),
+            None,
+        )
+        if plain:
+            assert set(defined.findall(plain.read_text())) <= set(defined.findall(path.read_text()))
 
 
 @pytest.mark.parametrize("given", [{"mask_mod": "key > 2"}, {"score_mod": "score + key"}], ids=str)

@@ -355,7 +355,7 @@ def test_the_headers_with_ptx_compile_for_devices(arch):
     text = code("the_headers_with_ptx_compile_for_devices_text")
     headers = pathfinder.find_nvidia_header_directory("cudart")
     program = nvrtc.createProgram(text, "test.cu", [], [])
-    options = ["--std=c++17", f"-arch=sm_{arch}", f"-I{headers}", f"-I{INCLUDE[0]}"]
+    options = ["--std=c++17", f"-arch=sm_{arch}", f"-I{headers}", f"-I{INCLUDE[-1]}"]
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError:

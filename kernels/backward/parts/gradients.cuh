@@ -7,6 +7,8 @@
 // lse = -infinity and zeros for Q and dO: it adds nothing to any sum.
 
 #include <attention/score.cuh>
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <attention/weight.cuh>
 #include <tile/block_copy.cuh>
 #include <tile/tensor.cuh>

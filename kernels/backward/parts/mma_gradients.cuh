@@ -2,6 +2,8 @@
 // P and dS on tensor cores, in the fragments of mma.cuh, from lse and delta.
 
 #include <attention/score.cuh>
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <backward/parts/tile_products.cuh>
 #include <timeline.cuh>

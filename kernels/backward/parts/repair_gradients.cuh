@@ -5,6 +5,8 @@
 // again in float32, from the pairs that the mask shows. So do rows with a huge lse (row_stats.cuh).
 
 #include <attention/score.cuh>
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>

@@ -1,7 +1,7 @@
 #pragma once
 // lse and delta of all rows, tile by tile: a tile's are copied to shared memory at once.
 
-#include <attention/ragged.cuh>
+#include <attention/batch.cuh>
 #include <backward/parts/row_stats.cuh>
 
 // RowStats of the Br rows of a tile; of rows outside the array those of a row that sees no key.
@@ -30,8 +30,8 @@ template <int Br, class Arrays>
 __device__ __forceinline__ TilesOfRows<Br> tiles_of([[maybe_unused]] const Arrays& mods, int batch,
                                                     int heads, int M) {
   if constexpr (packed)
-    return {first_tile_number<Br, 1>(mods.cu_seqlens_q_, batch, M), heads,
-            tile_numbers<Br, 1>(mods.cu_seqlens_q_, M)};
+    return {int(tile_of_rows<Br>(Sizes{M}, mods, batch, 0, heads, 0)), heads,
+            tiles_of_rows<Br>(Sizes{M}, mods)};
   else
     return {batch, heads, M};
 }

@@ -2,6 +2,9 @@
 // The softmax of transposed tiles: a block owns Bc keys and goes through tiles of Br rows. A thread
 // has two keys of each tile, and two of each 8 rows.
 
+#include <attention/bias_tile.cuh>
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>

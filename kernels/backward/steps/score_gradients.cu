@@ -9,6 +9,7 @@
 //   grid (M * heads * batch)    block (threads)
 //   the host sets: scalar, real, threads, shared_bytes and options (score.cuh)
 #include <attention/score.cuh>
+#include <attention/dropped_weights.cuh>
 #include <attention/weight.cuh>
 #include <tile/tensor.cuh>
 

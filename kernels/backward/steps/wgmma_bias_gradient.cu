@@ -14,6 +14,7 @@
 //   grid (min(multiprocessors, tiles))    block (384)
 //   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, bias_bytes (0:
 //   the bias is read from global memory), d, dv, threads, shared_bytes and options (score.cuh)
+#include <attention/bias_tile.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
 #include <backward/parts/all_finite.cuh>

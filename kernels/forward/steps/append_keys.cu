@@ -21,6 +21,7 @@
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/kv_dtype.cuh>
+#include <attention/pages.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -97,7 +98,7 @@ extern "C" __global__ __launch_bounds__(threads) void append_keys(
     if (unit == 0 && token == 0 && lane == 0) used[batch] = min(before, capacity - tokens) + tokens;
     if (position < 0 || position >= capacity) return;
     int page = batch, row = position;
-    if constexpr (paged) {
+    if constexpr (page_size > 0) {
       const Pages own = {numbers + batch * number_stride, most, page_count};
       page = own.listed(position), row = position % page_rows;
       if (!own.has(page)) return;

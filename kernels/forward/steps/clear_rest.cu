@@ -7,7 +7,7 @@
 //   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
 //   the host sets: result, operand, real, of_keys, of_sums, of_operands, width, threads,
 //   shared_bytes
-#include <attention/ragged.cuh>
+#include <attention/batch.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 

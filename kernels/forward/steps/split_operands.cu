@@ -23,7 +23,7 @@
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
 //   contiguous, columns filled up with zeros to a multiple of 16
 //   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
-//   of packed rows (ragged.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
+//   of packed rows (batch.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
 //   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)

@@ -9,26 +9,13 @@
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
 //  - options: causal and windowed here, positive_scale in score.cuh, those of score_context.cuh.
 
-#include <attention/pages.cuh>
-#include <attention/ragged.cuh>
+#include <attention/batch.cuh>
 #include <attention/score_context.cuh>
-#include <tile/math.cuh>
 
 // Whether a row may not see all keys of a tile that lie in the arrays.
 constexpr bool has_mask = causal || windowed || has_mask_mod || ragged;
 
-// What the host passes, the argument `sizes` of a record.
-struct Sizes {
-  int M, N;           // queries and keys of a head
-  int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus what a window shows on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: the same, minus what it shows on
-                      // the left
-};  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
-
-struct Extent : HeadContext<has_context>, PackedOrigin<packed> {
-  int M, N, causal_offset, window_offset;
-
+struct Extent : Context, BatchElement {
   // The extent of another head. Without expressions, sinks and dropout no copy is made.
   template <bool used = has_context>
   __device__ __forceinline__ decltype(auto) of_head([[maybe_unused]] int head) const {
@@ -49,14 +36,6 @@ struct Extent : HeadContext<has_context>, PackedOrigin<packed> {
   __device__ __forceinline__ int kv_begin(int row) const {
     if constexpr (windowed) return max(0, min(N, row + window_offset));
     return 0;
-  }
-
-  // Whether a tile that begins with this row is one. All are, but for numbers in ragged launches.
-  __device__ __forceinline__ bool has_tile_of_rows(int first_row) const {
-    return !ragged || (first_row >= 0 && first_row < M);
-  }
-  __device__ __forceinline__ bool has_tile_of_keys(int first_key) const {
-    return !ragged || (first_key >= 0 && first_key < N);
   }
 
   // The mask of one pair.
@@ -121,27 +100,12 @@ struct Extent : HeadContext<has_context>, PackedOrigin<packed> {
 
 // The geometry of a batch element; every kernel takes its sizes from here.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] int batch) {
-  return {{}, {}, sizes.M, sizes.N, sizes.causal_offset, sizes.window_offset};
+  return {{}, {{}, sizes}};
 }
 
-// The extent in launches that may be ragged, where masks are aligned for each batch element.
 template <class Arrays>
-__device__ __forceinline__ Extent extent_of(const Sizes& sizes, [[maybe_unused]] const Arrays& mods,
-                                            int batch) {
-  if constexpr (ragged) {
-    const PackedRows rows = used_queries(mods, batch, sizes.M),
-                     keys = used_keys(mods, batch, sizes.N);
-    const int M = rows.count, N = keys.count;
-    const long long position = Arrays::bottom_right ? N - M : 0;
-    const int left = int(max((long long)-M, min((long long)N, position + sizes.window_offset)));
-    int right = int(max(-1LL - M, min(position + sizes.causal_offset, max(N, 1) - 1LL)));
-    if constexpr (windowed) right = max(right, left);
-    Extent extent = {{}, {}, M, N, right, left};
-    extent.begin_at(rows.first, keys.first);
-    return extent;
-  } else {
-    return extent_of(sizes, batch);
-  }
+__device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Arrays& mods, int batch) {
+  return {{}, batch_element(sizes, mods, batch)};
 }
 
 // The extent of one head, whose expressions, sink and dropout may be read.
@@ -152,68 +116,9 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods
   return extent;
 }
 
-// Converts between a tile index over all heads and the tile, head and batch element; counts the
-// tiles of a head. A tile has `size` rows; `together` heads share it.
-template <int size, int together = 1, class Arrays>
-__device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
-                                               [[maybe_unused]] const Arrays& mods, int heads) {
-  if constexpr (packed)
-    return ragged_place<size, together>(index, mods.cu_seqlens_q_, sizes.M, heads);
-  else
-    return place(index, cdiv(sizes.M * together, size), heads);
-}
-template <int size, class Arrays>
-__device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
-                                                  [[maybe_unused]] const Arrays& mods, int batch,
-                                                  int head, int heads, int row) {
-  if constexpr (packed)
-    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M) * (long long)head +
-           first_tile_number<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
-  else
-    return ((long long)batch * heads + head) * cdiv(sizes.M, size) + row / size;
-}
-template <int size, class Arrays>
-__device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
-                                             [[maybe_unused]] const Arrays& mods) {
-  if constexpr (packed)
-    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M);
-  else
-    return cdiv(sizes.M, size);
-}
-// Converts an index of a tile of keys.
-template <int size, class Arrays>
-__device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
-                                               [[maybe_unused]] const Arrays& mods, int heads) {
-  if constexpr (packed)
-    return ragged_place<size, 1>(index, mods.cu_seqlens_k_, sizes.N, heads);
-  else
-    return place(index, max(cdiv(sizes.N, size), 1), heads);
-}
-
-// The keys `first` … `end` - 1 of a tile that a row sees, counted from the tile's first, without
-// those that a mask expression hides. A row past the end sees none.
-struct Seen {
-  Extent extent;
-  int row, first_key, first, end;
-
-  __device__ __forceinline__ bool shows(int key) const {
-    return extent.shown(row, first_key + key);
-  }
-  __device__ __forceinline__ real dropped(real p, int key) const {
-    return extent.dropped(p, row, first_key + key);
-  }
-};
-
-__device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int first_key,
-                                             int keys) {
-  const int first = windowed ? max(0, extent.kv_begin(row) - first_key) : 0;
-  const int end = row < extent.M ? max(0, min(keys, extent.kv_end(row) - first_key)) : 0;
-  return {extent, row, first_key, first, end};
-}
-
 // A tile of rows of one head, and the keys that some of its rows see. kv_begin is rounded down to
 // the first key of a tile. From one tile of keys to the next goes after().
-struct RowTile : TileMap<has_key_tiles>, PackedOrigin<packed> {
+struct RowTile : KeyTiles, Origin {
   int row, head, batch, kv_begin, kv_end;
 };
 
@@ -234,56 +139,3 @@ __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int h
 __device__ __forceinline__ int last_tile(int kv_end, int size) {
   return max(cdiv(kv_end, size), 1) - 1;
 }
-
-// A tile of rows and a tile of keys, as the backward kernels go through them.
-template <int rows, int keys>
-struct TilePair {
-  Extent extent;
-  int first_row, first_key;
-
-  __device__ __forceinline__ bool sees(int row, int key) const {
-    return extent.sees(first_row + row, first_key + key);
-  }
-
-  // The indices of a row and a key, for expressions.
-  template <bool at_end = true>
-  __device__ __forceinline__ Index row(int row, int more = 0) const {
-    return index_of<at_end>(first_row + row, more, extent.M);
-  }
-  template <bool at_end>
-  __device__ __forceinline__ Index key(int key, int more) const {
-    return index_of<at_end>(first_key + key, more, extent.N);
-  }
-
-  __device__ __forceinline__ bool in_reach(int row, int key) const {
-    return extent.in_reach(first_row + row, first_key + key);
-  }
-  // Whether mask expressions hide a pair.
-  template <bool at_end>
-  __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
-    return extent.hides(this->row(row), this->key<at_end>(key, more));
-  }
-
-  // Whether all rows and keys of the tiles exist.
-  __device__ __forceinline__ bool is_whole() const {
-    return first_row + rows <= extent.M && first_key + keys <= extent.N;
-  }
-
-  // Whether a block mask is known to show all pairs.
-  __device__ __forceinline__ bool is_full() const {
-    if constexpr (has_row_tiles)
-      return extent.row_tiles(first_key / keys).template is_full<rows>(first_row);
-    else
-      return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
-  }
-  // Whether every row sees every key, of those that exist; or may, if no expression hides it.
-  __device__ __forceinline__ bool sees_all() const {
-    return (!has_mask_mod || is_full()) && reaches_all();
-  }
-  __device__ __forceinline__ bool reaches_all() const {
-    if constexpr (!causal && !windowed) return true;
-    const int last_row = min(first_row + rows, extent.M) - 1;
-    return extent.kv_end(first_row) >= min(first_key + keys, extent.N) &&
-           extent.kv_begin(last_row) <= first_key;
-  }
-};

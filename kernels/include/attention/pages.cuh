@@ -12,8 +12,7 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-constexpr bool paged = page_size > 0;
-constexpr int page_rows = paged ? page_size : 1;
+constexpr int page_rows = page_size > 0 ? page_size : 1;
 
 // The pages of one batch element.
 struct Pages {
@@ -29,30 +28,3 @@ struct Pages {
     return max(0, min(listed(row), count - 1));
   }
 };
-
-template <class Table>
-__device__ __forceinline__ Pages pages_of(const Table& table, int count, int batch) {
-  return {table.data + batch * table.stride[0], table.size[1], count};
-}
-
-// Keys or values of all batch elements, with the interface of a Tensor.
-template <class T, class Table>
-struct PagedTensor {
-  Tensor<T> tensor;  // its batch stride is that of pages
-  Table table;
-  int count;
-
-  __device__ __forceinline__ Pages pages(int batch) const { return pages_of(table, count, batch); }
-  __device__ __forceinline__ T* row(int batch, int head, int row) const {
-    return tensor.row(pages(batch).page_of(row), head, row % page_rows);
-  }
-};
-
-// Keys or values as rows of batch elements, in pages or not.
-template <bool in_pages = paged, class T, class Arrays>
-__device__ __forceinline__ auto rows_of(Tensor<T> tensor, [[maybe_unused]] const Arrays& mods) {
-  if constexpr (in_pages)
-    return PagedTensor<T, decltype(mods.page_table_)>{tensor, mods.page_table_, mods.page_count};
-  else
-    return tensor;
-}

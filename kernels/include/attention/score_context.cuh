@@ -1,51 +1,18 @@
 #pragma once
-// The context of a score: the batch element and head of expressions; the sink of the head, a score
-// that every row has besides those of its keys; and the weights that dropout keeps.
-//
-// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout,
-// has_row_max and
-//   reads_places          whether expressions read indices or arrays
-//   unit_slope            whether the derivative of the modified score is 1 wherever it is finite
-//   caps_tiles            whether float tiles of tensor cores get a softcap before other
-//   expressions approximates_softcap  whether that softcap has an absolute error of_products
-//   whether expressions map q·k to score / scale, which saves a product struct Mods           the
-//   sinks, the arrays and numbers of expressions and of dropout
-// and includes score_mod.cuh and dropout.cuh where they are needed.
+// What a score depends on besides q·k and the scale: here on nothing. Where there are expressions,
+// sinks, dropout or block masks, the host puts kernels/with/attention/score_context.cuh in the
+// place of this header.
 
-#include <attention/tile_map.cuh>
 #include <tile/math.cuh>
 
-struct Mods;
-constexpr bool has_expressions = has_score_mod || has_mask_mod;
-constexpr bool has_context = has_expressions || has_sink || has_dropout || has_row_max;
+struct Mods;  // what the host passes for them
+constexpr bool has_expressions = false, has_context = false;
 
-// The index of a query or key. `more` differs between the elements of a thread and is a constant of
-// an unrolled loop. So `base` is converted to a number once for a tile (a conversion has an eighth
-// of the throughput of an addition), and `more` becomes the immediate offset of a load.
-struct Index {
-  int base, more;
+using Index = int;  // of a query or key, for expressions
 
-  __device__ __forceinline__ Index(int base, int more = 0) : base(base), more(more) {}
-  __device__ __forceinline__ operator int() const { return base + more; }
-};
-
-// The index of a key with an even base, so that keys 2 i and 2 i + 1 are known to be a pair.
-struct EvenIndex : Index {
-  using Index::Index;
-};
-// The index of a key and the element of a copied array for it, the first or second of a pair.
-struct HeldIndex : Index {
-  unsigned pair;
-  bool second;
-
-  __device__ __forceinline__ HeldIndex(Index key, unsigned pair, bool second)
-      : Index(key), pair(pair), second(second) {}
-};
-
-// The index base + more, kept below `count`, where arrays may end, if a tile is `at_end`.
 template <bool at_end>
-__device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
-  return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
+__device__ __forceinline__ Index index_of(int base, int more, int) {
+  return base + more;
 }
 
 // A score and d score / d (scale * q·k).
@@ -54,25 +21,34 @@ struct Scored {
   T score, slope;
 };
 
-// The batch element and head of a score. Without expressions, sinks and dropout it is empty.
-template <bool used, class Arrays = Mods>
-struct HeadContext {
-  __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
+// The tiles of keys or rows to visit, of those that do not lie before `first`: all.
+struct KeyTiles {
+  template <int size>
+  __device__ __forceinline__ int from(int first) const {
+    return first;
+  }
+  template <int size>
+  __device__ __forceinline__ int after(int first) const {
+    return first + size;
+  }
+  template <int size>
+  __device__ __forceinline__ int stride(int) const {
+    return size;
+  }
+  // Whether the mask is known to show all pairs of a tile.
+  template <int size>
+  __device__ __forceinline__ bool is_full(int) const {
+    return false;
+  }
+};
+
+// The batch element and head of a score.
+struct Context {
+  __device__ __forceinline__ void take(int, int, int, int, const Mods&) {}
   __device__ __forceinline__ void move_to(int) {}
   template <class Products, class T>
   __device__ __forceinline__ void cap(Products&, T) const {}
-  template <bool is_capped = false, class T, class Key>
-  __device__ __forceinline__ T modified(T score, Index, Key, int) const {
-    return score;
-  }
-  template <bool is_capped = false, class T, class Key>
-  __device__ __forceinline__ Scored<T> with_slope(T score, Index, Key) const {
-    return {score, T(1)};
-  }
-  template <class Key>
-  __device__ __forceinline__ bool shows(Index, Key, int) const {
-    return true;
-  }
+  __device__ __forceinline__ bool shows(int, int, int) const { return true; }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
   __device__ __forceinline__ void store_row_max(int, int, real) const {}
   template <class T>
@@ -80,7 +56,7 @@ struct HeadContext {
     return x;
   }
   __device__ __forceinline__ real kept_factor() const { return 1; }
-  __device__ __forceinline__ TileMap<false> key_tiles(int) const { return {}; }
-  __device__ __forceinline__ TileMap<false> row_tiles(int) const { return {}; }
+  __device__ __forceinline__ KeyTiles key_tiles(int) const { return {}; }
+  __device__ __forceinline__ KeyTiles row_tiles(int) const { return {}; }
   __device__ __forceinline__ int longest(int, int rank) const { return rank; }
 };

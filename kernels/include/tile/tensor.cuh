@@ -1,7 +1,7 @@
 #pragma once
 // A tensor [batch, heads, rows, columns] in global memory. Columns lie side by side; every other
 // stride is free, so views, transposes and both layouts (BHSD, BSHD) are read in place. In a
-// launch that is `packed` (attention/ragged.cuh), a batch element is a sequence of packed rows.
+// launch that is `packed` (attention/batch.cuh), a batch element is a sequence of packed rows.
 
 template <class T>
 struct Tensor {

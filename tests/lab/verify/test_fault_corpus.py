@@ -111,7 +111,7 @@ def test_a_fault_of_the_gradient_of_lse_is_found(tmp_path, monkeypatch):
 def test_a_fault_of_gradients_of_sequences_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 0.0)
     right = "found.count = max(0, min(found.count, mods.seqused_k_.data[sequence]));"
-    wrong, file = "found.count = max(0, found.count);", "attention/ragged.cuh"
+    wrong, file = "found.count = max(0, found.count);", "attention/batch.cuh"
     fault = broken_kernels.Fault("two_pass", file, "unused rows count", right, wrong, "", None)
     how = {"lengths": "40,20/50", "samples": 2}
     first = found(broken_kernels.broken(tmp_path, fault), **how)

@@ -109,16 +109,22 @@ def test_commands_take_pages():
     assert row["passed"] and row["N"] == 48 and "page_size=16" in row["arrays"]
 
 
-FAULTS = {  # the text of pages.cuh, and what takes its place
+FAULTS = {  # a header, its text, and what takes its place
     "the order of pages": (
+        "attention/pages.cuh",
         "return max(0, min(listed(row), count - 1));",
         "return row / page_rows;",
     ),
     "a page before the last": (
+        "attention/pages.cuh",
         "numbers[min(row / page_rows, most - 1)]",
         "numbers[max(0, row / page_rows - 1)]",
     ),
-    "rows of other sequences": ("table.data + batch * table.stride[0]", "table.data"),
+    "rows of other sequences": (
+        "attention/batch.cuh",
+        "table.data + batch * table.stride[0]",
+        "table.data",
+    ),
 }
 
 
@@ -127,7 +133,8 @@ FAULTS = {  # the text of pages.cuh, and what takes its place
 def test_faults_of_pages_are_found(tmp_path, monkeypatch, fault):
     """And the failure keeps its page size, also when it is shrunk."""
     monkeypatch.setattr(checking, "_SHRINKING", 2.0)
-    made = broken_kernels.Fault("fa2", "attention/pages.cuh", fault, *FAULTS[fault], "", None)
+    file, right, wrong = FAULTS[fault]
+    made = broken_kernels.Fault("fa2", file, fault, right, wrong, "", None)
     kernel = broken_kernels.broken(tmp_path, made)
     files = tmp_path / "files"
     done = cupyfa.check(

@@ -4,6 +4,8 @@
 // accurate.
 
 #include <attention/score.cuh>
+#include <attention/dropped_weights.cuh>
+#include <attention/tile_pair.cuh>
 #include <backward/parts/split_f32/split_exponents.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/warp.cuh>

@@ -1,6 +1,7 @@
 #pragma once
 // The softmax between two products of split float32 operands (split_pair.cuh).
 
+#include <attention/bias_tile.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>

@@ -8,7 +8,7 @@
 // fragment, odd ones in the next.
 
 #include <attention/kv_dtype.cuh>
-#include <attention/paged_head.cuh>
+#include <attention/key_head.cuh>
 #include <forward/parts/mma_products.cuh>
 #include <ptx/unpack_e4m3.cuh>
 #include <timeline.cuh>

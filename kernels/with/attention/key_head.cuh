@@ -1,7 +1,7 @@
 #pragma once
 // Asynchronous copies of keys and values that lie in pages, into the tiles of async_copy.cuh.
 
-#include <attention/pages.cuh>
+#include <attention/batch.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/share_out_rows.cuh>
@@ -72,4 +72,4 @@ template <>
 struct KeyHeadOf<true> : PagedHead {
   using PagedHead::PagedHead;
 };
-using KeyHead = KeyHeadOf<paged>;
+using KeyHead = KeyHeadOf<(page_size > 0)>;

@@ -1,0 +1,25 @@
+#pragma once
+// The keys of a tile that one row sees.
+
+#include <attention/extent.cuh>
+
+// The keys `first` … `end` - 1 of a tile that a row sees, counted from the tile's first, without
+// those that a mask expression hides. A row past the end sees none.
+struct Seen {
+  Extent extent;
+  int row, first_key, first, end;
+
+  __device__ __forceinline__ bool shows(int key) const {
+    return extent.shown(row, first_key + key);
+  }
+  __device__ __forceinline__ real dropped(real p, int key) const {
+    return extent.dropped(p, row, first_key + key);
+  }
+};
+
+__device__ __forceinline__ Seen seen_in_tile(const Extent& extent, int row, int first_key,
+                                             int keys) {
+  const int first = windowed ? max(0, extent.kv_begin(row) - first_key) : 0;
+  const int end = row < extent.M ? max(0, min(keys, extent.kv_end(row) - first_key)) : 0;
+  return {extent, row, first_key, first, end};
+}

@@ -1,0 +1,16 @@
+#pragma once
+// What dropout does to weights and to dS: here nothing. Where there is dropout, the host puts
+// kernels/with/attention/dropped_weights.cuh in the place of this header.
+
+#include <attention/score.cuh>
+
+template <class Weights, class Place>
+__device__ __forceinline__ void mark(Weights&, const Place&, int, int) {}
+template <class Weights>
+__device__ __forceinline__ void drop_marked(Weights&, const Weights&) {}
+
+// dS of a pair, without the scale.
+template <class T>
+__device__ __forceinline__ T weighted_gradient(T P, T dP, T delta, T) {
+  return P * (dP - delta);
+}

@@ -1,0 +1,56 @@
+#pragma once
+// A tile of rows and a tile of keys, as the backward kernels go through them.
+
+#include <attention/extent.cuh>
+
+template <int rows, int keys>
+struct TilePair {
+  Extent extent;
+  int first_row, first_key;
+
+  __device__ __forceinline__ bool sees(int row, int key) const {
+    return extent.sees(first_row + row, first_key + key);
+  }
+
+  // The indices of a row and a key, for expressions.
+  template <bool at_end = true>
+  __device__ __forceinline__ Index row(int row, int more = 0) const {
+    return index_of<at_end>(first_row + row, more, extent.M);
+  }
+  template <bool at_end>
+  __device__ __forceinline__ Index key(int key, int more) const {
+    return index_of<at_end>(first_key + key, more, extent.N);
+  }
+
+  __device__ __forceinline__ bool in_reach(int row, int key) const {
+    return extent.in_reach(first_row + row, first_key + key);
+  }
+  // Whether mask expressions hide a pair.
+  template <bool at_end>
+  __device__ __forceinline__ bool hides(int row, int key, int more = 0) const {
+    return extent.hides(this->row(row), this->key<at_end>(key, more));
+  }
+
+  // Whether all rows and keys of the tiles exist.
+  __device__ __forceinline__ bool is_whole() const {
+    return first_row + rows <= extent.M && first_key + keys <= extent.N;
+  }
+
+  // Whether a block mask is known to show all pairs.
+  __device__ __forceinline__ bool is_full() const {
+    if constexpr (has_row_tiles)
+      return extent.row_tiles(first_key / keys).template is_full<rows>(first_row);
+    else
+      return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
+  }
+  // Whether every row sees every key, of those that exist; or may, if no expression hides it.
+  __device__ __forceinline__ bool sees_all() const {
+    return (!has_mask_mod || is_full()) && reaches_all();
+  }
+  __device__ __forceinline__ bool reaches_all() const {
+    if constexpr (!causal && !windowed) return true;
+    const int last_row = min(first_row + rows, extent.M) - 1;
+    return extent.kv_end(first_row) >= min(first_key + keys, extent.N) &&
+           extent.kv_begin(last_row) <= first_key;
+  }
+};
