@@ -748,13 +748,12 @@ def test_save_holds_every_round(tmp_path):
 
 
 def test_peers_that_are_not_installed_are_noted_once(monkeypatch):
-    for module in ("torch", "jax", "cudnn"):
+    for module in ("torch", "cudnn"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    done = cli("bench", "fa2", *OF_ANY_M, "-p", "M=5,6", "--against", "math,jax,cudnn-frontend")
+    done = cli("bench", "fa2", *OF_ANY_M, "-p", "M=5,6", "--against", "math,cudnn-frontend")
     notes = [line for line in done.stderr.splitlines() if "not installed" in line]
     assert [note.split(" is not")[0] for note in notes] == [
         "note: torch math",
-        "note: jax",
         "note: cudnn-frontend",
     ]
 
