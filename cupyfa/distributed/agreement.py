@@ -24,7 +24,6 @@ FIELDS = {
     "device": "the device",
     "error": "errors",
 }
-DIGEST_BYTES = 8 * len(FIELDS)
 _TEXT_BYTES = 4096  # of a rank's description, which is sent if digests differ
 _LONGEST = 400  # letters of a field in it; a text of the user may be long
 _BETWEEN = "\0"

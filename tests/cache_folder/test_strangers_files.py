@@ -16,8 +16,7 @@ from helpers.cli import SIMULATOR, cli
 import cupyfa
 from cupyfa import Problem, cache_folder
 from cupyfa.cache_folder import records
-from cupyfa.lab.analysis import timeline_trace
-from cupyfa.lab.analysis.timeline_recorder import record
+from cupyfa.lab.bench import results
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.lab.bench.tuning import _sound
 from cupyfa.lab.verify import failures
@@ -75,18 +74,6 @@ def write_results(folder):
     return path
 
 
-@cache
-def recorded():
-    case = Case("forward", Problem.of_sizes(M=8, N=8, d=8))
-    return record(cupyfa.kernel("fa2"), case, cupyfa.Simulator(), block=0)
-
-
-def write_timeline(folder):
-    path = folder / "timeline.json"
-    timeline_trace.save(recorded(), path)
-    return path
-
-
 def write_tuned(folder):
     entry = Tuned("fa2", None, "float32", 3, 3, (("Br", 32), ("Bc", 8)), 1.5)
     path = folder / "tuned.json"
@@ -111,7 +98,6 @@ IN_THE_CACHE = ("tuned", "tuning")  # where a damaged file is as none
 KINDS = {
     "failure": (write_failure, failures.read),
     "results": (write_results, Results.load),
-    "timeline": (write_timeline, timeline_trace.load),
     "tuned": (write_tuned, read_tuned),
     "tuning": (write_tuning, lambda path: _sound(cache_folder.recall(path), ["key"])),
 }
@@ -286,12 +272,10 @@ def test_odd_json_is_refused_or_ignored(tmp_path, kind, spoil):
     assert read_or_refused(kind, path) == (kind in IN_THE_CACHE)
 
 
-@pytest.mark.parametrize("kind", ["results", "timeline"])
-def test_endless_files_are_refused(kind, monkeypatch):
-    module = timeline_trace if kind == "timeline" else __import__(Results.__module__, fromlist="x")
-    monkeypatch.setattr(module, "_MOST_BYTES", 1000)
+def test_endless_files_are_refused(monkeypatch):
+    monkeypatch.setattr(results, "_MOST_BYTES", 1000)
     with pytest.raises(ValueError, match="more than 1,000 bytes"):
-        KINDS[kind][1]("/dev/zero")
+        Results.load("/dev/zero")
 
 
 def bomb(path):

@@ -1,4 +1,4 @@
-"""The cache directories: listing, clearing and warming them, also when damaged."""
+"""The cache directories: listing and clearing them, also when damaged."""
 
 import json
 import os
@@ -6,22 +6,15 @@ import re
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
-from itertools import count, product
+from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import helpers.cli
 import pytest
 
-import cupyfa
-from cupyfa import Kernel, Launch, Problem, cache_folder
-from cupyfa.lab.analysis import caches, resources as compiling
-from cupyfa.planner import choose_kernel as planning, source as sources
-from cupyfa.planner.plan import Tuned
-from cupyfa.problem.options import AttentionOptions
-from cupyfa.runtime.choose_backend import backend_named
+from cupyfa import cache_folder
+from cupyfa.lab.analysis import caches
 
 HEX = "0123456789abcdef"
 OBJECT = f"fa2-{HEX * 2}.so"
@@ -271,73 +264,6 @@ def test_a_limit_that_is_no_number_is_named(monkeypatch, limit):
     monkeypatch.setenv("CUPYFA_CACHE_MB", limit)
     with pytest.raises(ValueError, match=f"CUPYFA_CACHE_MB is '{limit}'; give a whole number"):
         cache_folder.limit()
-
-
-@pytest.mark.slow
-def test_warmed_kernels_are_found_by_the_next_process(tmp_path):
-    warm = ["cache", "warm", "v1", "softmax_safe", "-d", "8,16", "--dtype", "float32", "--both"]
-    warm += ["--backend", "simulator", "--format", "json"]
-    first, second = (json.loads(process(*warm, folder=tmp_path).stdout)[0] for _ in range(2))
-    assert (first["kernels"], first["new"]) == (5, 5)
-    assert (second["kernels"], second["new"]) == (5, 0) and second["seconds"] < first["seconds"]
-    before = files(tmp_path)
-    sizes = ["-B", 1, "-H", 1, "-M", 5, "-N", 3, "-d", 16, "--causal", "--backend", "simulator"]
-    done = process("run", "v1", *sizes, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert files(tmp_path) == before
-
-
-def test_warm_skips_unsupported_kernels_unless_all_are(monkeypatch):
-    engine = backend_named("simulator")
-    prepared = []
-    monkeypatch.setattr(engine, "prepare", prepared.append)
-    kernels = ["v3", "fa2", "mma_pipelined", "mma_f64", "wgmma", "two_pass"]
-    done = caches.warm(engine, kernels, ["float64"], [64])
-    assert done.kernels == len(prepared) and "v3" not in {x.entry for x in prepared}
-    caches.warm(engine, ["auto", "fa2"], ["float32"], [64, 128])
-    with pytest.raises(cupyfa.Unsupported, match="shared memory"):
-        caches.warm(engine, ["fa2"], ["float64"], [10**6])
-
-
-def test_warm_is_for_long_and_short_sequences_and_for_few_queries():
-    limits, warm = compiling.limits_of("90"), []
-    engine = SimpleNamespace(limits=limits, prepare=lambda x: warm.append(sources.text(x)))
-    caches.warm(
-        engine,
-        ["auto"],
-        ["float16"],
-        [128],
-        options=[AttentionOptions(), AttentionOptions(causal="bottom-right")],
-        group=4,
-    )
-    for M, N, batch, causal in product([1, 4, 16, 128, 512, 4096], [128, 4096], [1, 8], [0, 1]):
-        sizes = {"batch": batch, "heads": 16, "kv_heads": 4, "M": M, "N": N, "d": 128}
-        p = Problem.of_sizes(**sizes, dtype="float16", causal=bool(causal))
-        plan = planning.plan(planning.select("auto", "forward", p, limits), p, limits)
-        assert {sources.text(x) for x in plan.programs} <= set(warm), plan
-
-
-def test_warm_plans_for_the_constants_that_were_tuned(monkeypatch):
-    engine = backend_named("simulator")
-    entry = Tuned("fa2", None, "float32", 64, 64, (("Br", 32), ("Bc", 8)), 1.0)
-    monkeypatch.setattr(type(engine), "limits", replace(engine.limits, tuned=(entry,)))
-    prepared = []
-    monkeypatch.setattr(engine, "prepare", prepared.append)
-    caches.warm(engine, ["fa2"], ["float32"], [64])
-    assert prepared[0].constants["Br"] == 32
-
-
-def test_a_kernel_that_cannot_be_compiled_ends_warming(tmp_path):
-    (tmp_path / "bad.cu").write_text('extern "C" __global__ void bad() { nonsense }')
-    launch = Launch("bad", args="", grid=lambda p, c: 1, threads=lambda p, c: 1)
-    bad = Kernel(name="bad", adds="", launches=(launch,), folder=tmp_path)
-    with pytest.raises(Exception, match="nonsense"):
-        caches.warm(backend_named("simulator"), [bad], ["float32"], [8])
-
-
-@pytest.mark.parametrize("wrong", ["", "64,", "x", "-1", "1.5"])
-def test_warm_refuses_invalid_sizes(wrong):
-    assert "Traceback" not in cli("warm", "v1", f"-d{wrong}", code=2).output
 
 
 def test_a_temporary_folder_replaces_an_unwritable_cache(tmp_path, monkeypatch):

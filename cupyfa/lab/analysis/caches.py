@@ -1,30 +1,17 @@
-"""The files of the library and of CuPy on disk: counted, removed, and compiled in advance."""
+"""The files of the library and of CuPy on disk: counted and removed."""
 
 import os
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cupyfa import cache_folder
-from cupyfa.arrays import block_mask
-from cupyfa.errors import Unsupported
-from cupyfa.lab.analysis.resources import problem_to_compile
-from cupyfa.ladder.kernel import Kernel
-from cupyfa.ladder.lookup import operation_of
-from cupyfa.planner.choose_kernel import plan, select
-from cupyfa.planner.plan import PlannedLaunch
-from cupyfa.planner.source import text
-from cupyfa.problem.options import AttentionOptions
-from cupyfa.problem.problem import Problem
-from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.environment import Progress, no_progress
 
 FACTS = ("peaks", "tuned", "tuning")
 KINDS = {
@@ -36,8 +23,6 @@ KINDS = {
     "leftovers": "unfinished files of killed processes, at least an hour old",
     "cupy": "kernels that CuPy compiled, for all programs",
 }
-# Key heads, queries and keys: their tiles and kernels are also those of most other sizes.
-_SIZES = tuple(product((4, 64), (1 << i for i in range(12)), (128, 4096)))
 _HOUR = 3600
 _RANDOM = "[a-z0-9_]{8}"  # in names by tempfile
 _NAMES = {
@@ -66,14 +51,6 @@ class Removed(NamedTuple):
     files: int
     bytes: int
     left: int
-
-
-class Warmed(NamedTuple):
-    """The number of kernels, how many of them had to be compiled, and the seconds."""
-
-    kernels: int
-    new: int
-    seconds: float
 
 
 def kept(kind: str) -> Kept:
@@ -109,60 +86,6 @@ def clear(kind: str, *, dry_run: bool = False) -> Removed:
     if refused is not None:
         warnings.warn(f"{refused.filename} cannot be removed ({refused.strerror})", stacklevel=2)
     return Removed(kind, files, size, left)
-
-
-def warm(
-    backend: Backend,
-    kernels: Sequence[Kernel | str],
-    dtypes: Sequence[str],
-    ds: Sequence[int],
-    *,
-    dv: int | None = None,
-    options: Sequence[AttentionOptions] = (AttentionOptions(),),
-    group: int = 1,
-    arrays: Mapping[str, Any] | None = None,
-    progress: Progress = no_progress,
-) -> Warmed:
-    """Compiles kernels for all these dtypes, head dimensions and options in advance.
-
-    Numbers in options and lengths are not compiled in, but tiles are: those for long sequences, for
-    short ones, for few queries and for few heads. ``group`` query heads share a key head.
-    ``arrays`` are the forms of arrays that texts read, from ``shape_language``. A kernel is a
-    record, a name, or "auto": the kernels that calls without a name use on this device. Raises
-    Unsupported if no kernel supports any of these problems.
-    """
-    found: dict[tuple[str, str], PlannedLaunch] = {}  # launches with different texts
-    refused: Exception = ValueError("there is nothing to compile")
-    for kernel, dtype, d, of_call, sizes in product(kernels, dtypes, ds, options, _SIZES):
-        operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, of_call, sizes, group, arrays)
-        try:
-            programs = _programs(kernel, operation, problem, backend)
-        except Unsupported as error:
-            refused = error
-        else:
-            found |= {(text(launch), launch.entry): launch for launch in programs}
-    if not found:
-        raise refused
-    start, new = time.perf_counter(), 0
-    for done, launch in enumerate(found.values()):
-        progress(done, len(found), f"{launch.entry} {launch.dtype.name}")
-        before = set(_items("compiled"))
-        backend.prepare(launch)
-        new += bool(set(_items("compiled")) - before)
-    return Warmed(len(found), new, time.perf_counter() - start)
-
-
-def _programs(
-    kernel: Kernel | str, operation: str, p: Problem, backend: Backend
-) -> Sequence[PlannedLaunch]:
-    """The launches that a call compiles, with a block mask also those that make its maps."""
-    if not p.block_mask:
-        return plan(select(kernel, operation, p, backend.limits), p, backend.limits).programs
-    p, mask = block_mask.of_call(p)
-    record = select(kernel, operation, p, backend.limits)
-    made = mask.planned(plan(record, p, backend.limits), backend.limits)
-    return (*made.programs, *mask.makers(made, backend))
 
 
 def folder_of(kind: str) -> Path | None:

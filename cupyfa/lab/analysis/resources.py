@@ -131,7 +131,7 @@ def plans(
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, dtype, arch in product(kernels, dtypes, arches):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = problem_to_compile(operation, dtype, d, dv, options, arrays=arrays)
+        problem = _problem_to_compile(operation, dtype, d, dv, options, arrays)
         limits = limits_of(arch)
         try:
             record = select(kernel, operation, problem, limits)
@@ -146,24 +146,21 @@ def plans(
     return list(found.values())
 
 
-def problem_to_compile(
+def _problem_to_compile(
     operation: str,
     dtype: str,
     d: int,
     dv: int | None,
-    options: AttentionOptions | None = None,
-    sizes: tuple[int, int, int] = (64, 2048, 2048),
-    group: int = 1,
-    arrays: Mapping[str, Any] | None = None,
+    options: AttentionOptions | None,
+    arrays: Mapping[str, Any] | None,
 ) -> Problem:
-    """The problem to compile for. ``sizes``, key heads, queries and keys, only choose the tiles.
+    """The problem to compile for, whose heads, queries and keys only choose the tiles.
 
     arrays: forms, as ``shape_language`` has them, of arrays that texts read.
     """
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
-    kv, M, N = sizes
-    of: dict[str, Any] = {"heads": kv * group, "kv_heads": kv, "M": M, "N": N, "d": d, "dv": dv}
+    of: dict[str, Any] = {"heads": 64, "M": 2048, "N": 2048, "d": d, "dv": dv}
     if shape_language.LENGTHS_OF in (arrays or {}):
         del of["M"], of["N"]
     return Problem.of_sizes(**of, dtype=dtype, options=options, **(arrays or {}))

@@ -20,7 +20,6 @@ from typing import Any
 from cupyfa.errors import Unsupported
 from cupyfa.lab.analysis.resources import gpu, limits_of
 from cupyfa.lab.bench import peaks, sweeps
-from cupyfa.lab.bench.benchmark import bench
 from cupyfa.lab.bench.peaks import Device
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields
@@ -35,7 +34,7 @@ from cupyfa.planner.source import headers
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.lengths import lengths_of
-from cupyfa.problem.problem import SIZES, Problem
+from cupyfa.problem.problem import Problem
 from cupyfa.problem.wrt import WRT, names_of
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
@@ -161,8 +160,6 @@ def roofline(
     *,
     device: str | Device = "auto",
     backward: bool = False,
-    measure: bool = True,
-    budget: float = 0.2,
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Roof]:
@@ -173,8 +170,7 @@ def roofline(
     is both and every rung that can do the problem.
     ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
     its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
-    ``sizes`` are those of ``sweeps.problems``, each one value or several. On the device of this
-    machine kernels are also measured, each for ``budget`` seconds, unless ``measure`` is False.
+    ``sizes`` are those of ``sweeps.problems``, each one value or several.
 
     Raises ValueError for the arguments, and Unsupported if there is no GPU for "this", or if no
     named kernel can do any problem.
@@ -202,8 +198,6 @@ def roofline(
         ]
         if not chosen:
             found = [row for row in found if not row.note]
-        if backend and is_here and measure:
-            found = _with_measurements(found, problem, wanted or rungs, backend, budget)
         rows += found
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
@@ -424,35 +418,6 @@ def _roof(
 def _parts_pay(device: Device) -> bool:
     """Whether tensor cores multiply float32 as parts in float16 faster than the plain units do."""
     return device.peak("float16", tensor=True) / _OF_PARTS > device.peak("float32", tensor=False)
-
-
-def _with_measurements(
-    rows: Sequence[Roof],
-    p: Problem,
-    kernels: Sequence[str | Kernel],
-    backend: Backend,
-    budget: float,
-) -> list[Roof]:
-    able = {row.computation for row in rows if row.bytes}
-    timed = {x.name: x for x in kernels if isinstance(x, Kernel) and x.name in able}
-    if not timed:
-        return list(rows)
-    follow = ("batch", "M", "N") if p.lengths else ()
-    sizes = {x: getattr(p, x) for x in SIZES if x not in follow} | vars(p.options)
-    sizes |= shape_language.arguments(p.shown_operands, p.of_scores) | {
-        shape_language.LENGTHS_OF: p.lengths
-    }
-    sizes[shape_language.BLOCK_MASK] = p.block_mask
-    found = bench(
-        list(timed.values()),
-        backend=backend,
-        budget=budget,
-        alone=True,
-        dtype=p.dtype.name,
-        **sizes,
-    )
-    by_name = {row.kernel: row for row in found}
-    return [replace(row, measured=by_name.get(row.computation)) for row in rows]
 
 
 def roofs(rows: Sequence[Roof]) -> str:

@@ -237,7 +237,9 @@ def _draw_arrows(
         if x.start_warp in place and x.end_warp in place and low < x.end and x.start < high
     ]
     step = -(-len(there) // _ARROWS)
-    found = [y for is_copy in (True, False) for y in _of_kind(there, is_copy)[:: step or 1]]
+    in_order = sorted(there, key=lambda x: x.start)
+    kinds = [[x for x in in_order if x.is_copy == is_copy] for is_copy in (True, False)]
+    found = [x for own in kinds for x in own[:: step or 1]]
     for x in found:
         axes.add_patch(
             FancyArrowPatch(
@@ -255,10 +257,6 @@ def _draw_arrows(
         where: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
         where |= {"horizontalalignment": "right", "verticalalignment": "top"}
         axes.annotate(text, (1, 0), (0, -22), fontsize=7, **where)
-
-
-def _of_kind(arrows: Iterable[Arrow], is_copy: bool) -> list[Arrow]:
-    return sorted((x for x in arrows if x.is_copy == is_copy), key=lambda x: x.start)
 
 
 def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, Fill]]:

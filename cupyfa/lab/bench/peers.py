@@ -4,7 +4,6 @@ All of them are optional: Unsupported says why one cannot be used. Arrays are sh
 without a copy; masks mean the same as here.
 """
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,9 +30,8 @@ _TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 FLEX = "flex"  # torch's flex_attention
 _RAGGED = ("fa2", "efficient")  # those that take packed sequences
-_OTHERS = {"cudnn-frontend": "nvidia-cudnn-frontend", "jax": "jax"}
 _OF_TORCH = (*_TORCH, FLEX)
-PACKAGES = dict.fromkeys(_OF_TORCH, "torch") | _OTHERS
+PACKAGES = {**dict.fromkeys(_OF_TORCH, "torch"), "cudnn-frontend": "nvidia-cudnn-frontend"}
 NAMES = tuple(PACKAGES)
 OPTIONS_OF_PEERS = ("causal", "scale")
 
@@ -78,7 +76,7 @@ def peer(
             return _torch(name, backend, p, inputs, more, gradient)
         if operation != "forward":
             raise Unsupported("its gradients are not timed here")
-        return {"cudnn-frontend": _cudnn_frontend, "jax": _jax}[name](name, backend, p, inputs)
+        return _cudnn_frontend(name, backend, p, inputs)
 
 
 def _foreign(name: str, p: Problem) -> list[str]:
@@ -328,45 +326,6 @@ def _torch_stream(torch: Any, backend: Backend) -> Any:
         return nullcontext()
     stream = torch.cuda.ExternalStream(backend.stream) if backend.stream else None
     return torch.cuda.stream(stream or torch.cuda.default_stream())
-
-
-def _jax(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:
-    """JAX's attention, which takes contiguous arrays [batch, rows, heads, columns].
-
-    It has a stream of its own, so each call waits for the result; its time includes the host's.
-    """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most memory
-    jax = import_module("jax")
-    if p.dtype.name == "float64":
-        raise Unsupported("its arrays have no float64 by default")
-    if p.causal and p.causal_offset != 0:
-        raise Unsupported("its causal mask is aligned to the top left")
-    inputs = [_jax_array(jax, array.swapaxes(1, 2)) for array in arrays]
-    options = {"scale": p.scale, "is_causal": p.causal is not None}
-
-    def prepared(implementation: str) -> Peer:
-        attention = partial(jax.nn.dot_product_attention, implementation=implementation, **options)
-        function = jax.jit(attention)
-
-        def call() -> Any:
-            backend.synchronize()
-            return function(*inputs).block_until_ready()
-
-        output = np.asarray(call()).swapaxes(1, 2)
-        return Peer(f"jax {implementation}", call, {"O": output})
-
-    try:
-        return prepared("cudnn")
-    except Exception:  # cuDNN does not take all problems, and needs a GPU
-        return prepared("xla")
-
-
-def _jax_array(jax: Any, array: Any) -> Any:
-    array = array if array.flags.c_contiguous else array.copy()
-    if str(array.dtype) != "bfloat16":
-        return jax.dlpack.from_dlpack(array)
-    bits = jax.dlpack.from_dlpack(array.view(np.int16))
-    return jax.lax.bitcast_convert_type(bits, jax.numpy.bfloat16)
 
 
 def _cudnn_frontend(name: str, backend: Backend, p: Problem, arrays: Sequence[Any]) -> Peer:

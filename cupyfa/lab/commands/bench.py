@@ -12,7 +12,6 @@ import click
 
 from cupyfa import cache_folder
 from cupyfa.errors import Unsupported
-from cupyfa.lab.analysis import timeline_trace
 from cupyfa.lab.bench import peers, sweeps
 from cupyfa.lab.bench.benchmark import bench as measure
 from cupyfa.lab.bench.results import Measurement, Results
@@ -221,11 +220,8 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
 
 
 def _measured_on(file: Path) -> str | None:
-    """The GPU whose times a file has, of a benchmark or a timeline; None for others."""
+    """The GPU whose times a file has; None for others."""
     try:
-        if timeline_trace.is_timeline(file):
-            own = timeline_trace.load(file)
-            return None if own.modelled else own.device
         about = Results.load(file).environment
     except (OSError, ValueError):
         return None

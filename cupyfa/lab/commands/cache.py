@@ -1,19 +1,13 @@
 """``cupyfa cache``."""
 
 import sys
-from dataclasses import replace
 from typing import Any
 
 import click
 
 from cupyfa.lab.analysis import caches
-from cupyfa.lab.bench import sweeps
 from cupyfa.lab.commands import UNSUPPORTED, command_options
 from cupyfa.lab.report.tables import render
-from cupyfa.ladder.lookup import operation_of
-from cupyfa.problem.options import AttentionOptions
-from cupyfa.problem.shape_language import NAMES
-from cupyfa.runtime.choose_backend import backend_named
 
 _OURS = [kind for kind in caches.KINDS if kind != "cupy"]
 _MEANINGS = "\b\nKinds:\n" + "\n".join(f"  {x:10} {y}" for x, y in caches.KINDS.items())
@@ -30,7 +24,7 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click
 
 @click.group(epilog=_MEANINGS)
 def cache() -> None:
-    """List, clear or fill the files on disk."""
+    """List or clear the files on disk."""
 
 
 @cache.command("list")
@@ -69,65 +63,3 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
     if dry_run:
         command_options.note("nothing was removed")
     sys.exit(UNSUPPORTED if any(x.left for x in removed) and not dry_run else 0)
-
-
-@cache.command()
-@command_options.kernels_argument
-@click.option(
-    "--dtype",
-    "dtypes",
-    multiple=True,
-    type=command_options.dtype_choice,
-    default=("float32",),
-    help="Dtype to compile for; may be repeated.",
-)
-@click.option("-d", "ds", default="64", help="Head dimensions, as 64,128.")
-@command_options.size_option("dv", type=command_options.Integer(1))
-@click.option(
-    "--group", type=command_options.Integer(1), default=1, help="Query heads for each key head."
-)
-@command_options.attention_options
-@command_options.array_options
-@click.option("--both", is_flag=True, help="With a causal mask, and without one.")
-@command_options.backend_option
-@command_options.format_option
-def warm(
-    kernels: list[str],
-    dtypes: tuple[str, ...],
-    ds: str,
-    dv: int | None,
-    group: int,
-    both: bool,
-    backend: str,
-    form: str,
-    **given: Any,
-) -> None:
-    """Compile KERNELs now, before a program needs them.
-
-    KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
-    Combinations that a kernel cannot do are skipped. Tiles are those of long sequences, of short
-    ones, and of few queries or heads.
-    """
-    operations = {operation_of(name) for name in kernels}
-    command_options.refuse_foreign(operations, "ds", "dv", "group", "both", *given)
-    if given["causal"] and both:
-        raise ValueError("--causal and --both say different things; leave one out")
-    found = command_options.given_sizes(given)
-    arrays = {name: found.pop(name) for name in NAMES if name in found}
-    base = AttentionOptions(**found)
-    masks = (None, "bottom-right") if both else (base.causal,)
-    _, sizes = sweeps.parsed(f"d={ds}")
-    on = backend_named(backend)
-    with command_options.progress_bar("compiling") as progress, on.working_on(None):
-        done = caches.warm(
-            on,
-            kernels,
-            dtypes,
-            sizes,
-            dv=dv,
-            options=[replace(base, causal=mask) for mask in masks],
-            group=group,
-            arrays=arrays,
-            progress=progress,
-        )
-    click.echo(render([done._asdict()], form))

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -196,14 +196,14 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
         click.echo(f"{more:,} more failure{'s' * (more != 1)}: --format json lists all\n", err=err)
     if len(done.tallies) > 1:
         click.echo(f"{table_of([tally.row() for tally in done.tallies])}\n", err=err)
-    covered = {f"{x.kernel} covered": _counts(x.covered) for x in done.tallies if x.covered}
+    covered = {
+        f"{x.kernel} covered": ", ".join(f"{name} {count:,}" for name, count in x.covered.items())
+        for x in done.tallies
+        if x.covered
+    }
     if covered:
         click.echo(fields(covered), err=err, nl=False)
     click.echo(str(done), err=err)
-
-
-def _counts(covered: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in covered.items())
 
 
 def _lines(number: int, failure: Failure) -> str:
@@ -212,18 +212,14 @@ def _lines(number: int, failure: Failure) -> str:
     # A finite error has all its numbers in the table.
     infinite = [str(x) for x in outcome.verdicts if np.isinf(x.ratio)]
     message = infinite if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
+    more = failure.cases - 1  # failures with the same smaller case
+    others = f", and {more:,} more" if more else ""
     lines = [
         f"{failure.case}",
-        *([f"found on {failure.found_on}{_others(failure)}"] if failure.found_on else []),
+        *([f"found on {failure.found_on}{others}"] if failure.found_on else []),
         *message[:_MESSAGE_LINES],
         failure.command,
         *([str(failure.file)] if failure.file else []),
     ]
     indent = " " * len(f"{number}  ")
     return f"{number}  " + f"\n{indent}".join(lines)
-
-
-def _others(failure: Failure) -> str:
-    """How many failures have the same smaller case."""
-    more = failure.cases - 1
-    return f", and {more:,} more" if more else ""

@@ -25,11 +25,19 @@ from cupyfa.lab.bench import sweeps
 from cupyfa.lab.report.tables import FORMATS
 from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES
 from cupyfa.ladder import LADDER
-from cupyfa.ladder.lookup import kernels as ladder_kernels, unknown_kernel
+from cupyfa.ladder.kernel import Kernel
+from cupyfa.ladder.lookup import (
+    kernels as ladder_kernels,
+    record_named,
+    unknown_kernel,
+)
+from cupyfa.planner.choose_kernel import select
+from cupyfa.planner.plan import Limits
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.optional_inputs import OPTIONAL_INPUTS
 from cupyfa.problem.options import OPTIONS, Option
+from cupyfa.problem.problem import Problem
 from cupyfa.problem.wrt import WRT
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import NAMES, backend_named
@@ -252,6 +260,17 @@ def array_options(command: Command) -> Command:
         *(*made, captured, blocks, wrt, dlse, row_max, pages),
         *(click.option(_long(x), metavar="LENGTHS", help=y) for x, y in _LENGTHS.items()),
     )
+
+
+def kernel_and_problem(
+    name: str, sizes: dict[str, Any], limits: Limits, *, small: bool = False
+) -> tuple[Kernel, Problem]:
+    """The record of a kernel's name, or what "auto" chooses, and the one problem of these sizes."""
+    records = [] if name == "auto" else [record_named(name)]
+    operation = records[0].operation if records else "forward"
+    refuse_foreign([operation], *sizes)
+    (problem,) = sweeps.problems(operation, sizes, *records, small=small)
+    return select(records[0] if records else "auto", operation, problem, limits), problem
 
 
 def architecture(given: str) -> str:

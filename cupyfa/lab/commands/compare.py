@@ -5,12 +5,10 @@ from collections import Counter
 
 import click
 
-from cupyfa.errors import printable
-from cupyfa.lab.analysis import timeline_summary, timeline_trace
 from cupyfa.lab.bench.comparison import compare as compared, differences
 from cupyfa.lab.bench.results import Results
 from cupyfa.lab.commands import WRONG, command_options
-from cupyfa.lab.report.tables import comparisons, render, table_of
+from cupyfa.lab.report.tables import comparisons, render
 
 
 def _fraction(percentage: str) -> float:
@@ -41,31 +39,7 @@ def compare(before: str, after: str, fail_slower: float | None, form: str) -> No
     if two standard errors are more than ten percent. They follow from the spread of the rounds, the
     drift within each run, and the drift between the runs, which kernels of unchanged code show;
     they are at least one percent. Times of the simulator are not compared.
-
-    Of two files of `cupyfa timeline --save` it shows by how much each phase has changed.
     """
-    kinds = [timeline_trace.is_timeline(x) for x in (before, after)]
-    if all(kinds):
-        command_options.refuse_idle("timelines have no verdict", "fail_slower")
-        saved = [timeline_trace.load(x) for x in (before, after)]
-        rows = timeline_trace.compared(*saved)
-        for difference in timeline_trace.differences(*saved):
-            command_options.note(difference)
-        names = [f"{x}: {timeline_trace.named(y)}" for x, y in zip(("before", "after"), saved)]
-        if form == "table":
-            click.echo(printable("\n".join([*names, ""])))
-            click.echo(table_of(rows, share=False, shown=timeline_summary.rounded))
-            return
-        for name in names:
-            command_options.note(name)
-        click.echo(render(rows, form))
-        return
-    if any(kinds):
-        one, other = (before, after) if kinds[0] else (after, before)
-        raise ValueError(
-            f"{one} is a timeline, and {other} is not; give two files of cupyfa timeline --save, "
-            "or two of cupyfa bench --save"
-        )
     old, new = Results.load(before), Results.load(after)
     for difference in differences(old, new):
         command_options.note(difference)

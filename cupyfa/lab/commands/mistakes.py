@@ -27,6 +27,7 @@ _ELSEWHERE = {
 _REMOVED = {
     "memory": "cupyfa show KERNEL --plan has the bytes that a kernel holds, cupyfa roofline those "
     "that it moves",
+    "warm": "a program that calls cupyfa.compile fills the cache",
     "profile": "run a profiler on cupyfa run: ncu --set full cupyfa run KERNEL",
 }
 # What other programs call values of choices.
@@ -87,7 +88,8 @@ def _instead_of(name: str, context: click.Context) -> str:
         return f": {remedy}"
     word = name.lstrip("-").replace("_", "-")
     for parameter in context.command.params:
-        if isinstance(parameter, click.Argument) and _is_word_for(word, parameter):
+        is_argument = isinstance(parameter, click.Argument)
+        if is_argument and word.lower().rstrip("s") == (parameter.name or "").rstrip("s"):
             return f": {parameter.human_readable_name} is written without an option"
     known = {x.lstrip("-"): x for x in _options(context.command)}
     by_case = {x.lower(): known[x] for x in known}
@@ -98,10 +100,6 @@ def _instead_of(name: str, context: click.Context) -> str:
         close = closest(word, [x for x in known if len(x) > 1])
         meant = known[close] if close else None
     return f". Did you mean '{meant}'?" if meant else ""
-
-
-def _is_word_for(word: str, argument: click.Argument) -> bool:
-    return word.lower().rstrip("s") == (argument.name or "").rstrip("s")
 
 
 def _options(command: click.Command) -> list[str]:

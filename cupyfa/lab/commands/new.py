@@ -41,7 +41,11 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     overwritten.
     """
     _require_name(name)
-    texts = _copied(name, rung, operation) if rung else _small(name, operation or "forward")
+    if rung:
+        texts = _copied(name, rung, operation)
+    else:
+        template = operation or "forward"
+        texts = {f"{name}.{x}": _filled(f"{template}.{x}", name) for x in ("cu", "py")}
     tests = f"test_{name}.py"
     texts[tests] = _filled("test.py", name)
     if there := [file for file in texts if Path(file).exists()]:
@@ -58,11 +62,6 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
     if form == "table":
         script = f"{name}.py:{name}"
         click.echo(f"\ncupyfa run {script}\ncupyfa check {script}\npytest {tests}")
-
-
-def _small(name: str, operation: str) -> dict[str, str]:
-    """The files of a small kernel, and their texts."""
-    return {f"{name}.{x}": _filled(f"{operation}.{x}", name) for x in ("cu", "py")}
 
 
 def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:

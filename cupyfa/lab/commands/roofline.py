@@ -27,13 +27,6 @@ from cupyfa.lab.report.tables import render
     help="A device by its data sheet, or this GPU by its measured rates of large products and "
     "copies.  [default: this if there is one, else h100]",
 )
-@click.option("--no-measure", is_flag=True, help="Do not measure kernels on this GPU.")
-@click.option(
-    "--budget",
-    type=command_options.SECONDS,
-    default=0.2,
-    help="Seconds for each kernel that is measured.",
-)
 @click.option(
     "--plot", type=command_options.FILE, help="Draw the roofline to an .svg or .png file."
 )
@@ -48,11 +41,9 @@ def roofline(
     kernels: tuple[str, ...],
     swept: tuple[str, ...],
     device: str | None,
-    no_measure: bool,
     plot: Path | None,
     saved: str | None,
     backward: bool,
-    budget: float,
     form: str,
     **sizes: Any,
 ) -> None:
@@ -61,8 +52,8 @@ def roofline(
     KERNEL is `naive` (S and P go through memory), `tiled` (each input is read once, the output is
     written once), a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own;
     the default is the first two and every rung that can do the problem. FLOP/B is the intensity;
-    below the device's balance memory is the bound, above it arithmetic or the exponentials. On this
-    GPU kernels are also measured; with `--from` the measurements come from a file.
+    below the device's balance memory is the bound, above it arithmetic or the exponentials. With
+    `--from` the measurements of a file stand beside the least times.
     """
     if plot:
         plots.check(plot)
@@ -72,16 +63,14 @@ def roofline(
         raise ValueError(f"{', '.join(tiles)} is not a size; -p takes sizes and options")
     sizes |= several
     if saved:
-        command_options.refuse_idle("--from measures nothing", "backward", "budget", "no_measure")
+        command_options.refuse_idle("--from names an operation", "backward")
         rows = measured_roofs(Results.load(saved), kernels, device=device or "auto", **sizes)
     else:
-        with command_options.progress_bar("measuring") as progress:
+        with command_options.progress_bar("computing") as progress:
             rows = roofs_of(
                 kernels,
                 device=device or "auto",
                 backward=backward,
-                measure=not no_measure,
-                budget=budget,
                 progress=progress,
                 **sizes,
             )

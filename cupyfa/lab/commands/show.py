@@ -5,11 +5,9 @@ from typing import Any
 import click
 
 from cupyfa.lab.analysis.resources import compile_launch, compiled_row, limits_of, ptx, sass
-from cupyfa.lab.bench import sweeps
 from cupyfa.lab.commands import command_options
 from cupyfa.lab.report.tables import Row, plan_lines, plan_row, render, table_or_fields
-from cupyfa.ladder.lookup import operation_of, record_named
-from cupyfa.planner.choose_kernel import passed_over, plan, select
+from cupyfa.planner.choose_kernel import passed_over, plan
 from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.planner.source import inlined, text
 
@@ -47,13 +45,9 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
     if len(views) > 1:
         raise ValueError(f"--{' and --'.join(views)} are {len(views)} views; ask for one at a time")
     view = views[0] if views else "resources"
-    operation = operation_of(kernel)
-    command_options.refuse_foreign([operation], *sizes)
-    records = [] if kernel == "auto" else [record_named(kernel)]
-    (problem,) = sweeps.problems(operation, sizes, *records)
     arch = command_options.architecture(arch)
     limits = limits_of(arch)
-    record = select(records[0] if records else "auto", operation, problem, limits)
+    record, problem = command_options.kernel_and_problem(kernel, sizes, limits)
     planned = plan(record, problem, limits, **tiles)
     if form == "table" and view == "plan":
         found = passed_over(record, problem, limits) if kernel == "auto" else None

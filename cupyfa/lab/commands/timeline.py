@@ -10,14 +10,11 @@ import click
 from cupyfa.lab.analysis import timeline_recorder as timelines, timeline_trace
 from cupyfa.lab.analysis.timeline_plot import draw
 from cupyfa.lab.analysis.timeline_summary import lines, rounded, shares
-from cupyfa.lab.bench import sweeps
 from cupyfa.lab.commands import command_options
 from cupyfa.lab.commands.bench import check_target
 from cupyfa.lab.report import plots
 from cupyfa.lab.report.tables import FORMATS, render, table_of
 from cupyfa.lab.verify.case import Case
-from cupyfa.ladder.lookup import operation_of, record_named
-from cupyfa.planner.choose_kernel import select
 from cupyfa.runtime.choose_backend import backend_named
 
 PERFETTO = "perfetto"
@@ -75,7 +72,7 @@ class _Window(click.ParamType):
 @click.option(
     "--save",
     type=command_options.FILE,
-    help="Write a trace for https://ui.perfetto.dev and `compare`.",
+    help="Write a trace for https://ui.perfetto.dev.",
 )
 @command_options.backend_option
 @click.option(
@@ -109,19 +106,16 @@ def timeline(
     """
     on = backend_named(backend)
     check_target(plot)
-    check_target(save, on)
+    check_target(save)
     if plot:
         plots.check(plot)
     if save and plot and save.resolve() == plot.resolve():
         raise ValueError(f"--save and --plot both name {save}; name two files")
     if zoom and not plot:
         command_options.refuse_idle("without --plot there is no picture", "zoom")
-    operation = operation_of(kernel)
-    command_options.refuse_foreign([operation], *sizes)
-    records = [] if kernel == "auto" else [record_named(kernel)]
-    (problem,) = sweeps.problems(operation, sizes, *records, small=on.name == "simulator")
-    record = records[0] if records else select("auto", operation, problem, on.limits)
-    case = Case(operation, problem, seed, values, layout)
+    small = on.name == "simulator"
+    record, problem = command_options.kernel_and_problem(kernel, sizes, on.limits, small=small)
+    case = Case(record.operation, problem, seed, values, layout)
     with command_options.progress_bar("recording") as progress, on.working_on(None):
         found = timelines.record(
             record,

@@ -487,12 +487,9 @@ def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator
     for operation, chosen in by_operation.items():
         can = [partial(_runs, record=record, backend=backend) for _, record in chosen]
         for case in grids.cases(grid, operation, can=can, **how):
-            which = [kernel if record else _automatic(case, backend) for kernel, record in chosen]
+            usual = partial(choose_kernel.select, AUTO, case.operation, case.problem)
+            which = [kernel if record else usual(backend.limits).name for kernel, record in chosen]
             yield Task(case, tuple({name_of(kernel): kernel for kernel in which}.values()))
-
-
-def _automatic(case: Case, backend: Backend) -> str:
-    return choose_kernel.select(AUTO, case.operation, case.problem, backend.limits).name
 
 
 def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:

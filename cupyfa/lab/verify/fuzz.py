@@ -141,7 +141,8 @@ class Fuzz:
             pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
                 drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
-                limits = self._limits_with(drawn.multiprocessors)
+                multiprocessors = drawn.multiprocessors or self._limits.multiprocessors
+                limits = replace(self._limits, multiprocessors=multiprocessors)
                 choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
                 refuse_long(self.backend, drawn.case.problem)
                 return drawn
@@ -154,11 +155,6 @@ class Fuzz:
     @property
     def _limits(self) -> Limits:
         return self.backend.limits
-
-    def _limits_with(self, multiprocessors: int | None) -> Limits:
-        return replace(
-            self._limits, multiprocessors=multiprocessors or self._limits.multiprocessors
-        )
 
     def _kind(self, turns: "_Turns") -> str:
         """What a group of samples is about."""

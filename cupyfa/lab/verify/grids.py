@@ -1,14 +1,5 @@
-"""Grids: the lists of cases that a kernel is checked on, by name.
+"""Grids: the lists of cases that a kernel is checked on, by name."""
 
-``fa2`` and ``fa3`` have the sizes of Dao-AILab/flash-attention's tests at commit 0251105a2fb1:
-tests/test_flash_attn.py, hopper/test_flash_attn.py and tests/cute/test_flash_attn.py, without
-dropout, softcap, ALiBi, sinks, packed sequences of several lengths, paged or appended caches,
-rotary embedding and fp8. Axes are crossed as in those tests, with two exceptions: for long
-sequences or a window one random combination of dtype, shared keys and layout is taken, and long
-sequences have fewer batch elements.
-"""
-
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +13,7 @@ from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, INPUTS
 from cupyfa.problem.optional_inputs import BIAS, MASK
-from cupyfa.problem.options import OPTIONS, Window
+from cupyfa.problem.options import OPTIONS
 from cupyfa.problem.problem import Problem, can_give
 from cupyfa.problem.wrt import WRT
 
@@ -31,20 +22,14 @@ GRIDS = {
     "smoke": "lengths, head dimensions, masks and shared keys: 180 cases for each dtype",
     "edges": "sizes of 0 and 1, odd and large sizes, windows, ragged batches, keys in pages, every "
     "layout, every kind of values",
-    "fa2": "the sizes of FlashAttention 2's tests, then the edges",
-    "fa3": "the sizes of FlashAttention 3's and 4's tests, then the edges",
 }
 
 Axes = Mapping[str, Sequence[Any]]
 Choice = Mapping[str, Any]  # a value for each axis
-Lengths = tuple[tuple[int, int], ...]  # of queries and keys
 
 _EVERY = tuple(DTYPES)
-_HALVES = ("float16", "bfloat16")
 _MASKS = (None, "bottom-right")
 _EVERY_MASK = (None, *OPTIONS["causal"].tried)
-_LOCAL = ("neither", "both")  # sides on which a window has a limit
-_SIDES = (*_LOCAL, "left", "right")
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
 
 
@@ -97,102 +82,22 @@ def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     return not (is_ragged and named & {BIAS, MASK, shape_language.BLOCK_MASK, WRT})
 
 
-# FlashAttention's tests
-
-_HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
-_FEW_QUERIES = ((3, 1024), (1, 339), (64, 800), (3, 799), (64, 2048), (16, 20000))
-_CAUSAL = (
-    *((1, 239), (3, 799), (127, 512), (127, 513), (113, 203)),
-    *((128, 217), (113, 211), (108, 256), (256, 512), (1023, 1024)),
-)
-
-
-def _square(*lengths: int) -> Lengths:
-    return tuple((length, length) for length in lengths)
-
-
-def _swapped(lengths: Lengths) -> Lengths:
-    """The lengths, and those of queries and keys exchanged."""
-    return (*lengths, *((N, M) for M, N in lengths))
-
-
-def _axes(batch: int, heads: int, lengths: Lengths, **others: Sequence[Any]) -> Axes:
-    """The axes of one test; without kv_heads every head has keys of its own."""
-    usual = {"d": _HEAD_DIMS, "causal": _MASKS, "local": _LOCAL, "layout": ("bshd",)}
-    axes = {"batch": (batch,), "heads": (heads,), "kv_heads": (), "lengths": lengths}
-    return {name: values for name, values in {**axes, **usual, **others}.items() if values}
-
-
-_SMOKE_LENGTHS = ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339))
-_SMOKE_DIMS = (32, 59, 64, 111, 128, 256)
-SMOKE = _axes(1, 6, _SMOKE_LENGTHS, d=_SMOKE_DIMS, kv_heads=(6, 2, 1), local=(), layout=())
-_FA2_LENGTHS = (
-    *((113, 203), (128, 217), (113, 211), (108, 256), (256, 512), (512, 256)),
-    *((1024, 1024), (1023, 1024), (1024, 1023), (2048, 2048)),
-)
-_FA2_DIMS = [d for d in _HEAD_DIMS if d != 80]
-_PACKED = _square(97, 128, 200, 384, 768, 1024, 1025, 2048)
-_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (1, 131072), (16, 131072), (128, 128))
-_RACING = (
-    *((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128)),
-    *_square(97, 128, 200, 256, 257, 384, 512, 768, 1024),
-)
-FA2: Mapping[str, Axes] = {
-    "test_flash_attn_output": _axes(
-        4, 6, _FA2_LENGTHS, d=_FA2_DIMS, kv_heads=(6, 1, 2), layout=("bshd", "packed")
-    ),
-    "test_flash_attn_qkvpacked": _axes(4, 9, _PACKED, layout=("packed",)),
-    "test_flash_attn_causal": _axes(8, 9, _swapped(_CAUSAL), causal=("bottom-right",)),
-    "test_flash_attn_splitkv": _axes(1, 12, _swapped((*_FEW_QUERIES, (128, 128), (256, 256)))),
-    "test_flash_attn_splitkv, longest": _axes(1, 2, _swapped(((16, 100000),))),
-    "test_flash_attn_kvcache": _axes(
-        2, 6, _CACHED, d=(32, 59, 64, 80, 128, 256), kv_heads=(6, 1, 3)
-    ),
-    "test_flash_attn_race_condition": _axes(60, 4, _RACING, local=()),
-    "test_flash_attn_deterministic": _axes(4, 9, _swapped(_CAUSAL)),
+SMOKE: Axes = {
+    "batch": (1,),
+    "heads": (6,),
+    "kv_heads": (6, 2, 1),
+    "lengths": ((1, 1), (113, 203), (512, 256), (1023, 1024), (1, 339)),
+    "d": (32, 59, 64, 111, 128, 256),
+    "causal": _MASKS,
 }
-_HOPPER_LENGTHS = (
-    *((1, 1), (64, 128), (128, 192), (256, 256), (239, 1), (799, 3), (113, 203)),
-    *((113, 128), (128, 217), (113, 211), (108, 256), (256, 512), (384, 256)),
-    *((640, 128), (512, 256), (1024, 1024), (1023, 1024), (1024, 1023)),
-)
-_CUTE_LENGTHS = ((3, 3), (64, 32), (64, 1), (128, 128), (255, 256), (2048, 2048))
-_FA3_CACHED = (*_FEW_QUERIES, (1, 128), (64, 256), (128, 128), (256, 512), (2048, 3577))
-_FA3_DIMS = (64, 96, 128, (192, 192), (192, 128), 256, (64, 256), (64, 512))
-_NO_KEYS = ((1, 0), (64, 0), (128, 0), (256, 0))
-FA3: Mapping[str, Axes] = {
-    "hopper test_flash_attn_output": _axes(
-        9, 6, _HOPPER_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 2, 1), local=_SIDES
-    ),
-    "cute test_flash_attn_output": _axes(
-        9, 6, _CUTE_LENGTHS, d=_FA3_DIMS, kv_heads=(6, 3, 1), local=_SIDES
-    ),
-    "both, long": _axes(
-        2, 6, _square(4096, 4224), d=_FA3_DIMS, kv_heads=(6, 3, 2, 1), local=_SIDES
-    ),
-    "cute test_flash_attn_small_head_dim": _axes(2, 2, _square(128, 2048), d=(8, 16, 32), local=()),
-    "hopper and cute test_flash_attn_kvcache": _axes(
-        5, 6, _FA3_CACHED, d=(64, 128), kv_heads=(6, 3, 1)
-    ),
-    "hopper test_flash_attn_cluster": _axes(
-        2, 16, ((64, 8192),), d=(128,), kv_heads=(4,), local=()
-    ),
-    "cute test_flash_attn_seqlen_k_zero": _axes(4, 16, _NO_KEYS, d=(128, 192), local=()),
-}
-_TAKE_TURNS = ("dtype", "kv_heads", "layout")
 
 
 def _choices(grid: str, rows: bool, dtypes: Sequence[str] | None) -> Iterator[Choice]:
     """The choices of a grid for attention, or for a softmax over rows."""
     if grid == "smoke":
-        smoke = {"lengths": _ROWS_SMOKE} if rows else SMOKE
-        yield from _crossed({**smoke, "dtype": dtypes or _EVERY})
+        axes = {**({"lengths": _ROWS_SMOKE} if rows else SMOKE), "dtype": dtypes or _EVERY}
+        yield from (dict(zip(axes, values)) for values in product(*axes.values()))
         return
-    for axes in {"fa2": FA2, "fa3": FA3}.get(grid, {}).values():
-        if rows:
-            yield from _crossed({"lengths": axes["lengths"], "dtype": dtypes or _HALVES})
-        else:
-            yield from _crossed_if_short({**axes, "dtype": dtypes or _HALVES})
     yield from (_row_edges if rows else _edges)(dtypes or _EVERY)
 
 
@@ -204,43 +109,17 @@ def _case(
     d: int | tuple[int, int] = 0,
     values: str = "normal",
     layout: str = "bhsd",
-    local: str = "neither",
     sequences: str | None = None,
     **sizes: Any,
 ) -> Case:
     """A case of the chosen values; d may be the pair of d and dv."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
-    if local != "neither" and N is not None:
-        pick = random.Random(f"{lengths} {d} {dv} {local} {sizes}")
-        sizes["window"] = _random_window(pick, local, N)
     if operation == "softmax":
         problem = Problem.of_row_sizes(M, N, **sizes)
     else:
         problem = Problem.of_sizes(M=M, N=N, d=d, dv=dv, lengths=sequences, **sizes)
     return Case(operation, problem, seed, values, layout)
-
-
-def _crossed(axes: Axes) -> Iterator[Choice]:
-    for values in product(*axes.values()):
-        yield dict(zip(axes, values))
-
-
-def _crossed_if_short(axes: Axes) -> Iterator[Choice]:
-    """Every combination; with long sequences or a window, a random one of _TAKE_TURNS."""
-    turns = {name: axes[name] for name in _TAKE_TURNS if name in axes}
-    pick = random.Random(0)
-    for chosen in _crossed({name: axes[name] for name in axes if name not in turns}):
-        combined = list(_crossed(turns))
-        M, N = chosen["lengths"]
-        is_long = M * N > 2**19 or max(M, N) > 2**12
-        if is_long or chosen.get("local", "neither") != "neither":
-            combined = [pick.choice(combined)]
-        if is_long:
-            while chosen["batch"] > 1 and chosen["batch"] * chosen["heads"] * M * N > 2**25:
-                chosen = {**chosen, "batch": chosen["batch"] // 2}
-        for turn in combined:
-            yield {**chosen, **turn}
 
 
 # Edges
@@ -344,18 +223,6 @@ def _row_edges(dtypes: Sequence[str]) -> Iterator[Choice]:
     for sizes, dtype in product(_ROWS_SPECIAL, dtypes):
         yield {**sizes, "dtype": dtype}
     yield from _paired({**_ROWS_ODD, "dtype": dtypes}, _OF_ODD)
-
-
-# Windows
-
-
-def _random_window(pick: random.Random, sides: str, N: int) -> Window:
-    """Limits on these sides of 0 to N keys, uniform in their logarithm."""
-
-    def keys(*limited: str) -> int | None:
-        return round(math.exp(pick.uniform(0, math.log(N + 1)))) - 1 if sides in limited else None
-
-    return keys("left", "both"), keys("right", "both")
 
 
 # Samples with many pairs of values

@@ -157,15 +157,13 @@ class _Drawer:
     def _leaf(self) -> str:
         scores = ["score"] * 4 * self.has_score
         whole = f"min({self._whole_leaf()}, 8)"
-        return self._pick((*scores, *self._of_kind("number", 3), self._constant(), whole))
+        constant = self._pick(("0.1", "2.5", "1", "0.0", "-1.5", "1e-6", "3"))
+        return self._pick((*scores, *self._of_kind("number", 3), constant, whole))
 
     def _whole_leaf(self) -> str:
         places = self._pick(_OF_PLACES)
         few = self._pick((places, "(position - key)", str(self.rng.randrange(1, 9))))
         return self._pick((few, *self._of_kind("whole", 1)))
-
-    def _constant(self) -> str:
-        return self._pick(("0.1", "2.5", "1", "0.0", "-1.5", "1e-6", "3"))
 
     def _divisor(self) -> str:
         of_arrays = self._of_kind("whole", 1, arrays=True)

@@ -182,17 +182,14 @@ def test_a_cache_that_cannot_be_written_is_a_fault(monkeypatch, tmp_path, thing,
     assert look(thing).state == OK and "GiB free" in look(thing).found
 
 
-def test_a_read_only_cache_is_a_fault(monkeypatch, tmp_path):
+def test_a_cache_that_is_read_only_or_has_no_place_is_a_fault(monkeypatch, tmp_path):
     def read_only(*_, **__):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setenv("CUPYFA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
     assert look("cache").state == FAULT
-
-
-def test_a_user_without_a_home_has_no_cache(monkeypatch):
-    monkeypatch.setattr(cache_folder, "chosen_folder", lambda: None)
+    monkeypatch.setattr(cache_folder, "chosen_folder", lambda: None)  # of a user without a home
     assert look("cache").state == FAULT
 
 

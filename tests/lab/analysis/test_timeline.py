@@ -529,32 +529,6 @@ def test_shares_are_of_the_time_of_warps_that_work():
     assert said in lines(small(phases=both, unit="µs"))
 
 
-def test_a_trace_is_one_and_can_be_compared(tmp_path, overlap):
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    shorter = tuple(replace(x, end=x.end - 20 * (x.kind is Kind.SOFTMAX)) for x in small().phases)
-    for file, one in zip(files, (small(), small(phases=shorter))):
-        traces.save(one, file)
-    done = cli("compare", *files, "--format", "json")
-    assert "note: before: k, block 0, 100 cycles" in done.stderr
-    rows = strict(done.stdout)
-    changes = [(x["phase"], x["change"]) for x in rows]
-    assert changes == [("idle", 20), ("softmax", -20), ("wait: K full", 0), ("other", 0)]
-    traces.save(small(problem="q", blocks=(3,)), files[1])
-    done = cli("compare", *files)
-    assert "problem: p before, q after" in done.stderr and "block 3 after" in done.stderr
-    assert done.stdout.startswith("before: k, block 0, 100 cycles\nafter: k, block 3, 100 cycles\n")
-    traces.save(small(operation="backward"), files[1])
-    said = refused("compare", *files, code=2)
-    assert "k is forward, and k backward; give two timelines of one operation" in said
-    measured, missing = tmp_path / "m.json", tmp_path / "no.json"
-    measured.write_text('{"rows": [], "environment": {}}')
-    said = refused("compare", files[0], measured, code=2)
-    assert f"{files[0]} is a timeline, and {measured} is not" in said
-    assert f"{missing} cannot be read" in refused("compare", files[0], missing, code=2)
-    traces.save(overlap, files[1])
-    assert "record both alike" in refused("compare", *files, code=2)
-
-
 def test_a_trace_has_the_format_of_trace_events(overlap):
     """Phases of a row follow each other, flows begin and end in one, and pairs belong together."""
     odd = replace(overlap, nanoseconds=0.581)  # of a cycle; times are whole nanoseconds
@@ -585,27 +559,6 @@ def test_a_trace_has_the_format_of_trace_events(overlap):
         assert around and (x["ph"] == "s" or "wait" in around[0])
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        *({"phases": x} for x in (5, ["x"], [{"a": 1}], [{"phase": 1, "mean": 1, "share_%": 1}])),
-        *({"facts": x} for x in ({}, [], {"time": float("nan")})),
-        *({name: 5} for name in ("kernel", "tiles", "modelled", "unit")),
-    ],
-)
-def test_files_that_are_no_timelines(odd, tmp_path):
-    content = traces.trace(small())
-    content["cupyfa"] |= odd
-    (file := tmp_path / "x.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"x\.json was not written by cupyfa timeline --save"):
-        traces.load(file)
-    file.write_text('{"cupyfa": {"timeline": 2}}')
-    with pytest.raises(ValueError, match="has version 2 of timelines, .* record it again"):
-        traces.load(file)
-    file.write_text('{"cupyfa": 5}')
-    assert not traces.is_timeline(file)
-
-
 def test_the_command(tmp_path):
     picture, trace = tmp_path / "x.svg", tmp_path / "x.json"
     done = cli("timeline", "wgmma_overlap", *OPTIONS, "--plot", picture, "--save", trace)
@@ -614,7 +567,6 @@ def test_the_command(tmp_path):
     assert re.fullmatch(r"wait: K empty +[\d.]+ +\d,\d{3} +\d+ +\d,\d{3} +0 +\d{3}", copying)
     svg = picture.read_text()
     assert all(x in svg for x in ("warp 4", "waits for wgmma", "waits for a free buffer", "K full"))
-    assert traces.load(trace).kernel == "wgmma_overlap"
     printed = cli("timeline", "wgmma_overlap", *OPTIONS, "--format", "perfetto").stdout
     assert strict(printed)["traceEvents"] == json.loads(trace.read_text())["traceEvents"]
 
@@ -626,9 +578,6 @@ def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
-    traces.save(small(device="an H100"), measured := tmp_path / "gpu.svg")
-    said = refused("timeline", "fa2", "--save", measured, *SIMULATOR, code=2)
-    assert "gpu.svg has times of an H100, which times of the simulator would replace" in said
     both = ("--save", tmp_path / "x.svg", "--plot", tmp_path / "x.svg")
     assert "x.svg; name two files" in refused("timeline", "fa2", *both, *SIMULATOR, code=2)
     said = refused("timeline", "fa2", "--save", "/proc/x.json", *SIMULATOR, code=2)

@@ -1,6 +1,6 @@
 """Peers: other libraries' attention on our arrays. Those that are not installed are skipped.
 
-Without a GPU, torch and JAX compute on the CPU, on the arrays of the simulator.
+Without a GPU, torch computes on the CPU, on the arrays of the simulator.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ MASKS = [
 
 
 def installed(name):
-    module = {"cudnn-frontend": "cudnn", "jax": "jax"}.get(name, "torch")
+    module = {"cudnn-frontend": "cudnn"}.get(name, "torch")
     return importlib.util.find_spec(module) is not None
 
 
@@ -55,7 +55,7 @@ def agrees(engine, name, **sizes):
     return peer
 
 
-on_cpu = pytest.mark.parametrize("name", ["math", "fa2", "jax"])
+on_cpu = pytest.mark.parametrize("name", ["math", "fa2"])
 
 
 @pytest.fixture
@@ -73,11 +73,7 @@ def needs(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_masks_heads_and_scales_mean_the_same(simulator, name, mask, dtype):
     needs(name)
-    if name == "jax" and mask.get("causal") is True and "M" not in mask:  # M and N differ
-        with pytest.raises(Unsupported, match="jax cannot do .*: its causal mask"):
-            asked(simulator, name, dtype=dtype, **mask)
-    else:
-        agrees(simulator, name, dtype=dtype, **mask)
+    agrees(simulator, name, dtype=dtype, **mask)
 
 
 @pytest.mark.parametrize("name", ["math", "fa2"])
@@ -91,9 +87,8 @@ def test_gradients_mean_the_same(simulator, name, mask):
 
 
 def test_peers_without_gradients_are_refused(simulator):
-    needs("jax")
     with pytest.raises(Unsupported, match="its gradients are not timed here"):
-        asked(simulator, "jax", operation="backward")
+        asked(simulator, "cudnn-frontend", operation="backward")
 
 
 @on_cpu
@@ -122,7 +117,6 @@ def test_nothing_is_copied_for_torch(simulator, name):
         ("cudnn", {}, "torch cudnn cannot do batch=2 heads=4 M=24 .*: ."),
         ("cudnn", {"causal": True}, "its causal mask is aligned to the top left"),
         ("fa2", {"causal": True, "M": 50}, "its rows without a key are NaN"),
-        ("jax", {"dtype": "float64"}, "its arrays have no float64"),
         ("cudnn-frontend", {}, "cudnn-frontend cannot do .*: it needs a GPU"),
     ],
 )
@@ -132,7 +126,7 @@ def test_unsupported_problems_have_a_reason(simulator, name, sizes, reason):
         asked(simulator, name, **sizes)
 
 
-@pytest.mark.parametrize("name, module", [("math", "torch"), ("jax", "jax")])
+@pytest.mark.parametrize("name, module", [("math", "torch"), ("cudnn-frontend", "cudnn")])
 def test_a_peer_that_is_not_installed(simulator, monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(Unsupported, match=f"{name} is not installed"):
@@ -140,8 +134,8 @@ def test_a_peer_that_is_not_installed(simulator, monkeypatch, name, module):
 
 
 def test_versions_are_those_of_the_packages():
-    found = peers.versions(["math", "fa2", "jax"])
-    assert set(found) == {name for name in ("torch", "jax") if installed(name)}
+    found = peers.versions(["math", "fa2"])
+    assert set(found) == {name for name in ("torch",) if installed(name)}
 
 
 @pytest.mark.gpu
@@ -207,7 +201,7 @@ def test_torch_has_no_texts_and_no_slopes(simulator):
         with pytest.raises(Unsupported, match=f"{reason}|not installed"):
             asked(simulator, "math", **sizes)
         with pytest.raises(Unsupported, match=f"{reason}|not installed"):
-            asked(simulator, "jax", **sizes)
+            asked(simulator, "cudnn-frontend", **sizes)
 
 
 def test_texts_become_functions_of_tensors():
@@ -244,7 +238,7 @@ def test_flex_takes_texts(cuda):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operation", ["forward", "backward"])
-@pytest.mark.parametrize("name", [x for x in peers.NAMES if x not in ("jax", peers.FLEX)])
+@pytest.mark.parametrize("name", [x for x in peers.NAMES if x != peers.FLEX])
 def test_peers_are_captured_as_graphs(cuda, name, operation):
     needs(name)
     sizes = {"dtype": "float16", "M": 512, "N": 512, "d": 64}
@@ -313,7 +307,7 @@ def test_sequences_are_handed_over_packed(name, causal):
     [
         ("math", {}, "no ragged batches"),
         ("flex", {}, "no ragged batches"),
-        ("jax", {}, "no ragged batches"),
+        ("cudnn-frontend", {}, "no ragged batches"),
         ("fa2", {"lengths": "3/5"}, "no seqused_q, seqused_k"),
         ("fa2", {"lengths": "_1,5"}, "no rows of no sequence"),
         ("fa2", {"softcap": 3.0}, "no softcap"),

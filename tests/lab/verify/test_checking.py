@@ -292,7 +292,7 @@ def test_processes_find_the_same_failures(tmp_path):
     assert here.tallies == there.tallies
 
 
-@pytest.mark.parametrize("grid", ["smoke", "edges", "fa3", "fuzz"])
+@pytest.mark.parametrize("grid", ["smoke", "edges", "fuzz"])
 def test_a_sample_is_one_that_kernel_and_backend_run(grid):
     """The whole grids have cases that the kernel, or the simulator, refuses."""
     for seed in range(4):
