@@ -78,7 +78,7 @@ def bench(
     until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
     ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
     ``patience`` seconds, by an earlier problem, is left out. ``so_far`` gets all rows so far after
-    each problem. ``watch`` is told what runs.
+    each problem. ``watch`` is told what runs, and begins after the problems that it has as done.
 
     Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
@@ -107,9 +107,12 @@ def bench(
         able = [x for x in mine if isinstance(x, Kernel)]
         problems = sweeps.problems(operation, sizes, *able, small=backend.name == "simulator")
         cases += [Case(operation, problem, seed, values, layout) for problem in problems]
-    rows: list[Measurement] = []
-    refusals: list[Exception | None] = []
+    rows = list(watch.rows)
+    refusals: list[Exception | None] = [None] if any(row.time for row in rows) else []
     for done, case in enumerate(cases):
+        if done < watch.done:
+            continue
+        watch.done, watch.rows = done, list(rows)
         progress(done, len(cases), str(case.problem))
         measuring = on(case, noted)
         try:
@@ -304,6 +307,8 @@ class _Measuring:
         for entry in entries:
             self.check(entry, earlier)
         entries = [*entries, *self.peers([entry for entry in entries if entry.call])]
+        for entry in entries:
+            self.leave_out(entry)
         for entry in entries if self.graph else ():
             self.capture(entry)
         self.time([entry for entry in entries if entry.call])
@@ -321,6 +326,8 @@ class _Measuring:
             self.check_patience(entry.row, earlier)
         except (Unsupported, ValueError) as error:
             return entry.fail(error)
+        if self.leave_out(entry):
+            return
         try:
             with backend.working_on(None):
                 used: Any = timing.resources(backend, plan)
@@ -368,6 +375,13 @@ class _Measuring:
         small = case.problem
         part = small.batch * small.heads * small.M / max(p.batch * p.heads * p.M, 1)
         return judge.share * (part if case is not self.case else 1.0), verdicts
+
+    def leave_out(self, entry: _Entry) -> bool:
+        """Whether the call of an entry did not return in an earlier process; it is not made."""
+        is_hung = _call(entry.row) in self.watch.hung
+        if is_hung:
+            entry.row, entry.call = replace(entry.row, passed=False, note=self.watch.verdict), None
+        return is_hung
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
         """Raises Unsupported if the time on the last problem predicts too long a launch."""
@@ -469,7 +483,7 @@ class _Measuring:
 
 
 def _call(row: Measurement) -> str:
-    """The name of a call."""
+    """The name of a call, which another process gives it too."""
     constants = "".join(f" {name}={value}" for name, value in row.constants.items())
     return f"{row.kernel}{constants} on {row.problem}"
 

@@ -35,6 +35,7 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import replay
 
 RIGHT, WRONG, REFUSED, UNTRIED = "right", "wrong", "refused", "untried"
+TIMED_OUT = "timed out"
 _FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of the first timing of a candidate
 _ROUNDS = {"budget": 1.0, "most": 20}  # of each timing of the finalists
 _FINALISTS = 8
@@ -52,8 +53,8 @@ _ALIKE = 0.002  # two candidates are equal if the error of their ratio is smalle
 class Candidate(ShownRow):
     """Constants of a kernel on a problem, and their measurement.
 
-    state: "right", "wrong", "refused" by the compiler or the device, or "untried" when the budget
-        is spent.
+    state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
+        when the budget is spent.
     factor: speedup over the record's own choice, in the same rounds; None for the others where
         there are finalists.
     rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
@@ -100,7 +101,8 @@ def tune(
     Each candidate is compared with the float64 reference on a smaller problem between guard zones,
     then timed shortly; the best are timed in alternation until their order is known. All is stored
     by compiled text, problem and versions, and a later call continues; ``fresh`` ignores that.
-    Plans ignore times of the simulator. ``watch`` is told what runs.
+    Plans ignore times of the simulator. ``watch`` is told what runs, and has what an earlier
+    process has done; a candidate that does not return uses up the budget.
 
     Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
@@ -122,8 +124,14 @@ def tune(
         for problem in problems
     ]
     watch = watch or Watch()
-    made = (_Tuning(backend, plans, fresh, watch) for plans in tried)
-    return Rows([candidate for tuning in made for candidate in tuning.run(budget, progress)])
+    begun, found = watch.done if watch.hung else -1, []
+    for done, plans in enumerate(tried):
+        watch.done = done
+        if done > begun:
+            watch.began = monotonic()
+        tuning = _Tuning(backend, plans, fresh and done > begun, watch)
+        found += tuning.run(budget if done >= begun else 0.0, progress)
+    return Rows(found)
 
 
 @dataclass
@@ -138,7 +146,7 @@ class _Tuning:
     memory: dict[Any, Any] = field(default_factory=dict)
 
     def run(self, budget: float, progress: Progress) -> list[Candidate]:
-        start = monotonic()
+        start = self.watch.began
         self.file = _file(self.backend, self.plans[0])
         self.keyed = {timing.code_of(plan): plan for plan in self.plans}
         self.own = next(iter(self.keyed))
@@ -148,7 +156,8 @@ class _Tuning:
         for done, (key, plan) in enumerate(self.keyed.items()):
             progress(done, len(self.keyed), _listed(plan))
             late = monotonic() - start > _FIRST_SHARE * budget
-            if not (late and self.right) and key not in self.facts:
+            over = late and (self.right or self.has_hung)
+            if self.is_hung(plan) or not (over or key in self.facts):
                 self.try_out(key)
         if self.right:
             while monotonic() - start < budget and len(rivals := self.undecided()) > 1:
@@ -165,6 +174,14 @@ class _Tuning:
         plan = self.plans[0]
         case = Case(plan.kernel.operation, plan.problem)
         return case.inputs(self.backend, plan.kernel)
+
+    def is_hung(self, plan: Plan) -> bool:
+        """Whether the plan did not return in an earlier process."""
+        return _call(plan) in self.watch.hung
+
+    @property
+    def has_hung(self) -> bool:
+        return any(map(self.is_hung, self.plans))
 
     @property
     def right(self) -> list[str]:
@@ -190,11 +207,15 @@ class _Tuning:
         refusals += self.backend.compile_errors
         lost: Exception | None = None
         try:
+            if self.is_hung(plan):
+                raise _TimedOut(f"no answer within {self.watch.timeout:g} s")
             with self.backend.working_on(None):
                 with self.watch.calls():
                     _check(self.backend, plan, self.watch)
                 fact |= timing.resources(self.backend, plan)
                 (fact["look"],) = self.timed([plan], **_FIRST)
+        except _TimedOut as error:
+            fact |= {"state": TIMED_OUT, "note": str(error)}
         except errors.OutOfMemory:
             raise
         except (errors.WrongResult, errors.SimulatorFault) as error:
@@ -302,8 +323,12 @@ class _Tuning:
         )
 
 
+class _TimedOut(Exception):
+    """A candidate did not return in an earlier process."""
+
+
 def _call(plan: Plan) -> str:
-    """The name of a call."""
+    """The name of a call, which another process gives it too."""
     return f"{plan.kernel.name} {_listed(plan)} on {plan.problem}"
 
 
@@ -321,7 +346,7 @@ def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
 _MILLISECONDS = records.number(1e-9)
 _FACT = records.record(
     {
-        "state": records.one_of((RIGHT, WRONG, REFUSED)),
+        "state": records.one_of((RIGHT, WRONG, REFUSED, TIMED_OUT)),
         "note": records.text(),
         "look": records.list_of(_MILLISECONDS),
         "rounds": records.list_of(records.optional(_MILLISECONDS)),

@@ -1,24 +1,45 @@
 """What a measurement runs now, so that another thread can see that a kernel does not return.
 
-A kernel that hangs on a GPU cannot be stopped by the process that launched it, so whoever watches
-ends the process.
+A kernel that hangs on a GPU cannot be stopped by the process that launched it. Whoever watches ends
+the process; ``Watch`` has what another one needs to go on without that kernel.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from time import monotonic
+
+from cupyfa.lab.bench.results import Measurement
 
 
 @dataclass
 class Watch:
-    """The call that runs now, and when it began; ``timeout`` is the seconds that it may take."""
+    """What runs now, and what is done.
+
+    timeout: the seconds that one call may take.
+    hung: calls that did not return in an earlier process; they are not made again.
+    done: the number of finished problems.
+    began: when the problem began, by ``monotonic``, a clock that all processes share.
+    rows: the rows of the finished problems of a benchmark.
+    running: the call that runs now, and when it began.
+    """
 
     timeout: float = inf
+    hung: Sequence[str] = ()
+    done: int = 0
+    began: float = 0.0
+    rows: Sequence[Measurement] = ()
     running: tuple[str, float] | None = field(default=None, init=False)
+
+    @property
+    def verdict(self) -> str:
+        """What is said of a call that did not return."""
+        return f"timed out after {self.timeout:g} s"
 
     def begins(self, call: str) -> None:
         """Notes that a call begins, and that the one before it has ended."""
@@ -41,3 +62,19 @@ class Watch:
         """The call that runs for too long."""
         call, since = self.running or ("", inf)
         return call if monotonic() - since > self.timeout else None
+
+    def save(self, path: Path, hung: str) -> None:
+        """Writes what another process needs to go on without a call."""
+        state = {
+            "hung": [*self.hung, hung],
+            "done": self.done,
+            "began": self.began,
+            "rows": [row.record() for row in self.rows],
+        }
+        path.write_text(json.dumps(state))
+
+    def load(self, path: Path) -> None:
+        """Reads what an earlier process saved."""
+        state = json.loads(path.read_text())
+        self.hung, self.done, self.began = state["hung"], state["done"], state["began"]
+        self.rows = [Measurement.of_record(record) for record in state["rows"]]

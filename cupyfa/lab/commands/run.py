@@ -70,7 +70,7 @@ def run(
         with (
             command_options.progress_bar(chosen.name) as progress,
             backend.working_on(None),
-            watched(backend, timeout) as watch,
+            watched(backend, timeout, ends=True) as watch,
         ):
             progress(0, _STEPS, "drawing inputs")
             inputs = written(backend, case, case.inputs(backend, chosen))

@@ -1,10 +1,12 @@
-"""Ends a command whose kernel does not return."""
+"""Ends a kernel that does not return: the command goes on without it, or ends."""
 
 import os
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import click
 
@@ -13,6 +15,7 @@ from cupyfa.lab.commands import UNSUPPORTED, command_options
 from cupyfa.runtime.backend import Backend
 
 _CLEAR_LINE = "\r\x1b[2K"
+_STATE = "_CUPYFA_STATE"  # the file with what an earlier process has done
 _OFTEN = 10  # times within a timeout that the watcher looks
 LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default seconds
 
@@ -20,7 +23,7 @@ _is_own_process = False
 
 
 def own_process() -> None:
-    """Allows to end this process: it runs nothing but one command."""
+    """Allows to restart this process: it runs nothing but one command."""
     global _is_own_process
     _is_own_process = True
 
@@ -41,32 +44,58 @@ def timeout_on(backend: Backend, timeout: float | None) -> float:
 
 
 @contextmanager
-def watched(backend: Backend, timeout: float | None) -> Iterator[Watch]:
-    """A watch on calls; one that takes too long ends the process of the command.
+def watched(backend: Backend, timeout: float | None, *, ends: bool = False) -> Iterator[Watch]:
+    """A watch on calls; one that takes too long restarts the command without it, or ``ends`` it.
 
-    Nothing else runs while kernels are timed, since the watcher sleeps.
+    The command line stays the same, and so does the process's number: the program is loaded again,
+    which ends the threads of the old one and frees its GPU. Nothing else runs while kernels are
+    timed, since the watcher sleeps.
     """
     watch = Watch(timeout_on(backend, timeout))
     if not _is_own_process:
         yield watch
         return
+    if state := os.environ.pop(_STATE, None):
+        watch.load(Path(state))
+        Path(state).unlink()
+        command_options.note(f"{watch.hung[-1]}: {watch.verdict}; continuing without it")
     ended = threading.Event()
-    threading.Thread(target=_look, args=(watch, ended), daemon=True).start()
+    stop = _end if ends else _restart
+    threading.Thread(target=_look, args=(watch, ended, stop), daemon=True).start()
     try:
         yield watch
     finally:
         ended.set()
 
 
-def _look(watch: Watch, ended: threading.Event) -> None:
+def _look(watch: Watch, ended: threading.Event, stop: Callable[[Watch, str], None]) -> None:
     while not ended.wait(watch.timeout / _OFTEN):
         if call := watch.overdue:
-            _end(watch, call)
+            stop(watch, call)
+
+
+def _clear_line() -> None:
+    """Removes the progress bar."""
+    if sys.stderr and sys.stderr.isatty():
+        click.echo(_CLEAR_LINE, err=True, nl=False)
 
 
 def _end(watch: Watch, call: str) -> None:
-    if sys.stderr and sys.stderr.isatty():  # the progress bar
-        click.echo(_CLEAR_LINE, err=True, nl=False)
+    _clear_line()
     why = f"no answer within {watch.timeout:g} s; raise --timeout to wait longer"
     click.echo(f"cupyfa: {call}: {why}", err=True)
     os._exit(UNSUPPORTED)
+
+
+def _restart(watch: Watch, call: str) -> None:
+    handle, state = tempfile.mkstemp(prefix="cupyfa-", suffix=".json")
+    os.close(handle)
+    watch.save(Path(state), call)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    _clear_line()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the one of the listing
+            os.set_inheritable(descriptor, descriptor <= 2)  # closing the driver's frees the GPU
+    os.environ[_STATE] = state
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

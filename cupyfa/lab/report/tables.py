@@ -151,7 +151,8 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
-        row.update(rates, ms="WRONG" if row["note"].startswith("WRONG") else row["ms"])
+        failed = [word for word in ("WRONG", "timed out") if row["note"].startswith(word)]
+        row.update(rates, ms=failed[0] if failed else row["ms"])
     _drop_sizes(table, rows)
     if all(row["checked_%"] in (None, 100.0) for row in table):
         drop(table, "checked_%")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache as cached
 from pathlib import Path
 from random import Random
+from time import monotonic
 
 import pytest
 from helpers import own_kernel
@@ -20,6 +21,7 @@ from cupyfa.lab.bench import timing, tuning
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.bench.tuning import Candidate
+from cupyfa.lab.bench.watch import Watch
 from cupyfa.ladder import LADDER, lookup as records
 from cupyfa.planner import choose_kernel as planning, tuned
 from cupyfa.planner.plan import Tuned
@@ -129,6 +131,16 @@ def test_plans_ignore_times_of_the_simulator(laps, engine, cache):
     assert "note: plans ignore these tiles: times of the simulator say nothing" in done.stderr
     assert planned(record, engine, **TINY) == {"laps": 200}
     assert not (cache / "tuned").is_dir() or not list((cache / "tuned").iterdir())
+
+
+@pytest.mark.slow
+def test_candidates_that_do_not_return_use_up_the_budget(laps, engine, monkeypatch):
+    seen = count_checks(monkeypatch)
+    first = tuning.candidates(records.record_named(laps), PROBLEM, engine.limits)[0]
+    watch = Watch(timeout=60, hung=[tuning._call(first)], began=monotonic() - 70)
+    assert states(tune(laps, engine, watch=watch)) == {200: "timed out", 1: "untried", 2: "untried"}
+    assert not seen
+    assert states(tune(laps, engine)) == {200: "timed out", 1: "right", 2: "wrong"}
 
 
 @pytest.mark.slow
