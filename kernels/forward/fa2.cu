@@ -95,9 +95,8 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
 
 __device__ void accumulate_row(Shared& shared, const Seen& seen, real factor) {
   const timeline::Phase phase(timeline::arithmetic, Bc * dv);
-  for (int first = 0; first + cols_together <= dv; first += cols_together) {
+  for (int first = 0; first + cols_together <= dv; first += cols_together)
     accumulate<cols_together>(shared, first, seen, factor);
-  }
   constexpr int rest = dv % cols_together;
   if constexpr (rest > 0) accumulate<rest>(shared, dv - rest, seen, factor);
 }
@@ -146,7 +145,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2(
         O.row(batch, head, row)[col] = result(shared.O[threadIdx.x][col] * softmax.inverse_sum());
       }
       *lse.row(batch, head, row) = softmax.lse();
-      extent.write_row_max(row, softmax.row_max(0), softmax.sum);
+      write_row_max(extent, row, softmax.row_max(0), softmax.sum);
     }
   }
 }

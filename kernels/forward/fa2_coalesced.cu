@@ -145,7 +145,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_coalesced(
     shared.inverse_sum[threadIdx.x] = softmax.inverse_sum();
     if (row < M) {
       *lse.row(batch, head, row) = softmax.lse();
-      extent.write_row_max(row, softmax.row_max(0), softmax.sum);
+      write_row_max(extent, row, softmax.row_max(0), softmax.sum);
     }
     __syncthreads();  // every row's output and sum are written
     for (int i = 0; i < min(Br, M - tile * Br); ++i) {

@@ -196,7 +196,7 @@ extern "C" __global__ __launch_bounds__(threads) void fa2_split_kv(
       sum_splits[place] = softmax.sum;
     } else {
       *lse.row(batch, own_head, query) = softmax.lse();
-      rows.context(row).write_row_max(query, softmax.row_max(0), softmax.sum);
+      write_row_max(rows.context(row), query, softmax.row_max(0), softmax.sum);
     }
   }
 }

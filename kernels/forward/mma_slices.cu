@@ -380,7 +380,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       if (row < M) {
         *lse.row(same.batch, same.head, row) =
             rows.maximum[i / 2][i % 2] * ln2 + log(rows.sum[i / 2][i % 2]);
-        extent.write_row_max(row, rows.row_max(i), rows.sum[i / 2][i % 2]);
+        write_row_max(extent, row, rows.row_max(i), rows.sum[i / 2][i % 2]);
       }
     }
   }

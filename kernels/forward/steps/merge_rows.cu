@@ -40,6 +40,6 @@ extern "C" __global__ __launch_bounds__(threads) void merge_rows(
     if (threadIdx.x > 0) return;
     for (int i = 0; i < num_splits; ++i)
       softmax.raise_row_max(0, max_splits[(first + i) * stored_maxima + 1]);
-    extent_of(sizes, mods, batch, head).write_row_max(row, softmax.row_max(0), softmax.sum);
+    write_row_max(extent_of(sizes, mods, batch, head), row, softmax.row_max(0), softmax.sum);
   }
 }

@@ -120,7 +120,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     for (int split = lane; split < num_splits; split += warp_size)
       largest_score = fmax(largest_score, max_splits[(first + split) * stored_maxima + 1]);
     largest_score = warp_max(largest_score);
-    if (threadIdx.x == 0) extent.write_row_max(row, largest_score, sum);
+    if (threadIdx.x == 0) write_row_max(extent, row, largest_score, sum);
   }
   // The barrier comes before the repair overwrites what other threads wrote.
   if (__syncthreads_or(wrong) && warp == 0)

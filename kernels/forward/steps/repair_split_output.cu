@@ -140,7 +140,7 @@ __device__ void write_row(const Shared& shared, const Extent& extent, int row, s
   }
   if (threadIdx.x == 0) {
     *lse = maximum + log(sum);
-    extent.write_row_max(row, largest_score, sum);
+    write_row_max(extent, row, largest_score, sum);
   }
 }
 

@@ -43,12 +43,6 @@ struct Extent : Context, BatchElement {
     return in_reach(row, key) && shown(row, key, more);
   }
 
-  // Writes the largest score of a row, if the call asks for it; NaN where the row's sum of weights
-  // is. In a tile of several heads `more` is the head's number from the first one.
-  __device__ __forceinline__ void write_row_max(int row, real score, real sum, int more = 0) const {
-    this->store_row_max(this->packed_row(row), more, sum == sum ? score : sum);
-  }
-
   // What causal masks and windows say. A key left of the window makes `inside` negative: as
   // unsigned, it is larger than any distance in the window, so one comparison checks both ends.
   __device__ __forceinline__ bool in_reach(int row, int key) const {

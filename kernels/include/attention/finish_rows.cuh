@@ -36,7 +36,7 @@ __device__ __forceinline__ void finish_rows(real (&O)[m][n][4],
     if (has_lse && own < 2 * m && row < rows.extent.M * pack_gqa) {
       *lse.row(batch, head * pack_gqa + row % pack_gqa, row / pack_gqa) =
           own_maximum * ln2 + log(own_sum);
-      rows.extent.write_row_max(row / pack_gqa, own_row_max, own_sum, row % pack_gqa);
+      write_row_max(rows.extent, row / pack_gqa, own_row_max, own_sum, row % pack_gqa);
     }
   }
 }

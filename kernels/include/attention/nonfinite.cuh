@@ -91,7 +91,7 @@ __device__ void repair_row(Queries Q, Keys K, Keys V, Tensor<result> O, Tensor<r
     }
     if (first_col == 0) {
       *lse.row(batch, head, query) = maximum + log(sum);
-      extent.write_row_max(query, largest_score.row_max(0), sum);
+      write_row_max(extent, query, largest_score.row_max(0), sum);
     }
   }
 }

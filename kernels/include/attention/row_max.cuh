@@ -1,29 +1,17 @@
 #pragma once
-// The largest score of each row, which a call may ask for besides lse. The maximum of a softmax is
-// not it: that may begin with a sink, be rounded, or stay below scores that exceed it by little.
+// The largest score of each row, which a call may ask for: here none does. Where one may, the host
+// puts kernels/with/attention/row_max.cuh in the place of this header.
 
 #include <tile/math.cuh>
 
-// How many maxima of a row a split of the keys leaves: that of the softmax, and the largest score.
-constexpr int stored_maxima = has_row_max ? 2 : 1;
+constexpr int stored_maxima = 1;
 
-// The largest scores so far of some rows. Unless they are asked for, nothing is kept.
-template <int rows, bool kept = has_row_max>
+template <int rows>
 struct RowMaxima {
   __device__ __forceinline__ real row_max(int) const { return -infinity; }
   __device__ __forceinline__ void set_row_max(int, real) {}
   __device__ __forceinline__ void raise_row_max(int, real) {}
 };
-template <int rows>
-struct RowMaxima<rows, true> {
-  real largest_score[rows];
 
-  __device__ __forceinline__ RowMaxima() {
-    for (real& x : largest_score) x = -infinity;
-  }
-  __device__ __forceinline__ real row_max(int row) const { return largest_score[row]; }
-  __device__ __forceinline__ void set_row_max(int row, real score) { largest_score[row] = score; }
-  __device__ __forceinline__ void raise_row_max(int row, real score) {
-    largest_score[row] = fmax(largest_score[row], score);
-  }
-};
+template <class Extent>
+__device__ __forceinline__ void write_row_max(const Extent&, int, real, real, int = 0) {}

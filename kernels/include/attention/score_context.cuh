@@ -50,7 +50,6 @@ struct Context {
   __device__ __forceinline__ void cap(Products&, T) const {}
   __device__ __forceinline__ bool shows(int, int, int) const { return true; }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
-  __device__ __forceinline__ void store_row_max(int, int, real) const {}
   template <class T>
   __device__ __forceinline__ T dropped(T x, int, int) const {
     return x;

@@ -74,7 +74,6 @@ struct HeadContext {
     return true;
   }
   __device__ __forceinline__ real sink(int = 0) const { return -infinity; }
-  __device__ __forceinline__ void store_row_max(int, int, real) const {}
   template <class T>
   __device__ __forceinline__ T dropped(T x, int, int) const {
     return x;

@@ -9,7 +9,7 @@ from helpers import own_kernel
 from helpers.cli import SIMULATOR, line_of, process, says
 from helpers.private_cache import with_runtime
 
-from cupyfa import Measurement, Problem
+from cupyfa import Problem
 from cupyfa.lab.bench import watch as watching
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.watch import Watch
@@ -58,7 +58,7 @@ def test_run_ends_a_kernel_that_hangs(backend, waiting):
 @pytest.mark.slow
 def test_tune_goes_on_without_a_candidate_that_hangs(tmp_path):
     kernel = WAITING.replace("key < N;", "key < N - (laps == 2);")  # one is left: no finalists
-    env = {"CUPYFA_CACHE_DIR": tmp_path / "cache"}
+    env = {"CUPYFA_CACHE_DIR": with_runtime(tmp_path / "cache")}
     args = ["tune", f"{own_kernel.write(tmp_path, kernel, RECORD)}:mine", *HOW, *SOON, "-M", 16]
     for fresh in (["--fresh"], []):  # what timed out is known to later calls
         done = process([*args, *fresh], env=env)

@@ -1,0 +1,38 @@
+#pragma once
+// The largest score of each row, which a call may ask for besides lse. The maximum of a softmax is
+// not it: that may begin with a sink, be rounded, or stay below scores that exceed it by little.
+
+#include <tile/math.cuh>
+
+// How many maxima of a row a split of the keys leaves: that of the softmax, and the largest score.
+constexpr int stored_maxima = has_row_max ? 2 : 1;
+
+// The largest scores so far of some rows. Unless they are asked for, nothing is kept.
+template <int rows, bool kept = has_row_max>
+struct RowMaxima {
+  __device__ __forceinline__ real row_max(int) const { return -infinity; }
+  __device__ __forceinline__ void set_row_max(int, real) {}
+  __device__ __forceinline__ void raise_row_max(int, real) {}
+};
+template <int rows>
+struct RowMaxima<rows, true> {
+  real largest_score[rows];
+
+  __device__ __forceinline__ RowMaxima() {
+    for (real& x : largest_score) x = -infinity;
+  }
+  __device__ __forceinline__ real row_max(int row) const { return largest_score[row]; }
+  __device__ __forceinline__ void set_row_max(int row, real score) { largest_score[row] = score; }
+  __device__ __forceinline__ void raise_row_max(int row, real score) {
+    largest_score[row] = fmax(largest_score[row], score);
+  }
+};
+
+// Writes the largest score of a row, if the call asks for it; NaN where the row's sum of weights
+// is. In a tile of several heads `more` is the head's number from the first one.
+template <class Extent>
+__device__ __forceinline__ void write_row_max(const Extent& extent, int row, real score, real sum,
+                                              int more = 0) {
+  if constexpr (has_row_max)
+    extent.store_row_max(extent.packed_row(row), more, sum == sum ? score : sum);
+}
