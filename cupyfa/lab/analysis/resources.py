@@ -131,7 +131,7 @@ def plans(
     refused: Exception = ValueError("there is nothing to compile")
     for kernel, dtype, arch in product(kernels, dtypes, arches):
         operation = operation_of(kernel) if isinstance(kernel, str) else kernel.operation
-        problem = _problem_to_compile(operation, dtype, d, dv, options, arrays)
+        problem = problem_to_compile(operation, dtype, d, dv, options, arrays)
         limits = limits_of(arch)
         try:
             record = select(kernel, operation, problem, limits)
@@ -146,7 +146,7 @@ def plans(
     return list(found.values())
 
 
-def _problem_to_compile(
+def problem_to_compile(
     operation: str,
     dtype: str,
     d: int,
