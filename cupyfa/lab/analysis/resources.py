@@ -152,7 +152,7 @@ def problem_to_compile(
     d: int,
     dv: int | None,
     options: AttentionOptions | None,
-    arrays: Mapping[str, Any] | None,
+    arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
     """The problem to compile for, whose heads, queries and keys only choose the tiles.
 

@@ -15,6 +15,7 @@
 //   (score.cuh)
 #include <attention/kv_dtype.cuh>
 #include <attention/nonfinite.cuh>
+#include <attention/row_max.cuh>
 #include <attention/score.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/math.cuh>

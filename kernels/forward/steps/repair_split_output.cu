@@ -11,6 +11,7 @@
 //   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, rows_of_block, counted, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/row_max.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <tile/shared.cuh>
