@@ -19,6 +19,7 @@ from cupyfa.problem.lengths import Packed
 from cupyfa.problem.optional_inputs import (
     DESCALES,
     DLSE,
+    KEYWORDS,
     OPTIONAL_INPUTS,
     OWN_ARRAYS,
     PADDED,
@@ -176,7 +177,7 @@ _READERS: dict[str, Callable[..., Operand]] = {
     ),
     **dict.fromkeys(SEEDS, _read_seed),
 }
-FORMS = {*OWN_ARRAYS, DLSE, *PADDED, *DESCALES, CAPTURED, WRT}  # keyword arguments that are forms
+FORMS = {*KEYWORDS, DLSE, CAPTURED, WRT}  # keyword arguments that are forms
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:

@@ -7,6 +7,7 @@ import pytest
 import cupyfa
 from cupyfa.ladder.kernel import FEATURES
 from cupyfa.problem.optional_inputs import (
+    KEYWORDS,
     OPTIONAL_INPUTS,
     OWN_ARRAYS,
     RESERVED,
@@ -23,6 +24,7 @@ CHECKED = [name for name, x in OPTIONAL_INPUTS.items() if x.shape_rule]
 def test_every_form_is_a_keyword():
     assert FormKeywords.__annotations__.keys() >= FORMS
     assert {*OWN_ARRAYS} <= inspect.signature(cupyfa.attention).parameters.keys()
+    assert all(OPTIONAL_INPUTS[x].in_parts for x in KEYWORDS)
     assert {x.feature for x in OPTIONAL_INPUTS.values() if x.feature} <= {*FEATURES}
 
 
