@@ -12,7 +12,7 @@ from cupyfa.problem.options import AttentionOptions, OptionKeywords
 from cupyfa.problem.problem import Problem
 
 # Arguments that are arrays, and what to give instead.
-_ARRAYS = {x.name: x.in_parts for x in optional_inputs.OPTIONAL_INPUTS.values() if x.in_parts}
+_ARRAYS = {x: optional_inputs.OPTIONAL_INPUTS[x].in_parts for x in optional_inputs.KEYWORDS}
 
 
 def options_of(

@@ -41,6 +41,7 @@ class OptionalInput:
     usual_dtype: the dtype if only a shape is given; None: that of results.
     shape_rule: the shape that messages ask for; without one, callers cannot give a wrong shape.
     in_expressions: whether an expression reads it.
+    is_keyword: whether it is an argument of calls by this name.
     feature: the feature that kernels need. constant: above their source, whether it is given.
     usual_axes, axes_examples: on the command line, its shape if none is given, and others.
     help: the text of the command line.
@@ -55,6 +56,7 @@ class OptionalInput:
     usual_dtype: str | None = "float32"
     shape_rule: str = ""
     in_expressions: bool = False
+    is_keyword: bool = False
     feature: str | None = None
     constant: str | None = None
     usual_axes: str = ""
@@ -75,6 +77,7 @@ _BY_HEAD: dict[str, Any] = {
     "axes": ("batch", "heads"),
     "broadcast": "lead",
     "dtype": "float",
+    "is_keyword": True,
     "shape_rule": "[heads] or [batch, heads], here ({heads},) or ({batch}, {heads})",
     "usual_axes": "h",
     "axes_examples": "h or bh",
@@ -86,6 +89,7 @@ _BY_PAIR: dict[str, Any] = {
     "shape_rule": "broadcastable to [batch, heads, M, N], here ({batch}, {heads}, {M}, {N}): sizes "
     "like those, or 1",
     "in_expressions": True,
+    "is_keyword": True,
 }
 _SEED: dict[str, Any] = {
     "group": "seeds",
@@ -161,6 +165,7 @@ _ROWS = (
             axes=("batch", "kv_heads"),
             dtype="float32",
             shape_rule="[batch, kv_heads], here ({batch}, {kv_heads})",
+            is_keyword=True,
             constant=f"has_{name}",
             in_parts="convert q, k and v to float16 or bfloat16",
         )
@@ -199,6 +204,7 @@ _ROWS = (
             dtype="int32",
             usual_dtype="int32",
             shape_rule="one number for each batch element, here ({batch},)",
+            is_keyword=True,
             feature="lengths",
             in_parts="call for the batch elements of each length",
         )
@@ -223,6 +229,7 @@ OWN_ARRAYS = _group("scores")  # arguments of calls that are arrays
 SEEDS, SCALES, DESCALES, MAPS = map(_group, ("seeds", "scales", "descales", "maps"))
 STARTS, USED, PADDED = map(_group, ("starts", "used", "padded"))
 LENGTHS = (*STARTS, *USED, *PADDED)
+KEYWORDS = tuple(x.name for x in _ROWS if x.is_keyword)
 RESERVED = (*OPTIONAL_INPUTS, SOFTCAP, "dropout")  # names that no captured array can have
 _CALLERS = ("score_mod", "mask_mod")  # options whose expressions are a caller's
 _AXES = ("batch", "head", "query", "key")
@@ -598,7 +605,7 @@ def of_value(name: str, given: Any) -> Operand:
         return Operand(name, "int64", (), int(given))
     if isinstance(given, float | np.floating):
         return Operand(name, "float64", (), float(given))
-    what = "" if name in (*OWN_ARRAYS, *DESCALES) else "a number, or "
+    what = "" if name in KEYWORDS else "a number, or "
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
         remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
         raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")

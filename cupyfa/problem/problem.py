@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import attrgetter
 from typing import Any, Unpack
 
@@ -42,7 +41,6 @@ from cupyfa.problem.optional_inputs import (
 )
 from cupyfa.problem.options import (
     FLOAT8,
-    OPTIONS,
     PLAIN,
     AttentionOptions,
     OptionKeywords,
@@ -204,38 +202,6 @@ class Problem:
         p = cls(*sizes, dtype, chosen, operands=operands, rows=Rows(pages=pages))
         optional_inputs.refuse_short(p.modifiers, p.of_scores)
         return p
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> Problem:
-        """The problem that ``record()`` describes; what the record lacks has its default.
-
-        Raises ValueError or TypeError for a record that describes none: it may be from a file.
-        """
-        options = {name: value for name, value in record.items() if name in OPTIONS}
-        others = _reader()({name: x for name, x in record.items() if name not in OPTIONS})
-        others["dtype"] = dtype_named(others["dtype"])
-        others["operands"] = tuple(
-            optional_inputs.of_record(*x) for x in others.get("operands", ())
-        )
-        lengths, cached = others.pop("lengths", None), others.pop("cached", None)
-        rows = Rows(
-            lengths_of(lengths) if lengths else None,
-            others.pop("pages", 0),
-            Lengths.of(cached) if cached else None,
-        )
-        return cls(**others, rows=rows, options=AttentionOptions(**options))
-
-    def record(self) -> dict[str, Any]:
-        plain = {**vars(self), "dtype": self.dtype.name}
-        del plain["options"], plain["rows"]
-        plain["operands"] = tuple(
-            (x.name, x.dtype, x.shape, x.value, x.gradient) for x in self.operands
-        )
-        plain["lengths"] = self.lengths and shown_lengths(self.lengths)
-        plain["pages"] = self.pages
-        plain["cached"] = self.cached and str(self.cached)
-        texts = {x: text.text for x in TEXTS if (text := getattr(self.options, x)) is not None}
-        return {**plain, **vars(self.options), "scale": self.scale, **texts}
 
     def row(self) -> dict[str, Any]:
         """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks.
@@ -581,28 +547,6 @@ class Problem:
             f"batch={batch} heads={self.heads}{kv_heads} M={self.M} N={self.N}{lengths} d={self.d}"
             f"{dv} {self.dtype.name}{shift} {self._explicit.text(in_memory)}{arrays}"
         )
-
-
-@cache
-def _reader() -> Callable[[Any], dict[str, Any]]:
-    """Reads the fields of ``record()`` besides the options, which read their values themselves."""
-    from cupyfa.cache_folder import records  # only here: most calls read no files
-
-    number = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
-    size, text = records.whole(0, MOST), records.text()
-    shape = records.list_of(size, optional_inputs.MOST_AXES)
-    operand = records.row_of(text, text, shape, records.optional(number), records.flag, least=3)
-    return records.record(
-        {**dict.fromkeys(SIZES, size), "dtype": records.one_of(INPUTS)},
-        {
-            "shift": records.whole(-MOST, MOST),
-            **dict.fromkeys(("is_softmax", "block_mask"), records.flag),
-            "pages": size,
-            **dict.fromkeys(("lengths", "cached"), records.optional(text)),
-            "operands": records.list_of(operand),
-        },
-        only=True,
-    )
 
 
 def _sizes_of_rows(

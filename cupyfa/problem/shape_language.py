@@ -19,6 +19,7 @@ from cupyfa.problem.lengths import Packed
 from cupyfa.problem.optional_inputs import (
     DESCALES,
     DLSE,
+    KEYWORDS,
     OPTIONAL_INPUTS,
     OWN_ARRAYS,
     PADDED,
@@ -192,8 +193,7 @@ _READERS: dict[str, Callable[..., Operand]] = {
     ),
     **dict.fromkeys(SEEDS, _read_seed),
 }
-# Keyword arguments that are forms.
-FORMS = {*OWN_ARRAYS, DLSE, RETURN_MAX, *PADDED, *DESCALES, CAPTURED, WRT}
+FORMS = {*KEYWORDS, DLSE, RETURN_MAX, CAPTURED, WRT}  # keyword arguments that are forms
 
 
 def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:

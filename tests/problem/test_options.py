@@ -22,6 +22,7 @@ from cupyfa.lab.verify import case as case_module, failures, grids, workers
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.failures import RIGHT, WRONG_RESULT, Outcome
 from cupyfa.lab.verify.fuzz import Fuzz
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.ladder import operations
 from cupyfa.ladder.operations import Input
 from cupyfa.planner import choose_kernel as planning, source as sources
@@ -64,7 +65,7 @@ def test_sweeps_parse_values_as_rows_print_them(given):
 @pytest.mark.parametrize("given", VALUES, ids=str)
 def test_problems_survive_records(given):
     p = Problem.of_sizes(**SIZES, **given)
-    assert Problem.of_record(p.record()) == p
+    assert problem_of_record(record_of_problem(p)) == p
     assert {"M", "dtype", *OPTIONS} <= p.row().keys()
 
 
@@ -80,10 +81,10 @@ def test_files_of_failures_and_of_results_hold_the_options(tmp_path, given):
 
 
 def test_a_record_without_an_option_has_its_default():
-    record = Problem.of_sizes(**SIZES).record()
+    record = record_of_problem(Problem.of_sizes(**SIZES))
     assert record["scale"] == 0.25  # so do files hold the default, which depends on d
     del record["window"]
-    assert Problem.of_record(record) == Problem.of_sizes(**SIZES, options=AttentionOptions())
+    assert problem_of_record(record) == Problem.of_sizes(**SIZES, options=AttentionOptions())
 
 
 def test_flags_take_no_value_that_is_another_argument():

@@ -12,6 +12,7 @@ from typing import Any
 from cupyfa import cache_folder
 from cupyfa.cache_folder import records
 from cupyfa.lab.bench import timing
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.problem.problem import Problem
@@ -101,14 +102,14 @@ class Measurement(ShownRow):
 
     def record(self) -> dict[str, Any]:
         """All fields, for a file."""
-        return {**asdict(self), "problem": self.problem.record()}
+        return {**asdict(self), "problem": record_of_problem(self.problem)}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
         """The measurement of a ``record()``. Raises ValueError or TypeError for other records."""
         given = _ROW(dict(record))
         sizes = {**given["problem"], "is_softmax": given["operation"] == "softmax"}
-        made = cls(**{**given, "problem": Problem.of_record(sizes)})
+        made = cls(**{**given, "problem": problem_of_record(sizes)})
         made.row()
         return made
 

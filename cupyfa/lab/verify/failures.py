@@ -17,6 +17,7 @@ import numpy as np
 from cupyfa import cache_folder
 from cupyfa.cache_folder import records
 from cupyfa.lab.verify.case import LAYOUTS, TOKENS, VALUES, Case
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.ladder.operations import OPERATIONS, Input
 from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.numerics.tolerance import Verdict
@@ -156,7 +157,7 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
         "reruns": min(stored.reruns, MOST_RERUNS),
         **{name: x for name, x in vars(outcome).items() if name != "arrays"},
         "format": _FORMAT,
-        "case": {**vars(stored.case), "problem": stored.case.problem.record()},
+        "case": {**vars(stored.case), "problem": record_of_problem(stored.case.problem)},
         "verdicts": [vars(verdict) for verdict in outcome.verdicts],
         "command": command,
         "dtypes": {name: x.dtype.name for name, x in outcome.arrays.items()},
@@ -193,7 +194,7 @@ def read(path: str | Path) -> Stored:
             about["constants"],
             arrays,
         )
-        case = Case(**{**about["case"], "problem": Problem.of_record(about["case"]["problem"])})
+        case = Case(**{**about["case"], "problem": problem_of_record(about["case"]["problem"])})
         names = ("reruns", "schedule", "has_name", "made_with")
         more = {name: about[name] for name in names}
         more |= {"multiprocessors": about.get("multiprocessors")}

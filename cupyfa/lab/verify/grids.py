@@ -9,6 +9,7 @@ from typing import Any
 from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import LAYOUTS, VALUES, Case
 from cupyfa.lab.verify.fuzz import other_options
+from cupyfa.lab.verify.problem_records import record_of_problem
 from cupyfa.lab.verify.random_modifiers import MODIFIED, OF_SEQUENCES
 from cupyfa.problem import shape_language
 from cupyfa.problem.dtypes import DTYPES, INPUTS
@@ -271,7 +272,7 @@ def _is_valid(chosen: Choice) -> bool:
 
 
 def _fields(case: Case) -> Choice:
-    return {**case.problem.record(), "values": case.values, "layout": case.layout}
+    return {**record_of_problem(case.problem), "values": case.values, "layout": case.layout}
 
 
 def _pairs(chosen: Choice) -> set[Any]:

@@ -8,8 +8,8 @@ from helpers.cli import table
 
 from cupyfa.lab.bench import sweeps
 from cupyfa.lab.bench.sweeps import parsed, problems
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.problem.options import AttentionOptions
-from cupyfa.problem.problem import Problem
 
 
 @pytest.mark.parametrize("text, name, values", table("lab/bench/sweeps.txt"))
@@ -42,7 +42,7 @@ def test_a_cache_has_lengths_or_as_many_keys_for_all():
     (p,) = problems("forward", {**sizes, "page": 16})
     assert (p.batch, p.M, p.N, p.page_size, p.pages, p.causal) == (3, 1, 48, 16, 4, "bottom-right")
     assert p.row()["lengths"] == "40,0,7" and p.row()["arrays"] == "cache in pages of 16"
-    assert Problem.of_record(json.loads(json.dumps(p.record()))) == p
+    assert problem_of_record(json.loads(json.dumps(record_of_problem(p)))) == p
     (p,) = problems("forward", {**sizes, "cache": "contiguous", "M": 2, "N": 64})
     assert (p.batch, p.M, p.N, p.page_size) == (3, 2, 64, 0) and "contiguous cache" in str(p)
     (p,) = problems("forward", {"cache": "contiguous", "batch": 2, "N": 30})

@@ -14,6 +14,7 @@ from cupyfa.errors import Unsupported
 from cupyfa.lab.verify import checker as checking, grids, shrink, transforms
 from cupyfa.lab.verify.case import LAYOUTS, Case
 from cupyfa.lab.verify.command_line import words_of_problem
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 
 SIZES = {"batch": 6, "heads": 4, "kv_heads": 2, "M": 3, "N": 70, "d": 8, "page_size": 16}
 P = Problem.of_sizes(**SIZES, causal=True)
@@ -21,7 +22,7 @@ P = Problem.of_sizes(**SIZES, causal=True)
 
 def test_a_problem_in_pages_is_the_one_of_its_record_and_of_its_options():
     assert (P.N, P.page_size, P.pages) == (80, 16, 31)
-    assert Problem.of_record(json.loads(json.dumps(P.record()))) == P
+    assert problem_of_record(json.loads(json.dumps(record_of_problem(P)))) == P
     assert "--page-size=16" in words_of_problem(P) and "page_size=16" in str(P)
     assert not any("table" in x or "lengths" in x for x in words_of_problem(P))
     assert P.in_pages(None) == Problem.of_sizes(

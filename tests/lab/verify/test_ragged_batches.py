@@ -14,6 +14,7 @@ from cupyfa.lab.bench import sweeps
 from cupyfa.lab.verify import checker as checking, sampling, transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.command_line import words_of_problem
+from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
 from cupyfa.ladder.operations import OPERATIONS, Excerpt
 from cupyfa.problem.lengths import lengths_of, shown_lengths
 from cupyfa.problem.optional_inputs import LENGTHS
@@ -63,7 +64,7 @@ def test_many_lengths_have_a_short_form():
 
 def test_a_problem_is_the_one_of_its_record_and_of_its_options():
     p = CASE.problem
-    assert Problem.of_record(json.loads(json.dumps(p.record()))) == p
+    assert problem_of_record(json.loads(json.dumps(record_of_problem(p)))) == p
     options = {x.partition("=")[0]: x.partition("=")[2] for x in words_of_problem(p)}
     assert (
         options["--lengths-q"] == "_2,5/5,0/0,9/9,3/7,_4" and options["--lengths-k"] == "9,4,5,20"

@@ -1,0 +1,52 @@
+"""The table of optional inputs: what follows from each row."""
+
+import inspect
+
+import pytest
+
+import cupyfa
+from cupyfa.ladder.kernel import FEATURES
+from cupyfa.problem.optional_inputs import (
+    KEYWORDS,
+    OPTIONAL_INPUTS,
+    OWN_ARRAYS,
+    RESERVED,
+    Operand,
+    check_input,
+    operand,
+)
+from cupyfa.problem.shape_language import FORMS, FormKeywords
+
+SIZES = {"batch": 3, "heads": 4, "kv_heads": 2, "M": 5, "N": 6}
+CHECKED = [name for name, x in OPTIONAL_INPUTS.items() if x.shape_rule]
+
+
+def test_every_form_is_a_keyword():
+    assert FormKeywords.__annotations__.keys() >= FORMS
+    assert {*OWN_ARRAYS} <= inspect.signature(cupyfa.attention).parameters.keys()
+    assert all(OPTIONAL_INPUTS[x].in_parts for x in KEYWORDS)
+    assert {x.feature for x in OPTIONAL_INPUTS.values() if x.feature} <= {*FEATURES}
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_no_captured_array_has_the_name_of_an_argument(name):
+    with pytest.raises(ValueError, match=f"captured has '{name}', which expressions use for"):
+        operand(name, 1.0)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_wrong_shapes_and_dtypes_are_refused_with_the_rule(name):
+    record = OPTIONAL_INPUTS[name]
+    sizes = SIZES | {"one": 1, name: SIZES["batch"] + 1}
+    shape = tuple(sizes[x] for x in record.axes)
+    dtype = {"float": "float16", "int": "int64"}.get(record.dtype, record.dtype)
+    check_input(Operand(name, dtype, shape), SIZES)
+    if record.broadcast == "axes":
+        check_input(Operand(name, dtype, (1, *shape[1:-1], 1)), SIZES)
+    if record.broadcast == "lead":
+        check_input(Operand(name, dtype, shape[1:]), SIZES)
+    with pytest.raises(ValueError, match=rf"^{name} has shape \(7, .*; its shape must be [^{{]*$"):
+        check_input(Operand(name, dtype, (7, *shape)), SIZES)
+    wrong = "float64" if record.dtype == "int" else "uint8"
+    with pytest.raises(TypeError, match=f"^{name} is {wrong}; it must be .*: convert it$"):
+        check_input(Operand(name, wrong, shape), SIZES)
