@@ -19,7 +19,7 @@ RAGGED = {"M": 70, "N": 45, "causal": True}
 OTHERS = (
     {"M": 45, "N": 70, "scale": -0.3, "softcap": 2.0},
     {"M": 67, "N": 131, "window": (20, 3), "score_mod": "score - 0.1 * key"},
-    {"M": 3, "N": 70, "mask_mod": "key > 80 * (query % 2)"},
+    {"M": 3, "N": 70, "mask": "key > 80 * (query % 2)"},
     {"M": 5, "N": 0},
 )
 
