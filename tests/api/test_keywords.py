@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import Devices, Dropout, Packed, Padded
+from cupyfa import Devices, Dropout, Packed, Padded, Problem
+from cupyfa.lab.bench import sweeps
+from cupyfa.problem.options import OPTIONS, AttentionOptions
 
 F = np.float32
 Q = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(F)
@@ -80,6 +82,14 @@ def test_defaults_may_be_given(function):
     """And None of arrays."""
     arrays = dict.fromkeys(("alibi_slopes", "bias", "sink", "captured"))
     FUNCTIONS[function](**DEFAULTS, **arrays)
+
+
+def test_problems_take_none_for_the_default_of_an_option():
+    unset, sizes = dict.fromkeys(OPTIONS), {"M": 5, "d": 16}
+    assert Problem.of_sizes(**sizes, **unset) == Problem.of_sizes(**sizes)
+    assert list(sweeps.problems("forward", {**sizes, **unset})) == list(
+        sweeps.problems("forward", sizes)
+    )
 
 
 # What stands in the place of former keywords.
@@ -182,6 +192,10 @@ def test_numbers_may_be_arrays_without_axes(name, of):
         return cupyfa.attention(Q, Q, Q, **given, **more, **SIM).tobytes()
 
     assert call(of(NUMBERS[name])) == call(NUMBERS[name])
+    more |= {"dropout_seed": 1} if name == "rate" else {}
+    option = "dropout" if name == "rate" else name
+    read = [AttentionOptions(**{option: x}, **more) for x in (of(NUMBERS[name]), NUMBERS[name])]
+    assert read[0] == read[1]
 
 
 def test_an_array_without_axes_may_change_between_calls():

@@ -5,24 +5,27 @@ import pytest
 from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
-from cupyfa import AttentionOptions, Case, Problem, Simulator, Unsupported
+from cupyfa import Dropout, Problem, Simulator, Unsupported
+from cupyfa.lab import Case
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.problem.dtypes import DTYPES
+from cupyfa.problem.options import AttentionOptions
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 
 F = np.float32
 KERNELS = [k for group in LADDER.values() for k in group.values() if "dropout" in k.features]
 FORWARD_KERNELS = [k for k in KERNELS if k.operation == "forward"]
-DROPOUT = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}
+DROPOUT = Dropout(0.3, 2**40 + 7, 3)
+OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # of problems
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
 def check(backend, kernel, values="normal", **given):
     """Runs a problem between guard zones; raises if a result is wrong."""
-    p = Problem.of_sizes(**{**SIZES, "dtype": usual_dtype(kernel), **DROPOUT, **given})
+    p = Problem.of_sizes(**{**SIZES, "dtype": usual_dtype(kernel), **OPTIONS, **given})
     plan = planning.plan(kernel, p, backend.limits)
     case = Case(kernel.operation, p, values=values)
     guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
@@ -56,14 +59,14 @@ def kept_by(kernel, backend, *, heads=4, kv_heads=2, M=35, N=41, tiles=None, **o
     dtype = DTYPES[usual_dtype(kernel)].numpy
     q, k = np.zeros((2, heads, M, 8), dtype), np.zeros((2, kv_heads, N, 8), dtype)
     v = np.tile(np.eye(N, dtype=dtype), (2, kv_heads, 1, 1))
-    how = {"kernel": kernel, "backend": backend, "tiles": tiles, **DROPOUT, **options}
+    how = {"kernel": kernel, "backend": backend, "tiles": tiles, "dropout": DROPOUT, **options}
     return cupyfa.attention(q, k, v, **how).astype(F) * N
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", FORWARD_KERNELS, ids=name)
 def test_the_weights_are_those_of_the_mask(backend, kernel):
-    mask = cupyfa.dropout_mask(batch=2, heads=4, M=35, N=41, **DROPOUT)
+    mask = cupyfa.dropout_mask(DROPOUT, batch=2, heads=4, M=35, N=41)
     found = kept_by(kernel, backend)
     np.testing.assert_array_equal(found != 0, mask)
     np.testing.assert_allclose(found[mask], 16384 / (16384 - 4915), 0.07)
@@ -80,9 +83,7 @@ def test_the_weights_are_those_of_the_mask(backend, kernel):
 def test_tiles_do_not_matter(backend, kernel, sizes, tiles):
     if kernel == "mma_split_kv":
         tiles = {**tiles, "blocks_per_sm": 3}
-    mask = cupyfa.dropout_mask(
-        batch=2, heads=sizes.get("heads", 4), M=sizes["M"], N=sizes["N"], **DROPOUT
-    )
+    mask = cupyfa.dropout_mask(DROPOUT, **{"batch": 2, "heads": 4, **sizes})
     found = kept_by(FORWARD[kernel], backend, tiles=tiles, **sizes)
     np.testing.assert_array_equal(found != 0, mask)
 
@@ -90,12 +91,11 @@ def test_tiles_do_not_matter(backend, kernel, sizes, tiles):
 def test_calls_take_it(backend):
     rng = np.random.default_rng(0)
     q, k, v, dout = rng.standard_normal((4, 2, 3, 20, 8))
-    options = AttentionOptions(causal=True, **DROPOUT)
-    out, lse = cupyfa.attention(q, k, v, options=options, return_lse=True, backend=backend)
+    by_name = {"causal": True, "dropout": DROPOUT, "backend": backend}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, **by_name)
     plain, lse_of_plain = cupyfa.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     np.testing.assert_array_equal(lse, lse_of_plain)
     assert not np.allclose(out, plain)
-    by_name = {"causal": True, **DROPOUT, "backend": backend}
     same, pullback = cupyfa.vjp(q, k, v, **by_name)
     np.testing.assert_array_equal(out, same)
     gradients = cupyfa.backward(dout, q, k, v, out, lse, **by_name)
@@ -105,14 +105,15 @@ def test_calls_take_it(backend):
     np.testing.assert_array_equal(prepared(q, k, v), out)
     back = cupyfa.compile(dout, q, k, v, out, lse, **by_name)
     np.testing.assert_allclose(back(dout, q, k, v, out, lse)[0], gradients[0], 1e-12)
-    for other in ({"dropout_seed": 1}, {"dropout_offset": 4}, {"dropout": 0.31}):
-        assert not np.allclose(out, cupyfa.attention(q, k, v, **{**by_name, **other}))
+    for other in ({"seed": 1}, {"offset": 4}, {"rate": 0.31}):
+        of_other = {**by_name, "dropout": DROPOUT._replace(**other)}
+        assert not np.allclose(out, cupyfa.attention(q, k, v, **of_other))
 
 
 def test_the_slope_of_a_call_is_its_gradient(backend):
     rng = np.random.default_rng(1)
     q, k, v, dout, step = rng.standard_normal((5, 1, 2, 17, 6))
-    how = {**DROPOUT, "backend": backend, "score_mod": "tanh(score)"}
+    how = {"dropout": DROPOUT, "backend": backend, "score_mod": "tanh(score)"}
     _, pullback = cupyfa.vjp(q, k, v, **how)
     for i, gradient in enumerate(pullback(dout)):
         ahead, behind = (
@@ -130,7 +131,7 @@ def test_numbers_are_not_compiled_in(kernel):
         p = Problem.of_sizes(**SIZES, dtype=usual_dtype(record), **options)
         return [sources.text(x) for x in planning.plan(record, p, Simulator().limits).launches]
 
-    plain, one = text(), text(**DROPOUT)
+    plain, one = text(), text(**OPTIONS)
     assert one == text(dropout=0.01, dropout_seed=0) != plain
     assert plain == text(dropout=0.0, dropout_seed=5) == text(dropout=1e-7, dropout_seed=5)
 
@@ -143,47 +144,42 @@ def test_rungs_below_fa2_say_who_can(backend, kernel):
         kept_by(kernel, backend)
 
 
-@pytest.mark.parametrize("function", ["attention", "dropout_mask", "AttentionOptions"])
+@pytest.mark.parametrize("function", ["attention", "dropout_mask"])
 @pytest.mark.parametrize(
     "given, error, message",
     [
+        ({"rate": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
+        ({"rate": 0.99999}, ValueError, "dropout is 0.99999; .* multiples of 1/16384"),
+        ({"rate": -0.1}, ValueError, "dropout is -0.1; give the probability"),
+        ({"rate": np.nan}, ValueError, "dropout is nan; give the probability"),
+        ({"rate": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
+        ({"rate": True}, TypeError, "dropout is True; give a number"),
+        ({"seed": None}, ValueError, "dropout is 0.5 without dropout_seed; give"),
         (
-            {"dropout": 0.1},
-            ValueError,
-            "dropout is 0.1 without dropout_seed; give dropout_seed=, a whole number",
-        ),
-        ({"dropout": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
-        ({"dropout": 0.99999}, ValueError, "dropout is 0.99999; .* multiples of 1/16384"),
-        ({"dropout": -0.1}, ValueError, "dropout is -0.1; give the probability"),
-        ({"dropout": np.nan}, ValueError, "dropout is nan; give the probability"),
-        ({"dropout": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
-        ({"dropout": True}, TypeError, "dropout is True; give a number"),
-        (
-            {"dropout_seed": -1},
+            {"seed": -1},
             ValueError,
             r"dropout_seed is -1; give a whole number from 0 to 2\*\*64 - 1",
         ),
-        ({"dropout_seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
-        (
-            {"dropout_seed": 1.5},
-            TypeError,
-            "dropout_seed is 1.5; give a whole number, or an array of one",
-        ),
-        ({"dropout_offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
+        ({"seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
+        ({"seed": 1.5}, TypeError, "dropout_seed is 1.5; give a whole number, or an array of one"),
+        ({"offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
     ],
     ids=str,
 )
 def test_wrong_numbers_are_refused(function, given, error, message):
-    call = getattr(cupyfa, function)
-    x = np.zeros((1, 2, 3), F)
-    arrays = (x, x, x) if function == "attention" else ()
-    more = {"batch": 1, "heads": 1, "M": 2, "N": 2} if function == "dropout_mask" else {}
-    more = {"backend": "simulator"} if function == "attention" else more
-    seed = {} if given == {"dropout": 0.1} else {"dropout_seed": 3}
-    if function == "dropout_mask" and not seed:
-        seed = {"dropout_seed": None}
+    x, dropout = np.zeros((1, 2, 3), F), Dropout(0.5, 3)._replace(**given)
     with pytest.raises(error, match=message):
-        call(*arrays, **more, **{"dropout": 0.5, **seed, **given})
+        if function == "attention":
+            cupyfa.attention(x, x, x, dropout=dropout, backend="simulator")
+        else:
+            cupyfa.dropout_mask(dropout, batch=1, heads=1, M=2, N=2)
+
+
+@pytest.mark.parametrize("given", [0.1, True, (0.1, 3), {"rate": 0.1}], ids=str)
+def test_a_number_alone_is_no_dropout(given):
+    x = np.zeros((1, 2, 3), F)
+    with pytest.raises(TypeError, match=r"dropout is .*; give cupyfa.Dropout\(rate, seed\), with"):
+        cupyfa.attention(x, x, x, dropout=given, backend="simulator")
 
 
 def test_without_dropout_a_seed_changes_nothing():
@@ -193,27 +189,21 @@ def test_without_dropout_a_seed_changes_nothing():
 
 # A seed and an offset in memory, and the numbers that they are.
 IN_MEMORY = (
-    ({"dropout_seed": np.array([2**40 + 7]), "dropout_offset": np.array(3, np.uint32)}, DROPOUT),
-    (
-        {"dropout_seed": np.array(-5), "dropout_offset": np.array([-1])},
-        {"dropout_seed": 2**64 - 5, "dropout_offset": 2**32 - 1},
-    ),
-    ({"dropout_seed": np.array([2**63 + 9], np.uint64)}, {"dropout_seed": 2**63 + 9}),
-    (
-        {"dropout_seed": 7, "dropout_offset": np.array([3])},
-        {"dropout_seed": 7, "dropout_offset": 3},
-    ),
+    (Dropout(0.3, np.array([2**40 + 7]), np.array(3, np.uint32)), DROPOUT),
+    (Dropout(0.3, np.array(-5), np.array([-1])), Dropout(0.3, 2**64 - 5, 2**32 - 1)),
+    (Dropout(0.3, np.array([2**63 + 9], np.uint64)), Dropout(0.3, 2**63 + 9)),
+    (Dropout(0.3, 7, np.array([3])), Dropout(0.3, 7, 3)),
 )
 
 
-def results(kernel, backend, **given):
+def results(kernel, backend, dropout):
     """What a kernel computes with dropout, of random inputs; no sums that come in any order."""
     dtype = DTYPES[usual_dtype(kernel)].numpy
     rng = np.random.default_rng(2)
     q, k, v, dout = (
         rng.standard_normal((1, heads, 35, 16)).astype(dtype) for heads in (2, 1, 1, 2)
     )
-    how = {"dropout": 0.3, "backend": backend, "causal": True, **given}
+    how = {"dropout": dropout, "backend": backend, "causal": True}
     if kernel.operation == "forward":
         return (cupyfa.attention(q, k, v, kernel=kernel, **how),)
     in_16_bits = usual_dtype(kernel) in ("float16", "bfloat16")
@@ -223,29 +213,19 @@ def results(kernel, backend, **given):
 
 
 def test_the_mask_of_a_seed_in_memory():
-    sizes = {"batch": 1, "heads": 2, "M": 20, "N": 30, "dropout": 0.4}
+    sizes = {"batch": 1, "heads": 2, "M": 20, "N": 30}
     for given, numbers in IN_MEMORY:
-        kept = cupyfa.dropout_mask(**sizes | given)
-        np.testing.assert_array_equal(kept, cupyfa.dropout_mask(**{**numbers, **sizes}))
+        kept = cupyfa.dropout_mask(given, **sizes)
+        np.testing.assert_array_equal(kept, cupyfa.dropout_mask(numbers, **sizes))
     with pytest.raises(ValueError, match=r"dropout_seed has shape \(2,\)"):
-        cupyfa.dropout_mask(**sizes, dropout_seed=np.array([1, 2]))
-
-
-def test_a_seed_takes_the_place_of_that_in_options(backend):
-    x = np.random.default_rng(1).standard_normal((1, 20, 8))
-    options = AttentionOptions(dropout=0.5, dropout_seed=1)
-    how = {"kernel": "fa2", "backend": backend}
-    out = cupyfa.attention(x, x, x, options=options, dropout_seed=2, dropout_offset=3, **how)
-    numbers = {"dropout": 0.5, "dropout_seed": 2, "dropout_offset": 3}
-    np.testing.assert_array_equal(out, cupyfa.attention(x, x, x, **numbers, **how))
+        cupyfa.dropout_mask(Dropout(0.4, np.array([1, 2])), **sizes)
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("given, numbers", IN_MEMORY, ids=str)
 @pytest.mark.parametrize("kernel", usual_first(KERNELS, ["mma_pipelined"]))
 def test_a_seed_in_memory(backend, kernel, given, numbers):
-    numbers = {name: numbers[name] for name in numbers if name != "dropout"}
-    for one, other in zip(results(kernel, backend, **given), results(kernel, backend, **numbers)):
+    for one, other in zip(results(kernel, backend, given), results(kernel, backend, numbers)):
         np.testing.assert_array_equal(one, other)
 
 
@@ -253,29 +233,26 @@ def test_prepared_calls_read_a_seed_each_time(backend):
     rng = np.random.default_rng(3)
     q, k, v, dout = rng.standard_normal((4, 1, 2, 20, 8))
     seed, offset = np.array([1]), np.array(2)
-    how = {"dropout": 0.5, "backend": backend}
-    options = AttentionOptions(dropout=0.5, dropout_seed=77)  # in its place is an array
+    how = {"dropout": Dropout(0.5, seed, offset), "backend": backend}
     given = {"dropout_seed": seed, "dropout_offset": offset}
-    prepared = cupyfa.compile(q, k, v, return_lse=True, options=options, backend=backend, **given)
+    prepared = cupyfa.compile(q, k, v, return_lse=True, **how)
     out, lse = prepared(q, k, v, **given)
     same = {"deterministic": True}
-    back = cupyfa.compile(dout, q, k, v, out, lse, **same, **how, **given)
+    back = cupyfa.compile(dout, q, k, v, out, lse, **same, **how)
     for of_seed, of_offset in ((1, 2), (5, 2), (5, 9)):
         seed[0], offset[()] = of_seed, of_offset
-        how |= {"dropout_seed": of_seed, "dropout_offset": of_offset}
+        numbers = {"dropout": Dropout(0.5, of_seed, of_offset), "backend": backend}
         out, lse = prepared(q, k, v, **given)
-        np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **how))
-        expected = cupyfa.backward(dout, q, k, v, out, lse, **same, **how)
+        np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **numbers))
+        expected = cupyfa.backward(dout, q, k, v, out, lse, **same, **numbers)
         np.testing.assert_array_equal(back(dout, q, k, v, out, lse, seed, offset), expected)
-    cupyfa.attention(q, k, v, check=True, dropout=0.5, backend=backend, **given)
-    by_shape = cupyfa.compile(
-        q.shape, k.shape, v.shape, dtype="float64", dropout=0.5, backend=backend, **given
-    )
+    cupyfa.attention(q, k, v, check=True, **how)
+    by_shape = cupyfa.compile(q.shape, k.shape, v.shape, dtype="float64", **how)
     given["dropout_offset"] = offset.reshape(1)
     placed = {name: backend.upload(x) for name, x in given.items()}
     found = by_shape(*map(backend.upload, (q, k, v)), **placed)
     np.testing.assert_array_equal(backend.download(found), out)
-    plan = cupyfa.plan(M=20, d=8, heads=2, backend=backend, dropout=0.5, **given)
+    plan = cupyfa.plan(M=20, d=8, heads=2, **how)
     assert [x.name for x in plan.problem.operands] == ["dropout_seed", "dropout_offset"]
 
 
@@ -291,7 +268,5 @@ def test_prepared_calls_read_a_seed_each_time(backend):
 def test_arrays_that_are_no_seed_are_refused(backend, given, error, message):
     x = np.zeros((1, 2, 3), F)
     with pytest.raises(error, match=message):
-        cupyfa.attention(x, x, x, dropout=cupyfa.Dropout(0.5, given), backend=backend)
-    cupyfa.attention(
-        x, x, x, dropout=cupyfa.Dropout(0.0, given), backend=backend
-    )  # nobody reads it
+        cupyfa.attention(x, x, x, dropout=Dropout(0.5, given), backend=backend)
+    cupyfa.attention(x, x, x, dropout=Dropout(0.0, given), backend=backend)  # nobody reads it

@@ -151,7 +151,6 @@ def test_offsets_of_minus_m_hide_everything(backend):
         ({"offset": 2.0, "causal": True}, TypeError, "give a whole number, or None for N - M"),
         ({"offset": True, "causal": True}, TypeError, "give a whole number"),
         ({"offset": 2**30 + 1, "causal": True}, ValueError, "from -2\\*\\*30 to 2\\*\\*30"),
-        ({"offset": 1, "causal": True, "lengths_k": [4, 5]}, Unsupported, "leave it out"),
     ],
 )
 def test_wrong_offsets(wrong, error, message):
@@ -160,9 +159,16 @@ def test_wrong_offsets(wrong, error, message):
         cupyfa.attention(q, k, v, backend="simulator", **wrong)
 
 
+def test_padded_arrays_have_no_offset():
+    q, k, v = arrays(10, 12)
+    padded = q, cupyfa.Padded(k, [4, 5]), cupyfa.Padded(v, [4, 5])
+    with pytest.raises(Unsupported, match="leave it out"):
+        cupyfa.attention(*padded, causal=True, offset=1, backend="simulator")
+
+
 def test_decode_has_no_offset():
     q, k, v = arrays(1, 12)
-    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"), layout="bhsd")
+    cache = cupyfa.KVCache(k, v, np.array([5, 6], "i4"))
     with pytest.raises(ValueError, match="new tokens are the last ones"):
         cupyfa.attention(q, cache, causal=True, offset=3)
 

@@ -1,4 +1,4 @@
-"""out_dtype: results of 16-bit inputs in float32, which are those before their last rounding."""
+"""Results of 16-bit inputs in float32, which are those before their last rounding."""
 
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ from helpers.gradients import BACKWARD, tiles_of
 from helpers.problems import FORWARD, usual_first
 
 import cupyfa
-from cupyfa import Case, Problem, Unsupported
+from cupyfa import Problem, Unsupported
+from cupyfa.lab import Case
 from cupyfa.numerics import tolerance
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
@@ -84,7 +85,7 @@ def test_results_that_were_rounded_before_are_found(dtype):
 
 def test_all_calls_give_float32():
     q, k, v = qkv()
-    how = {"backend": "simulator", "out_dtype": "float32"}
+    how = {"backend": "simulator", "out": "float32"}
     (out, lse), back = cupyfa.vjp(q, k, v, return_lse=True, **how)
     prepared = cupyfa.compile(q.shape, k.shape, v.shape, dtype="bfloat16", **how)
     assert {x.dtype.name for x in (out, *back(out.astype(q.dtype)))} == {"float32"}
@@ -96,22 +97,25 @@ def test_all_calls_give_float32():
     of_lists = cupyfa.attention([q[0], q[1]], [k[0], k[1]], [v[0], v[1]], **how)
     for x, y in zip(of_lists, out):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
-    by_options = cupyfa.attention(q, k, v, out="float32", backend="simulator")
-    np.testing.assert_array_equal(by_options, out)
+    into = np.empty_like(out)
+    assert cupyfa.attention(q, k, v, out=into, backend="simulator") is into
+    np.testing.assert_array_equal(into, out)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_decoding_gives_float32(prefix):
     q, k, v, *shared = arrays(
-        *((2, 4, 1, 32), (2, 50, 2, 32), (2, 50, 2, 16), (1, 2, 9, 32), (1, 2, 9, 16))
+        *((2, 4, 1, 32), (2, 2, 50, 32), (2, 2, 50, 16), (1, 2, 9, 32), (1, 2, 9, 16))
     )
-    cache = cupyfa.KVCache(k, v, np.array([30, 50], np.int32), layout="bshd")
-    how = {"backend": "simulator", "prefix": tuple(shared) if prefix else None}
+    lengths = np.array([30, 50], np.int32)
+    cache = cupyfa.KVCache(k, v, lengths, prefix=tuple(shared) if prefix else None)
     out = np.empty((2, 4, 1, 16), np.float32)
-    made = cupyfa.attention(q, cache, out=out, out="float32", check=True, **how)
+    made = cupyfa.attention(q, cache, out=out, check=True, backend="simulator")
     assert made is out and not (made == made.astype(np.float16)).all()
-    with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32"):
-        cupyfa.attention(q, cache, out=out.astype(np.float16), out="float32", **how)
+    again = cupyfa.attention(q, cache, out="float32", backend="simulator")
+    np.testing.assert_array_equal(again, out)
+    with pytest.raises(ValueError, match=r"out_dtype is 'float64', and the dtype is float16; give"):
+        cupyfa.attention(q, cache, out=out.astype(np.float64), backend="simulator")
 
 
 def test_the_dtype_of_the_inputs_is_the_usual_one():
@@ -142,15 +146,17 @@ def test_other_dtypes_are_refused(dtype, out_dtype, error):
 
 def test_arrays_of_another_dtype_are_refused():
     q, k, v = qkv()
-    how = {"backend": "simulator", "out_dtype": "float32"}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, **how)
+    how = {"backend": "simulator"}
+    out, lse = cupyfa.attention(q, k, v, return_lse=True, out="float32", **how)
     narrow = out.astype(np.float16)
+    with pytest.raises(ValueError, match="out_dtype is 'float64', and the dtype is float16; give"):
+        cupyfa.attention(q, k, v, out=out.astype(np.float64), **how)
+    prepared = cupyfa.compile(q, k, v, out="float32", **how)
     with pytest.raises(ValueError, match=r"out is float16 .*, the result is float32 .*; give an"):
-        cupyfa.attention(q, k, v, out=narrow, **how)
-    with pytest.raises(TypeError, match="out is float16; expected is float32 .*: convert it, or"):
-        cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
-    with pytest.raises(TypeError, match="out is float32; .* or give the out_dtype of that call"):
-        cupyfa.backward(narrow, q, k, v, out, lse, backend="simulator")
+        prepared(q, k, v, out=narrow)
+    of_narrow = cupyfa.backward(narrow, q, k, v, narrow, lse, **how)
+    of_wide = cupyfa.backward(narrow, q, k, v, out, lse, **how)
+    assert [x.dtype.name for x in (*of_narrow, *of_wide)] == ["float16"] * 3 + ["float32"] * 3
     with pytest.raises(TypeError, match="dout is float32; expected is float16"):
         cupyfa.backward(out, q, k, v, out, lse, **how)
     with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):

@@ -9,12 +9,14 @@ import pytest
 from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
+from cupyfa import Dropout
 from cupyfa.errors import Unsupported
 from cupyfa.lab.analysis.resources import compile_launch, limits_of
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.problem import Problem
+from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 BACKWARD = LADDER["backward"]
@@ -30,8 +32,8 @@ CASES = (
     {"causal": True, "softcap": 3.0},
     {"causal": "top-left", "score_mod": "score + 0.1 * (position - key) + 0.01 * batch * queries"},
     {"window": (9, 3), "sink": np.array([0.5, -1.0], F)},
-    {"mask_mod": "key <= query + keys - queries", "scale": -0.3},
-    {"dropout": 0.3, "dropout_seed": 5, "alibi_slopes": np.arange(8, dtype=F).reshape(4, 2) / 40},
+    {"mask": "key <= query + keys - queries", "scale": -0.3},
+    {"dropout": Dropout(0.3, 5), "alibi_slopes": np.arange(8, dtype=F).reshape(4, 2) / 40},
     {"bias": RNG.standard_normal((4, 1, M, N)).astype("f2"), "causal": True},
     {"mask": RNG.random((1, 2, M, N)) < 0.7, "bias": RNG.standard_normal((1, 1, M, N), F)},
 )
@@ -59,16 +61,15 @@ def arrays(dtype, *, rows=ROWS, keys=KEYS, value=np.nan, heads=2, d=24, sizes=(M
     return beyond(q, rows, value), beyond(k, keys, value), beyond(v, keys, value)
 
 
-def forward(kernel, backend, given, **options):
-    how = {"kernel": kernel, "backend": backend, "return_lse": True, **LENGTHS, **options}
-    return cupyfa.attention(*given, **how)
+def forward(kernel, backend, given, lengths=LENGTHS, **options):
+    how = {"kernel": kernel, "backend": backend, "return_lse": True, **options}
+    return cupyfa.attention(*wrap(*given, lengths), **how)
 
 
-def checked(kernel, backend, **options):
-    lengths = {**LENGTHS, **options}
+def checked(kernel, backend, lengths=LENGTHS, **options):
     of = {"rows": lengths["lengths_q"], "keys": lengths["lengths_k"]}
     given = arrays(usual_dtype(kernel), **of)
-    out, lse = forward(kernel, backend, given, check=True, **lengths)
+    out, lse = forward(kernel, backend, given, lengths, check=True, **options)
     return np.array(out, F), lse
 
 
@@ -96,7 +97,7 @@ def test_options_are_those_of_each_element(backend, kernel, how):
 @pytest.mark.parametrize("alone", LENGTHS)
 def test_one_of_both_may_be_given(backend, kernel, alone):
     others = dict.fromkeys(LENGTHS.keys() - {alone})
-    checked(kernel, backend, causal=True, **others)
+    checked(kernel, backend, {**LENGTHS, **others}, causal=True)
 
 
 @pytest.mark.slow
@@ -134,27 +135,28 @@ def test_numbers_beyond_do_not_matter(backend, kernel):
 def test_splits_of_elements_with_few_keys_have_none(backend, heads, dtype):
     """At least three splits, of which some are empty; with 4 heads they share a row tile."""
     kernel, sizes, keys = FORWARD["mma_split_kv"], (3, 400), (400, 0, 1, 130)
-    how = {"precision": "float16" if dtype == "float32" else None, "lengths_k": keys}
+    how = {"precision": "float16" if dtype == "float32" else None}
+    lengths = {"lengths_q": (3, 2, 3, 0), "lengths_k": keys}
     given = arrays(dtype, rows=(3, 2, 3, 0), keys=keys, heads=heads, sizes=sizes)
     tiles = {"Br": 16, "Bc": 16, "Wr": 16, "stages": 2, "blocks_per_sm": 8}
-    options = {"lengths_q": (3, 2, 3, 0), "check": True, "tiles": tiles, **how}
+    options = {"check": True, "tiles": tiles, **how}
     planned = {"heads": heads, "kv_heads": 1, "M": 3, "N": 400, "d": 24, "batch": 4}
     of_plan = {"dtype": dtype, "tiles": tiles, "precision": how["precision"], "backend": backend}
     plan = cupyfa.plan(kernel=kernel, lengths_k=True, **planned, **of_plan)
     assert all(x.numbers["num_splits"] > 2 for x in plan.launches if x.numbers)
     for more in ({}, {"causal": True}, {"window": (30, 0), "sink": np.zeros(heads, F)}):
-        forward(kernel, backend, given, **options, **more)
+        forward(kernel, backend, given, lengths, **options, **more)
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv"])
 def test_lengths_are_read_when_kernels_run(backend, kernel):
     given = arrays(usual_dtype(FORWARD[kernel]), value=0)
     how = {"kernel": kernel, "backend": backend, "causal": True}
-    prepared = cupyfa.compile(*given, **how, **LENGTHS)
+    prepared = cupyfa.compile(*wrap(*given, LENGTHS), **how)
     for keys in (KEYS, (1, 2, 3, 150)):
         lengths = {"lengths_q": np.array(ROWS, "i4"), "lengths_k": np.array(keys, "i4")}
         out = prepared(*given, **lengths)
-        assert out.tobytes() == cupyfa.attention(*given, **lengths, **how).tobytes()
+        assert out.tobytes() == cupyfa.attention(*wrap(*given, lengths), **how).tobytes()
 
 
 @pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK[:2]))
@@ -164,23 +166,23 @@ def test_wrong_lengths_of_a_kernel_stay_inside_the_arrays(backend, kernel, monke
     given = arrays(usual_dtype(kernel), rows=None, keys=None)
     how = {"kernel": kernel, "backend": backend}
     wrong, kept = np.array([-1, 71, 2**31 - 1, -(2**31)], "i4"), (0, M, M, 0)
-    prepared = cupyfa.compile(*given, **how, lengths_q=kept, lengths_k=kept)
+    prepared = cupyfa.compile(*wrap(*given, {"lengths_q": kept, "lengths_k": kept}), **how)
     out = prepared(*given, wrong, np.array([151, -1, 2**31 - 1, 7], "i4"))
-    right = cupyfa.attention(*given, **how, lengths_q=kept, lengths_k=(N, 0, N, 7))
+    lengths = {"lengths_q": kept, "lengths_k": (N, 0, N, 7)}
+    right = cupyfa.attention(*wrap(*given, lengths), **how)
     assert out.tobytes() == right.tobytes()
 
 
-def gradients(kernel, backend, d=24, has_dlse=False, **options):
-    lengths = {**LENGTHS, **options}
+def gradients(kernel, backend, d=24, has_dlse=False, lengths=LENGTHS, **options):
     rows, keys = lengths["lengths_q"], lengths["lengths_k"]
     given = arrays(usual_dtype(kernel), rows=rows, keys=keys, d=d)
-    own = {name: x for name, x in lengths.items() if name != "tiles"}
-    out, lse = forward("fa2", backend, given, **own)
+    own = {name: x for name, x in options.items() if name != "tiles"}
+    out, lse = forward("fa2", backend, given, lengths, **own)
     dout = beyond(drawn(str(out.dtype), 4, M, heads=2, d=d, seed=5), rows)
     dlse = np.where(np.isfinite(lse), lse / 4, 0).astype(lse.dtype) if has_dlse else None
     out, lse = beyond(out, rows), beyond(lse[..., None], rows)[..., 0]
-    how = {"kernel": kernel, "backend": backend, "check": True, "dlse": dlse, **lengths}
-    found = cupyfa.backward(dout, *given, out, lse, **how)
+    how = {"kernel": kernel, "backend": backend, "check": True, "dlse": dlse, **options}
+    found = cupyfa.backward(dout, *wrap(*given, lengths), out, lse, **how)
     for array, of in zip(found, (rows, keys, keys)):
         assert beyond(array, of, 0).tobytes() == array.tobytes()
         assert np.any(array)
@@ -205,7 +207,8 @@ def test_gradients_with_options(backend, kernel, how):
 @pytest.mark.parametrize("alone", LENGTHS)
 @pytest.mark.parametrize("kernel", ABLE_BACKWARD, ids=name)
 def test_gradients_of_one_of_both(backend, kernel, alone):
-    gradients(kernel, backend, **dict.fromkeys(LENGTHS.keys() - {alone}))
+    others = dict.fromkeys(LENGTHS.keys() - {alone})
+    gradients(kernel, backend, lengths={**LENGTHS, **others})
 
 
 @pytest.mark.slow
@@ -229,12 +232,12 @@ def test_nvrtc_compiles_them(kernel):
 @pytest.mark.parametrize("kernel", UNABLE, ids=name)
 def test_kernels_that_cannot_say_which_can(kernel):
     q, lse = drawn(usual_dtype(kernel), 2, 4, heads=1), np.zeros((2, 1, 4), F)
-    how = {"kernel": kernel, "backend": "simulator", "lengths_k": [1, 2]}
+    how, arrays = {"kernel": kernel, "backend": "simulator"}, wrap(q, q, q, {"lengths_k": [1, 2]})
     with pytest.raises(Unsupported, match=r"does not support .*lengths.*; kernels that can: "):
         if kernel.operation == "forward":
-            cupyfa.attention(q, q, q, **how)
+            cupyfa.attention(*arrays, **how)
         else:
-            cupyfa.backward(q, q, q, q, q, lse, **how)
+            cupyfa.backward(q, *arrays, q, lse, **how)
 
 
 @pytest.mark.gpu
@@ -249,16 +252,16 @@ def test_a_graph_takes_other_lengths(cuda, kernel):
     how = {"backend": "cuda", "causal": True}
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        forward(kernel, given=given, **how, **lengths)
+        forward(kernel, given=given, lengths=lengths, **how)
         stream.begin_capture()
-        out, lse = forward(kernel, given=given, **how, **lengths)
+        out, lse = forward(kernel, given=given, lengths=lengths, **how)
         graph = stream.end_capture()
         for array in given:
             array[...] = cupy.nan_to_num(array)
         for name, x in lengths.items():
             x.set(np.array(after[name], "i4"))
         graph.launch(stream)
-        wanted = forward(kernel, given=given, **how, **after)
+        wanted = forward(kernel, given=given, lengths=after, **how)
         stream.synchronize()
     assert out.get().tobytes() == wanted[0].get().tobytes()
     assert lse.get().tobytes() == wanted[1].get().tobytes()

@@ -8,8 +8,9 @@ from functools import cache
 import pytest
 from helpers.problems import LIKE_OTHERS, PAIRED
 
-from cupyfa import Case, Problem
+from cupyfa import Problem
 from cupyfa.arrays import block_mask
+from cupyfa.lab import Case
 from cupyfa.lab.verify import transforms
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning

@@ -8,6 +8,7 @@ import pytest
 from helpers.problems import FORWARD, name, usual_first
 
 import cupyfa
+from cupyfa import Dropout, Packed
 from cupyfa.errors import Unsupported
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
@@ -23,8 +24,8 @@ CASES = (
     {"causal": True, "softcap": 3.0},
     {"causal": "top-left", "score_mod": "score + 0.1 * (position - key) + 0.01 * batch"},
     {"window": (9, 3), "sink": np.array([0.5, -1.0], F)},
-    {"mask_mod": "key <= query + keys - queries", "scale": -0.3},
-    {"dropout": 0.3, "dropout_seed": 5, "alibi_slopes": np.arange(12, dtype=F).reshape(6, 2) / 40},
+    {"mask": "key <= query + keys - queries", "scale": -0.3},
+    {"dropout": Dropout(0.3, 5), "alibi_slopes": np.arange(12, dtype=F).reshape(6, 2) / 40},
 )
 QUICK = ("fa2", "wgmma_persistent", "two_pass")
 IN_TURN = [(x, CASES[i % len(CASES)]) for i, x in enumerate((*ABLE, *ABLE[:3]))]
@@ -46,9 +47,15 @@ def lengths_of(*, rows=ROWS, keys=KEYS, first=0):
     return starts(rows, first), starts(keys, first)
 
 
-def forward(kernel, backend, arrays, offsets, **options):
+def pack(arrays, offsets, used=(None, None)):
+    q, k, v = arrays
+    (rows, keys), (used_rows, used_keys) = offsets, used
+    return Packed(q, rows, used_rows), Packed(k, keys, used_keys), Packed(v, keys, used_keys)
+
+
+def forward(kernel, backend, arrays, offsets, used=(None, None), **options):
     how = {"kernel": kernel, "backend": backend, "return_lse": True, **options}
-    return cupyfa.attention_ragged(*arrays, *offsets, **how)
+    return cupyfa.attention(*pack(arrays, offsets, used), **how)
 
 
 def checked(kernel, backend, **options):
@@ -112,25 +119,22 @@ def test_neighbours_do_not_matter(backend, kernel):
 def test_rows_of_no_sequence_see_no_key(backend, kernel):
     offsets = lengths_of(rows=(20, 30), keys=(25, 35), first=3)
     arrays = drawn(usual_dtype(kernel), 60, 70)
-    used = {"seqused_q": np.array([20, 7], "i4"), "seqused_k": np.array([11, 0], "i4")}
-    out, lse = forward(kernel, backend, arrays, offsets, check=True, **used)
+    used = np.array([20, 7], "i4"), np.array([11, 0], "i4")
+    out, lse = forward(kernel, backend, arrays, offsets, used, check=True)
     unused = np.r_[0:3, 23:60]
     assert not np.any(np.array(out, F)[unused])
     assert (lse[:, unused] == -np.inf).all() and np.isfinite(lse[:, 3:23]).all()
 
 
-def gradients(kernel, backend, used=None, d=24, has_dlse=False, **options):
+def gradients(kernel, backend, used=(None, None), d=24, has_dlse=False, **options):
     rows, keys = offsets = lengths_of(first=2)
     arrays = drawn(usual_dtype(kernel), rows[-1] + 3, keys[-1] + 5, d=d, dv=d)
-    own = {name: x for name, x in options.items() if name != "tiles"} | (used or {})
-    out, lse = forward("fa2", backend, arrays, offsets, **own)
+    own = {name: x for name, x in options.items() if name != "tiles"}
+    out, lse = forward("fa2", backend, arrays, offsets, used, **own)
     dout = drawn(str(out.dtype), out.shape[0], 0, seed=1, d=d)[0]
     dlse = np.where(np.isfinite(lse), lse / 4, 0).astype(lse.dtype) if has_dlse else None
-    return cupyfa.backward(
-        *(dout, *arrays, out, lse, *offsets),
-        dlse=dlse,
-        **{"kernel": kernel, "backend": backend, "check": True, **options, **(used or {})},
-    )
+    how = {"kernel": kernel, "backend": backend, "check": True, "dlse": dlse, **options}
+    return cupyfa.backward(dout, *pack(arrays, offsets, used), out, lse, **how)
 
 
 @pytest.mark.parametrize("kernel", usual_first(ABLE_BACKWARD, QUICK))
@@ -158,7 +162,7 @@ def test_gradients_of_wide_heads(backend, kernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ABLE_BACKWARD, ids=name)
 def test_gradients_of_unused_rows_are_0(backend, kernel):
-    used = {"seqused_q": np.array([5, 0, 9, 1, 70, 0]), "seqused_k": np.array([0, 4, 17, 0, 99, 0])}
+    used = np.array([5, 0, 9, 1, 70, 0]), np.array([0, 4, 17, 0, 99, 0])
     dq, dk, _ = (np.array(x, F) for x in gradients(kernel, backend, used=used))
     assert not (np.any(dq[2:7]) or np.any(dq[16:24]) or np.any(dk[2:11]))
 
@@ -170,9 +174,9 @@ def test_kernels_that_cannot_say_which_can(kernel):
     how = {"kernel": kernel, "backend": "simulator"}
     with pytest.raises(Unsupported, match=r"does not support .*ragged.*; kernels that can: "):
         if kernel.operation == "forward":
-            cupyfa.attention_ragged(q, k, v, *offsets, **how)
+            cupyfa.attention(*pack((q, k, v), offsets), **how)
         else:
-            cupyfa.backward(q, q, k, v, q, lse, *offsets, **how)
+            cupyfa.backward(q, *pack((q, k, v), offsets), q, lse, **how)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +196,8 @@ def test_wrong_offsets_of_a_kernel_stay_inside_the_arrays(backend, kernels, offs
     arrays = drawn("float32" if kernels[0] == "fa2" else "float16", 20, 20)
     wrong = np.array(offsets, "i4"), np.array(offsets, "i4")
     out, lse = forward(kernels[0], backend, arrays, wrong)
-    cupyfa.backward(
-        *(np.ones_like(out), *arrays, out, lse, *wrong), kernel=kernels[1], backend=backend
-    )
+    given = np.ones_like(out), *pack(arrays, wrong), out, lse
+    cupyfa.backward(*given, kernel=kernels[1], backend=backend)
 
 
 @pytest.mark.gpu

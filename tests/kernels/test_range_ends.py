@@ -201,7 +201,8 @@ def test_gradients(backend, kernel, source):
     wrt, expected = ["q", "k", "v"], [None, None, dv]
     if "bias" in how:
         wrt, expected = [*wrt, "bias"], [*expected, dS]
-    found = cupyfa.backward(grad, q, k, v, out, lse, **usual | how, wrt=wrt, check=True, kernel=kernel.name, backend=backend.name)  # fmt: skip
+    on = {"check": True, "kernel": kernel.name, "backend": backend.name}
+    found = cupyfa.backward(grad, q, k, v, out, lse, **usual | how, wrt=wrt, **on)
     for name, x, exact in zip(wrt, found, expected):
         x = x.astype(float)
         if exact is None:

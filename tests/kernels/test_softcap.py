@@ -5,7 +5,8 @@ import pytest
 from helpers.problems import FORWARD, name
 
 import cupyfa
-from cupyfa import Case, Problem
+from cupyfa import Problem
+from cupyfa.lab import Case
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning

@@ -5,7 +5,8 @@ import pytest
 from helpers.problems import usual_first
 
 import cupyfa
-from cupyfa import Case, Problem, SimulatorFault
+from cupyfa import Problem, SimulatorFault
+from cupyfa.lab import Case
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
@@ -105,6 +106,7 @@ Q = RNG.standard_normal((2, 4, 20, 16)).astype(np.float32)
 K = RNG.standard_normal((2, 2, 30, 16)).astype(np.float32)
 BIAS = RNG.standard_normal((4, 20, 30)).astype(np.float32)
 SLOPE = np.linspace(0.1, 1, 4)
+KEYWORDS = {"score_mod": "score_mod", "mask_mod": "mask"}
 
 
 def attend(backend, q=Q, k=K, **given):
@@ -180,10 +182,9 @@ def test_problems_without_scores(backend, M, N):
         backend,
         *(Q[:, :, :M], K[:, :, :N]),
         bias=BIAS[:, :M, :N],
-        mask=np.ones((M, N), bool),
+        mask=(np.ones((M, N), bool), "seen[key]"),
         alibi_slopes=SLOPE,
         score_mod="score + s[head]",
-        mask_mod="seen[key]",
         captured=captured,
     )
     assert out.shape == (2, 4, M, 16) and not out.any()
@@ -207,15 +208,15 @@ def test_an_array_that_is_too_short_is_refused_at_the_call(backend, option, inde
     """Where a place alone is the index, the sizes say so."""
     text = {"score_mod": "score + where(s[{}] > 9, 1, 0)", "mask_mod": "s[{}] < 9"}[option]
     shape = (1,) * (", " in index)
-    how = {option: text.format(index), "check": False}
-    attend(backend, **how, captured={"s": np.zeros((*shape, needed))})
+    given = {KEYWORDS[option]: text.format(index)}
+    attend(backend, **given, check=False, captured={"s": np.zeros((*shape, needed))})
     axis, place = len(shape), index.split(", ")[-1]
     message = rf"captured s has shape .*{option} indexes axis {axis} with {place}, from 0 to"
     short = {"s": np.zeros((*shape, needed - 1))}
     with pytest.raises(ValueError, match=message):
-        attend(backend, **how, captured=short)
+        attend(backend, **given, check=False, captured=short)
     with pytest.raises(ValueError, match=message):
-        cupyfa.compile(Q, K, K, backend=backend, captured=short, **{option: how[option]})
+        cupyfa.compile(Q, K, K, backend=backend, captured=short, **given)
 
 
 @pytest.mark.parametrize("outside", [4, -1, 99])
@@ -232,7 +233,10 @@ def test_an_index_outside_of_its_array_is_an_error(outside):
 def test_a_divisor_of_0_is_an_error_that_names_the_text(option):
     other = "mask_mod" if option == "score_mod" else "score_mod"
     texts = {"score_mod": "score + key // {}", "mask_mod": "key % {} >= 0"}
-    texts = {option: texts[option].format("n[head]"), other: texts[other].format("3")}
+    texts = {
+        KEYWORDS[option]: texts[option].format("n[head]"),
+        KEYWORDS[other]: texts[other].format("3"),
+    }
     captured = {"n": np.array([3, 0, 3, 3], np.int32)}
     message = rf"divides an integer by zero in {option}, at .*expression.cuh:\d+"
     with pytest.raises(SimulatorFault, match=message):

@@ -20,7 +20,7 @@ DOCUMENTS = cupyfa.block_mask(
     N=N,
     backend="simulator",
 )
-OF_DOCUMENTS = {"mask_mod": DOCUMENTS.text.text, "captured": {"doc": DOC}}
+OF_DOCUMENTS = {"mask": DOCUMENTS.text.text, "captured": {"doc": DOC}}
 OF_HEADS = cupyfa.block_mask(
     mask_mod="(key // 16 + head) % 3 == 0 and query >= 64",
     heads=4,
@@ -37,7 +37,7 @@ CASES = [
     for at, (mask, how) in enumerate(
         (
             (DOCUMENTS, {}),
-            (OF_HEADS, {"window": (50, None), "mask_mod": "key != 7", "bias": "11mn"}),
+            (OF_HEADS, {"window": (50, None), "mask": "key != 7", "bias": "11mn"}),
             (DOCUMENTS, {"causal": "top-left", "sink": "h", "score_mod": "score * 1.5"}),
             (OF_HEADS, {"scale": -0.3}),
         )
@@ -72,6 +72,7 @@ def arrays_of(how):
 def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
     q, k, v = drawn(kernel)
     how = arrays_of(how) | {"backend": backend}
+    mask = (mask, how.pop("mask")) if "mask" in how else mask
     if kernel.operation == "forward":
         cupyfa.attention(q, k, v, mask=mask, kernel=kernel.name, check=True, **how)
         return

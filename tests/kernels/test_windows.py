@@ -10,8 +10,9 @@ from helpers.cli import cli
 from helpers.problems import FORWARD, inputs_of, name, usual_first
 
 import cupyfa
-from cupyfa import Case, Problem
+from cupyfa import Problem
 from cupyfa.errors import SimulatorFault
+from cupyfa.lab import Case
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.verify import shrink as shrinking
