@@ -219,7 +219,7 @@ def problem_of_cache(
 
 
 def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for what ``decode`` does not take."""
+    """Raises ValueError for what attention to a cache does not take."""
     options = sizes.get("options") or PLAIN
     asked = {name: sizes.get(name) for name in (BIAS, MASK, shape_language.BLOCK_MASK)}
     for name in ("causal", "precision", "dropout"):

@@ -79,7 +79,7 @@ NAME = Kernel(
     scratch={"delta": ("batch heads M", "real")},  # from the first launch to the second
     # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
     tiles=({"Br": 64, "Bc": 64}, {"Br": 128, "Bc": 128}),
-    floats={"limit": lambda p, c: 4.0},  # callers may give another: NAME.bind(limit=2.0)
+    floats={"limit": lambda p, c: 4.0},  # callers may give another: bind(limit=2.0)
     # Leave these two out if the kernel computes gradients of plain attention.
     reference=reference,
     forward=forward,

@@ -40,7 +40,7 @@ NAME = Kernel(
     ),
     # Sizes that `cupyfa tune` tries; the first is the default. Each is a constant in the .cu file.
     tiles=({"Br": 64}, {"Br": 128}),
-    floats={"limit": lambda p, c: 4.0},  # callers may give another: NAME.bind(limit=2.0)
+    floats={"limit": lambda p, c: 4.0},  # callers may give another: bind(limit=2.0)
     reference=reference,  # leave it out if the kernel computes plain attention
     # What the kernel can do. A call that needs more is refused: without "causal", a causal one.
     features=("causal", "window", "gqa", "strides", "lse", "dv"),
