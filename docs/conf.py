@@ -142,6 +142,8 @@ def linkcode_resolve(domain: str, about: dict[str, str]) -> str | None:
     path = f"{about['module']}.{about['fullname']}"
     thing = attrgetter(path.removeprefix("cupyfa."))(cupyfa)  # not of sys.modules: cupyfa.transfer
     thing = getattr(thing, "fget", thing)
+    if isinstance(thing, attrgetter):  # of a property, which has no lines
+        return None
     file, line = Path(inspect.getsourcefile(thing)), inspect.getsourcelines(thing)[1]
     DOCUMENTED.add(file)
     return f"../{_source_page(file)}.html#line-{line}"
