@@ -46,6 +46,7 @@ class OptionalInput:
     usual_axes, axes_examples: on the command line, its shape if none is given, and others.
     help: the text of the command line.
     in_parts: what to give in place of it in calls on parts of a problem.
+    written: what messages call it, if callers do not give it by its name.
     """
 
     name: str
@@ -63,6 +64,7 @@ class OptionalInput:
     axes_examples: str = ""
     help: str = ""
     in_parts: str = ""
+    written: str = ""
 
     def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
         """Whether it may have a shape in a problem of these sizes."""
@@ -167,6 +169,7 @@ _ROWS = (
             shape_rule="[batch, kv_heads], here ({batch}, {kv_heads})",
             is_keyword=True,
             constant=f"has_{name}",
+            written=f"{name[0]}.scale",
             in_parts="convert q, k and v to float16 or bfloat16",
         )
         for name in ("q_descale", "k_descale", "v_descale")
@@ -181,6 +184,7 @@ _ROWS = (
             shape_rule="that of the first row of each sequence and then the end, here ({batch} + "
             "1,)",
             feature="ragged",
+            written=f"{name[-1]}.offsets",
         )
         for name in ("cu_seqlens_q", "cu_seqlens_k")
     ),
@@ -193,6 +197,7 @@ _ROWS = (
             usual_dtype="int32",
             shape_rule="one number for each sequence, here ({batch},)",
             feature="ragged",
+            written=f"{name[-1]}.used",
         )
         for name in ("seqused_q", "seqused_k")
     ),
@@ -206,12 +211,15 @@ _ROWS = (
             shape_rule="one number for each batch element, here ({batch},)",
             is_keyword=True,
             feature="lengths",
+            written=f"{name[-1]}.lengths",
             in_parts="call for the batch elements of each length",
         )
         for name in ("lengths_q", "lengths_k")
     ),
-    OptionalInput(SEED, **_SEED),  # options that may be arrays of one element, which kernels read
-    OptionalInput(OFFSET, **_SEED),
+    OptionalInput(
+        SEED, **_SEED, written="the seed of dropout"
+    ),  # options that may be arrays of one element, which kernels read
+    OptionalInput(OFFSET, **_SEED, written="the offset of dropout"),
     # Of a block mask: the tiles of keys for each tile of rows, and the other way round.
     *(
         OptionalInput(name, group="maps", axes=("batch", "heads", "-", "-"), constant=f"has_{name}")
@@ -219,6 +227,12 @@ _ROWS = (
     ),
 )
 OPTIONAL_INPUTS = {x.name: x for x in _ROWS}
+
+
+def written(name: str) -> str:
+    """What messages call an array or a number that a caller gives."""
+    known = OPTIONAL_INPUTS.get(name)
+    return known.written or name if known else name
 
 
 def _group(name: str) -> tuple[str, ...]:
@@ -566,12 +580,13 @@ def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -
         sizes["batch"] = 1
     if not x.record.fits(x.shape, sizes):
         wanted = rule.format(**sizes)
-        raise ValueError(f"{x.name} has shape {x.given or x.shape}; its shape must be {wanted}")
+        shape = x.given or x.shape
+        raise ValueError(f"{written(x.name)} has shape {shape}; its shape must be {wanted}")
     kind, dtype = x.captured.kind, x.record.dtype
     if dtype not in (x.dtype, kind):
         wanted = _DTYPE_RULES.get(dtype, dtype)
         other = "; numbers to add are a bias" * (dtype == "bool" and kind == "float")
-        raise TypeError(f"{x.name} is {x.dtype}; it must be {wanted}: convert it{other}")
+        raise TypeError(f"{written(x.name)} is {x.dtype}; it must be {wanted}: convert it{other}")
 
 
 # What callers give
@@ -607,15 +622,14 @@ def of_value(name: str, given: Any) -> Operand:
         return Operand(name, "float64", (), float(given))
     what = "" if name in KEYWORDS else "a number, or "
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        remedy = ": a condition as text is mask_mod=" * (name == MASK and isinstance(given, str))
-        raise TypeError(f"{name} is {described(given)}; give {what}a NumPy or CuPy array{remedy}")
+        raise TypeError(f"{written(name)} is {described(given)}; give {what}a NumPy or CuPy array")
     dtype, floats = str(given.dtype), " or ".join((", ".join(_FLOATS[:-1]), _FLOATS[-1]))
     any_of = f"bool, whole numbers or {', '.join(_FLOATS)}"
     if dtype not in (*_DTYPES, *_FLOATS):
         known = OPTIONAL_INPUTS.get(name)
         wanted = {"bool": "bool", "float": floats}.get(known.dtype, any_of) if known else any_of
         raise TypeError(
-            f"{name} is {dtype}; it must be of {wanted}, in native byte order: convert it"
+            f"{written(name)} is {dtype}; it must be of {wanted}, in native byte order: convert it"
         )
     if not given.shape:
         return Operand(name, dtype, (1,)) if name in SEEDS else of_value(name, given.item())
@@ -648,7 +662,7 @@ def of_list(name: str, given: Any) -> Any:
         return np.array(given, np.float32 if name in DESCALES else None)
     except (ValueError, TypeError, OverflowError) as error:
         raise TypeError(
-            f"{name} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
+            f"{written(name)} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
             "of one length"
         ) from None
 

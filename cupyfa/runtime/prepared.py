@@ -18,7 +18,7 @@ from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem.optional_inputs import LENGTHS, MAPS, Operand, gradient_of, name_of
+from cupyfa.problem.optional_inputs import LENGTHS, MAPS, Operand, gradient_of, name_of, written
 from cupyfa.problem.options import DROPOUT, AttentionOptions
 from cupyfa.problem.problem import Problem, four_axes
 from cupyfa.problem.structured_arrays import Structured, unwrap
@@ -624,7 +624,7 @@ def _part(plan: Plan, limits: Limits, problem: Problem) -> Plan:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name.removeprefix("mods.") for name in names)
+    return ", ".join(written(name.removeprefix("mods.")) for name in names)
 
 
 def _described(form: Form) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.errors import described
-from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED
+from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
@@ -31,7 +31,7 @@ def lengths(
         offsets, counts = made[start], made.get(used)
         if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
-                f"{start} has shape {tuple(offsets.shape)}; it must have one axis: where each "
+                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: where each "
                 "sequence begins, and then where the last one ends"
             )
         total = int(array.shape[0])
@@ -104,9 +104,13 @@ def _whole(name: str, given: Any) -> Any:
     if isinstance(given, list | tuple):
         given = np.array(given, None if len(given) else np.int32)
     if not hasattr(given, "dtype") or not hasattr(given, "shape"):
-        raise TypeError(f"{name} is {described(given)}; give a NumPy or CuPy array of int32")
+        raise TypeError(
+            f"{written(name)} is {described(given)}; give a NumPy or CuPy array of int32"
+        )
     if isinstance(given, np.ndarray) and given.dtype.kind not in "iu":
-        raise TypeError(f"{name} is {given.dtype}; it must be of whole numbers: convert it")
+        raise TypeError(
+            f"{written(name)} is {given.dtype}; it must be of whole numbers: convert it"
+        )
     return given
 
 
@@ -120,27 +124,27 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
     falls = next((i for i, (a, b) in enumerate(pairwise(seen)) if b < a), None)
     if falls is not None:
         raise ValueError(
-            f"{name}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; give "
+            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; give "
             "offsets that do not fall"
         )
     if seen[0] < 0 or seen[-1] > total:
         raise ValueError(
-            f"{name} goes from {seen[0]} to {seen[-1]}, and {rows} has {total} rows; give offsets "
-            f"from 0 to {total}"
+            f"{written(name)} go from {seen[0]} to {seen[-1]}, and {rows} has {total} rows; give "
+            f"offsets from 0 to {total}"
         )
 
 
 def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "sequence") -> None:
     if counts.shape != most.shape:
         raise ValueError(
-            f"{name} has shape {counts.shape}; it must be one number for each {what}, here "
+            f"{written(name)} has shape {counts.shape}; it must be one number for each {what}, here "
             f"{most.shape}"
         )
     wrong = np.flatnonzero((counts < 0) | (counts > most))
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"{name}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a number from "
+            f"{written(name)}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a number from "
             f"0 to {most[i]}"
         )
 
