@@ -22,6 +22,7 @@
 //   angles_of_sums, has_prefix, page_size, has_e4m3, k_scale_by_page, v_scale_by_page
 #include <attention/kv_dtype.cuh>
 #include <attention/pages.cuh>
+#include <ptx/e4m3.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
