@@ -198,9 +198,8 @@ def test_nothing_is_measured_in_the_simulator_unless_it_is_named(no_device, line
     assert message.endswith("to take them all the same, give --backend simulator")
 
 
-@pytest.mark.parametrize("name", ["bench", "tune"])
-def test_neither_do_functions_of_python(no_device, name):
-    measure = getattr(cupyfa, name)
+@pytest.mark.parametrize("measure", [cupyfa.bench, cupyfa.lab.tune])
+def test_neither_do_functions_of_python(no_device, measure):
     with pytest.raises(cupyfa.DeviceError, match='give backend="simulator"$'):
         measure("v1", M=8, d=8)
     assert measure("v1", M=8, d=8, batch=1, heads=1, budget=0, backend="simulator")
