@@ -116,14 +116,14 @@ def test_auto_takes_a_kernel_that_can(dtype):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": [0, 5, 4, 17]}, r"cu_seqlens_q\[2\] is 4, below 5 before it"),
-        ({"cu_seqlens_q": [0, 5, 5, 18]}, "cu_seqlens_q goes from 0 to 18, and q has 17 rows"),
-        ({"cu_seqlens_k": [-1, 7, 10, 10]}, "cu_seqlens_k goes from -1 to 10, and k has 10 rows"),
-        ({"cu_seqlens_k": [0, 10]}, r"cu_seqlens_k has shape \(2,\); its shape must be that of"),
-        ({"cu_seqlens_q": [0]}, r"cu_seqlens_k has shape \(4,\); .* here \(0 \+ 1,\)"),
-        ({"cu_seqlens_q": []}, r"cu_seqlens_q has shape \(0,\); it must have one axis"),
-        ({"seqused_q": [5, 0, 13]}, r"seqused_q\[2\] is 13, and sequence 2 has 12 rows"),
-        ({"seqused_k": [5, 0]}, r"seqused_k has shape \(2,\); it must be one number for each"),
+        ({"cu_seqlens_q": [0, 5, 4, 17]}, r"q.offsets\[2\] is 4, below 5 before it"),
+        ({"cu_seqlens_q": [0, 5, 5, 18]}, "q.offsets go from 0 to 18, and q has 17 rows"),
+        ({"cu_seqlens_k": [-1, 7, 10, 10]}, "k.offsets go from -1 to 10, and k has 10 rows"),
+        ({"cu_seqlens_k": [0, 10]}, r"k.offsets has shape \(2,\); its shape must be that of"),
+        ({"cu_seqlens_q": [0]}, r"k.offsets has shape \(4,\); .* here \(0 \+ 1,\)"),
+        ({"cu_seqlens_q": []}, r"q.offsets has shape \(0,\); it must have one axis"),
+        ({"seqused_q": [5, 0, 13]}, r"q.used\[2\] is 13, and sequence 2 has 12 rows"),
+        ({"seqused_k": [5, 0]}, r"k.used has shape \(2,\); it must be one number for each"),
     ],
     ids=str,
 )
@@ -137,7 +137,7 @@ def test_wrong_lengths_are_refused(change, message):
 
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
-    with pytest.raises(TypeError, match="cu_seqlens_q is float64; it must be of whole numbers"):
+    with pytest.raises(TypeError, match="q.offsets is float64; it must be of whole numbers"):
         cupyfa.attention(*pack(q, k, v, rows.astype(float), keys), backend="simulator")
     cupyfa.attention(*pack(q, k, v, rows.astype("i8"), list(keys)), backend="simulator")
 
@@ -218,11 +218,11 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     [
         ({"cu_seqlens_k": None}, TypeError, "q is Packed and k is not; give q, k and v as Packed"),
         ({"lengths_k": np.ones(3, "i4")}, TypeError, "k is Packed and Padded; give k as Packed"),
-        ({"cu_seqlens_q": np.zeros(4)}, TypeError, "cu_seqlens_q is float64; it must be of whole"),
+        ({"cu_seqlens_q": np.zeros(4)}, TypeError, "q.offsets is float64; it must be of whole"),
         (
             {"seqused_q": np.zeros(4, "i4")},
             ValueError,
-            r"seqused_q has shape \(4,\); .* here \(3,\)",
+            r"q.used has shape \(4,\); .* here \(3,\)",
         ),
     ],
 )
@@ -238,9 +238,9 @@ def test_what_prepared_calls_of_packed_arrays_refuse(change, error, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"cu_seqlens_q": [0, 5, 9, 100]}, "cu_seqlens_q goes from 0 to 100, and q has 17 rows"),
-        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"cu_seqlens_k\[2\] is 5, below 9 before it"),
-        ({"seqused_q": [5, 1, 1]}, r"seqused_q\[0\] is 5, and sequence 0 has 3 rows"),
+        ({"cu_seqlens_q": [0, 5, 9, 100]}, "q.offsets go from 0 to 100, and q has 17 rows"),
+        ({"cu_seqlens_k": [0, 9, 5, 6]}, r"k.offsets\[2\] is 5, below 9 before it"),
+        ({"seqused_q": [5, 1, 1]}, r"q.used\[0\] is 5, and sequence 0 has 3 rows"),
     ],
 )
 def test_prepared_calls_look_at_numpy_offsets(change, message):
@@ -262,5 +262,5 @@ def test_prepared_calls_look_at_numpy_lengths():
     how = {"backend": "simulator", "kernel": "fa2"}
     prepared = cupyfa.compile(q, Padded(q, n), Padded(q, n), **how)
     prepared(q, q, q, lengths_k=n)
-    with pytest.raises(ValueError, match=r"lengths_k\[1\] is 6, and batch element 1 has 5 rows"):
+    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 6, and batch element 1 has 5 rows"):
         prepared(q, q, q, lengths_k=np.array([5, 6], "i4"))

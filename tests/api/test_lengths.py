@@ -70,18 +70,18 @@ def test_batch_axes_are_one(backend):
         (
             {"lengths_k": [3, 12, 0]},
             ValueError,
-            r"lengths_k\[1\] is 12, and batch element 1 has 11",
+            r"k.lengths\[1\] is 12, and batch element 1 has 11",
         ),
         (
             {"lengths_q": [3, 0, -1]},
             ValueError,
-            r"lengths_q\[2\] is -1, .*; give a number from 0 to",
+            r"q.lengths\[2\] is -1, .*; give a number from 0 to",
         ),
-        ({"lengths_q": [9, 9]}, ValueError, r"lengths_q has shape \(2,\); .* here \(3,\)"),
-        ({"lengths_q": [[9, 9, 9]]}, ValueError, r"lengths_q has shape \(1, 3\); .* here \(3,\)"),
-        ({"lengths_k": [1.0, 2.0, 3.0]}, TypeError, "lengths_k is float64; it must be of whole"),
-        ({"lengths_k": 3}, TypeError, "lengths_k is 3; give a NumPy or CuPy array of int32"),
-        ({"lengths_k": [True] * 3}, TypeError, "lengths_k is bool; it must be of whole numbers"),
+        ({"lengths_q": [9, 9]}, ValueError, r"q.lengths has shape \(2,\); .* here \(3,\)"),
+        ({"lengths_q": [[9, 9, 9]]}, ValueError, r"q.lengths has shape \(1, 3\); .* here \(3,\)"),
+        ({"lengths_k": [1.0, 2.0, 3.0]}, TypeError, "k.lengths is float64; it must be of whole"),
+        ({"lengths_k": 3}, TypeError, "k.lengths is 3; give a NumPy or CuPy array of int32"),
+        ({"lengths_k": [True] * 3}, TypeError, "k.lengths is bool; it must be of whole numbers"),
     ],
     ids=str,
 )
@@ -114,7 +114,7 @@ def test_plans_have_forms_of_lengths(form):
 
 @pytest.mark.parametrize("form", ["batch", "i32[rows]"])
 def test_wrong_forms_are_refused(form):
-    with pytest.raises(ValueError, match=r"lengths_k is .*; give its dtype and size, i32\[batch\]"):
+    with pytest.raises(ValueError, match=r"k.lengths is .*; give its dtype and size, i32\[batch\]"):
         cupyfa.plan(M=9, d=16, batch=3, lengths_k=form, **HOW)
 
 
@@ -190,13 +190,13 @@ def test_lengths_in_gpu_memory_are_looked_at_by_checks(cuda):
 
     q, k, v = map(cupy.asarray, drawn())
     wrong = cupy.asarray(np.array([11, 12, -3], "i4"))
-    with pytest.raises(ValueError, match=r"lengths_k\[1\] is 12"):
+    with pytest.raises(ValueError, match=r"k.lengths\[1\] is 12"):
         cupyfa.attention(q, Padded(k, wrong), Padded(v, wrong), check=True)
     out = cupyfa.attention(q, Padded(k, wrong), Padded(v, wrong), kernel="fa2")
     lengths = [11, 11, 0]
     right = cupyfa.attention(q, Padded(k, lengths), Padded(v, lengths), kernel="fa2")
     assert out.get().tobytes() == right.get().tobytes()
-    with pytest.raises(TypeError, match="lengths_k is int64; it must be int32: convert it"):
+    with pytest.raises(TypeError, match="k.lengths is int64; it must be int32: convert it"):
         of_64_bits = wrong.astype("i8")
         cupyfa.attention(q, Padded(k, of_64_bits), Padded(v, of_64_bits))
     strided = cupy.asarray(np.array([11, 99, 11, 99, 0], "i4"))[::2]

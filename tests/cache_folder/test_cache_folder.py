@@ -281,17 +281,13 @@ def test_a_planted_library_does_not_run(tmp_path):
     subprocess.run(list(map(str, command)), check=True, capture_output=True)
     objects = sorted(folder.glob("fa2-*.so"))
     assert objects
-    for path in objects:
-        path.write_bytes(cache_folder.sealed(built.read_bytes()))
-        path.chmod(0o666)
-    done = process(run, env=env)
-    assert done.returncode == 0 and not (tmp_path / "ran").exists()
-    folder.chmod(0o777)
-    for path in objects:
-        path.write_bytes(cache_folder.sealed(built.read_bytes()))
-        path.chmod(0o600)
-    done = process(run, env=env)
-    assert done.returncode == 0 and not (tmp_path / "ran").exists()
+    for mode_of_folder, mode in ((0o700, 0o666), (0o777, 0o600)):
+        folder.chmod(mode_of_folder)
+        for path in objects:
+            path.write_bytes(cache_folder.sealed(built.read_bytes()))
+            path.chmod(mode)
+        done = process(run, env=env)
+        assert done.returncode == 0 and not (tmp_path / "ran").exists()
     assert "other users can write" in done.stderr
     load = f"import ctypes; ctypes.CDLL({str(built)!r})"  # it would have
     subprocess.run([sys.executable, "-c", load], check=True)
