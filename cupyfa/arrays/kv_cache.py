@@ -705,7 +705,7 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache, interleaved: bool) -> Plan:
             **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
             **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
             **{"has_prefix": "prefix_keys" in arrays},
-            **{"ragged": False, "packed": False, "threads": THREADS},
+            **{"ragged": False, "packed": False, "windowed": False, "threads": THREADS},
         },
         *_arguments(arrays, cache),
     )
