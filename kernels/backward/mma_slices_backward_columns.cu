@@ -10,7 +10,6 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
 //   shared_bytes and options (extent.cuh)
 #include <attention/extent.cuh>
-#include <attention/tile_pair.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/store_gradient.cuh>

@@ -6,7 +6,6 @@
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
-#include <attention/tile_pair.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>

@@ -2,7 +2,6 @@
 // Iterates over the tiles of rows that see some key of a block's tile.
 
 #include <attention/extent.cuh>
-#include <attention/tile_pair.cuh>
 
 // From the last tile of each head to the first: blocks that begin together are at the same rows,
 // under a causal mask too.

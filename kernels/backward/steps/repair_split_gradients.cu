@@ -12,7 +12,6 @@
 //   the host sets: scalar, result, real, rows_of_block, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/dropped_weights.cuh>
-#include <attention/tile_pair.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <tile/shared.cuh>
