@@ -62,7 +62,7 @@ MAY_READ = {
         "caps_tiles",
         "has_dropout",
     },
-    "row_state.cuh": {"has_sink", "has_dropout", "has_score_mod", "of_products"},
+    "row_state.cuh": {"has_sink", "has_dropout"},
     "nonfinite.cuh": {"has_sink", "of_products"},
     "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
