@@ -187,6 +187,7 @@ _ON_PARTS = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
     **dict.fromkeys(("own", "return_own"), "a kernel's own arrays are not divided: leave it out"),
+    "return_max": "parts are merged by lse alone: leave it out",
     "devices": "each rank or worker computes on its own device: start one for each device",
 }
 _REMEDIES = {
@@ -221,6 +222,12 @@ _REMEDIES = {
             (optional_inputs.BIAS, optional_inputs.MASK),
             "write score_mod= or mask_mod=, which may read a captured array",
         ),
+    },
+    **{
+        f"{name}_vjp": {
+            "return_max": f"call {name} for it, and {name}_backward with its out and lse"
+        }
+        for name in ("attention", "attention_ragged")
     },
     "softmax": dict.fromkeys((*OPTIONS, *ARRAY_KEYWORDS), "a softmax has no options: leave it out"),
     "cupyfa.dask": {
