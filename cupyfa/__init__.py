@@ -114,7 +114,7 @@ _FORMER = {
     "held_buffers": "cupyfa.transfer.held()",
     "Transfer": "cupyfa.transfer.Transfer",
     "memory": "cupyfa.plan(…), whose shared memory and scratch it shows",
-    "profile": "ncu and nsys, as docs/workflow.md shows",
+    "profile": "ncu and nsys, as docs/howto/profile.md shows",
     **dict.fromkeys(("Matmul", "padded"), "in cupyfa.ladder"),
     **{
         name: f"cupyfa.lab.{name}"

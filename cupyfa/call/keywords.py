@@ -252,6 +252,7 @@ _OF_KERNELS = "write kernel=kernel.bind(name=array, returns=(…)) with the reco
 _ON_PARTS = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
+    "return_max": "parts are merged by lse alone: leave it out",
 }
 _REMEDIES = {
     "": {
@@ -294,6 +295,7 @@ _REMEDIES = {
         **dict.fromkeys(("max_scores", "return_row_max"), "write return_max=True"),
         **dict.fromkeys(("axis", "dim"), "the softmax is over the last axis: move yours there"),
     },
+    "vjp": {"return_max": "call attention for it, and backward with its out and lse"},
     "softmax": dict.fromkeys(OF_SCORES, "a softmax has no options: leave it out"),
     "cupyfa.dask": {
         **_ON_PARTS,

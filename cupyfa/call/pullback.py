@@ -97,7 +97,7 @@ def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.d
             f"v: {remedy}"
         )
     if str(array.dtype) != str(dtype):
-        other = "convert it, or give the out_dtype of that call" if name == "out" else "convert it"
+        other = "convert it, or give the out of that call" if name == "out" else "convert it"
         raise TypeError(
             f"{name} is {array.dtype}; expected is {dtype} for these q, k and v: {other}"
         )

@@ -41,6 +41,7 @@ def options_of(
 
 _REMEDIES = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
+    "return_max": "they are merged by lse alone: leave it out",
     "append": "a KVCache is not divided: leave it out",
     "wrt": "they give the gradients of q, k and v: leave it out",
     "grads": "results are new arrays: leave it out",

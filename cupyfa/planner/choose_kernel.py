@@ -432,6 +432,7 @@ _MEANING = {
     "places": "places (masks, and scores that depend on arrays or positions)",
     "e4m3": "keys and values in e4m3",
     "out_dtype": "out_dtype (results in float32)",
+    "row_max": "row_max (the largest score of each row)",
     "wrt": "wrt (gradients of arrays that change scores)",
 }
 

@@ -662,8 +662,8 @@ def of_list(name: str, given: Any) -> Any:
         return np.array(given, np.float32 if name in DESCALES else None)
     except (ValueError, TypeError, OverflowError) as error:
         raise TypeError(
-            f"{written(name)} is a {type(given).__name__} that is no array ({error}); give numbers, in rows "
-            "of one length"
+            f"{written(name)} is a {type(given).__name__} that is no array ({error}); give "
+            "numbers, in rows of one length"
         ) from None
 
 

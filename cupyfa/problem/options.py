@@ -427,7 +427,7 @@ class AttentionOptions:
             object.__setattr__(self, "dropout_offset", 0)
         elif self.dropout_seed is None:
             raise ValueError(
-                f"dropout is {self.dropout} without dropout_seed; give dropout_seed=, a whole "
+                f"dropout is {self.dropout} without a seed; give one, a whole "
                 "number from 0 to 2**64 - 1, another one for each layer and step: calls keep no "
                 "state"
             )

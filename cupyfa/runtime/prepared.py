@@ -18,7 +18,15 @@ from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.evaluate import with_numbers
 from cupyfa.planner.plan import Limits, Plan
-from cupyfa.problem.optional_inputs import LENGTHS, MAPS, Operand, gradient_of, name_of, written
+from cupyfa.problem.optional_inputs import (
+    LENGTHS,
+    MAPS,
+    SEEDS,
+    Operand,
+    gradient_of,
+    name_of,
+    written,
+)
 from cupyfa.problem.options import DROPOUT, AttentionOptions
 from cupyfa.problem.problem import Problem, four_axes
 from cupyfa.problem.structured_arrays import Structured, unwrap
@@ -39,6 +47,7 @@ from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
 from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
+from cupyfa.score.dropout import Dropout
 
 if TYPE_CHECKING:
     from cupyfa.runtime.transfer import Pieces
@@ -325,6 +334,9 @@ class Prepared(OfThisProcess):
             qkv, structure = unwrap(*arrays[at : at + 3])
             arrays = *arrays[:at], *qkv, *arrays[at + 3 :]
             named |= structure
+        if isinstance(dropout := named.pop("dropout", None), Dropout):
+            seeds = zip(SEEDS, dropout[1:])
+            named |= {name: x for name, x in seeds if f"mods.{name}" in self._names}
         named |= {f"mods.{name}": x for name, x in named.pop("captured", {}).items()}
         read = {name.removeprefix("mods."): name for name in self._names if "." in name}
         named = {

@@ -31,8 +31,8 @@ def lengths(
         offsets, counts = made[start], made.get(used)
         if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
-                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: where each "
-                "sequence begins, and then where the last one ends"
+                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: where "
+                "each sequence begins, and then where the last one ends"
             )
         total = int(array.shape[0])
         if look or isinstance(offsets, np.ndarray):
@@ -124,8 +124,8 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
     falls = next((i for i, (a, b) in enumerate(pairwise(seen)) if b < a), None)
     if falls is not None:
         raise ValueError(
-            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; give "
-            "offsets that do not fall"
+            f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; "
+            "give offsets that do not fall"
         )
     if seen[0] < 0 or seen[-1] > total:
         raise ValueError(
@@ -137,15 +137,15 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
 def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "sequence") -> None:
     if counts.shape != most.shape:
         raise ValueError(
-            f"{written(name)} has shape {counts.shape}; it must be one number for each {what}, here "
-            f"{most.shape}"
+            f"{written(name)} has shape {counts.shape}; it must be one number for each {what}, "
+            f"here {most.shape}"
         )
     wrong = np.flatnonzero((counts < 0) | (counts > most))
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"{written(name)}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a number from "
-            f"0 to {most[i]}"
+            f"{written(name)}[{i}] is {counts[i]}, and {what} {i} has {most[i]} rows; give a "
+            f"number from 0 to {most[i]}"
         )
 
 

@@ -429,6 +429,17 @@ def test_nan_stays_in_its_row_when_keys_are_merged(far):
     assert np.isnan(lse[0, 0]).nonzero()[0].tolist() == [7]
 
 
+def test_largest_scores_of_pieces_are_those_of_the_whole(far):
+    q, k, v = arrays(2, 4, 50, 16, N=70)
+    q[0, 0, 7, 0] = np.nan
+    how = {"kernel": "fa2", "return_max": True, "causal": True}
+    _, whole = cupyfa.attention(q, k, v, backend="simulator", **how)
+    for room in (100_000, 4000):  # heads are pieces; parts of rows and of keys
+        transfer.configure(device_bytes=room)
+        _, found = cupyfa.attention(q, k, v, backend=far, **how)
+        np.testing.assert_array_equal(found, whole)
+
+
 def test_gradients_and_softmax_are_transferred_too(far):
     q, k, v = arrays(3, 4, 20, 16, kv_heads=2)
     out, lse = cupyfa.attention(q, k, v, kernel="fa2", backend="simulator", return_lse=True)

@@ -117,10 +117,8 @@ template <int count>
 __device__ void write_row(const Shared& shared, const Extent& extent, int row, scalar* out,
                           real* lse) {
   real maximum = extent.sink(), largest_score = -infinity, sum = 0, o[count] = {};
-  for (int warp = 0; warp < warps; ++warp) {
-    maximum = fmax(maximum, shared.maximum[warp]);
-    largest_score = fmax(largest_score, shared.maximum[warp]);
-  }
+  for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
+  for (const real x : shared.maximum) largest_score = fmax(largest_score, x);
   const real origin = maximum == -infinity ? real(0) : maximum;
   for (int warp = 0; warp < warps; ++warp) {
     const real factor = exp(shared.maximum[warp] - origin);

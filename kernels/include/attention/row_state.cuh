@@ -43,11 +43,10 @@ struct Rows : RowMaxima<2 * (Wr / step)> {
     if constexpr (!has_expressions) return maximum * scale2;
     return fmax(maximum * scale2, maximum != -infinity ? -largest / 2 : -infinity);
   }
-  // Raises the largest score of row (i / 2, i % 2) to an element of S, which `unit` makes an
-  // exponent of two unless it is a modified score.
-  __device__ __forceinline__ void raise_row_max_to(int i, real score, real unit) {
-    const bool is_modified = has_score_mod && !of_products;
-    this->raise_row_max(i, is_modified ? score : score * (unit * ln2));
+  // Raises the largest score of row (i / 2, i % 2) to x, which `unit` makes an exponent of two. The
+  // product of both constants comes first: that of x may overflow, and log2e * ln2 is exactly 1.
+  __device__ __forceinline__ void raise_row_max_to(int i, real x, real unit) {
+    this->raise_row_max(i, x * (unit * ln2));
   }
   __device__ __forceinline__ bool in_reach(int i, int half, int key) const {
     return extent.in_reach(row(i, half) / pack_gqa, key);

@@ -205,8 +205,16 @@ def test_the_eighth_group_is_of_ragged_batches(kernel):
 
 # What the default samples of every seed cover of kernels that have it.
 OF_EVERY_SEED = {
-    "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout"),
-    "fa2": ("pages", "new tokens", "sequences", "sink", "mask array", "score_mod"),
+    "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout", "largest scores"),
+    "fa2": (
+        "pages",
+        "new tokens",
+        "sequences",
+        "sink",
+        "mask array",
+        "score_mod",
+        "largest scores",
+    ),
     "mma_pipelined": ("lengths", "packed heads", "sink", "sequences", "score_mod"),
     "wgmma_fp8": ("descales", "sink", "score_mod"),
     "wgmma_columns": ("lengths", "gradients of arrays", "gradient of lse", "score_mod"),
