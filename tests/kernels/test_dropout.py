@@ -154,7 +154,7 @@ def test_rungs_below_fa2_say_who_can(backend, kernel):
         ({"rate": np.nan}, ValueError, "dropout is nan; give the probability"),
         ({"rate": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
         ({"rate": True}, TypeError, "dropout is True; give a number"),
-        ({"seed": None}, ValueError, "dropout is 0.5 without dropout_seed; give"),
+        ({"seed": None}, ValueError, "dropout is 0.5 without a seed; give"),
         (
             {"seed": -1},
             ValueError,
