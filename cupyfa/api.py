@@ -12,7 +12,7 @@ import numpy as np
 
 from cupyfa.arrays.block_mask import BlockMask
 from cupyfa.call import pullback
-from cupyfa.call.call import BackendName, Call, Devices, Layout, Tiles
+from cupyfa.call.call import ANYWHERE, BackendName, Call, Devices, Layout, Tiles
 from cupyfa.call.dispatch import find_function
 from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import split_block_mask
@@ -38,6 +38,7 @@ from cupyfa.problem.dtypes import INPUTS, DTypeLike, dtype_named
 from cupyfa.problem.options import (
     AttentionOptions,
     Causal,
+    OptionKeywords,
     OutDtype,
     Precision,
     Text,
@@ -205,9 +206,18 @@ def attention(
         raise unknown_argument(attention, unknown)
     if append is not None:
         raise TypeError("append is for a KVCache, and k is an array; leave it out")
-    given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
-    target, asked = read_out(out, q, asked)
-    where, devices = read_devices(backend)
+    given: dict[str, Any] = {}
+    asked: OptionKeywords = {}
+    if causal is not False or not (
+        window is offset is scale is softcap is score_mod is precision is None
+        and alibi_slopes is bias is mask is captured is sink is dropout is None
+    ):
+        given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
+    target, asked = (None, asked) if out is None else read_out(out, q, asked)
+    where: Any = backend
+    devices = ANYWHERE
+    if isinstance(backend, Devices):
+        where, devices = read_devices(backend)
     call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse, return_max)
     how: Any = {"check": check, "repeat": ("attention", fixed), "devices": devices}
     return run_call(call, (q, k, v), {**given, **structure}, target, **how)

@@ -80,5 +80,4 @@ class Call(NamedTuple):
     @property
     def callers_names(self) -> tuple[str, ...]:
         """The same as callers name them."""
-        names = ARRAYS[self.operation]
-        return (*names, *map(name_of, self.inputs)) if self.inputs else names
+        return (*ARRAYS[self.operation], *map(name_of, self.inputs))

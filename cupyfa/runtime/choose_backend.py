@@ -81,7 +81,7 @@ def adopt_all(
     backend: str | Backend, names: Sequence[str], arrays: Sequence[Any]
 ) -> tuple[Backend, Sequence[Any]]:
     """The same for arrays in the order of their names."""
-    theirs = owner(backend, arrays)
+    theirs = owner(backend, arrays) if type(arrays[0]) in _owners else None
     return adopt_foreign(backend, dict(zip(names, arrays))) if theirs is None else (theirs, arrays)
 
 

@@ -116,9 +116,8 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
 template <int count>
 __device__ void write_row(const Shared& shared, const Extent& extent, int row, scalar* out,
                           real* lse) {
-  real maximum = extent.sink(), largest_score = -infinity, sum = 0, o[count] = {};
+  real maximum = extent.sink(), sum = 0, o[count] = {};
   for (int warp = 0; warp < warps; ++warp) maximum = fmax(maximum, shared.maximum[warp]);
-  for (const real x : shared.maximum) largest_score = fmax(largest_score, x);
   const real origin = maximum == -infinity ? real(0) : maximum;
   for (int warp = 0; warp < warps; ++warp) {
     const real factor = exp(shared.maximum[warp] - origin);
@@ -137,9 +136,11 @@ __device__ void write_row(const Shared& shared, const Extent& extent, int row, s
     const int col = threadIdx.x + i * threads;
     if (col < dv) out[col] = result(o[i] * inverse);
   }
-  if (threadIdx.x == 0) {
-    *lse = maximum + log(sum);
-    write_row_max(extent, row, largest_score, sum);
+  if (threadIdx.x == 0) *lse = maximum + log(sum);
+  if constexpr (has_row_max) {
+    real largest_score = -infinity;
+    for (const real x : shared.maximum) largest_score = fmax(largest_score, x);
+    if (threadIdx.x == 0) write_row_max(extent, row, largest_score, sum);
   }
 }
 
