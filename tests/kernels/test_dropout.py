@@ -242,7 +242,7 @@ def test_prepared_calls_read_a_seed_each_time(backend):
     for of_seed, of_offset in ((1, 2), (5, 2), (5, 9)):
         seed[0], offset[()] = of_seed, of_offset
         numbers = {"dropout": Dropout(0.5, of_seed, of_offset), "backend": backend}
-        out, lse = prepared(q, k, v, **given)
+        out, lse = prepared(q, k, v, dropout=how["dropout"])
         np.testing.assert_array_equal(out, cupyfa.attention(q, k, v, **numbers))
         expected = cupyfa.backward(dout, q, k, v, out, lse, **same, **numbers)
         np.testing.assert_array_equal(back(dout, q, k, v, out, lse, seed, offset), expected)
