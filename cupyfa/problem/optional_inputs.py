@@ -219,7 +219,7 @@ _ROWS = (
     OptionalInput(
         SEED, **_SEED, written="the seed of dropout"
     ),  # options that may be arrays of one element, which kernels read
-    OptionalInput(OFFSET, **_SEED, written="the offset of dropout"),
+    OptionalInput(OFFSET, **_SEED),
     # Of a block mask: the tiles of keys for each tile of rows, and the other way round.
     *(
         OptionalInput(name, group="maps", axes=("batch", "heads", "-", "-"), constant=f"has_{name}")

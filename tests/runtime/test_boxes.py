@@ -11,7 +11,8 @@ from helpers.device_code import code
 from helpers.problems import inputs_of, planned
 
 import cupyfa
-from cupyfa import Case, DeviceError, Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa import DeviceError, Kernel, Launch, Limits, Problem, Unsupported
+from cupyfa.lab import Case
 from cupyfa.lab.analysis import resources as compiling
 from cupyfa.lab.analysis.resources import compilations, compiled_row
 from cupyfa.lab.bench import timing, trial
