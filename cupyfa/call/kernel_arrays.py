@@ -9,7 +9,7 @@ from cupyfa.call.call import Call
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.choose_backend import as_array
+from cupyfa.runtime.choose_backend import adopt, as_array
 from cupyfa.runtime.prepared import Result
 
 
@@ -34,8 +34,8 @@ def add_kernel_arrays(
     if not names:
         return call, arrays
     theirs = [as_array(backend, name, bound.own[name]) for name in names]
-    if not all(hasattr(x, "dtype") for x in theirs):
-        return call, (*arrays, *theirs)  # refused later, by name
+    if others := {x: y for x, y in zip(names, theirs) if not hasattr(y, "dtype")}:
+        adopt(backend, **others)  # refuses them by name
     return call, (*arrays, *(backend.move_beside(arrays[0], x) for x in theirs))
 
 

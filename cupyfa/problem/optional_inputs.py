@@ -216,9 +216,7 @@ _ROWS = (
         )
         for name in ("lengths_q", "lengths_k")
     ),
-    OptionalInput(
-        SEED, **_SEED, written="the seed of dropout"
-    ),  # options that may be arrays of one element, which kernels read
+    OptionalInput(SEED, **_SEED),  # options that may be arrays of one element, which kernels read
     OptionalInput(OFFSET, **_SEED),
     # Of a block mask: the tiles of keys for each tile of rows, and the other way round.
     *(

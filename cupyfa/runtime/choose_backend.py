@@ -116,6 +116,7 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
 def as_array(backend: str | Backend, name: str, given: Any) -> Any:
     """Another library's array as NumPy's or CuPy's, a list as NumPy's; anything else as it is."""
     given = of_list(name, given)
+    _refuse_masked(name, given)
     is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
     if isinstance(given, np.ndarray) or hasattr(given, "get") or not is_foreign:
         return given
@@ -181,9 +182,13 @@ def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[A
     return None if views is None else (cuda, views)
 
 
-def _on_host(name: str, array: Any) -> bool:
+def _refuse_masked(name: str, array: Any) -> None:
     if is_masked(array):
         raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; pass {name}.data")
+
+
+def _on_host(name: str, array: Any) -> bool:
+    _refuse_masked(name, array)
     if isinstance(array, np.ndarray):
         return True
     if hasattr(array, "__dlpack_device__"):
