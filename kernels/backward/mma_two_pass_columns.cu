@@ -9,7 +9,6 @@
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/mma_gradients.cuh>
-#include <backward/parts/row_tile_iterator.cuh>
 #include <backward/parts/store_or_repair.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
@@ -39,12 +38,33 @@ static_assert(Scores::whole, "warps divide S evenly");
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
-// The block's tiles of rows, and what is copied of each.
-struct Walk : RowTileIterator<Br, Bc> {
+// The block's tiles of rows, head by head, from the last of each to the first: blocks that begin
+// together are at the same rows, under a causal mask too.
+struct Walk {
   Tensor<const operand> Q, dO;
   StatsInMemory stats;
-  int M, batch;
+  int M, batch, head, first_row, first, last, left;
+  const Extent* extent;
+  int first_key;
 
+  __device__ __forceinline__ auto map() const {
+    return extent->of_head(head).row_tiles(first_key / Bc);
+  }
+  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  __device__ __forceinline__ void go_to(int row) {
+    for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
+      if (--left == 0) return;
+      ++head;
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (has_row_tiles) return go_to(map().template after<Br>(first_row));
+    --left;
+    first_row -= Br;
+    if (first_row >= first) return;
+    first_row = last;
+    ++head;
+  }
   // The addresses of heads are computed here again: registers do not keep them.
   __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
     copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
@@ -102,8 +122,16 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_columns(
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
+  const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
+  const int tiles = end > start ? cdiv(end - start, Br) : 0;
+  const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
-  Walk walk = {{extent, first_key, kv_head, group}, Q, dO, stats, extent.M, batch};
+  Walk walk = {Q,    dO,    stats, extent.M,      batch,   kv_head * group,
+               last, start, last,  tiles * group, &extent, first_key};
+  if constexpr (has_row_tiles) {
+    walk.left = tiles > 0 ? group : 0;
+    if (tiles > 0) walk.go_to(walk.map().template from<Br>(start));
+  }
   KeyPart::Sums sums_K = {};
   ValuePart::Sums sums_V = {};
   if (walk.left > 0) {
