@@ -68,7 +68,7 @@ def add_inputs(
         how: Any = {"look": look, "download": backend.download}
         found |= ragged.padded_lengths(lengths, batch, rows, **how)
     by_key = sorted(captured.items(), key=lambda item: str(item[0]))
-    captured = {name: as_array(backend, str(name), x) for name, x in by_key}
+    captured = {name: as_array(backend, f"captured {name}", x) for name, x in by_key}
     if optional_inputs.STARTS[0] in found:
         if ragged.has_no_sequence(found):
             captured = {name: ragged.with_elements(x) for name, x in captured.items()}
