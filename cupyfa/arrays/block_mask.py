@@ -9,9 +9,8 @@ import ast
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import count
-from operator import and_
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner import choose_kernel
-from cupyfa.planner.plan import Limits, Plan, PlannedLaunch
+from cupyfa.planner.plan import Limits, Plan
 from cupyfa.problem import optional_inputs, options
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.optional_inputs import KEY_TILES, Operand, is_array
@@ -32,7 +31,6 @@ from cupyfa.runtime.tile_maps import (
     EMPTY,
     PARTIAL,
     DeviceMap,
-    launches,
     map_of,
     states_of,
     states_on_device,
@@ -237,16 +235,6 @@ class BlockMask:
         """The plan of a call with this mask, whose kernel goes by its maps."""
         return choose_kernel.with_maps(plan, limits, [self.text])
 
-    def makers(self, plan: Plan, backend: Backend) -> list[PlannedLaunch]:
-        """The launches that make those maps on a device; none where the host makes them."""
-        p, found = plan.problem, list[PlannedLaunch]()
-        if _is_host(backend):
-            return found
-        own = self._problem_at(str(p.dtype.sums), self._position(p))
-        for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
-            found += launches(own, name, int(rows), int(keys), alone=True)
-        return found
-
     # How it is found out
 
     @cached_property
@@ -436,28 +424,6 @@ def block_mask(
     text = Expression.of("mask_mod", mask_mod)
     own = {name: _copied(name, x) for name, x in given.items()}
     return BlockMask(text, own, tuple(sizes), backend)  # type: ignore[arg-type]
-
-
-def of_call(p: Problem) -> tuple[Problem, BlockMask]:
-    """A problem with a block mask as calls have it, and that mask, of arrays of zeros."""
-    text, masks, read = p.options.mask_mod, list[BlockMask](), {optional_inputs.MASK}
-    sizes = p.batch, p.heads, p.M, p.N
-
-    def zeros(x: Operand) -> Any:
-        return np.broadcast_to(np.zeros((), x.numpy), x.shape) if x.is_array else x.value
-
-    for x in p.operands:
-        if x.name == optional_inputs.MASK:
-            own = _expression(f"array[{optional_inputs.indices(x.shape)}]")
-            masks.append(BlockMask(own, {"array": zeros(x)}, sizes, "auto"))
-    if text is not None:
-        captured = {x.name: zeros(x) for x in p.operands if x.name in text.captured}
-        masks.append(BlockMask(text, captured, sizes, "auto"))
-        read |= captured.keys() - (p.options.score_mod.captured if p.options.score_mod else ())
-    kept = tuple(x for x in p.operands if x.name not in read)
-    options = replace(p.options, mask_mod=None)
-    mask = reduce(and_, masks)
-    return mask.masked(replace(p, options=options, operands=kept, block_mask=False)), mask
 
 
 def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,14 +61,6 @@ def padded_lengths(
     return {name: _as_int32(x) for name, x in made.items()}
 
 
-def as_lengths(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that a call reads, with lists and NumPy's whole numbers as int32 lengths."""
-    return {
-        name: _as_int32(_whole(name, x)) if name in (*STARTS, *USED) else x
-        for name, x in given.items()
-    }
-
-
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays that a ragged batch reads, by ``name_of``; without sequences, one is added.
 

@@ -9,7 +9,6 @@ from helpers.cli import SIMULATOR, cli
 
 import cupyfa
 from cupyfa import Problem, Simulator
-from cupyfa.arrays import block_mask
 from cupyfa.lab.analysis.resources import Compiled, compiled_row
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.bench.tuning import Candidate
@@ -250,32 +249,6 @@ def test_texts_with_arrays_are_compiled_in_advance(monkeypatch):
     )
     (launch,) = plan(LADDER["forward"]["fa2"], p, Simulator().limits).programs
     assert source.text(launch) in map(source.text, prepared)
-
-
-def test_calls_with_a_block_mask_are_compiled_in_advance(monkeypatch):
-    arrays = {"table": np.zeros((2, 64), np.float16), "doc": np.zeros(64, np.int32), "last": 3}
-    how = {"mask_mod": "doc[key] <= last and table[head, query] > 0", "captured": arrays}
-    mask = cupyfa.block_mask(**how, heads=2, M=64, N=64, backend="simulator")
-    alone = {"score_mod": "score + slope[head]", "captured": {"slope": np.zeros(2, np.float32)}}
-    p = Problem.of_sizes(heads=2, M=64, d=16, **alone)
-    limits = Simulator().limits
-    called = mask.planned(plan(LADDER["forward"]["fa2"], mask.masked(p), limits), limits)
-
-    together = {**how, **alone, "captured": {**arrays, **alone["captured"]}}
-    p, made = block_mask.of_call(Problem.of_sizes(heads=2, M=64, d=16, **together, block_mask=True))
-    assert p == mask.masked(Problem.of_sizes(heads=2, M=64, d=16, **alone))
-    warmed = made.planned(plan(LADDER["forward"]["fa2"], p, limits), limits)
-    assert [source.text(x) for x in warmed.programs] == [source.text(x) for x in called.programs]
-    assert not made.makers(warmed, Simulator())
-    monkeypatch.setattr(block_mask, "_is_host", lambda backend: False)
-    entries = [x.entry for x in made.makers(warmed, Simulator())]
-    assert entries == ["classify_tiles", "map_tiles"]
-
-
-def test_an_array_as_a_block_mask_is_compiled_in_advance():
-    mask = cupyfa.block_mask(np.ones((1, 1, 64, 64), bool), backend="simulator")
-    given = Problem.of_sizes(heads=2, M=64, d=16, mask="11mn", block_mask=True)
-    assert block_mask.of_call(given)[0] == mask.masked(Problem.of_sizes(heads=2, M=64, d=16))
 
 
 @pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])
