@@ -18,7 +18,6 @@ from cupyfa.lab.verify.failures import RIGHT, Stored
 from cupyfa.lab.verify.shrink import _smaller, shrunk
 from cupyfa.lab.verify.tasks import Task, perform
 from cupyfa.ladder import LADDER
-from cupyfa.planner import source
 from cupyfa.planner.choose_kernel import plan
 from cupyfa.problem import shape_language
 
@@ -234,21 +233,6 @@ def test_rows_of_all_commands_have_the_arrays():
 def test_missing_arrays_of_a_text_are_options_on_the_command_line():
     done = cli("run", "fa2", *SIMULATOR, "--mask-mod", "doc[query] == doc[key]", code=2)
     assert "give it by --captured doc=VALUE" in done.stderr
-
-
-def test_texts_with_arrays_are_compiled_in_advance(monkeypatch):
-    prepared = []
-    monkeypatch.setattr(Simulator, "prepare", lambda self, launch: prepared.append(launch))
-    arrays = ("--captured", "doc=i32[M|N]", "--bias", "f16[1hmn]")
-    cli("cache", "warm", "fa2", *SIMULATOR, "--mask-mod", "doc[query] == doc[key]", *arrays)
-    p = Problem.of_sizes(
-        **{**SIZES, "dtype": "float32", "d": 64, "N": 10},
-        mask_mod="doc[query] == doc[key]",
-        captured={"doc": "i32[M|N]"},
-        bias="f16[1hmn]",
-    )
-    (launch,) = plan(LADDER["forward"]["fa2"], p, Simulator().limits).programs
-    assert source.text(launch) in map(source.text, prepared)
 
 
 @pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])
