@@ -904,5 +904,7 @@ def _there(name: str, given: Any, keys: Any) -> Any:
         raise ValueError(f"{name} has numbers from {array.min()} to {array.max()}; they are int32")
     else:
         made = array.astype(np.int32)
+    if isinstance(keys, np.ndarray):
+        return made
     backend, _ = adopt("auto", k=keys)
     return backend.move_beside(keys, made)

@@ -13,7 +13,7 @@ import numpy as np
 from cupyfa.arrays.kv_cache import KVCache, Step, last_step, step as make_step
 from cupyfa.arrays.prefixes import Prefixes
 from cupyfa.call.call import BackendName, Call
-from cupyfa.call.execution import run_call
+from cupyfa.call.execution import Repeatable, run_call
 from cupyfa.call.inputs import add_inputs
 from cupyfa.call.keywords import DTYPES, read_out, read_tiles, split_keywords, unknown_argument
 from cupyfa.errors import described
@@ -111,6 +111,7 @@ class _Prepared(NamedTuple):
     scores: tuple[Any, Any]
     call: Call
     arrays: Sequence[Any]
+    repeat: Repeatable
 
     def is_alike(self, step: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any]) -> bool:
         known = (self.step, *self.fixed, *self.scores)
@@ -121,7 +122,7 @@ def _run_prepared(kept: _Prepared, out: Any) -> Any:
     step = kept.step
     before = step.write if step.writes else None
     out = None if isinstance(out, DTYPES) else out
-    return run_call(kept.call, kept.arrays, out=out, before=before)
+    return run_call(kept.call, kept.arrays, out=out, before=before, repeat=kept.repeat)
 
 
 # Types of arguments that cannot change between two calls, and of scores that are not copied.
@@ -252,9 +253,9 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     cached, arrays = add_inputs(cached, step.backend, qkv, call.list_inputs(step))
     before = call.write(step)
     if not step.is_moved:
-        if {*map(type, (*fixed, *call.scores))} <= _UNCHANGED:
-            cache.prepared = _Prepared(step, fixed, call.scores, cached, arrays)
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
+        if {*map(type, (*fixed, *call.scores))} <= _UNCHANGED:
+            cache.prepared = _Prepared(step, fixed, call.scores, cached, arrays, repeat)
         how: Any = {"check": call.check, "before": before, "repeat": repeat}
         return run_call(cached, arrays, out=call.out, **how)
     found = run_call(cached, arrays, check=call.check, before=before)

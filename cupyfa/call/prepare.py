@@ -80,6 +80,8 @@ def compile_call(
             "them a dtype"
         )
     call, _ = read_call(call, False)
+    if STARTS[0] in structure:
+        check_packed(by_name)
     if not of_shapes:
         backend, adopted = adopt(call.backend, **by_name)
         every: Sequence[Any] = adopted
@@ -88,7 +90,6 @@ def compile_call(
         call, every = add_kernel_arrays(call, backend, every)
         return prepare_call(call, backend, every, keep=True)
     if STARTS[0] in structure:
-        check_packed(by_name)
         call = call._replace(layout="bshd")
     assert dtype is not None
     backend, of = backend_named(call.backend), dtype_named(dtype)

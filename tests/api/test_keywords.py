@@ -413,7 +413,11 @@ def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
         (lambda: cupyfa.empty_pinned(2.5, **SIM_ALONE), TypeError, "shape is 2.5; give whole"),
         (lambda: decoded(tiles={"splits": 2.0}), ValueError, "splits is 2.0; give a whole number"),
         (lambda: decoded(tiles={"splits": True}), ValueError, "splits is True; give a whole"),
-        (lambda: cupyfa.attention(Q, Q, Q, backend=Devices(3)), TypeError, "devices is 3; give"),
+        (
+            lambda: cupyfa.attention(Q, Q, Q, backend=Devices(3, backend="simulator")),
+            TypeError,
+            "devices is 3; give",
+        ),
         (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": 64.0}, **SIM), ValueError, "Br=64.0 must"),
         (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": True}, **SIM), ValueError, "Br=True must"),
         (lambda: cupyfa.kernel("fa2").bind(returns=3), TypeError, "returns is 3; give names"),

@@ -114,7 +114,7 @@ def test_plans_have_forms_of_lengths(form):
 
 @pytest.mark.parametrize("form", ["batch", "i32[rows]"])
 def test_wrong_forms_are_refused(form):
-    with pytest.raises(ValueError, match=r"k.lengths is .*; give its dtype and size, i32\[batch\]"):
+    with pytest.raises(ValueError, match=r"lengths_k is .*; give its dtype and size, i32\[batch\]"):
         cupyfa.plan(M=9, d=16, batch=3, lengths_k=form, **HOW)
 
 

@@ -36,7 +36,6 @@ def test_the_text_is_typed_constants_above_the_unchanged_file():
         "constexpr bool causal = true;",
         "constexpr bool windowed = false;",
         "constexpr bool has_mask_mod = false;",
-        "constexpr bool has_row_max = false;",
         "constexpr bool ragged = false;",
         "constexpr bool packed = false;",
         "constexpr int threads = 128;",

@@ -14,6 +14,7 @@ from cupyfa.problem.optional_inputs import (
     Operand,
     check_input,
     operand,
+    written,
 )
 from cupyfa.problem.shape_language import FORMS, FormKeywords
 
@@ -45,8 +46,9 @@ def test_wrong_shapes_and_dtypes_are_refused_with_the_rule(name):
         check_input(Operand(name, dtype, (1, *shape[1:-1], 1)), SIZES)
     if record.broadcast == "lead":
         check_input(Operand(name, dtype, shape[1:]), SIZES)
-    with pytest.raises(ValueError, match=rf"^{name} has shape \(7, .*; its shape must be [^{{]*$"):
+    told = written(name)
+    with pytest.raises(ValueError, match=rf"^{told} has shape \(7, .*; its shape must be [^{{]*$"):
         check_input(Operand(name, dtype, (7, *shape)), SIZES)
     wrong = "float64" if record.dtype == "int" else "uint8"
-    with pytest.raises(TypeError, match=f"^{name} is {wrong}; it must be .*: convert it$"):
+    with pytest.raises(TypeError, match=f"^{told} is {wrong}; it must be .*: convert it$"):
         check_input(Operand(name, wrong, shape), SIZES)
