@@ -90,9 +90,9 @@ def test_decoding_of_onnx(options, interleaved):
     how = {"scale": D**-0.5, **options}
     expected = of_onnx("Attention", turned(q), keys, values, seen, **how)
 
-    cache = cupyfa.KVCache(k.copy(), v.copy(), LENGTHS.astype("i4"), layout="bhsd")
-    how = {"k": new_k, "v": new_v, "rotary": rotary, "interleaved": interleaved}
-    out = cupyfa.attention(q, cache, **how, **options, **ON)
+    turning = cupyfa.Rotary(*rotary, interleaved=interleaved)
+    cache = cupyfa.KVCache(k.copy(), v.copy(), LENGTHS.astype("i4"), rotary=turning)
+    out = cupyfa.attention(q, cache, append=(new_k, new_v), **options, **ON)
     np.testing.assert_allclose(cache.k, keys, atol=1e-14)
     np.testing.assert_array_equal(cache.v, values)
     np.testing.assert_allclose(out, expected, atol=1e-12)
@@ -149,8 +149,12 @@ def test_gradients_of_jax(jax):
         lse = jax.nn.logsumexp(S, axis=3)
         return jnp.exp(S[..., :-1] - lse[..., None]) @ v, lse
 
-    how = {"softcap": 2.0, "score_mod": text, "alibi_slopes": SLOPES, "bias": BIAS, "mask": MASK}
-    how |= {"mask_mod": "doc[position] == doc[key]", "captured": {"doc": document}, "sink": SINK}
+    how = {"softcap": 2.0, "score_mod": text, "alibi_slopes": SLOPES, "bias": BIAS}
+    how |= {
+        "mask": (MASK, "doc[position] == doc[key]"),
+        "captured": {"doc": document},
+        "sink": SINK,
+    }
     ours, pullback = cupyfa.vjp(
         *(Q, K, V), **how, **ON, backward_kernel="two_pass", return_lse=True
     )
