@@ -117,6 +117,11 @@ class _Call:
         """given: keyword arguments of the function, without kernels and tiles."""
         others = dict(given)
         backend, devices = read_devices(others.pop("backend", "auto"))
+        if devices.numbers is not None or devices.progress is not None:
+            raise Unsupported(
+                "backend is Devices with numbers or progress, and workers have devices of their "
+                "own; give it limits alone: dask.diagnostics.ProgressBar shows progress"
+            )
         check = read_flag("check", others.pop("check", False))
         out, captured = others.pop("out", None), others.get("captured")
         fan_in = None

@@ -333,6 +333,7 @@ WRONG = {
         Unsupported,
         "mask_mod names key, and tasks count from 0 in each of the 2 chunks of keys",
     ),
+    "devices": ({"backend": Devices("all")}, Unsupported, "workers have devices of their own"),
     "layout": ({"layout": "bshd"}, Unsupported, r"layout is 'bshd', .* q.swapaxes\(1, 2\)"),
     "out": ({"out": X}, (Unsupported, ValueError), "out is of type ndarray, and .*dtype"),
     "is_causal": ({"is_causal": True}, TypeError, "no argument 'is_causal'; write causal=True"),
