@@ -115,7 +115,7 @@ _FORMER = {
     "Transfer": "cupyfa.transfer.Transfer",
     "memory": "cupyfa.plan(…), whose shared memory and scratch it shows",
     "profile": "ncu and nsys, as docs/howto/profile.md shows",
-    **dict.fromkeys(("Matmul", "padded"), "in cupyfa.ladder"),
+    **{name: f"cupyfa.ladder.kernel.{name}" for name in ("Matmul", "padded")},
     **{
         name: f"cupyfa.lab.{name}"
         for name in (
@@ -136,5 +136,5 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(_MODULES[name])
     if name in _FORMER:  # a TypeError, as `from cupyfa import name` hides an AttributeError
-        raise TypeError(f"cupyfa.{name} is no more; write {_FORMER[name]}")
+        raise TypeError(f"cupyfa.{name} was replaced; write {_FORMER[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -125,7 +125,7 @@ class KVCache(Structured):
         self.k, self.v = seen("k", k), seen("v", v)
         self.lengths = _there("lengths", lengths, self.k)
         self._last: _Last | None = None
-        self.prepared: Any = None  # the call of the last step, kept by ``call/decode.py``
+        self._prepared: Any = None  # the call of the last step, kept by ``call/decode.py``
         self.pages = None if pages is None else _there("pages", pages, self.k)
         check_keys(self.k, self.v, layout)
         _check_whole("lengths", self.lengths, 1)
@@ -145,7 +145,7 @@ class KVCache(Structured):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last call's launches, which belong to this process."""
-        return {**self.__dict__, "_last": None, "prepared": None}
+        return {**self.__dict__, "_last": None, "_prepared": None}
 
     @classmethod
     def from_csr(
@@ -332,6 +332,12 @@ class KVCache(Structured):
 KINDS[KVCache] = "cupyfa.call.decode"
 
 
+def keep_call(cache: KVCache, step: Step, call: Any) -> None:
+    """Keeps the call of a step for the next one on the same arrays, if the step is kept."""
+    if cache._last is not None and cache._last.step is step:
+        cache._prepared = call
+
+
 class _Last(NamedTuple):
     """The last step of a cache, for a call on the very same arrays."""
 
@@ -456,7 +462,7 @@ def step(
     tokens = given["q"].shape[2]
     count = tokens if "k" in given else 0
     made = {}
-    cache._last = None  # the next step may have its memory
+    cache._last = cache._prepared = None  # the next step may have its memory
     with where.working_on(given["q"]):
         if count:
             known = (lengths + count).astype("i4") if on_host else None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.arrays.kv_cache import KVCache, Step, last_step, step as make_step
+from cupyfa.arrays.kv_cache import KVCache, Step, keep_call, last_step, step as make_step
 from cupyfa.arrays.prefixes import Prefixes
 from cupyfa.call.call import BackendName, Call
 from cupyfa.call.execution import Repeatable, run_call
@@ -97,7 +97,7 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
         repeated = _repeat(last, fixed, scores, None if isinstance(out, DTYPES) else out)
         if repeated is not None:
             return repeated
-        kept = cache.prepared
+        kept = cache._prepared
         if kept is not None and kept.is_alike(last, fixed, scores):
             return _run_prepared(kept, out)
     return _run(_read(attention, q, cache, given), fixed, last)
@@ -255,7 +255,8 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     if not step.is_moved:
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
         if {*map(type, (*fixed, *call.scores))} <= _UNCHANGED:
-            cache.prepared = _Prepared(step, fixed, call.scores, cached, arrays, repeat)
+            prepared = _Prepared(step, fixed, call.scores, cached, arrays, repeat)
+            keep_call(cache, step, prepared)
         how: Any = {"check": call.check, "before": before, "repeat": repeat}
         return run_call(cached, arrays, out=call.out, **how)
     found = run_call(cached, arrays, check=call.check, before=before)

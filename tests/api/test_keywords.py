@@ -121,7 +121,7 @@ def test_a_former_keyword_shows_what_to_write(function, name):
 
 @pytest.mark.parametrize("name, there", [("decode", "append="), ("tune", "cupyfa.lab.tune")])
 def test_a_former_function_shows_what_to_write(name, there):
-    with pytest.raises(TypeError, match=rf"cupyfa.{name} is no more; write .*{there}"):
+    with pytest.raises(TypeError, match=rf"cupyfa.{name} was replaced; write .*{there}"):
         getattr(cupyfa, name)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -93,3 +94,16 @@ def test_lengths_are_read_again_in_each_call():
     lengths[1] = 63
     with pytest.raises(ValueError, match=r"lengths\[1\] is 63"):
         cupyfa.attention(q, cache, append=(k, v), backend="simulator")
+
+
+def test_a_cache_keeps_the_arrays_of_its_last_call_alone():
+    cache = KVCache(K.copy(), V.copy(), np.array([10, 60], np.int32))
+    queries = []
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        q, k, v = rng.standard_normal((3, 2, 4, 2, 32)).astype(np.float32)
+        queries.append(weakref.ref(q))
+        for _ in range(2):
+            cupyfa.attention(q, cache, append=(k, v), backend="simulator")
+        del q, k, v
+    assert [x() is not None for x in queries] == [False, False, False, True]

@@ -67,7 +67,7 @@ def test_a_former_argument_is_refused_with_what_to_write(name, now):
 
 @pytest.mark.parametrize("name", cupyfa._FORMER)
 def test_a_former_name_says_what_took_its_place(name):
-    with pytest.raises(TypeError, match=f"cupyfa.{name} is no more; write ."):
+    with pytest.raises(TypeError, match=f"cupyfa.{name} was replaced; write ."):
         getattr(cupyfa, name)
     assert name not in dir(cupyfa)
 
