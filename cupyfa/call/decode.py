@@ -45,7 +45,7 @@ _REFUSED = {
 class DecodeCall(NamedTuple):
     """The arguments of ``attention`` on a cache.
 
-    options: as ``_read_options`` has them, with the dtype of out. scores: alibi_slopes and sink.
+    options: with a mask that ends at the bottom right, and the dtype of out. scores: alibi_slopes and sink.
     out: the caller's array.
     """
 
@@ -98,9 +98,14 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
         if repeated is not None:
             return repeated
         kept = cache._prepared
-        if kept is not None and kept.is_alike(last, fixed, scores):
+        if kept is not None and _is_usual(out, q) and kept.is_alike(last, fixed, scores):
             return _run_prepared(kept, out)
     return _run(_read(attention, q, cache, given), fixed, last)
+
+
+def _is_usual(out: Any, q: Any) -> bool:
+    """Whether no array decides that the output has another dtype than the queries."""
+    return out is None or isinstance(out, DTYPES) or out.dtype == q.dtype
 
 
 class _Prepared(NamedTuple):
@@ -129,17 +134,9 @@ def _run_prepared(kept: _Prepared, out: Any) -> Any:
 _UNCHANGED = {type(None), bool, int, float, str, tuple, np.ndarray}
 _FIXED = (
     *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
-    *(
-        "backend",
-        "tiles",
-        "return_lse",
-        "return_max",
-        "offset",
-        "dropout",
-        "precision",
-        "bias",
-        "layout",
-    ),
+    *("backend", "tiles", "return_lse", "return_max", "offset", "dropout", "precision"),
+    "bias",
+    "layout",
 )
 
 
@@ -254,7 +251,8 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     before = call.write(step)
     if not step.is_moved:
         repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
-        if {*map(type, (*fixed, *call.scores))} <= _UNCHANGED:
+        is_unchanged = {*map(type, (*fixed, *call.scores))} <= _UNCHANGED
+        if is_unchanged and _is_usual(call.out, step.q):
             prepared = _Prepared(step, fixed, call.scores, cached, arrays, repeat)
             keep_call(cache, step, prepared)
         how: Any = {"check": call.check, "before": before, "repeat": repeat}

@@ -107,3 +107,15 @@ def test_a_cache_keeps_the_arrays_of_its_last_call_alone():
             cupyfa.attention(q, cache, append=(k, v), backend="simulator")
         del q, k, v
     assert [x() is not None for x in queries] == [False, False, False, True]
+
+
+def test_an_array_for_the_output_decides_the_dtype_of_its_own_call_alone():
+    q, k, v = (x.astype(np.float16) for x in (TOKENS[0], K, V))
+    cache = KVCache(k, v, np.array([10, 60], np.int32))
+    wide, narrow = (np.empty(q.shape, dtype) for dtype in (np.float32, np.float16))
+    for calls in ((wide, None, narrow), (None, wide, None), ("float32", narrow, wide)):
+        for out in calls:
+            for _ in range(2):
+                found = cupyfa.attention(q, cache, out=out, backend="simulator")
+                wanted = out if isinstance(out, str) else getattr(out, "dtype", "float16")
+                assert found.dtype == wanted

@@ -2,15 +2,13 @@
 // The context of a score: the batch element and head of expressions; the sink of the head, a score
 // that every row has besides those of its keys; and the weights that dropout keeps.
 //
-// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout,
-// has_row_max and
-//   reads_places          whether expressions read indices or arrays
-//   unit_slope            whether the derivative of the modified score is 1 wherever it is finite
-//   caps_tiles            whether float tiles of tensor cores get a softcap before other
-//   expressions approximates_softcap  whether that softcap has an absolute error of_products
-//   whether expressions map q·k to score / scale, which saves a product struct Mods           the
-//   sinks, the arrays and numbers of expressions and of dropout
-// and includes score_mod.cuh and dropout.cuh where they are needed.
+// The host writes above every kernel has_score_mod, has_mask_mod, has_sink, has_dropout and
+// has_row_max. reads_places says whether expressions read indices or arrays; unit_slope, whether
+// the derivative of the modified score is 1 wherever it is finite; caps_tiles, whether float tiles
+// of tensor cores get a softcap before other expressions, and approximates_softcap, whether that
+// softcap has an absolute error; of_products, whether expressions map q·k to score / scale, which
+// saves a product. struct Mods has the sinks, and the arrays and numbers of expressions and of
+// dropout. score_mod.cuh and dropout.cuh are included where they are needed.
 
 #include <attention/tile_map.cuh>
 #include <tile/math.cuh>
