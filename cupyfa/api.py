@@ -197,8 +197,8 @@ def attention(
         numbers = dropout if isinstance(dropout, tuple) else (dropout,)
         fixed += kept, *map(is_none, read), *structure, *numbers
         arrays = *arrays, *filterfalse(is_none, read), *structure.values()
-    if not check and dtype is None:
-        repeated = repeat_call("attention", fixed, arrays, out)
+    if not check:
+        repeated = repeat_call("attention", fixed, arrays, out if dtype is None else None)
         if repeated is not None:
             return repeated
     here = locals()

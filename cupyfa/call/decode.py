@@ -45,8 +45,8 @@ _REFUSED = {
 class DecodeCall(NamedTuple):
     """The arguments of ``attention`` on a cache.
 
-    options: with a mask that ends at the bottom right, and the dtype of out. scores: alibi_slopes and sink.
-    out: the caller's array.
+    options: with a mask that ends at the bottom right, and the dtype of out. scores: alibi_slopes
+    and sink. out: the caller's array.
     """
 
     q: Any
@@ -135,8 +135,7 @@ _UNCHANGED = {type(None), bool, int, float, str, tuple, np.ndarray}
 _FIXED = (
     *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
     *("backend", "tiles", "return_lse", "return_max", "offset", "dropout", "precision"),
-    "bias",
-    "layout",
+    *("bias", "layout"),
 )
 
 

@@ -20,11 +20,12 @@ from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.call_cache import last_calls
 from cupyfa.runtime.choose_backend import adopt_all, devices_of
+from cupyfa.score.dropout import Dropout
 
 # What ``repeat_call`` knows a call by: its function, and all of its arguments that are no arrays.
 Repeatable = tuple[str, tuple[Any, ...]]
 # Types of arguments that cannot change between two calls.
-_FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask}
+_FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask, Dropout}
 
 
 def run_call(

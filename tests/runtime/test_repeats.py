@@ -66,6 +66,35 @@ def test_packed_sequences_are_repeated(device, slow_calls):
     assert len(slow_calls) == before + 2
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"out": "float32"}, {"dropout": cupyfa.Dropout(0.25, 7)}, {"mask": "key <= query"}],
+    ids=str,
+)
+def test_options_that_are_values_are_repeated(device, slow_calls, how):
+    q, k, v = (x[None] for x in PACKED)
+    far = there(*(x.astype(np.float16).swapaxes(1, 2).copy() for x in (q, k, v)))
+    wanted = cupyfa.attention(*(x.host for x in far), kernel="fa2", **how, backend="simulator")
+    slow_calls.clear()
+    for _ in range(8):
+        found = cupyfa.attention(*far, kernel="fa2", **how)
+        np.testing.assert_array_equal(found.host, wanted)
+        assert found.dtype == wanted.dtype
+    assert len(slow_calls) <= 5
+
+
+def test_gradients_with_dropout_are_repeated(device, slow_calls):
+    q, k, v = there(*(x[None].swapaxes(1, 2).copy() for x in PACKED))
+    how = {"dropout": cupyfa.Dropout(0.25, 7)}
+    out, lse = cupyfa.attention(q, k, v, kernel="fa2", return_lse=True, **how)
+    host = [x.host for x in (out, q, k, v, out, lse)]
+    wanted = cupyfa.backward(*host, kernel="two_pass", backend="simulator", **how)
+    slow_calls.clear()
+    for _ in range(8):
+        same(cupyfa.backward(out, q, k, v, out, lse, kernel="two_pass", **how), wanted)
+    assert len(slow_calls) <= 5
+
+
 def test_gradients_of_packed_sequences_are_repeated(device, slow_calls):
     q, k, v, offsets = there(*PACKED, OFFSETS[0])
     out, lse = cupyfa.attention(*packed((q, k, v), offsets), kernel="fa2", return_lse=True)
