@@ -103,8 +103,7 @@ def in_python(text, score, query, key):
     """The value of a text in Python itself, for one pair."""
     names = {**TRACEABLE, **ARRAYS, **SCALARS, "abs": abs, "min": min, "max": max}
     names |= {"score": score, "query": query, "key": key, "position": query + 2}
-    for name in ("doc", "see"):
-        names[name] = ARRAYS[name].tolist()
+    names["doc"] = ARRAYS["doc"].tolist()
     names["table"] = ARRAYS["table"].astype(float)
     return float(eval(text, {"__builtins__": {}}, names))
 

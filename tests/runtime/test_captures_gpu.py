@@ -92,7 +92,7 @@ def require_replay(launch, synchronize, results, call, source):
 def current(torch, stream):
     import cupy
 
-    with torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+    with torch.cuda.stream(stream), cupy.cuda.Stream.from_external(stream):
         yield
 
 
@@ -169,7 +169,7 @@ def test_the_legacy_stream_during_a_capture_of_torch_is_refused():
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        with pytest.raises(Unsupported, match="ExternalStream"):
+        with pytest.raises(Unsupported, match="from_external"):
             cupyfa.attention(q, k, v)
         with current(torch, stream):
             results = cupyfa.attention(q, k, v)

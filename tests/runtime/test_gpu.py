@@ -95,7 +95,9 @@ def test_processes_may_compile_the_same_kernel_at_once(process):
 def test_a_second_process_uses_the_kernel_on_disk(process, tmp_path):
     written = []
     for _ in range(2):
-        assert process().wait() == 0
+        run = process()
+        run.communicate()
+        assert run.returncode == 0
         written.append({path: path.stat().st_ino for path in tmp_path.rglob("*.cubin")})
     assert written[0] and written[0] == written[1]
 

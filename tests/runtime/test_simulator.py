@@ -714,6 +714,26 @@ def test_cxx_names_the_compiler_unless_it_is_no_such_compiler(monkeypatch):
     assert machine.compiler_choice().endswith("(named by CUPYFA_COMPILER)")
 
 
+@pytest.mark.parametrize(
+    "version, is_used",
+    [
+        ("g++-14 (Debian 14.2.0-19) 14.2.0\nCopyright (C) 2024 Free Software Foundation", True),
+        ("g++.real (GCC) 15.1.0\nCopyright (C) 2025 Free Software Foundation", True),
+        ("Ubuntu clang version 18.1.3 (1ubuntu1)", True),
+        ("gcc (Debian 14.2.0-19) 14.2.0\nCopyright (C) 2024 Free Software Foundation", False),
+        ("nvc++ 24.7-0 64-bit target\nNVIDIA Compilers and Tools", False),
+    ],
+)
+def test_cxx_may_have_any_name_of_these_compilers(monkeypatch, tmp_path, version, is_used):
+    program = tmp_path / "compiler"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "{version}"\n')
+    program.chmod(0o755)
+    monkeypatch.delenv("CUPYFA_COMPILER", raising=False)
+    monkeypatch.setenv("CXX", str(program))
+    monkeypatch.setattr(machine, "_warn_of_ignored", lambda what: None)
+    assert (machine.compiler() == [str(program)]) == is_used
+
+
 def test_a_fault_says_what_reads_source_lines(monkeypatch):
     monkeypatch.setattr(lines, "can_read", lambda: False)
     monkeypatch.setattr(lines, "frames", lambda path, addresses: [])

@@ -39,7 +39,7 @@ _LEGACY = 0  # the address of the stream that CuPy uses unless another is chosen
 _OTHER_STREAM = (
     "torch's current stream is captured as a CUDA graph, and CuPy's is the legacy stream, whose "
     "work cannot be: call inside of "
-    "`with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):`"
+    "`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
 )
 # Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
 # device starts it; if it has not, the call is timed again with more cycles. About 0.3 ms and 3 ms.

@@ -462,7 +462,8 @@ def given_flags() -> list[str]:
 
 # The compiler
 
-_SUPPORTED = re.compile(r"clang version|\+\+ \(.*\n.*Free Software Foundation")  # in its version
+# In its version: GCC begins with the name that it was called by, as g++-14 or x86_64-linux-gnu-g++.
+_SUPPORTED = re.compile(r"clang version|\+\+\S* \(.*\n.*Free Software Foundation")
 
 
 def compiler() -> list[str]:
