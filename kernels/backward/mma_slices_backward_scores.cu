@@ -94,9 +94,9 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * log2e - lse2). PS, P times the modification's slope, is parked. has_huge:
-// whether the lse2 of some rows is NaN, which take lse_of(row).
-template <bool masked, bool has_huge = false, class LseOf>
+// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. masked: a
+// key may be hidden, or a row's lse is huge: its lse2 is NaN, and lse_of(row) gives it.
+template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
                                           int lane, LseOf lse_of) {
@@ -106,14 +106,18 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   for (int i = 0; i < 2 * (Wr / step); ++i) {
     const int row = opaque(own.row) + i * 8 + lane / 4;
     const float lse2 = shared.stats[row].lse2;
+    const bool is_huge = masked && isnan(lse2);
+    const float lse = is_huge ? lse_of(row) : 0;
     const RowMask mask(pair, row);
 #pragma unroll
     for (int j = 0; j < Wc / 4; ++j) {
       float& x = S[i / 2][j / 2][i % 2 * 2 + j % 2];
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
-      const auto [score, slope] =
-          scorer.with_slope<caps_tiles>(x, pair.extent, pair.row(row), pair.key<masked>(key, more));
-      x = has_huge && isnan(lse2) ? weight_of(score, lse_of(row)) : exp2f(score * log2e - lse2);
+      const Index at_row = pair.row(row);
+      const auto at_key = pair.key<masked>(key, more);
+      const float score = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key).score;
+      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
+      x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];
       (j % 2 ? parked.y : parked.x) = score_gradient(x, 1.0f, slope);
@@ -193,9 +197,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
     const Own own(Wc);
     const int lane = own_lane();
     const auto lse_of = [&](int row) { return *lse.row(batch, head, first_row + row); };
-    if (has_huge)
-      compute_P<true, true>(S, shared, own, pair, scorer, lane, lse_of);
-    else if (whole)
+    if (whole && !has_huge)
       compute_P<false>(S, shared, own, pair, scorer, lane, lse_of);
     else
       compute_P<true>(S, shared, own, pair, scorer, lane, lse_of);
@@ -204,7 +206,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   multiply_slices(ring, cdiv(dv, Bd), dP);
   const Own own(Wc);
   const int lane = own_lane();
-  whole ? compute_dS<false>(dP, shared, own, pair, lane)
-        : compute_dS<true>(dP, shared, own, pair, lane);
+  if (whole)
+    compute_dS<false>(dP, shared, own, pair, lane);
+  else
+    compute_dS<true>(dP, shared, own, pair, lane);
   write_tile(dS + place, stride, dP, own, M - first_row, stride - col, lane);
 }
