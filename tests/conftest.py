@@ -72,7 +72,7 @@ def pytest_configure(config):
         config.option.dist = "worksteal"
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks runs as slow, leaves out what cannot run or is not sampled, and sorts the rest.
 
@@ -102,11 +102,13 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {x for x in items if x.get_closest_marker("gpu") or "cuda" in x.fixturenames}
     config.hook.pytest_deselected(items=[*left_out])
     items[:] = [item for item in items if item not in left_out]
+    result = yield  # pytest deselects what -m excludes, and groups tests by their fixtures
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     others = [item for item in items if not item.get_closest_marker("gpu")]
     # The longest tests come first: pytest-xdist does not move the last tests of a process.
     others.sort(key=lambda item: item.path.name != "test_every_rung.py")
     items[:] = [*others, *spread(of_gpu)]
+    return result
 
 
 def brings_new(item, seen, names):
