@@ -14,11 +14,11 @@ from cupyfa.ladder.common import (
     bias_bytes,
     clear_rest,
     key_tiles,
-    of_lengths,
     padded_columns,
     row_tiles,
     rung,
     tiles_of,
+    with_cleared_rest,
 )
 from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
@@ -38,6 +38,7 @@ from cupyfa.problem.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
 FEATURES = (*ALL_BUT_PLACES, "places", "dropout")
+OF_SEQUENCES = (*FEATURES, "lengths", "ragged")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
@@ -168,7 +169,7 @@ COLUMNS = Kernel(
         *((4, 2), (2, 2), (2, 1), (1, 1)),
     ),
     candidates={"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)},
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={**DELTA_SCRATCH, "dQ_sum": BASELINE.scratch["dQ_sum"]},
     tflops={
         "float16": {64: 12.3},
@@ -292,7 +293,7 @@ MMA_COLUMNS = Kernel(
     },
     dtypes=HALF,
     dtype_arch={"bfloat16": "80"},
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={
         **DELTA_SCRATCH,
         "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
@@ -367,7 +368,6 @@ MMA_F64_COLUMNS = rung(
         "stages is 1 or 2": lambda c: c.stages in (1, 2),
     },
     dtypes=("float64",),
-    dtype_arch={},
     arch="80",
     tflops={"float64": {64: 38.2, 128: 38.8, 256: 33.0}},
     after=(),
@@ -529,7 +529,6 @@ MMA_FP16X2_TWO_PASS = rung(
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
     dtypes=("float32",),
-    dtype_arch={},
     arch="80",
     parts="float16",
     scratch=GRADIENT_SCRATCH,
@@ -550,6 +549,7 @@ MMA_SLICES_BACKWARD = rung(
     tiles=mma_slices_backward.TILES,
     candidates=mma_slices_backward.CANDIDATES,
     rules=mma_slices_backward.RULES,
+    features=FEATURES,
     scratch={
         **DELTA_SCRATCH,
         "P": (mma_slices_backward.scores, "scalar"),
@@ -730,7 +730,7 @@ WGMMA_COLUMNS = Kernel(
         "stages is at most 6, for named barriers": lambda c: c.stages <= 6,
     },
     dtypes=HALF,
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
@@ -950,10 +950,4 @@ _REST = (
     clear_rest("dK", "N", "kv_heads", "d"),
     clear_rest("dV", "N", "kv_heads", "dv"),
 )
-_OF_LENGTHS = (
-    *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
-    *("mma_fp16x2_two_pass", "wgmma_columns", "wgmma_two_pass", "wgmma_fp16x2_two_pass"),
-)
-KERNELS = tuple(
-    of_lengths(x, *_REST) if x.name in _OF_LENGTHS else x for x in map(with_gradients, _RUNGS)
-)
+KERNELS = tuple(with_cleared_rest(with_gradients(x), *_REST) for x in _RUNGS)
