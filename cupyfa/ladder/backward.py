@@ -237,14 +237,14 @@ def _of_delta(p: Problem, c: SimpleNamespace) -> int:
     return row_tiles(p, c) if p.M else 0
 
 
-def mma_delta(floats: Formula) -> Launch:
-    """Computes delta, and clears `floats` sums for each row tile."""
+def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
+    """Computes delta, and clears sums for each row tile; a constant says how many."""
     return Launch(
-        "mma_delta",
+        entry,
         args="O dO delta dQ_sum.data M heads mods",
         grid=_of_delta,
         threads=lambda p, c: THREADS,
-        constants={"floats": floats, "is_packed": lambda p, c: p.sequences is not None},
+        constants={constant: sums, "is_packed": lambda p, c: p.sequences is not None},
     )
 
 
@@ -259,18 +259,19 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     )
 
 
+MMA_ROUND = Launch(
+    "mma_round",
+    args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
+    grid=row_tiles,
+    threads=lambda p, c: WARP * c.warps,
+)
 MMA_COLUMNS = Kernel(
     "mma_columns",
     "tensor cores (mma.sync), asynchronous copies; P and dS in 16 bits in shared memory",
     (
         mma_delta(sums_of_tile),
         mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
-        Launch(
-            "mma_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        MMA_ROUND,
     ),
     operation="backward",
     tiles=TileChoice.of(
@@ -327,24 +328,13 @@ MMA_F64_COLUMNS = rung(
     "mma_f64_columns",
     "float64 on tensor cores (mma.sync): warps share S and dP, sums in double",
     launches=(
-        Launch(
-            "mma_f64_delta",
-            args="O dO delta dQ_sum.data M heads mods",
-            grid=_of_delta,
-            threads=lambda p, c: THREADS,
-            constants={"doubles": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
-        ),
+        mma_delta(sums_of_tile, "mma_f64_delta", "doubles"),
         replace(
             mma_columns_launch("mma_f64_columns", "dQ_sum.data dK dV"),
             shared=mma_f64_columns_shared,
             constants={"sharing": lambda p, c: mma_f64_sharing(c)},
         ),
-        Launch(
-            "mma_f64_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        replace(MMA_ROUND, entry="mma_f64_round"),
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages",

@@ -1,7 +1,6 @@
 """The gradients of arrays that change scores, which backward kernels give by more launches."""
 
 from dataclasses import replace
-from functools import partial
 from math import prod
 from types import SimpleNamespace
 
@@ -159,10 +158,6 @@ def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
     return dict(zip(_STAGES, (*found[:-1], copied)))
 
 
-def _bias_stage(name: str, p: Problem, c: SimpleNamespace) -> int:
-    return _bias_stages(p, c)[name]
-
-
 def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
     """Q, dO, K, V and the bias in 16 bits and in whole boxes, and two barriers for each stage."""
     Q, dO, KV, bias = _bias_stages(p, c).values()
@@ -181,7 +176,7 @@ BIAS_GRADIENT = Launch(
     shared=_bias_shared,
     constants={
         "bias_bytes": _copied_bytes,
-        **{x: partial(_bias_stage, x) for x in _STAGES},
+        **{x: lambda p, c, name=x: _bias_stages(p, c)[name] for x in _STAGES},
     },
     when=_is_a_bias,
     boxes={

@@ -385,7 +385,7 @@ class Problem:
     @property
     def _arrays_shown(self) -> list[str]:
         p = self.without_maps()
-        found = shape_language.shown(p.shown_operands, self.of_scores).items()
+        found = shape_language.shown(p.shown_operands).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
         if self.cached is not None:
             pages = f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
