@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -115,8 +114,9 @@ class Input:
         return np.dtype(kinds.get(self.kind) or INPUT_KINDS.get(self.kind) or self.kind)
 
 
-def _form(array: Operand, p: Problem) -> tuple[int, ...]:
-    return array.shape
+def _input_of(array: Operand) -> Input:
+    """An array that expressions read, or its gradient."""
+    return Input(lambda p: array.shape, array.dtype)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Operation:
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
         """The inputs of a problem, with the arrays that its expressions read."""
-        read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
+        read = {x.input: _input_of(x) for x in p.modifiers.arrays}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
         if p.modifiers.is_e4m3:
             own |= {name: replace(own[name], kind="e4m3") for name in "KV"}
@@ -156,7 +156,7 @@ class Operation:
         the largest scores if they are asked for.
         """
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
-        made = {gradient_of(x.name): Input(partial(_form, x), x.dtype) for x in asked}
+        made = {gradient_of(x.name): _input_of(x) for x in asked}
         if p.modifiers.has_row_max:
             made[ROW_MAX] = Input("batch heads M", "real")
         return {name: Input(*of) for name, of in self.outputs.items()} | made

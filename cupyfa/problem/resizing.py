@@ -52,8 +52,4 @@ def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[st
 
 def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
     """The indices of an array's axis in an expression."""
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            every = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            if node.value.id == name and axis < len(every):
-                yield every[axis]
+    return (index for array, place, index in text.indices if (array, place) == (name, axis))

@@ -293,7 +293,7 @@ class _Rules:
         if not isinstance(node.value, ast.Name) or node.value.id in (SCORE, *POSITIONS):
             raise _Wrong(node, "only captured arrays have indices")
         self._check_name(node.value)
-        indices = _indices(node)
+        indices = indices_at(node)
         if not indices:
             raise _Wrong(node, "give an index for each axis")
         for index in indices:
@@ -456,7 +456,8 @@ def _with_floor(node: ast.BinOp) -> str:
     return ast.unparse(floored)
 
 
-def _indices(node: ast.Subscript) -> list[ast.expr]:
+def indices_at(node: ast.Subscript) -> list[ast.expr]:
+    """The index of each axis."""
     index = node.slice
     return list(index.elts) if isinstance(index, ast.Tuple) else [index]
 
@@ -464,7 +465,9 @@ def _indices(node: ast.Subscript) -> list[ast.expr]:
 def _captured_names(tree: ast.expr) -> dict[str, int]:
     """The number of indices of each captured name, in the order of the text."""
     uses = []
-    arrays = {id(x.value): len(_indices(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)}
+    arrays = {
+        id(x.value): len(indices_at(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in TAKEN:
             uses.append((node.col_offset, node, arrays.get(id(node), 0)))
@@ -547,7 +550,7 @@ class Expression:
         return tuple(
             (x.value.id, axis, index)  # type: ignore[attr-defined]  # the rules leave names alone
             for x in found
-            for axis, index in enumerate(_indices(x))
+            for axis, index in enumerate(indices_at(x))
         )
 
     @cached_property
@@ -591,7 +594,7 @@ def _work(node: ast.AST) -> int:
         case ast.Call(ast.Name(name)):
             return FUNCTIONS[name].work
         case ast.Subscript():
-            return 2 + 3 * len(_indices(node))
+            return 2 + 3 * len(indices_at(node))
         case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), divisor):
             return 4 if isinstance(divisor, ast.Constant) else 20
         case ast.BinOp(_, ast.Div()):
@@ -677,7 +680,7 @@ class _Printer:
             f'bounded({text}, "{array} in {self.rules.option}")'
             if self.bounded(index, array, axis)
             else text
-            for axis, index in enumerate(_indices(node))
+            for axis, index in enumerate(indices_at(node))
             for text in [self.print(index)]
         )
         given = ", ".join(indices)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import Expression, indices_at
 
 Array = np.ndarray[Any, Any]
 _LARGEST = 2**62  # of a product
@@ -43,9 +43,10 @@ def read(text: Expression, places: Mapping[str, Range], names: Mapping[str, Any]
         return None
 
 
+@dataclass(frozen=True)
 class _Reader:
-    def __init__(self, places: Mapping[str, Range], names: Mapping[str, Any]) -> None:
-        self.places, self.names = places, names
+    places: Mapping[str, Range]
+    names: Mapping[str, Any]
 
     def visit(self, node: ast.expr) -> Range:
         match node:
@@ -53,9 +54,8 @@ class _Reader:
                 return exactly(value)
             case ast.Name(name):
                 return self.places[name] if name in self.places else _given(self.names[name])
-            case ast.Subscript(ast.Name(name), index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _element(self.names[name], [self.visit(x) for x in indices])
+            case ast.Subscript(ast.Name(name)):
+                return _element(self.names[name], [self.visit(x) for x in indices_at(node)])
             case ast.UnaryOp(op, operand):
                 return _unary(op, self.visit(operand))
             case ast.BinOp(left, op, right):

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.score.dropout import KeptWeights
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import Expression, indices_at
 from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 
 Array = np.ndarray[Any, Any]
@@ -164,7 +164,9 @@ class Modifications:
         The slope of these is the derivative by the element. error, eps: as of `number`.
         """
         for text in self.score_steps:
-            for node in _elements(text.tree, names):
+            for node in ast.walk(text.tree):
+                if not (isinstance(node, ast.Subscript) and _name_of(node) in names):
+                    continue
                 number = Number(scores.astype(np.float64, copy=False), error=error)
                 at: tuple[Array, ...] = ()
                 for step in self.score_steps:
@@ -186,40 +188,22 @@ class Modifications:
 NONE = Modifications()
 
 
-def _elements(tree: ast.expr, names: Collection[str]) -> list[ast.expr]:
-    """The nodes that read an element of these arrays."""
-    found = [x for x in ast.walk(tree) if isinstance(x, ast.Subscript)]
-    inner = {id(x.value) for x in found}  # a[i] of a[i][j]
-    return [x for x in found if id(x) not in inner and _name_of(x) in names]
-
-
-def _name_of(node: ast.expr) -> str:
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node.id  # type: ignore[attr-defined]  # the rules leave names alone
-
-
+@dataclass
 class _Walk:
     """The evaluation of one text on pairs; all its parts are evaluated, as in kernels.
 
-    live: the pairs that count, None for all: an index beyond an array is an error only there.
+    masked: the pairs that do not count, None for none: an index beyond an array is no error there.
+    seed: the element by which slopes are derivatives; then ``at`` has its indices.
     """
 
-    def __init__(
-        self,
-        mods: Modifications,
-        text: Expression,
-        place: Place,
-        masked: Array | None,
-        score: Number | None,
-        eps: float | None,
-        seed: ast.expr | None = None,
-    ) -> None:
-        """``seed``: the element by which slopes are derivatives; then ``at`` has its indices."""
-        self.mods, self.text, self.place, self.score, self.eps = mods, text, place, score, eps
-        self.seed = seed
-        self.at: tuple[Array, ...] = ()
-        self.live = None if masked is None else ~masked
+    mods: Modifications
+    text: Expression
+    place: Place
+    masked: Array | None
+    score: Number | None
+    eps: float | None
+    seed: ast.expr | None = None
+    at: tuple[Array, ...] = ()
 
     def visit(self, node: ast.expr) -> Number:
         match node:
@@ -274,23 +258,18 @@ class _Walk:
             raise ValueError(f"{self.text.option}: {name!r} is not given")
         return self._given(self.mods.names[name])
 
-    def _element(self, node: ast.expr) -> Number:
-        indices: list[ast.expr] = []
-        is_seed = node is self.seed
-        while isinstance(node, ast.Subscript):
-            part = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            node, indices = node.value, [*part, *indices]
-        assert isinstance(node, ast.Name)
-        array = np.asarray(self.mods.names[node.id])
-        numbers = [self.visit(x) for x in indices]
+    def _element(self, node: ast.Subscript) -> Number:
+        name = _name_of(node)
+        array = np.asarray(self.mods.names[name])
+        numbers = [self.visit(x) for x in indices_at(node)]
         at = tuple(
-            self._inside(node.id, axis, size, np.asarray(x.value))
+            self._inside(name, axis, size, np.asarray(x.value))
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
         if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
             found.value = array[at].astype(object)
-        if is_seed:
+        if node is self.seed:
             self.at, found.slope = at, 1.0
         if any(x.error is not None for x in numbers):  # which element is read is not known
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
@@ -320,7 +299,7 @@ class _Walk:
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
         """The value at the first pair that counts of some pairs, and the pair in words."""
-        here = where if self.live is None else where & self.live
+        here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
         shape = np.broadcast_shapes(here.shape, *(x.shape for x in self.place.values()))
@@ -491,7 +470,7 @@ class _Walk:
         a, b = self._alike(a, b)
 
         def pick(x: Any, y: Any) -> Any:
-            return None if x is y is None else np.where(test.value, _or_0(x), _or_0(y))
+            return None if x is y is None else np.where(test.value, or_0(x), or_0(y))
 
         result = Number(
             np.where(test.value, a.value, b.value),
@@ -502,11 +481,11 @@ class _Walk:
         if self.eps is None or test.error is None:
             return result
         for name, of_error in (("value", "error"), ("slope", "slope_error")):
-            x, y = (_or_0(getattr(part, name)) for part in (a, b))
+            x, y = (or_0(getattr(part, name)) for part in (a, b))
             apart = np.where(np.equal(x, y), 0.0, np.abs(np.subtract(x, y, dtype=float)))
-            errors = np.maximum(_or_0(getattr(a, of_error)), _or_0(getattr(b, of_error)))
+            errors = np.maximum(or_0(getattr(a, of_error)), or_0(getattr(b, of_error)))
             jump = np.where(test.error, apart / self.eps + errors, 0.0)
-            setattr(result, of_error, np.maximum(_or_0(getattr(result, of_error)), jump))
+            setattr(result, of_error, np.maximum(or_0(getattr(result, of_error)), jump))
         return result
 
     def _chosen_bool(self, test: Number, a: Number, b: Number) -> Number:
@@ -548,6 +527,11 @@ class _Walk:
         return x
 
 
+def _name_of(node: ast.Subscript) -> str:
+    """The array that it reads an element of."""
+    return node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
+
+
 def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array, y: Array) -> Array:
     """The derivative of f, whose values y are; by df, its formula, where x or y is a limit."""
     found = np.asarray(f(x + 1j * _STEP).imag / _STEP)
@@ -586,7 +570,7 @@ def _size(x: Any) -> Any:
     return None if x is None else np.abs(x)
 
 
-def _or_0(x: Any) -> Any:
+def or_0(x: Any) -> Any:
     return 0.0 if x is None else x
 
 
