@@ -98,50 +98,50 @@ def maps(plan: Plan, texts: Iterable[Expression]) -> tuple[Operand, ...]:
 
 def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """struct Mods with the numbers, and the arrays in it: their names and where each begins."""
-    found = p.modifiers
-    fields: list[tuple[Any, ...]] = []
-    values: list[Any] = []
-    for x in found.operands:
-        if x.value is None:
-            fields.append((x.name, array_type(len(x.shape))))
-            values.append(0)
-        else:
-            fields.append((x.name, _NUMBERS.get(x.captured.kind, ("real", p.dtype.sums))[1]))
-            # Of a softcap the nearest one of which float32 has the reciprocal: larger ones leave
-            # scores as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
-            is_rounded = x.name == SOFTCAP and p.dtype.sums.itemsize == 4
-            values.append(min(max(x.value, 2.0**-100), 2.0**126) if is_rounded else x.value)
+    found, sums = p.modifiers, p.dtype.sums
+    members = [(x.name, *_stored(x, sums)) for x in found.operands]
     if found.reads_position and not p.is_ragged:
-        fields.append(("position", "i4"))
-        values.append(p.first_position)
+        members.append(("position", "i4", p.first_position))
     if p.pages:
-        fields.append((_PAGES, "i4"))
-        values.append(p.pages)
+        members.append((_PAGES, "i4", p.pages))
     if of_products(p):
-        fields.append((_UNIT, p.dtype.sums))
-        values.append(1 / p.scale)
+        members.append((_UNIT, sums, 1 / p.scale))
     if found.dropout:
-        fields.append(("dropout", _dropout_type(p)))
-        values.append(_dropout(p))
-    if not fields:
-        return _EMPTY, ()
-    record = np.zeros((), np.dtype(fields, align=True))
-    for (name, *_), number in zip(fields, values):
-        if number or isinstance(number, float):  # -0.0 too
+        members.append(("dropout", _dropout_type(p), _dropout(p)))
+    record, places = _struct({name: of for name, of, _ in members})
+    for name, _, number in members:
+        if number is not None:
             record[name] = number
-    arrays = (x for x in found.operands if x.is_array)
-    return record, tuple((x.input, record.dtype.fields[x.name][1]) for x in arrays)  # type: ignore[index]
+    return record, tuple((x.input, places[x.name]) for x in found.operands if x.is_array)
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """struct Gradients, the arrays of the gradients that are asked for; see ``value``."""
     found = p.modifiers.differentiated
-    if not found:
-        return _EMPTY, ()
-    fields = [(gradient_of(x.name), array_type(len(x.shape))) for x in found]
-    record = np.zeros((), np.dtype(fields, align=True))
-    inside = ((name, record.dtype.fields[name][1]) for name, _ in fields)  # type: ignore[index]
-    return record, tuple(inside)
+    record, places = _struct({gradient_of(x.name): array_type(len(x.shape)) for x in found})
+    return record, tuple(places.items())
+
+
+def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+    """A struct of zeros with members of these types, and where each of them begins."""
+    if not members:
+        return _EMPTY, {}
+    of = np.dtype([*members.items()], align=True)
+    return np.zeros((), of), {name: of.fields[name][1] for name in members}  # type: ignore[index]
+
+
+def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
+    """The type of an array or a number in struct Mods, and the number.
+
+    Of a softcap it is the nearest one of which float32 has the reciprocal: larger ones leave scores
+    as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
+    """
+    if x.value is None:
+        return array_type(len(x.shape)), None
+    number = x.value
+    if x.name == SOFTCAP and sums.itemsize == 4:
+        number = min(max(number, 2.0**-100), 2.0**126)
+    return _NUMBERS.get(x.captured.kind, ("real", sums))[1], number
 
 
 def of_products(p: Problem) -> bool:

@@ -464,15 +464,12 @@ def indices_at(node: ast.Subscript) -> list[ast.expr]:
 
 def _captured_names(tree: ast.expr) -> dict[str, int]:
     """The number of indices of each captured name, in the order of the text."""
-    uses = []
-    arrays = {
-        id(x.value): len(indices_at(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in TAKEN:
-            uses.append((node.col_offset, node, arrays.get(id(node), 0)))
+    nodes = [*ast.walk(tree)]
+    arrays = {id(x.value): len(indices_at(x)) for x in nodes if isinstance(x, ast.Subscript)}
+    names = [x for x in nodes if isinstance(x, ast.Name) and x.id not in TAKEN]
     found: dict[str, int] = {}
-    for _, node, count in sorted(uses, key=lambda use: use[0]):
+    for node in sorted(names, key=lambda x: x.col_offset):
+        count = arrays.get(id(node), 0)
         if found.setdefault(node.id, count) != count:
             before = _count(found[node.id], "index", "indices")
             raise _Wrong(node, f"{node.id} has {before} in one place and {count} here")
