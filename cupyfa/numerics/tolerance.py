@@ -318,10 +318,11 @@ def expected_gradients(
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
+    if sink is not None:
+        value["dsink"] = np.zeros(q.shape[:2])
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
-    sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
     arrays = _ArrayGradients(wrt or {}, kernels)
     for tile in reference.tiles(q, k, v, sink=sink, **score):
         grad, its_out, its_lse, its_dlse = (
@@ -330,32 +331,27 @@ def expected_gradients(
         )
         its_equal = equal[tile.where[0]]
         work = _BackwardWork(tile, grad, its_out, its_lse, its_dlse, rows, its_equal)
-        for into, (dq, dk, dv) in (
-            (value, (work.step.dq, work.step.dk, work.step.dv)),
+        for into, (dq, dk, dv, dsink) in (
+            (value, (work.step.dq, work.step.dk, work.step.dv, work.step.dsink)),
             *((bounds[r], _gradient_bounds(work, kernel)) for r, kernel in kernels.items()),
         ):
             reference.flat(into["dQ"])[tile.where] = dq
             reference.add_to_heads(reference.flat(into["dK"]), tile, dk)
             reference.add_to_heads(reference.flat(into["dV"]), tile, dv)
+            if dsink is not None:
+                into["dsink"].reshape(-1)[tile.where[0]] += dsink.sum(-1)
         arrays.add(work)
-        if work.step.dsink is not None:
-            sinks.reshape(-1)[tile.where[0]] += work.step.dsink.sum(-1)
-            for r, kernel in kernels.items():
-                of_sinks[r].reshape(-1)[tile.where[0]] += _sink_bounds(work, kernel).sum(-1)
-    for r, kernel in kernels.items():
-        for name, bound in bounds[r].items():
-            add_rounding_of_results(value[name], bound, kernel, kernel.result)
+    dtypes = {name: str(x.dtype) for name, x in arrays.given.items()}
     if sink is not None:
         over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
-        value["dsink"] = sinks.sum(over)
-        for r, kernel in kernels.items():
-            bounds[r]["dsink"] = of_sinks[r].sum(over)
-            dtype_of_sink = str(sink.dtype)
-            add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
-    for name, array in arrays.given.items():
-        value[name] = arrays.value[name]
-        for r in kernels:
-            bounds[r][name] = arrays.bound(r, name, str(array.dtype))
+        dtypes["dsink"] = str(sink.dtype)
+        for found in (value, *bounds.values()):
+            found["dsink"] = found["dsink"].sum(over)
+    value |= arrays.value
+    for r, kernel in kernels.items():
+        bounds[r] |= arrays.bounds[r]
+        for name, bound in bounds[r].items():
+            add_rounding_of_results(value[name], bound, kernel, dtypes.get(name, kernel.result))
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -744,8 +740,10 @@ class _BackwardWork:
         self.exponent_size = np.abs(finite(self.step.scores)) + np.abs(finite(lse))[..., None]
 
 
-def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Array, Array]:
-    """The terms of a tile in the bounds of dQ, dK and dV, without the rounding of results."""
+def _gradient_bounds(
+    work: _BackwardWork, kernel: Arithmetic
+) -> tuple[Array, Array, Array, Array | None]:
+    """The terms of a tile in the bounds of dQ, dK, dV and dsink, without rounding of results."""
     scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
     unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
@@ -778,7 +776,7 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     if lost is not None:
         for bound, axis in zip(bounds, (-1, -2, -2)):
             bound[lost.any(axis)] = np.inf
-    return bounds
+    return *bounds, _sink_bounds(work, kernel)
 
 
 def _errors_before_slopes(
@@ -847,12 +845,6 @@ class _ArrayGradients:
             bound = np.where(step.left_out, 0.0, bound)
             np.add.at(bounds[name], tuple(np.broadcast_to(x, size.shape) for x in at), bound)
 
-    def bound(self, rounding: Any, name: str, dtype: str) -> Array:
-        """The bound of a gradient that is rounded to the dtype of its array."""
-        found = self.bounds[rounding][name]
-        add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
-        return found
-
 
 def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: Arithmetic) -> Any:
     """The pairs whose terms may be anything, [n, rows, keys]; None if there are none.
@@ -872,11 +864,12 @@ def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: A
     return lost if lost.any() else None
 
 
-def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array:
-    """The terms of rows [n, rows] in the bound of dsink."""
+def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
+    """The terms of rows [n, rows] in the bound of dsink; None without sinks."""
     eps, dv = float(kernel.accumulator.eps), work.tile.v.shape[-1]
     sink, size = work.tile.sink, work.delta_size[..., 0]
-    assert sink is not None and work.step.dsink is not None
+    if sink is None or work.step.dsink is None:
+        return None
     weight = finite(reference.weight_of_sink(sink, work.lse))
     exponent = eps * (1.5 * np.abs(finite(sink[..., 0])) + np.abs(finite(work.lse)) + 3)
     of_delta = size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
