@@ -225,12 +225,12 @@ def modifications(
     """
     from cupyfa.score.numpy_evaluation import Modifications
 
-    texts, its = p.modifiers, sequence or p
+    modifiers, its = p.modifiers, sequence or p
     return Modifications(
-        score_steps=texts.score,
-        mask_steps=texts.mask,
-        names=texts.numbers
-        | {x.name: inputs[x.input] for x in texts.arrays if x.is_in_expressions},
+        score_steps=modifiers.score,
+        mask_steps=modifiers.mask,
+        names=modifiers.numbers
+        | {x.name: inputs[x.input] for x in modifiers.arrays if x.is_in_expressions},
         position=its.first_position,
         queries=its.M,
         keys=its.N,

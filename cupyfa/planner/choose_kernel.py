@@ -104,9 +104,9 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
         raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
 
 
-def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
+def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> Plan:
     """The plan of the same tiles that skips those which all of these expressions hide."""
-    if not (found := cuda_source.maps(made, texts)):
+    if not (found := cuda_source.maps(made, expressions)):
         return made
     problem = replace(made.problem, operands=(*made.problem.operands, *found))
     return plan_of(made.kernel, problem, limits, made.constants)

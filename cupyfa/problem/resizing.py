@@ -15,7 +15,7 @@ SIZE_OF_PLACE = dict(zip(("batch", "head", "query", "key"), AXES))
 
 
 def resized(
-    found: Iterable[Operand], texts: Iterable[Expression], before: Sizes, after: Sizes
+    found: Iterable[Operand], expressions: Iterable[Expression], before: Sizes, after: Sizes
 ) -> tuple[Operand, ...]:
     """The operands for a problem of other sizes.
 
@@ -23,7 +23,7 @@ def resized(
     their sizes; others stay as they are.
     """
     old, new = dict(zip(AXES, before)), dict(zip(AXES, after))
-    read, found = tuple(texts), tuple(found)
+    read, found = tuple(expressions), tuple(found)
     is_packed = any(x.name == STARTS[0] for x in found)
     of_rows = {**new, "batch": 1} if is_packed else new
     return tuple(
@@ -42,14 +42,14 @@ def _by_axes(x: Operand, old: Mapping[str, int], new: Mapping[str, int]) -> tupl
     return tuple(1 if serves_all and n == 1 != old[axis] else new[axis] for axis, n in axes)
 
 
-def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[str, int]) -> int:
-    indices = [index for text in texts for index in indices_of(text, x.name, axis)]
+def _fitting(x: Operand, axis: int, steps: Iterable[Expression], new: Mapping[str, int]) -> int:
+    indices = [index for step in steps for index in indices_of(step, x.name, axis)]
     places = [i.id for i in indices if isinstance(i, ast.Name) and i.id in SIZE_OF_PLACE]
     if not places or len(places) < len(indices):
         return x.shape[axis]
     return max(new[SIZE_OF_PLACE[name]] for name in places)
 
 
-def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
+def indices_of(expression: Expression, name: str, axis: int) -> Iterator[ast.expr]:
     """The indices of an array's axis in an expression."""
-    return (index for array, place, index in text.indices if (array, place) == (name, axis))
+    return (index for array, place, index in expression.indices if (array, place) == (name, axis))

@@ -1,7 +1,7 @@
-"""What a mask's text says of whole tiles: it is read with ranges of whole numbers for positions.
+"""What a mask's expression says of whole tiles, read with ranges of whole numbers for positions.
 
 The result is exact where it says that all pairs of a tile are seen, or none. Elsewhere, and where
-the text computes with other numbers, all pairs have to be looked at.
+the expression computes with other numbers, all pairs have to be looked at.
 """
 
 from __future__ import annotations
@@ -28,17 +28,19 @@ class Range:
 
 
 class _Unknown(Exception):
-    """The text has something that ranges lack."""
+    """The expression has something that ranges lack."""
 
 
-def read(text: Expression, places: Mapping[str, Range], names: Mapping[str, Any]) -> Range | None:
-    """The ranges of a condition; None if the text has something that ranges lack.
+def read(
+    expression: Expression, places: Mapping[str, Range], names: Mapping[str, Any]
+) -> Range | None:
+    """The ranges of a condition; None if the expression has something that ranges lack.
 
     places: the ranges of batch, head, query, key, position, queries and keys, arrays that broadcast
     to the tiles. names: the captured arrays and numbers.
     """
     try:
-        return _Reader(places, names).visit(text.tree)
+        return _Reader(places, names).visit(expression.tree)
     except _Unknown:
         return None
 

@@ -1,4 +1,4 @@
-"""What the options' texts make of scores, in NumPy: values, derivatives and rounding errors.
+"""What the expressions make of scores, in NumPy: values, derivatives and rounding errors.
 
 An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated on all pairs
 of query and key of a tile at once, in float64; whole numbers stay whole.
@@ -8,7 +8,7 @@ f'(x) = Im f(x + ih) / h, which has no cancellation and takes nothing but f itse
 max, abs, floor and where are those of the argument that is taken.
 
 **Errors** are absolute, in units of eps, the spacing at 1 of the format that a kernel computes in.
-A node of the text has the errors of its arguments times its derivatives, and its own:
+A node of the expression has the errors of its arguments times its derivatives, and its own:
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
@@ -69,7 +69,7 @@ class Modifications:
 
     score_steps are applied one after the other to the scaled score; a pair is seen if all
     mask_steps are True, and causal and window let it. names: the captured arrays and numbers.
-    position: of query 0 among the keys. queries, keys: the sizes that the texts see.
+    position: of query 0 among the keys. queries, keys: the sizes that the expressions see.
     first: batch, head, query and key that the first element of the arrays belongs to, for excerpts.
     dropout: which weights are dropped after the softmax; None for none.
     """
@@ -105,8 +105,8 @@ class Modifications:
         if not self.mask_steps:
             return masked, None
         seen = may = must = np.broadcast_to(True if masked is None else ~masked, shape)
-        for text in self.mask_steps:  # each counts where those before let a pair be seen
-            step = _Walk(self, text, place, ~seen, None, _EPS).visit(text.tree)
+        for expression in self.mask_steps:  # each counts where those before let a pair be seen
+            step = _Walk(self, expression, place, ~seen, None, _EPS).visit(expression.tree)
             unsure = np.asarray(False if step.error is None else step.error)
             seen = seen & step.value
             may, must = may & (step.value | unsure), must & step.value & ~unsure
@@ -142,9 +142,9 @@ class Modifications:
         the scores. Raises ValueError if a pair that is not masked reads beyond an array.
         """
         number = Number(scores.astype(np.float64, copy=False), slope, error)
-        for text in self.score_steps:
-            number = _Walk(self, text, place, masked, number, eps).real(text.tree)
-        if number.value.shape != scores.shape:  # of a text that does not name the score
+        for expression in self.score_steps:
+            number = _Walk(self, expression, place, masked, number, eps).real(expression.tree)
+        if number.value.shape != scores.shape:  # of an expression that does not name the score
             return replace(number, value=np.broadcast_to(number.value, scores.shape).copy())
         return number
 
@@ -163,8 +163,8 @@ class Modifications:
 
         The slope of these is the derivative by the element. error, eps: as of `number`.
         """
-        for text in self.score_steps:
-            for node in ast.walk(text.tree):
+        for expression in self.score_steps:
+            for node in ast.walk(expression.tree):
                 if not (isinstance(node, ast.Subscript) and _name_of(node) in names):
                     continue
                 number = Number(scores.astype(np.float64, copy=False), error=error)
@@ -190,14 +190,14 @@ NONE = Modifications()
 
 @dataclass
 class _Walk:
-    """The evaluation of one text on pairs; all its parts are evaluated, as in kernels.
+    """The evaluation of one expression on pairs; all its parts are evaluated, as in kernels.
 
     masked: the pairs that do not count, None for none: an index beyond an array is no error there.
     seed: the element by which slopes are derivatives; then ``at`` has its indices.
     """
 
     mods: Modifications
-    text: Expression
+    expression: Expression
     place: Place
     masked: Array | None
     score: Number | None
@@ -227,13 +227,16 @@ class _Walk:
                 return self._chosen(*(self.visit(x) for x in (test, body, other)))
             case ast.Call(ast.Name(name), arguments):
                 return self._call(name, [self.visit(x) for x in arguments])
-        raise ValueError(f"{self.text.option}: {ast.unparse(node)!r} is not available")
+        raise self._error(f"{ast.unparse(node)!r} is not available")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"{self.expression.option}: {what}")
 
     def real(self, node: ast.expr) -> Number:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """A number of the text or of a captured array; float32 may not have it."""
+        """A number of the expression or of a captured array; float32 may not have it."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -255,7 +258,7 @@ class _Walk:
         if name in ("queries", "keys"):
             return Number(np.asarray(getattr(self.mods, name)))
         if name not in self.mods.names:
-            raise ValueError(f"{self.text.option}: {name!r} is not given")
+            raise self._error(f"{name!r} is not given")
         return self._given(self.mods.names[name])
 
     def _element(self, node: ast.Subscript) -> Number:
@@ -284,16 +287,16 @@ class _Walk:
         if (found := self._first(outside, index)) is not None:
             read, place = found
             allowed = f"give 0 to {size - 1}" if size else "it has no element"
-            raise ValueError(
-                f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
+            raise self._error(
+                f"index {read} of axis {axis} of {name} is out of range, for "
                 f"{place}; the axis has size {size}: {allowed}"
             )
         return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
 
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
-            raise ValueError(
-                f"{self.text.option}: // or % divides by 0, for {found[1]}; let the divisor be "
+            raise self._error(
+                f"// or % divides by 0, for {found[1]}; let the divisor be "
                 "another number, for example by max(…, 1)"
             )
 
@@ -357,8 +360,8 @@ class _Walk:
     def _refuse_long(self, wrong: Array) -> None:
         """Raises ValueError where a result of 64 bits does not fit."""
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
-            raise ValueError(
-                f"{self.text.option}: a sum, difference or product of whole numbers needs more "
+            raise self._error(
+                f"a sum, difference or product of whole numbers needs more "
                 f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
             )
 
