@@ -49,29 +49,6 @@ IN_SPLITS = (*EVERYTHING, "lengths", "paged")
 # Kernels without tensor cores, and the seeds
 
 
-def baseline(name: str, softmax: str, adds: str, **fields: Any) -> Kernel:
-    """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
-    return Kernel(
-        name=name,
-        adds=adds,
-        launches=(
-            Matmul("S", "Q", "K.T", scaled=True),
-            softmax_launch(softmax),
-            Matmul("O", "P", "V"),
-            Launch(
-                "repair_rows",
-                args="P V O sizes heads group",
-                grid=lambda p, c: p.M * p.heads * p.batch,
-                threads=lambda p, c: 128,
-                when=lambda p: p.is_masked,
-            ),
-        ),
-        features=ALL_BUT_PLACES,
-        scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
-        **fields,
-    )
-
-
 def seed_kernel(
     name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
 ) -> Kernel:
@@ -91,22 +68,33 @@ def seed_kernel(
     return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
 
 
-BASELINES = (
-    baseline(
-        "baseline",
-        "softmax_safe",
-        "cuBLAS, softmax, cuBLAS: S and P go through global memory",
-        tflops={
-            "float32": {64: 21.7, 128: 31.2, 256: 38.4, 512: 43.0, 1024: 46.1},
-            "float64": {64: 15.4, 128: 25.9, 256: 36.1, 512: 45.0, 1024: 51.3},
-        },
+BASELINE = Kernel(
+    "baseline",
+    "cuBLAS, softmax, cuBLAS: S and P go through global memory",
+    (
+        Matmul("S", "Q", "K.T", scaled=True),
+        softmax_launch("softmax_safe"),
+        Matmul("O", "P", "V"),
+        Launch(
+            "repair_rows",
+            args="P V O sizes heads group",
+            grid=lambda p, c: p.M * p.heads * p.batch,
+            threads=lambda p, c: 128,
+            when=lambda p: p.is_masked,
+        ),
     ),
-    baseline(
-        "baseline_online",
-        "softmax_online",
-        "the online softmax between the two products",
-        after=("baseline",),
-    ),
+    features=ALL_BUT_PLACES,
+    scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
+    tflops={
+        "float32": {64: 21.7, 128: 31.2, 256: 38.4, 512: 43.0, 1024: 46.1},
+        "float64": {64: 15.4, 128: 25.9, 256: 36.1, 512: 45.0, 1024: 51.3},
+    },
+)
+BASELINE_ONLINE = rung(
+    BASELINE,
+    "baseline_online",
+    "the online softmax between the two products",
+    launches=(BASELINE.launches[0], softmax_launch("softmax_online"), *BASELINE.launches[2:]),
 )
 SEEDS = (
     seed_kernel(
@@ -497,14 +485,18 @@ def maxima_of_split(p: Problem) -> int:
     return 2 if p.modifiers.has_row_max else 1
 
 
-def rows_of_splits(splits: Formula) -> Formula:
-    """The rows of all splits together, if a launch has to merge them."""
+def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[str, Any]:
+    """What splits leave of the rows of O, if a launch has to merge them."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
         number = splits(p, c)
         return p.batch * p.heads * p.M * number if number > 1 else 0
 
-    return rows
+    return {
+        "O_splits": (lambda p, c: rows(p, c) * width(p), "real"),
+        "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
+        "sum_splits": (rows, "real"),
+    }
 
 
 def splits_at_once(splits: Formula) -> Formula:
@@ -521,7 +513,6 @@ def splits_at_once(splits: Formula) -> Formula:
 
 def split_kv(splits: Formula) -> Kernel:
     """The record of mma_split_kv with a formula of the number of splits."""
-    rows = rows_of_splits(splits)
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
@@ -547,11 +538,7 @@ def split_kv(splits: Formula) -> Kernel:
                 begins_early=True,
             ),
         ),
-        scratch={
-            "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
-            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
-            "sum_splits": (rows, "real"),
-        },
+        scratch=scratch_of_splits(splits, width=lambda p: round_up(p.dv, 16)),
         tiles=SPLIT_KV_TILES,
         candidates={
             "Br": (16, 32, 64, 128),
@@ -572,7 +559,6 @@ MMA_SPLIT_KV = split_kv(num_splits)
 
 def fa2_split_kv(splits: Formula) -> Kernel:
     """The record of fa2_split_kv with a formula of the number of splits."""
-    rows = rows_of_splits(splits)
     return rung(
         FA2_COALESCED,
         "fa2_split_kv",
@@ -599,11 +585,7 @@ def fa2_split_kv(splits: Formula) -> Kernel:
                 numbers={"num_splits": splits},
             ),
         ),
-        scratch={
-            "O_splits": (lambda p, c: rows(p, c) * p.dv, "real"),
-            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
-            "sum_splits": (rows, "real"),
-        },
+        scratch=scratch_of_splits(splits, width=lambda p: p.dv),
         tiles=FA2_SPLIT_KV_TILES,
         candidates={"Br": (1, 2, 4, 8, 16), "Bc": (16, 32, 64), "blocks_per_sm": (2, 4, 6, 8)},
         rules={},
@@ -1059,7 +1041,8 @@ REST = (
     clear_row_max(),
 )
 _RUNGS = (
-    *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
+    *(BASELINE, BASELINE_ONLINE, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV),
+    *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
     *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
     *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
     *(WGMMA_SLICES, WGMMA_FP8),

@@ -158,6 +158,10 @@ def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
     return dict(zip(_STAGES, (*found[:-1], copied)))
 
 
+def _stages_of(name: str) -> Formula:
+    return lambda p, c: _bias_stages(p, c)[name]
+
+
 def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
     """Q, dO, K, V and the bias in 16 bits and in whole boxes, and two barriers for each stage."""
     Q, dO, KV, bias = _bias_stages(p, c).values()
@@ -176,7 +180,7 @@ BIAS_GRADIENT = Launch(
     shared=_bias_shared,
     constants={
         "bias_bytes": _copied_bytes,
-        **{x: lambda p, c, name=x: _bias_stages(p, c)[name] for x in _STAGES},
+        **{x: _stages_of(x) for x in _STAGES},
     },
     when=_is_a_bias,
     boxes={

@@ -269,16 +269,17 @@ class _Part(NamedTuple):
         if excerpt is None:
             return cls()
         batch, head, rows = excerpt.batch, excerpt.head, excerpt.rows
-        heads = (_only(x) for x in (batch, head, head // p.group))
-        return cls((batch, head, rows.start, 0), *heads, rows=rows)
+        first = batch, head, rows.start, 0
+        return cls(first, _only(batch), _only(head), _only(head // p.group), rows)
 
     @classmethod
     def of_keys(cls, excerpt: Excerpt, p: Problem) -> _Part:
         """The keys of an excerpt and all rows of the heads that read them."""
-        keys = excerpt.of_keys(p)
-        head = keys.head * p.group
-        heads = _only(keys.batch), slice(head, head + p.group), _only(keys.head)
-        return cls((keys.batch, head, 0, keys.rows.start), *heads, keys=keys.rows)
+        of_keys = excerpt.of_keys(p)
+        batch, head, keys = of_keys.batch, of_keys.head, of_keys.rows
+        heads = slice(head * p.group, (head + 1) * p.group)
+        first = batch, heads.start, 0, keys.start
+        return cls(first, _only(batch), heads, _only(head), keys=keys)
 
     def of(self, name: str, array: np.ndarray) -> np.ndarray:
         """What it has of an array of an operation, [batch, heads, rows, …]."""
