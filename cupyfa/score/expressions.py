@@ -389,7 +389,7 @@ class _Rules:
             self._condition(node.args[0], "where takes first")
             return self._either(*node.args[1:])
         kinds = [self._numeric(x, f"{name} takes") for x in node.args]
-        return _joined(kinds) if name in ("abs", "min", "max") else "number"
+        return _joined(kinds) if FUNCTIONS[name].keeps_whole else "number"
 
 
 _NO_INFINITY = "hide pairs with mask_mod, or subtract a large number such as 1e4; exp then gives 0"
@@ -642,7 +642,6 @@ _MOST = 2**31 - 1  # of int
 _AS_A_NUMBER = "make a factor a number, by 1.0 *, or give int64 in place of uint64"
 # Bits of whole numbers in C++, and the function that gives a number more bits.
 _WIDER = {32: ("wide", 64), 64: ("widest", 128)}
-_IN_CPP = {"min": "smaller", "max": "larger"}  # those of C++ want equal types
 
 
 @dataclass(frozen=True)
@@ -781,7 +780,8 @@ class _Printer:
             (x,) = node.args
             return f"abs({self._widened(self.print(x), node, x)})"
         if name in ("min", "max", "where"):
-            return f"{_IN_CPP.get(name, name)}({', '.join(map(self.print, node.args))})"
+            called = FUNCTIONS[name].cpp or name
+            return f"{called}({', '.join(map(self.print, node.args))})"
         return f"{name}({self._number(node.args[0])})"
 
     def _number(self, node: ast.expr) -> str:
