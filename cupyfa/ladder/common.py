@@ -16,7 +16,7 @@ CLEARING = 256  # threads of a block that fills rows
 
 
 def tiles_of(p: Problem, rows: int, size: int) -> int:
-    """The tiles of so many rows of a head; of a ragged batch the numbers that they have."""
+    """The tiles of a number of rows of a head; of a ragged batch the numbers that they have."""
     return cdiv(rows, size) if p.sequences is None else rows // size + p.sequences
 
 

@@ -125,7 +125,7 @@ class Lengths:
         return replace(fewer, before=min(self.before, most), after=min(self.after, most))
 
     def cut(self, total: int) -> Lengths:
-        """The first so many rows, of as many sequences, of which the last may become empty."""
+        """The first ``total`` rows, of as many sequences, of which the last may become empty."""
         ends = [min(int(x), total) for x in self.offsets]
         rows = tuple(b - a for a, b in pairwise(ends))
         used = self.used and tuple(map(min, self.used, rows))

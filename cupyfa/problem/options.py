@@ -225,7 +225,7 @@ def _read_dropout(value: Any) -> float:
 
 
 def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
-    """The reader of a whole number of so many bits; None stays."""
+    """The reader of a whole number with at most ``bits`` bits; None stays."""
 
     def read(value: Any) -> int | None:
         if (value := without_axes(value)) is None:

@@ -146,7 +146,7 @@ class Problem:
         gradients a backward kernel gives, dlse, whether it takes a gradient of lse, and return_max,
         whether a forward kernel gives the largest scores.
         dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With block_mask,
-        mask and mask_mod are a block mask. With page_size, keys lie in pages of so many: see
+        mask and mask_mod are a block mask. With page_size, keys lie in pages of that many: see
         ``in_pages``.
         """
         kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
@@ -569,7 +569,7 @@ def _sizes_of_rows(
 
 
 def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:
-    """Raises an error unless so many keys are a page."""
+    """Raises an error for a number of keys that no page has."""
     if not isinstance(size, int | np.integer) or size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise error(f"{name} is {described(size)}; use one of {sizes}")
