@@ -395,8 +395,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
                 made[name] = made[name] * scale.reshape(len(scale), scale.shape[-1], 1, 1)
         if of_pages and p.pages:
             made, p = without_pages(made, p)  # type: ignore[assignment]
-    kept = tuple(x for x in p.operands if x.name not in SCALES)
-    return made, replace(p, operands=kept)
+    return made, p.without(*SCALES)
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
@@ -407,8 +406,7 @@ def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
             factor = np.asarray(given, np.float64).repeat(p.group if name == "Q" else 1, axis=1)
             with np.errstate(invalid="ignore"):  # 0 * infinity
                 made[name] = inputs[name].astype(np.float64) * factor[..., None, None]
-    kept = tuple(x for x in p.operands if x.name not in DESCALES)
-    return made, replace(p, operands=kept)
+    return made, p.without(*DESCALES)
 
 
 def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
@@ -420,8 +418,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
         return found.reshape(*found.shape[:2], p.N, array.shape[-1])
 
     dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}
-    kept = tuple(x for x in p.operands if x.name != PAGE_TABLE)
-    return dense, replace(p, operands=kept, rows=replace(p.rows, pages=0))
+    return dense, replace(p.without(PAGE_TABLE), rows=replace(p.rows, pages=0))
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:

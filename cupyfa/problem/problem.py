@@ -231,16 +231,20 @@ class Problem:
             raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
 
+    def without(self, *names: str) -> Problem:
+        """The problem without some of its optional inputs and outputs."""
+        kept = tuple(x for x in self.operands if x.name not in names)
+        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+
     def without_maps(self) -> Problem:
         """The problem without the maps of tiles of one kernel."""
-        kept = tuple(x for x in self.operands if x.name not in MAPS)
-        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+        return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:
         """The problem with the largest score of each row among its outputs, or without."""
         form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
-        kept = (x for x in self.operands if x.name != ROW_MAX)
-        return replace(self, operands=(*kept, *[form] * asked))
+        others = self.without(ROW_MAX)
+        return replace(others, operands=(*others.operands, form)) if asked else others
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -252,8 +256,7 @@ class Problem:
         ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
         """
         if size is None:
-            kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
-            return replace(self, operands=kept, rows=DENSE) if self.pages else self
+            return replace(self.without(PADDED[1], PAGE_TABLE), rows=DENSE) if self.pages else self
         check_page_size(shape_language.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
