@@ -950,7 +950,9 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
     """Enough threads that the share of each in a tile fits into its registers."""
     most = max(p.d, p.dv)
-    return 256 if most <= 64 else 384 if most <= 128 and p.itemsize == 2 else 512
+    if most <= 64:
+        return 256
+    return 384 if most <= 128 and p.itemsize == 2 else 512
 
 
 def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:

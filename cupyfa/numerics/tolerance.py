@@ -614,7 +614,9 @@ def _bounds_on_tile(
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
     # not for a power of two.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
-    orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
+    orders = "K" if is_power else "KS"
+    if kernel.operands == _FLOAT8:
+        orders = "S"
     for scaled in orders if kernel.is_narrow else "":
         out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):

@@ -89,7 +89,8 @@ def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
     p, names = plan.problem, {name for expression in expressions for name in expression.positions}
     if 0 in (p.batch, p.heads, p.M, p.N):
         return ()
-    batch, heads = p.batch if "batch" in names else 1, p.heads if "head" in names else 1
+    batch = p.batch if "batch" in names else 1
+    heads = p.heads if "head" in names else 1
     found = []
     for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
         lines, tiles = cdiv(p.M, rows), cdiv(p.N, keys)

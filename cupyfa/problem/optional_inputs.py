@@ -248,6 +248,8 @@ _AXES = ("batch", "head", "query", "key")
 MOST_AXES = 64  # of NumPy's arrays
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+# The kinds of Captured; all others are whole numbers.
+_KINDS = {"bool": "bool", **dict.fromkeys(_FLOATS, "float")}
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ class Operand:
 
     @property
     def captured(self) -> Captured:
-        kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
+        kind = _KINDS.get(self.dtype, "int")
         most = -np.iinfo(self.dtype).min or np.iinfo(self.dtype).max if kind == "int" else 0
         return Captured(self.name, kind, len(self.shape), most)  # type: ignore[arg-type]
 

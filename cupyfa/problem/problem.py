@@ -149,7 +149,8 @@ class Problem:
         mask and mask_mod are a block mask. With page_size, keys lie in pages of that many: see
         ``in_pages``.
         """
-        kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
+        kv_heads = heads if kv_heads is None else kv_heads
+        dv = d if dv is None else dv
         packed = None if lengths is None else lengths_of(lengths)
         batch, M, N = _sizes_of_rows(packed, batch, M, N)
         asked = dict[str, Any](keywords)
@@ -562,7 +563,8 @@ def _sizes_of_rows(
     if packed is None:
         if M is None:
             raise TypeError("M is missing; give it, or the lengths of a ragged batch")
-        return 1 if batch is None else batch, M, M if N is None else N
+        N = M if N is None else N
+        return (1 if batch is None else batch), M, N
     if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
         raise ValueError(
             f"lengths and {given[0]} are given; leave out {given[0]}, which follows from lengths"

@@ -118,7 +118,7 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
     known = list(names)
     near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     other = _OTHER_NAMES.get(name)
-    found = other if other in known else near[0] if near else None
+    found = other if other in known else next(iter(near), None)
     return f"; is it {found!r}?" if found else ""
 
 
@@ -405,7 +405,9 @@ _COMPARISONS: dict[type[ast.AST], str] = {
 
 def _joined(kinds: list[Kind | None]) -> Kind | None:
     """Of numbers: a number if one of them is, whole if all are."""
-    return "number" if "number" in kinds else None if None in kinds else "whole"
+    if "number" in kinds:
+        return "number"
+    return None if None in kinds else "whole"
 
 
 def _a(kind: Kind | None) -> str:
@@ -752,7 +754,9 @@ class _Printer:
         most = found.most if found and found.kind == "int" else 2**63
         if not is_array:  # Python's, in 64 bits
             return _Whole(64, 2**63)
-        return _Whole(32 if most <= 2**31 else 64 if most <= 2**63 else 128, most)
+        if most <= 2**31:
+            return _Whole(32, most)
+        return _Whole(64 if most <= 2**63 else 128, most)
 
     def _unaryop(self, node: ast.UnaryOp) -> str:
         sign = "!" if isinstance(node.op, ast.Not | ast.Invert) else _SIGNS[type(node.op)]
