@@ -58,11 +58,10 @@ def chosen_folder() -> Path | None:
 def folder() -> Path:
     """The chosen directory, without links, or a temporary one of this process if it is refused."""
     path = chosen_folder()
-    usable = path is not None and refusal(path) is None
-    return Path(os.path.realpath(path) if path and usable else _temporary().name)
+    return Path(os.path.realpath(path) if path and not refusal(path) else _temporary().name)
 
 
-def refusal(path: Path) -> str | None:
+def refusal(path: Path | None) -> str | None:
     """Why a directory is not used, in words that follow its name; None if it is used.
 
     It is created if it does not exist. It must be writable and belong to this user, and nobody else
@@ -70,7 +69,7 @@ def refusal(path: Path) -> str | None:
     this user or to root, and others cannot write them unless they are sticky, as /tmp is. Of links
     on the way the same users are the owners.
     """
-    if not can_write(path):
+    if path is None or not can_write(path):
         return "cannot be written"
     given, real = Path(os.path.abspath(path)), Path(os.path.realpath(path))
     trusted = {0, os.geteuid()}
@@ -91,15 +90,13 @@ def refusal(path: Path) -> str | None:
 
 def is_kept() -> bool:
     """Whether what is stored is there for later processes."""
-    path = chosen_folder()
-    return path is not None and refusal(path) is None
+    return refusal(chosen_folder()) is None
 
 
 def warn_unless_kept() -> None:
     """Warns, once in a process, if what is stored ends with it."""
     path = chosen_folder()
-    why = "cannot be written" if path is None else refusal(path)
-    if why:
+    if why := refusal(path):
         _warn_unkept(path, why)
 
 

@@ -129,37 +129,32 @@ def any_of(*readers: Reader) -> Reader:
     return read
 
 
-def text(most: int = MOST_TEXT) -> Reader:
-    def read(value: Any) -> str:
-        if not isinstance(value, str) or len(value) > most:
-            raise ValueError(_wrong(value, f"a text of at most {most:,} characters"))
+def _value(is_right: Callable[[Any], bool], rule: str) -> Reader:
+    """A value that keeps a rule, as it is."""
+
+    def read(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(_wrong(value, rule))
         return value
 
     return read
+
+
+def text(most: int = MOST_TEXT) -> Reader:
+    rule = f"a text of at most {most:,} characters"
+    return _value(lambda x: isinstance(x, str) and len(x) <= most, rule)
 
 
 def one_of(known: Collection[Any]) -> Reader:
-    def read(value: Any) -> Any:
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(_wrong(value, f"one of {', '.join(known)}"))
-        return value
-
-    return read
-
-
-def flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(_wrong(value, "true or false"))
-    return value
+    return _value(lambda x: isinstance(x, str) and x in known, f"one of {', '.join(known)}")
 
 
 def whole(least: int = 0, most: int = INT64) -> Reader:
-    def read(value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(_wrong(value, f"a whole number from {least:,} to {most:,}"))
-        return value
+    rule = f"a whole number from {least:,} to {most:,}"
+    return _value(lambda x: type(x) is int and least <= x <= most, rule)
 
-    return read
+
+flag = _value(lambda x: isinstance(x, bool), "true or false")
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> Reader:

@@ -14,11 +14,11 @@ from cupyfa.ladder.common import (
     bias_bytes,
     clear_rest,
     key_tiles,
-    of_lengths,
     padded_columns,
     row_tiles,
     rung,
     tiles_of,
+    with_cleared_rest,
 )
 from cupyfa.ladder.gradients import with_gradients
 from cupyfa.ladder.kernel import Constant, Formula, Kernel, Launch, Matmul
@@ -38,6 +38,7 @@ from cupyfa.problem.problem import Problem, round_up
 
 ALL_BUT_PLACES = ("causal", "window", "score", "sink", "dlse", "gqa", "strides", "dv", "out_dtype")
 FEATURES = (*ALL_BUT_PLACES, "places", "dropout")
+OF_SEQUENCES = (*FEATURES, "lengths", "ragged")
 THREADS = 256
 INPUTS = "Q K V dO lse delta"
 DELTA_SCRATCH = {"delta": ("batch heads M", "real")}
@@ -168,7 +169,7 @@ COLUMNS = Kernel(
         *((4, 2), (2, 2), (2, 1), (1, 1)),
     ),
     candidates={"Br": (16, 32, 64, 96, 128), "Bc": (16, 32, 64, 96, 128)},
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={**DELTA_SCRATCH, "dQ_sum": BASELINE.scratch["dQ_sum"]},
     tflops={
         "float16": {64: 12.3},
@@ -236,14 +237,14 @@ def _of_delta(p: Problem, c: SimpleNamespace) -> int:
     return row_tiles(p, c) if p.M else 0
 
 
-def mma_delta(floats: Formula) -> Launch:
-    """Computes delta, and clears `floats` sums for each row tile."""
+def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
+    """Computes delta, and clears sums for each row tile; a constant says how many."""
     return Launch(
-        "mma_delta",
+        entry,
         args="O dO delta dQ_sum.data M heads mods",
         grid=_of_delta,
         threads=lambda p, c: THREADS,
-        constants={"floats": floats, "is_packed": lambda p, c: p.sequences is not None},
+        constants={constant: sums, "is_packed": lambda p, c: p.sequences is not None},
     )
 
 
@@ -258,18 +259,19 @@ def mma_columns_launch(name: str, outputs: str) -> Launch:
     )
 
 
+MMA_ROUND = Launch(
+    "mma_round",
+    args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
+    grid=row_tiles,
+    threads=lambda p, c: WARP * c.warps,
+)
 MMA_COLUMNS = Kernel(
     "mma_columns",
     "tensor cores (mma.sync), asynchronous copies; P and dS in 16 bits in shared memory",
     (
         mma_delta(sums_of_tile),
         mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
-        Launch(
-            "mma_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        MMA_ROUND,
     ),
     operation="backward",
     tiles=TileChoice.of(
@@ -292,7 +294,7 @@ MMA_COLUMNS = Kernel(
     },
     dtypes=HALF,
     dtype_arch={"bfloat16": "80"},
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={
         **DELTA_SCRATCH,
         "dQ_sum": (lambda p, c: row_tiles(p, c) * sums_of_tile(p, c), "real"),
@@ -326,24 +328,13 @@ MMA_F64_COLUMNS = rung(
     "mma_f64_columns",
     "float64 on tensor cores (mma.sync): warps share S and dP, sums in double",
     launches=(
-        Launch(
-            "mma_f64_delta",
-            args="O dO delta dQ_sum.data M heads mods",
-            grid=_of_delta,
-            threads=lambda p, c: THREADS,
-            constants={"doubles": sums_of_tile, "is_packed": lambda p, c: p.sequences is not None},
-        ),
+        mma_delta(sums_of_tile, "mma_f64_delta", "doubles"),
         replace(
             mma_columns_launch("mma_f64_columns", "dQ_sum.data dK dV"),
             shared=mma_f64_columns_shared,
             constants={"sharing": lambda p, c: mma_f64_sharing(c)},
         ),
-        Launch(
-            "mma_f64_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        replace(MMA_ROUND, entry="mma_f64_round"),
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages",
@@ -367,7 +358,6 @@ MMA_F64_COLUMNS = rung(
         "stages is 1 or 2": lambda c: c.stages in (1, 2),
     },
     dtypes=("float64",),
-    dtype_arch={},
     arch="80",
     tflops={"float64": {64: 38.2, 128: 38.8, 256: 33.0}},
     after=(),
@@ -529,7 +519,6 @@ MMA_FP16X2_TWO_PASS = rung(
         "Qs is 1 or 2": lambda c: c.Qs in (1, 2),
     },
     dtypes=("float32",),
-    dtype_arch={},
     arch="80",
     parts="float16",
     scratch=GRADIENT_SCRATCH,
@@ -550,6 +539,7 @@ MMA_SLICES_BACKWARD = rung(
     tiles=mma_slices_backward.TILES,
     candidates=mma_slices_backward.CANDIDATES,
     rules=mma_slices_backward.RULES,
+    features=FEATURES,
     scratch={
         **DELTA_SCRATCH,
         "P": (mma_slices_backward.scores, "scalar"),
@@ -730,7 +720,7 @@ WGMMA_COLUMNS = Kernel(
         "stages is at most 6, for named barriers": lambda c: c.stages <= 6,
     },
     dtypes=HALF,
-    features=FEATURES,
+    features=OF_SEQUENCES,
     scratch={
         "row_sums": (lambda p, c: 2 * row_tiles(p, c) * c.Br, "real"),
         "dQ_sum": (lambda p, c: row_tiles(p, c) * c.Br * wgmma_sums_width(p, c), "real"),
@@ -950,10 +940,4 @@ _REST = (
     clear_rest("dK", "N", "kv_heads", "d"),
     clear_rest("dV", "N", "kv_heads", "dv"),
 )
-_OF_LENGTHS = (
-    *("columns", "rows", "two_pass", "mma_columns", "mma_two_pass", "mma_f64_columns"),
-    *("mma_fp16x2_two_pass", "wgmma_columns", "wgmma_two_pass", "wgmma_fp16x2_two_pass"),
-)
-KERNELS = tuple(
-    of_lengths(x, *_REST) if x.name in _OF_LENGTHS else x for x in map(with_gradients, _RUNGS)
-)
+KERNELS = tuple(with_cleared_rest(with_gradients(x), *_REST) for x in _RUNGS)

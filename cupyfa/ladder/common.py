@@ -16,7 +16,7 @@ CLEARING = 256  # threads of a block that fills rows
 
 
 def tiles_of(p: Problem, rows: int, size: int) -> int:
-    """The tiles of so many rows of a head; of a ragged batch the numbers that they have."""
+    """The tiles of a number of rows of a head; of a ragged batch the numbers that they have."""
     return cdiv(rows, size) if p.sequences is None else rows // size + p.sequences
 
 
@@ -57,16 +57,26 @@ def rung(
     adds: str,
     *,
     launch: Mapping[str, Any] | None = None,
+    first: Sequence[Launch] = (),
     then: Sequence[Launch] = (),
     **fields: Any,
 ) -> Kernel:
-    """The same record with other files and fields, of its launch too, and launches that follow."""
+    """The same record with other files and fields, of its launch too, and more launches around it.
+
+    Of ``dtype_arch`` it keeps what concerns its dtypes.
+    """
     launches = (
         replace(x, entry=x.entry.replace(before.name, name), **(launch or {}))
         for x in before.launches
         if isinstance(x, Launch)
     )
-    usual = {"after": (before.name,), "tflops": {}, "launches": (*launches, *then)}
+    dtypes = fields.get("dtypes", before.dtypes)
+    usual = {
+        "after": (before.name,),
+        "tflops": {},
+        "launches": (*first, *launches, *then),
+        "dtype_arch": {x: arch for x, arch in before.dtype_arch.items() if x in dtypes},
+    }
     return replace(before, name=name, adds=adds, **(usual | fields))
 
 
@@ -110,17 +120,11 @@ def clear_row_max() -> Launch:
     return replace(rest, when=lambda p: p.modifiers.has_row_max and rest.when(p))
 
 
-def of_lengths(kernel: Kernel, *rest: Launch, takes_packed: bool = True) -> Kernel:
-    """The record of a kernel that takes batch elements of different lengths, padded or packed too,
-    with what fills the rows that do not count.
-    """
-    features = (*kernel.features, "lengths", *["ragged"] * takes_packed)
-    return replace(kernel, launches=(*kernel.launches, *rest), features=features)
-
-
-def of_pages(kernel: Kernel) -> Kernel:
-    """The record of a kernel that also takes keys and values in pages."""
-    return replace(kernel, features=(*kernel.features, "paged"))
+def with_cleared_rest(kernel: Kernel, *rest: Launch) -> Kernel:
+    """The record with what fills the rows that do not count, if the kernel takes lengths."""
+    if "lengths" not in kernel.features:
+        return kernel
+    return replace(kernel, launches=(*kernel.launches, *rest))
 
 
 def bias_bytes(p: Problem) -> int:

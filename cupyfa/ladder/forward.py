@@ -17,13 +17,12 @@ from cupyfa.ladder.common import (
     clear_row_max,
     even_width,
     key_tiles,
-    of_lengths,
-    of_pages,
     padded_columns,
     row_tiles,
     rung,
     tiles_of,
     warps_of_scores,
+    with_cleared_rest,
 )
 from cupyfa.ladder.kernel import Formula, Kernel, Launch, Matmul, padded
 from cupyfa.ladder.softmax import softmax_launch
@@ -44,31 +43,10 @@ from cupyfa.problem.problem import MOST, Problem, round_up, whole
 ALL_BUT_WINDOWS = ("causal", "score", "gqa", "strides", "lse", "dv", "out_dtype")
 ALL_BUT_PLACES = (*ALL_BUT_WINDOWS, "window")
 EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout", "row_max")
+OF_SEQUENCES = (*EVERYTHING, "lengths", "ragged")
+IN_SPLITS = (*EVERYTHING, "lengths", "paged")
 
 # Kernels without tensor cores, and the seeds
-
-
-def baseline(name: str, softmax: str, adds: str, **fields: Any) -> Kernel:
-    """S = Q K^T, P = softmax(S) and O = P V, one after the other through global memory."""
-    return Kernel(
-        name=name,
-        adds=adds,
-        launches=(
-            Matmul("S", "Q", "K.T", scaled=True),
-            softmax_launch(softmax),
-            Matmul("O", "P", "V"),
-            Launch(
-                "repair_rows",
-                args="P V O sizes heads group",
-                grid=lambda p, c: p.M * p.heads * p.batch,
-                threads=lambda p, c: 128,
-                when=lambda p: p.is_masked,
-            ),
-        ),
-        features=ALL_BUT_PLACES,
-        scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
-        **fields,
-    )
 
 
 def seed_kernel(
@@ -90,22 +68,33 @@ def seed_kernel(
     return Kernel(name, adds, (launch,), features=ALL_BUT_WINDOWS, scratch=sums, **fields)
 
 
-BASELINES = (
-    baseline(
-        "baseline",
-        "softmax_safe",
-        "cuBLAS, softmax, cuBLAS: S and P go through global memory",
-        tflops={
-            "float32": {64: 21.7, 128: 31.2, 256: 38.4, 512: 43.0, 1024: 46.1},
-            "float64": {64: 15.4, 128: 25.9, 256: 36.1, 512: 45.0, 1024: 51.3},
-        },
+BASELINE = Kernel(
+    "baseline",
+    "cuBLAS, softmax, cuBLAS: S and P go through global memory",
+    (
+        Matmul("S", "Q", "K.T", scaled=True),
+        softmax_launch("softmax_safe"),
+        Matmul("O", "P", "V"),
+        Launch(
+            "repair_rows",
+            args="P V O sizes heads group",
+            grid=lambda p, c: p.M * p.heads * p.batch,
+            threads=lambda p, c: 128,
+            when=lambda p: p.is_masked,
+        ),
     ),
-    baseline(
-        "baseline_online",
-        "softmax_online",
-        "the online softmax between the two products",
-        after=("baseline",),
-    ),
+    features=ALL_BUT_PLACES,
+    scratch={"S": ("batch heads M N", "scalar"), "P": ("batch heads M N", "scalar")},
+    tflops={
+        "float32": {64: 21.7, 128: 31.2, 256: 38.4, 512: 43.0, 1024: 46.1},
+        "float64": {64: 15.4, 128: 25.9, 256: 36.1, 512: 45.0, 1024: 51.3},
+    },
+)
+BASELINE_ONLINE = rung(
+    BASELINE,
+    "baseline_online",
+    "the online softmax between the two products",
+    launches=(BASELINE.launches[0], softmax_launch("softmax_online"), *BASELINE.launches[2:]),
 )
 SEEDS = (
     seed_kernel(
@@ -179,7 +168,7 @@ FA2 = Kernel(
     ),
     candidates={"Br": (8, 16, 32, 64, 96, 128, 192, 256), "Bc": (4, 8, 16, 32, 64)},
     rules={"Bc is below 16 or a multiple of it": lambda c: c.Bc < 16 or c.Bc % 16 == 0},
-    features=EVERYTHING,
+    features=(*OF_SEQUENCES, "paged"),
     tflops={
         "float16": {64: 6.0, 128: 4.99, 256: 4.19, 1024: 1.12},
         "bfloat16": {64: 5.28, 128: 3.35, 256: 3.09, 1024: 0.851},
@@ -434,7 +423,7 @@ MMA_SPLIT_Q = Kernel(
     dtypes=HALF,
     dtype_arch={"bfloat16": "80"},
     largest_d=256,
-    features=EVERYTHING,
+    features=OF_SEQUENCES,
     tflops={"float16": {64: 77.1}, "bfloat16": {64: 77.1}},
 )
 MMA_SWIZZLED = rung(
@@ -496,14 +485,18 @@ def maxima_of_split(p: Problem) -> int:
     return 2 if p.modifiers.has_row_max else 1
 
 
-def rows_of_splits(splits: Formula) -> Formula:
-    """The rows of all splits together, if a launch has to merge them."""
+def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[str, Any]:
+    """What splits leave of the rows of O, if a launch has to merge them."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
         number = splits(p, c)
         return p.batch * p.heads * p.M * number if number > 1 else 0
 
-    return rows
+    return {
+        "O_splits": (lambda p, c: rows(p, c) * width(p), "real"),
+        "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
+        "sum_splits": (rows, "real"),
+    }
 
 
 def splits_at_once(splits: Formula) -> Formula:
@@ -520,7 +513,6 @@ def splits_at_once(splits: Formula) -> Formula:
 
 def split_kv(splits: Formula) -> Kernel:
     """The record of mma_split_kv with a formula of the number of splits."""
-    rows = rows_of_splits(splits)
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
@@ -546,11 +538,7 @@ def split_kv(splits: Formula) -> Kernel:
                 begins_early=True,
             ),
         ),
-        scratch={
-            "O_splits": (lambda p, c: rows(p, c) * round_up(p.dv, 16), "real"),
-            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
-            "sum_splits": (rows, "real"),
-        },
+        scratch=scratch_of_splits(splits, width=lambda p: round_up(p.dv, 16)),
         tiles=SPLIT_KV_TILES,
         candidates={
             "Br": (16, 32, 64, 128),
@@ -560,6 +548,7 @@ def split_kv(splits: Formula) -> Kernel:
             "blocks_per_sm": (1, 2, 3, 4),
         },
         rules={**MMA_PIPELINED.rules, "stages is 2 or more": lambda c: c.stages >= 2},
+        features=IN_SPLITS,
         tflops={"float16": {64: 123, 128: 154, 256: 167}, "bfloat16": {128: 11.2}},
         made_for=pays_to_split,
     )
@@ -570,7 +559,6 @@ MMA_SPLIT_KV = split_kv(num_splits)
 
 def fa2_split_kv(splits: Formula) -> Kernel:
     """The record of fa2_split_kv with a formula of the number of splits."""
-    rows = rows_of_splits(splits)
     return rung(
         FA2_COALESCED,
         "fa2_split_kv",
@@ -597,14 +585,11 @@ def fa2_split_kv(splits: Formula) -> Kernel:
                 numbers={"num_splits": splits},
             ),
         ),
-        scratch={
-            "O_splits": (lambda p, c: rows(p, c) * p.dv, "real"),
-            "max_splits": (lambda p, c: maxima_of_split(p) * rows(p, c), "real"),
-            "sum_splits": (rows, "real"),
-        },
+        scratch=scratch_of_splits(splits, width=lambda p: p.dv),
         tiles=FA2_SPLIT_KV_TILES,
         candidates={"Br": (1, 2, 4, 8, 16), "Bc": (16, 32, 64), "blocks_per_sm": (2, 4, 6, 8)},
         rules={},
+        features=IN_SPLITS,
         tflops={"float32": {128: 1.61}, "float64": {128: 1.32}},
         made_for=few_rows_for_many_keys,
         after=(),
@@ -624,50 +609,43 @@ MMA_TF32 = rung(
         on={arch: {128: [(128, 32, 16, 1)]} for arch in ("100", "120")},
     ),
     dtypes=("float32",),
-    dtype_arch={},
     arch="80",
     rounding="tf32",
     tflops={"float32 as tf32": {64: 114, 128: 133, 256: 95}},
 )
 
 
-def mma_fp16x2(before: Kernel) -> Kernel:
-    """The record of mma_fp16x2, between the launches that split operands and repair rows."""
-    made = rung(
-        before,
-        "mma_fp16x2",
-        "float32 accuracy on tensor cores: operands split into float16 hi and lo, three products",
-        launch={
-            "args": f"{PARTS} O lse sizes heads group scale mods",
-            # Two parts of 16 bits of Q and of `stages` tiles of K and V.
-            "shared": lambda p, c: (
-                4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
-            ),
-        },
-        then=(REPAIR_SPLIT_OUTPUT,),
-        tiles=TileChoice.of(
-            "Br Bc Wr stages",
-            [(64, 32, 16, 1), (64, 16, 16, 1), (32, 32, 16, 1), (32, 16, 16, 1), (16, 16, 16, 1)],
-            up_to={
-                64: [(128, 32, 32, 1), (64, 32, 32, 1)],
-                128: [(128, 64, 16, 1), (128, 32, 16, 1)],
-                256: [(128, 32, 16, 1), (64, 32, 16, 1)],
-            },
-            short={64: [(64, 64, 16, 1)], 128: [(64, 32, 16, 1)], 256: [(64, 32, 16, 1)]},
+MMA_FP16X2 = rung(
+    MMA_PIPELINED,
+    "mma_fp16x2",
+    "float32 accuracy on tensor cores: operands split into float16 hi and lo, three products",
+    first=SPLIT,
+    launch={
+        "args": f"{PARTS} O lse sizes heads group scale mods",
+        # Two parts of 16 bits of Q and of `stages` tiles of K and V.
+        "shared": lambda p, c: (
+            4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),
-        dtypes=("float32",),
-        dtype_arch={},
-        arch="80",
-        parts="float16",
-        scratch=SCRATCH,
-        tflops={"float32": {64: 93.9, 128: 98.4, 256: 98.6}},
-        made_for=pays_for_few_rows,
-        after=(),
-    )
-    return replace(made, launches=(*SPLIT, *made.launches))
-
-
-MMA_FP16X2 = mma_fp16x2(MMA_PIPELINED)
+    },
+    then=(REPAIR_SPLIT_OUTPUT,),
+    tiles=TileChoice.of(
+        "Br Bc Wr stages",
+        [(64, 32, 16, 1), (64, 16, 16, 1), (32, 32, 16, 1), (32, 16, 16, 1), (16, 16, 16, 1)],
+        up_to={
+            64: [(128, 32, 32, 1), (64, 32, 32, 1)],
+            128: [(128, 64, 16, 1), (128, 32, 16, 1)],
+            256: [(128, 32, 16, 1), (64, 32, 16, 1)],
+        },
+        short={64: [(64, 64, 16, 1)], 128: [(64, 32, 16, 1)], 256: [(64, 32, 16, 1)]},
+    ),
+    dtypes=("float32",),
+    arch="80",
+    parts="float16",
+    scratch=SCRATCH,
+    tflops={"float32": {64: 93.9, 128: 98.4, 256: 98.6}},
+    made_for=pays_for_few_rows,
+    after=(),
+)
 
 
 def has_wide_f64_sums(sizes: Problem | SimpleNamespace) -> bool:
@@ -706,7 +684,6 @@ def mma_f64(before: Kernel) -> Kernel:
             ),
         },
         dtypes=("float64",),
-        dtype_arch={},
         arch="80",
         tflops={"float64": {64: 34.0, 128: 37.7, 256: 33.9}},
         after=(),
@@ -772,6 +749,7 @@ MMA_SLICES = rung(
         "stages is 2 or more": lambda c: c.stages >= 2,
     },
     largest_d=None,
+    features=EVERYTHING,
     scratch={"O_sum": (sliced_sums, "real")},
     tflops={"float16": {64: 151}, "bfloat16": {320: 211, 512: 252, 1024: 261}},
     after=(),
@@ -825,7 +803,7 @@ WGMMA = Kernel(
         "Bc is a multiple of 16": lambda c: c.Bc % 16 == 0,
     },
     dtypes=HALF,
-    features=EVERYTHING,
+    features=OF_SEQUENCES,
     arch="90a",
     largest_d=256,
     tflops={"float16": {64: 365, 128: 500, 256: 593}, "bfloat16": {64: 367, 128: 510, 256: 594}},
@@ -877,53 +855,47 @@ def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
     return wgmma_shared(p, c, tiles + staged_pairs(p, c))
 
 
-def wgmma_fp16x2(before: Kernel) -> Kernel:
-    """The record of wgmma_fp16x2, between the launches that split operands and repair rows."""
-    maps = " ".join(f"{name}.map" for name in OPERANDS.split())
-    made = rung(
-        before,
-        "wgmma_fp16x2",
-        "float32 accuracy with wgmma: hi and lo of operands, an accumulator of O for each tile",
-        launch={
-            "args": f"{PARTS.replace(OPERANDS, maps)} O lse sizes heads group scale batch mods",
-            "boxes": {
-                name: (lambda p, c: 64) if name.startswith("Q") else (lambda p, c: c.Bc)
-                for name in OPERANDS.split()
-            },
-            "shared": wgmma_fp16x2_shared,
+OPERAND_MAPS = " ".join(f"{name}.map" for name in OPERANDS.split())
+WGMMA_FP16X2 = rung(
+    WGMMA_PERSISTENT,
+    "wgmma_fp16x2",
+    "float32 accuracy with wgmma: hi and lo of operands, an accumulator of O for each tile",
+    first=(*SPLIT, *(clear_rest(x, "N", "kv_heads", "dv16") for x in ("V_high", "V_low"))),
+    launch={
+        "args": f"{PARTS.replace(OPERANDS, OPERAND_MAPS)} O lse sizes heads group scale batch mods",
+        "boxes": {
+            name: (lambda p, c: 64) if name.startswith("Q") else (lambda p, c: c.Bc)
+            for name in OPERANDS.split()
         },
-        then=(REPAIR_SPLIT_OUTPUT,),
-        tiles=TileChoice.of(
-            "Br Bc stages Q_stages turns",
-            [(Br, Bc, 1, 1, 2) for Br in (128, 64) for Bc in (32, 16)],
-            up_to={
-                64: [(192, 64, 3, 2, 2), (128, 64, 3, 2, 2)],
-                128: [(128, 64, 2, 1, 2)],
-                192: [(128, 64, 1, 1, 2)],
-                256: [(128, 48, 1, 1, 2), (128, 32, 1, 1, 2), (64, 32, 2, 1, 2)],
-            },
-            short={64: [(64, 64, 3, 2, 2)], 128: [(64, 64, 2, 2, 2)], 256: [(64, 32, 2, 1, 2)]},
-        ),
-        candidates={
-            "Br": (64, 128, 192),
-            "Bc": (32, 48, 64, 80, 96),
-            "stages": (1, 2, 3, 4),
-            "Q_stages": (1, 2),
-            "turns": (1, 2, 3),
+        "shared": wgmma_fp16x2_shared,
+    },
+    then=(REPAIR_SPLIT_OUTPUT,),
+    tiles=TileChoice.of(
+        "Br Bc stages Q_stages turns",
+        [(Br, Bc, 1, 1, 2) for Br in (128, 64) for Bc in (32, 16)],
+        up_to={
+            64: [(192, 64, 3, 2, 2), (128, 64, 3, 2, 2)],
+            128: [(128, 64, 2, 1, 2)],
+            192: [(128, 64, 1, 1, 2)],
+            256: [(128, 48, 1, 1, 2), (128, 32, 1, 1, 2), (64, 32, 2, 1, 2)],
         },
-        rules={**WGMMA.rules, "turns is 1, 2 or 3": lambda c: c.turns in (1, 2, 3)},
-        dtypes=("float32",),
-        parts="float16",
-        scratch=SCRATCH,
-        tflops={"float32": {64: 126, 128: 158, 256: 147}},
-        made_for=pays_for_few_rows,
-        after=(),
-    )
-    cleared = (clear_rest(f"V_{part}", "N", "kv_heads", "dv16") for part in ("high", "low"))
-    return replace(made, launches=(*SPLIT, *cleared, *made.launches))
-
-
-WGMMA_FP16X2 = wgmma_fp16x2(WGMMA_PERSISTENT)
+        short={64: [(64, 64, 3, 2, 2)], 128: [(64, 64, 2, 2, 2)], 256: [(64, 32, 2, 1, 2)]},
+    ),
+    candidates={
+        "Br": (64, 128, 192),
+        "Bc": (32, 48, 64, 80, 96),
+        "stages": (1, 2, 3, 4),
+        "Q_stages": (1, 2),
+        "turns": (1, 2, 3),
+    },
+    rules={**WGMMA.rules, "turns is 1, 2 or 3": lambda c: c.turns in (1, 2, 3)},
+    dtypes=("float32",),
+    parts="float16",
+    scratch=SCRATCH,
+    tflops={"float32": {64: 126, 128: 158, 256: 147}},
+    made_for=pays_for_few_rows,
+    after=(),
+)
 
 
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -961,6 +933,7 @@ WGMMA_SLICES = rung(
     candidates={},
     rules={**WGMMA.rules, "span is Bc or twice that": lambda c: c.span in (c.Bc, 2 * c.Bc)},
     largest_d=None,
+    features=EVERYTHING,
     scratch={"O_sum": (wgmma_sliced_sums, "real")},
     after=(),
     tflops={"float16": {1024: 405}, "bfloat16": {320: 445, 512: 410, 1024: 408}},
@@ -977,7 +950,9 @@ def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
     """Enough threads that the share of each in a tile fits into its registers."""
     most = max(p.d, p.dv)
-    return 256 if most <= 64 else 384 if most <= 128 and p.itemsize == 2 else 512
+    if most <= 64:
+        return 256
+    return 384 if most <= 128 and p.itemsize == 2 else 512
 
 
 def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
@@ -1067,41 +1042,15 @@ REST = (
     clear_rest("lse", "M", "heads"),
     clear_row_max(),
 )
-_PIPELINED, _SPLIT_KV, _SLICES = map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES))
 _RUNGS = (
-    *(*BASELINES, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV, MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
-    *(_PIPELINED, _SPLIT_KV, _SLICES),
-    *(
-        MMA_TF32,
-        MMA_FP16X2,
-        MMA_F64,
-        WGMMA,
-        WGMMA_OVERLAP,
-        WGMMA_PERSISTENT,
-        WGMMA_FP16X2,
-        WGMMA_SLICES,
-        WGMMA_FP8,
-    ),
+    *(BASELINE, BASELINE_ONLINE, *SEEDS, FA2, FA2_COALESCED, FA2_SPLIT_KV),
+    *(MMA_SPLIT_Q, MMA_SWIZZLED, MMA_ASYNC),
+    *map(rounded_first, (MMA_PIPELINED, MMA_SPLIT_KV, MMA_SLICES)),
+    *(MMA_TF32, MMA_FP16X2, MMA_F64, WGMMA, WGMMA_OVERLAP, WGMMA_PERSISTENT, WGMMA_FP16X2),
+    *(WGMMA_SLICES, WGMMA_FP8),
 )
-_OF_SEQUENCES = (
-    *("fa2", "fa2_coalesced", "mma_split_q", "mma_swizzled", "mma_async", "mma_pipelined"),
-    *("mma_tf32", "mma_fp16x2", "mma_f64", "wgmma", "wgmma_overlap", "wgmma_persistent"),
-    "wgmma_fp16x2",
-)
-_IN_SPLITS = ("fa2_split_kv", "mma_split_kv")
-_OF_PAGES = ("fa2", "fa2_coalesced", *_IN_SPLITS)
-
-
-def _with_lengths(kernel: Kernel) -> Kernel:
-    """The record of a kernel that takes lengths of batch elements, and perhaps pages."""
-    takes_packed = kernel.name in _OF_SEQUENCES
-    if not (takes_packed or kernel.name in _IN_SPLITS):
-        return kernel
-    made = of_lengths(kernel, *REST, takes_packed=takes_packed)
-    return of_pages(made) if kernel.name in _OF_PAGES else made
-
-
-KERNELS = tuple(map(_with_lengths, _RUNGS))
+KERNELS = tuple(with_cleared_rest(x, *REST) for x in _RUNGS)
+_IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)
 
 
 def for_decoding(
@@ -1135,16 +1084,16 @@ def for_decoding(
 @lru_cache(maxsize=64)
 def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
     if name == "fa2_split_kv" and splits is not None:
-        return _with_lengths(fa2_split_kv(lambda p, c: splits))
+        return with_cleared_rest(fa2_split_kv(lambda p, c: splits), *REST)
     formula = filling_splits if is_e4m3 else num_splits
     made = split_kv(formula if splits is None else lambda p, c: splits)
     if not is_e4m3:
-        return _with_lengths(rounded_first(made))
+        return with_cleared_rest(rounded_first(made), *REST)
     return replace(
-        _with_lengths(made),
+        with_cleared_rest(made, *REST),
         name="mma_split_kv_e4m3",  # what was tuned for operands does not hold for it
         tiles=SPLIT_E4M3_TILES,
-        features=(*made.features, "lengths", "paged", "e4m3"),
+        features=(*made.features, "e4m3"),
         arch="89",
         dtype_arch={},
     )

@@ -1,7 +1,6 @@
 """The gradients of arrays that change scores, which backward kernels give by more launches."""
 
 from dataclasses import replace
-from functools import partial
 from math import prod
 from types import SimpleNamespace
 
@@ -30,14 +29,14 @@ def with_gradients(kernel: Kernel) -> Kernel:
     """The record with the launches for gradients of sinks, and of what its expressions may read."""
     launches, scratch = (*kernel.launches, SINK_GRADIENT), kernel.scratch
     if "places" in kernel.features:
-        of_texts: tuple[Launch, ...] = TEXT_GRADIENTS
+        of_expressions: tuple[Launch, ...] = EXPRESSION_GRADIENTS
         if _ROW_SUMS in scratch:
             of_others = (
                 replace(x, when=lambda p: bool(p.modifiers.differentiated) and not _is_a_bias(p))
-                for x in TEXT_GRADIENTS
+                for x in EXPRESSION_GRADIENTS
             )
-            of_texts = BIAS_GRADIENT, *of_others
-        launches, scratch = (*launches, *of_texts), {**scratch, **_SCRATCH}
+            of_expressions = BIAS_GRADIENT, *of_others
+        launches, scratch = (*launches, *of_expressions), {**scratch, **_SCRATCH}
     features = (*kernel.features, "wrt")
     return replace(kernel, launches=launches, scratch=scratch, features=features)
 
@@ -76,7 +75,7 @@ def _terms(p: Problem, x: Operand) -> int:
     pairs = p.batch * p.heads * p.M * p.N
     if x.name in OWN_ARRAYS:
         return pairs // max(1, prod(x.shape))
-    return pairs * sum(text.count_reads(x.name) for text in p.modifiers.score)
+    return pairs * sum(expression.count_reads(x.name) for expression in p.modifiers.score)
 
 
 def _bits(p: Problem, c: SimpleNamespace) -> int:
@@ -103,7 +102,7 @@ def _launch(entry: str, args: str, grid: Formula, **numbers: Formula) -> Launch:
 
 
 _ALL = f"Q K V O dO lse {_SUMS} bits finds_largest sizes heads group scale mods gradients"
-TEXT_GRADIENTS = (
+EXPRESSION_GRADIENTS = (
     _launch("clear_expression_sums", f"{_SUMS} gradients", _of_elements),
     _launch("expression_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 1),
     _launch("expression_gradients", _ALL, _of_rows, finds_largest=lambda p, c: 0),
@@ -159,8 +158,8 @@ def _bias_stages(p: Problem, c: SimpleNamespace) -> dict[str, int]:
     return dict(zip(_STAGES, (*found[:-1], copied)))
 
 
-def _bias_stage(name: str, p: Problem, c: SimpleNamespace) -> int:
-    return _bias_stages(p, c)[name]
+def _stages_of(name: str) -> Formula:
+    return lambda p, c: _bias_stages(p, c)[name]
 
 
 def _bias_shared(p: Problem, c: SimpleNamespace) -> int:
@@ -181,7 +180,7 @@ BIAS_GRADIENT = Launch(
     shared=_bias_shared,
     constants={
         "bias_bytes": _copied_bytes,
-        **{x: partial(_bias_stage, x) for x in _STAGES},
+        **{x: _stages_of(x) for x in _STAGES},
     },
     when=_is_a_bias,
     boxes={

@@ -5,11 +5,11 @@ References import cupyfa.numerics when they are called: only checks need it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -114,8 +114,9 @@ class Input:
         return np.dtype(kinds.get(self.kind) or INPUT_KINDS.get(self.kind) or self.kind)
 
 
-def _form(array: Operand, p: Problem) -> tuple[int, ...]:
-    return array.shape
+def _input_of(array: Operand) -> Input:
+    """An array that expressions read, or its gradient."""
+    return Input(lambda p: array.shape, array.dtype)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Operation:
 
     def inputs_of(self, p: Problem) -> dict[str, Input]:
         """The inputs of a problem, with the arrays that its expressions read."""
-        read = {x.input: Input(partial(_form, x), x.dtype) for x in p.modifiers.arrays}
+        read = {x.input: _input_of(x) for x in p.modifiers.arrays}
         own = {name: x for name, x in self.inputs.items() if x.when(p)}
         if p.modifiers.is_e4m3:
             own |= {name: replace(own[name], kind="e4m3") for name in "KV"}
@@ -155,7 +156,7 @@ class Operation:
         the largest scores if they are asked for.
         """
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
-        made = {gradient_of(x.name): Input(partial(_form, x), x.dtype) for x in asked}
+        made = {gradient_of(x.name): _input_of(x) for x in asked}
         if p.modifiers.has_row_max:
             made[ROW_MAX] = Input("batch heads M", "real")
         return {name: Input(*of) for name, of in self.outputs.items()} | made
@@ -224,12 +225,12 @@ def modifications(
     """
     from cupyfa.score.numpy_evaluation import Modifications
 
-    texts, its = p.modifiers, sequence or p
+    modifiers, its = p.modifiers, sequence or p
     return Modifications(
-        score_steps=texts.score,
-        mask_steps=texts.mask,
-        names=texts.numbers
-        | {x.name: inputs[x.input] for x in texts.arrays if x.is_in_expressions},
+        score_steps=modifiers.score,
+        mask_steps=modifiers.mask,
+        names=modifiers.numbers
+        | {x.name: inputs[x.input] for x in modifiers.arrays if x.is_in_expressions},
         position=its.first_position,
         queries=its.M,
         keys=its.N,
@@ -242,78 +243,88 @@ def modifications(
     )
 
 
-def _sink(inputs: Arrays, batch: slice = slice(None), heads: slice = slice(None)) -> Any:
-    """The sinks of these heads, [heads] or [batch, heads]; None without sinks."""
-    sink = inputs.get("mods.sink")
-    return sink if sink is None else sink[heads] if sink.ndim == 1 else sink[batch, heads]
+_ALL = slice(None)
+_OF_KEYS = ("K", "V", "dK", "dV")  # arrays whose rows are keys
 
 
-def _score_arguments(
-    inputs: Arrays,
-    p: Problem,
-    first: tuple[int, int, int, int] = (0, 0, 0, 0),
-    sequence: Problem | None = None,
-) -> dict[str, Any]:
-    """The arguments of `reference.attention` that describe scores; the others as above."""
-    shift, its = first[2] - first[3], sequence or p
-    return {
-        "scale": p.scale,
-        "mods": modifications(inputs, p, first, sequence),
-        "causal_offset": None if p.right is None else its.causal_offset + shift,
-        "window_offset": None if p.left is None else its.window_offset + shift,
-    }
+class _Part(NamedTuple):
+    """Some rows and keys of some heads: of all batch elements, of one, or of one sequence.
 
-
-@dataclass(frozen=True)
-class _Sequence:
-    """One sequence of a ragged batch, or some of its rows and keys.
-
-    number: of the sequence. batch: the element of the arrays in which its rows and keys are. sizes:
-    how many rows and keys the sequence has. first: the numbers in it of the first row and key.
+    first: the numbers of its first batch element or sequence, query head, query and key.
+    batch, heads, kv_heads, rows, keys: where it is in the arrays. sequence: the problem of the
+    whole sequence, or batch element with a length, of a ragged batch.
     """
 
-    number: int
-    batch: int
-    rows: slice
-    keys: slice
-    sizes: tuple[int, int]
-    first: tuple[int, int] = (0, 0)
+    first: tuple[int, int, int, int] = (0, 0, 0, 0)
+    batch: slice = _ALL
+    heads: slice = _ALL
+    kv_heads: slice = _ALL
+    rows: slice = _ALL
+    keys: slice = _ALL
+    sequence: Problem | None = None
 
-    def of(self, name: str, array: np.ndarray, start: int = 0) -> np.ndarray:
-        """Its rows of an array of an operation, which are keys of K, V and their gradients.
+    @classmethod
+    def of_rows(cls, excerpt: Excerpt | None, p: Problem) -> _Part:
+        """The rows of an excerpt and all keys that they read; all of the problem without one."""
+        if excerpt is None:
+            return cls()
+        batch, head, rows = excerpt.batch, excerpt.head, excerpt.rows
+        first = batch, head, rows.start, 0
+        return cls(first, _only(batch), _only(head), _only(head // p.group), rows)
 
-        start: the number of the array's first row among all packed ones.
-        """
-        here = self.keys if name in ("K", "V", "dK", "dV") else self.rows
-        own = slice(here.start - start, here.stop - start)
-        return array[self.batch : self.batch + 1, :, own]
+    @classmethod
+    def of_keys(cls, excerpt: Excerpt, p: Problem) -> _Part:
+        """The keys of an excerpt and all rows of the heads that read them."""
+        of_keys = excerpt.of_keys(p)
+        batch, head, keys = of_keys.batch, of_keys.head, of_keys.rows
+        heads = slice(head * p.group, (head + 1) * p.group)
+        first = batch, heads.start, 0, keys.start
+        return cls(first, _only(batch), heads, _only(head), keys=keys)
 
-    def problem(self, p: Problem) -> Problem:
-        return p.sequence(*self.sizes)
+    def of(self, name: str, array: np.ndarray) -> np.ndarray:
+        """What it has of an array of an operation, [batch, heads, rows, …]."""
+        if name in _OF_KEYS:
+            return array[self.batch, self.kv_heads, self.keys]
+        return array[self.batch, self.heads, self.rows]
 
-    def part(self, rows: slice | None, keys: slice | None) -> _Sequence:
-        """What it has of some packed rows and keys; None: of all."""
-        rows, keys = _common(self.rows, rows), _common(self.keys, keys)
-        first = rows.start - self.rows.start, keys.start - self.keys.start
-        return replace(self, rows=rows, keys=keys, first=first)
+    def sink(self, inputs: Arrays) -> np.ndarray | None:
+        """Its sinks, [heads] or [batch, heads]; None without sinks."""
+        sink = inputs.get(f"mods.{SINK}")
+        if sink is None or sink.ndim == 1:
+            return sink if sink is None else sink[self.heads]
+        return sink[_only(self.first[0]) if self.sequence else self.batch, self.heads]
+
+    def sequences(self, inputs: Arrays, p: Problem) -> Iterator[_Part]:
+        """What it has of each sequence of a ragged batch, of the rows that count."""
+        for number, (rows, keys) in enumerate(_spans(inputs, p)):
+            some_rows, some_keys = _common(rows, self.rows), _common(keys, self.keys)
+            first = some_rows.start - rows.start, some_keys.start - keys.start
+            yield self._replace(
+                first=(number, self.first[1], *first),
+                batch=_ALL if p.modifiers.is_packed else _only(number),
+                rows=some_rows,
+                keys=some_keys,
+                sequence=p.sequence(rows.stop - rows.start, keys.stop - keys.start),
+            )
 
 
-def _common(mine: slice, asked: slice | None) -> slice:
-    if asked is None:
+def _only(number: int) -> slice:
+    return slice(number, number + 1)
+
+
+def _common(mine: slice, asked: slice) -> slice:
+    if asked == _ALL:
         return mine
     start = min(max(mine.start, asked.start), mine.stop)
     return slice(start, max(min(mine.stop, asked.stop), start))
 
 
-def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
-    """The sequences of a ragged batch, of the rows that count."""
+def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
+    """The rows and the keys that count of each sequence of a ragged batch."""
     if not p.modifiers.is_packed:
         whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
         counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
-        return [
-            _Sequence(i, i, slice(0, int(rows)), slice(0, int(keys)), (int(rows), int(keys)))
-            for i, (rows, keys) in enumerate(zip(*counts))
-        ]
+        return [(slice(0, int(rows)), slice(0, int(keys))) for rows, keys in zip(*counts)]
 
     def spans(starts: str, used: str) -> list[slice]:
         offsets = [int(x) for x in inputs[f"mods.{starts}"]]
@@ -322,50 +333,55 @@ def _sequences(inputs: Arrays, p: Problem) -> list[_Sequence]:
             slice(x, x + min(int(n), end - x)) for x, end, n in zip(offsets, offsets[1:], counts)
         ]
 
-    every = zip(*(spans(starts, used) for starts, used in zip(STARTS, USED)))
-    return [
-        _Sequence(i, 0, rows, keys, (rows.stop - rows.start, keys.stop - keys.start))
-        for i, (rows, keys) in enumerate(every)
-    ]
+    rows, keys = (spans(*names) for names in zip(STARTS, USED))
+    return zip(rows, keys)
 
 
-def _of_sequences(
+def _score_arguments(inputs: Arrays, p: Problem, part: _Part) -> dict[str, Any]:
+    """The arguments of `reference.attention` that describe the scores of a part."""
+    shift, its = part.first[2] - part.first[3], part.sequence or p
+    return {
+        "scale": p.scale,
+        "mods": modifications(inputs, p, part.first, part.sequence),
+        "causal_offset": None if p.right is None else its.causal_offset + shift,
+        "window_offset": None if p.left is None else its.window_offset + shift,
+    }
+
+
+def _by_sequences(
     inputs: Arrays,
     p: Problem,
     roundings: Roundings,
     outputs: Sequence[str],
-    expected: Callable[[_Sequence], ExpectedOfEach],
-    excerpt: Excerpt | None = None,
+    part: _Part,
+    expected: Callable[[_Part], ExpectedOfEach],
 ) -> ExpectedOfEach:
-    """What is expected of all sequences, each by itself, in their rows of the arrays.
+    """What is expected of a part of a ragged batch: of each sequence by itself, in its rows.
 
-    Rows that do not count, or are of no sequence, see no key. Of an excerpt, only the outputs' rows
-    there, or their keys.
+    Rows that do not count, or are of no sequence, see no key.
     """
     from cupyfa.numerics.tolerance import Expected
 
-    assert excerpt is None or p.modifiers.is_packed, "a padded batch is computed as a whole"
+    assert part == _Part() or p.modifiers.is_packed, "a padded batch is computed as a whole"
     operation = OPERATIONS["backward" if {"dQ", "dK"} & {*outputs} else "forward"]
-    asked = operation.place(outputs[0], excerpt, p).rows if excerpt else None  # or keys
+    asked = part.keys if outputs[0] in _OF_KEYS else part.rows
+    start = asked.start or 0
 
     def nothing(name: str) -> Expected:
         shape = operation.outputs_of(p)[name].shape(p)
-        if asked is not None:
+        if asked != _ALL:
             shape = (1, 1, asked.stop - asked.start, *shape[3:])
-        return Expected(
-            np.full(shape, -np.inf if name in ("lse", ROW_MAX) else 0.0), np.zeros(shape)
-        )
+        empty = -np.inf if name in ("lse", ROW_MAX) else 0.0
+        return Expected(np.full(shape, empty), np.zeros(shape))
 
     found = {r: {name: nothing(name) for name in outputs} for r in roundings}
-    of_keys = outputs[0] in ("dK", "dV")
-    start = asked.start if asked else 0
-    for sequence in _sequences(inputs, p):
-        part = sequence.part(*((None, asked) if of_keys else (asked, None)))
-        own = expected(part)
-        for r in roundings:
-            for name in outputs:
-                for whole, its in zip(found[r][name], own[r][name]):
-                    part.of(name, whole, start)[...] = its
+    for one in part.sequences(inputs, p):
+        own = expected(one)
+        for r, name in product(roundings, outputs):
+            rows = one.keys if name in _OF_KEYS else one.rows
+            where = one.batch, _ALL, slice(rows.start - start, rows.stop - start)
+            for whole, its in zip(found[r][name], own[r][name]):
+                whole[where] = its
     return found
 
 
@@ -379,8 +395,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
                 made[name] = made[name] * scale.reshape(len(scale), scale.shape[-1], 1, 1)
         if of_pages and p.pages:
             made, p = without_pages(made, p)  # type: ignore[assignment]
-    kept = tuple(x for x in p.operands if x.name not in SCALES)
-    return made, replace(p, operands=kept)
+    return made, p.without(*SCALES)
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
@@ -391,8 +406,7 @@ def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
             factor = np.asarray(given, np.float64).repeat(p.group if name == "Q" else 1, axis=1)
             with np.errstate(invalid="ignore"):  # 0 * infinity
                 made[name] = inputs[name].astype(np.float64) * factor[..., None, None]
-    kept = tuple(x for x in p.operands if x.name not in DESCALES)
-    return made, replace(p, operands=kept)
+    return made, p.without(*DESCALES)
 
 
 def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
@@ -404,8 +418,7 @@ def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
         return found.reshape(*found.shape[:2], p.N, array.shape[-1])
 
     dense = {**inputs, "K": rows(inputs["K"]), "V": rows(inputs["V"])}
-    kept = tuple(x for x in p.operands if x.name != PAGE_TABLE)
-    return dense, replace(p, operands=kept, rows=replace(p.rows, pages=0))
+    return dense, replace(p.without(PAGE_TABLE), rows=replace(p.rows, pages=0))
 
 
 def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -414,52 +427,18 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 
     if p.dtype == E4M3_INPUTS:
         inputs, p = _without_descales(inputs, p)
-    if not p.is_ragged:
-        arrays = (inputs[name] for name in "QKV")
-        return reference.attention(*arrays, **_score_arguments(inputs, p), sink=_sink(inputs))
-    shape = p.batch, p.heads, p.M
+    shape, whole = (p.batch, p.heads, p.M), _Part()
     out, lse = np.zeros((*shape, p.dv)), np.full(shape, -np.inf)
-    for one in _sequences(inputs, p):
-        arrays = (one.of(name, inputs[name]) for name in "QKV")
-        how = _score_arguments(inputs, p, (one.number, 0, 0, 0), one.problem(p))
-        sink = _sink(inputs, slice(one.number, one.number + 1))
-        one.of("O", out)[...], one.of("lse", lse)[...] = reference.attention(
-            *arrays, **how, sink=sink
-        )
+    for part in whole.sequences(inputs, p) if p.is_ragged else (whole,):
+        arrays = (part.of(name, inputs[name]) for name in "QKV")
+        how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs)}
+        part.of("O", out)[...], part.of("lse", lse)[...] = reference.attention(*arrays, **how)
     return out, lse
 
 
 def _dtypes(p: Problem) -> dict[str, str]:
     """The arguments of `tolerance` that say in which dtypes inputs and results are."""
     return {"dtype": p.dtype.name, "out_dtype": p.out_dtype.name}
-
-
-def _expected_of_sequences(
-    inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None
-) -> ExpectedOfEach:
-    """O and lse of a ragged batch."""
-    from cupyfa.numerics import tolerance
-
-    heads, shared = _heads_of(p, excerpt)
-
-    def of(one: _Sequence) -> ExpectedOfEach:
-        first = one.number, heads.start or 0, one.first[0], 0
-        how = _score_arguments(inputs, p, first, one.problem(p))
-        how |= {"sink": _sink(inputs, slice(one.number, one.number + 1), heads)}
-        how |= {**_dtypes(p), "roundings": roundings, ROW_MAX: p.modifiers.has_row_max}
-        own = (one.of(x, inputs[x][:, heads if x == "Q" else shared]) for x in "QKV")
-        return tolerance.expected_attention(*own, **how)
-
-    outputs = "O", "lse", *[ROW_MAX] * p.modifiers.has_row_max
-    return _of_sequences(inputs, p, roundings, outputs, of, excerpt)
-
-
-def _heads_of(p: Problem, excerpt: Excerpt | None) -> tuple[slice, slice]:
-    """The head of an excerpt and the key head that it reads, or all."""
-    if excerpt is None:
-        return slice(None), slice(None)
-    shared = excerpt.head // p.group
-    return slice(excerpt.head, excerpt.head + 1), slice(shared, shared + 1)
 
 
 def _expected_attention(
@@ -473,18 +452,20 @@ def _expected_attention(
         inputs, p = _without_scales(inputs, p)
     elif p.pages:
         inputs, p = without_pages(inputs, p)
-    if p.is_ragged:
-        return _expected_of_sequences(inputs, p, roundings, excerpt)
-    arrays, first, sink = [inputs[name] for name in "QKV"], (0, 0, 0, 0), _sink(inputs)
-    if excerpt:
-        keys = Excerpt(excerpt.batch, excerpt.head // p.group, slice(None))
-        arrays = [part.of(x) for part, x in zip((excerpt, keys, keys), arrays)]
-        first = (excerpt.batch, excerpt.head, excerpt.rows.start, 0)
-        here = (slice(x, x + 1) for x in first[:2])
-        sink = _sink(inputs, *here)
-    options = {**_dtypes(p), "roundings": roundings, **_score_arguments(inputs, p, first)}
-    options[ROW_MAX] = p.modifiers.has_row_max
-    return tolerance.expected_attention(*arrays, **options, sink=sink)
+    has_row_max = p.modifiers.has_row_max
+
+    def expected(part: _Part) -> ExpectedOfEach:
+        arrays = (part.of(name, inputs[name]) for name in "QKV")
+        how = {**_score_arguments(inputs, p, part), "sink": part.sink(inputs), **_dtypes(p)}
+        return tolerance.expected_attention(
+            *arrays, **how, roundings=roundings, row_max=has_row_max
+        )
+
+    part = _Part.of_rows(excerpt, p)
+    if not p.is_ragged:
+        return expected(part)
+    outputs = "O", "lse", *[ROW_MAX] * has_row_max
+    return _by_sequences(inputs, p, roundings, outputs, part, expected)
 
 
 def _expected_gradients(
@@ -496,55 +477,25 @@ def _expected_gradients(
     """
     from cupyfa.numerics import tolerance
 
-    def expected(
-        cut: Callable[[str, np.ndarray], np.ndarray],
-        first: tuple[int, int, int, int],
-        sink: np.ndarray | None = None,
-        sequence: Problem | None = None,
-    ) -> Any:
-        arrays = (cut(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
-        dlse = cut("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
-        how = _score_arguments(inputs, p, first, sequence)
-        how |= {**_dtypes(p), "roundings": roundings}
+    def expected(part: _Part) -> ExpectedOfEach:
+        arrays = (part.of(name, inputs[name]) for name in ("Q", "K", "V", "O", "lse", "dO"))
+        dlse = part.of("dlse", inputs["mods.dlse"]) if "mods.dlse" in inputs else None
+        how = {**_score_arguments(inputs, p, part), **_dtypes(p), "roundings": roundings}
+        sink = part.sink(inputs) if part == _Part() else None
         wrt = {x.name: inputs[x.input] for x in p.modifiers.differentiated if excerpt is None}
         found = tolerance.expected_gradients(*arrays, **how, dlse=dlse, sink=sink, wrt=wrt)
         names = {"dsink": gradient_of(SINK), **{x: gradient_of(x) for x in wrt}}
         return {r: {names.get(x, x): y for x, y in of.items()} for r, of in found.items()}
 
-    def of_sequences(
-        outputs: Sequence[str], heads: slice = slice(None), shared: slice = slice(None)
-    ) -> ExpectedOfEach:
-        """These gradients of a ragged batch, or of an excerpt of it those of some heads."""
+    def gradients(outputs: Sequence[str], part: _Part) -> ExpectedOfEach:
+        if not p.is_ragged:
+            return expected(part)
+        return _by_sequences(inputs, p, roundings, outputs, part, expected)
 
-        def of(one: _Sequence) -> ExpectedOfEach:
-            first = one.number, heads.start or 0, *one.first
-            return expected(
-                lambda name, x: one.of(name, x[:, shared if name in ("K", "V") else heads]),
-                first,
-                sequence=one.problem(p),
-            )
-
-        return _of_sequences(inputs, p, roundings, outputs, of, excerpt)
-
-    if p.is_ragged and excerpt is None:
-        return of_sequences(("dQ", "dK", "dV"))
     if excerpt is None:
-        return expected(lambda name, array: array, (0, 0, 0, 0), _sink(inputs))
-    keys = excerpt.of_keys(p)
-    batch, shared = slice(keys.batch, keys.batch + 1), slice(keys.head, keys.head + 1)
-    group = slice(keys.head * p.group, (keys.head + 1) * p.group)
-    if p.sequences is not None:
-        of_rows = of_sequences(("dQ",), *_heads_of(p, excerpt))
-        of_keys = of_sequences(("dK", "dV"), group, shared)
-        return {r: {**of_keys[r], **of_rows[r]} for r in roundings}
-    of_rows = expected(
-        lambda name, x: x[batch, shared] if name in ("K", "V") else excerpt.of(x),
-        (excerpt.batch, excerpt.head, excerpt.rows.start, 0),
-    )
-    of_keys = expected(
-        lambda name, x: keys.of(x) if name in ("K", "V") else x[batch, group],
-        (keys.batch, keys.head * p.group, 0, keys.rows.start),
-    )
+        return gradients(("dQ", "dK", "dV"), _Part())
+    of_rows = gradients(("dQ",), _Part.of_rows(excerpt, p))
+    of_keys = gradients(("dK", "dV"), _Part.of_keys(excerpt, p))
     return {r: {**of_keys[r], "dQ": of_rows[r]["dQ"]} for r in roundings}
 
 

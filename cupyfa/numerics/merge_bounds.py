@@ -33,7 +33,7 @@ Where an infinite number has a weight below `tiny`, which may be 0 in a kernel, 
 
 import numpy as np
 
-from cupyfa.numerics.tolerance import Arithmetic, Array, Expected, add_rounding_of_results
+from cupyfa.numerics.tolerance import Arithmetic, Array, Expected, add_rounding_of_results, finite
 
 
 @np.errstate(all="ignore")
@@ -51,15 +51,15 @@ def expected_merge(outs: Array, lses: Array, *, dtype: str) -> dict[str, Expecte
     merged = (P[..., None] * values).sum(0)
     of_all = np.where(counts.any(0), largest + np.log(total), -np.inf)
 
-    e = np.where(counts, eps * (np.abs(_finite(lse - largest)) + 2), 0.0)
-    size = np.abs(_finite(values))
-    common = (_finite(P) * e).sum(0)
-    relative = _finite(P) * (e + common + eps * (n + 1))
+    e = np.where(counts, eps * (np.abs(finite(lse - largest)) + 2), 0.0)
+    size = np.abs(finite(values))
+    common = (finite(P) * e).sum(0)
+    relative = finite(P) * (e + common + eps * (n + 1))
     bound = (relative[..., None] * size).sum(0) + kernel.tiny * (n + 2 + size.sum(0))
     vanished = ((kernel.tiny > P) & counts)[..., None] & ~np.isfinite(values)
     bound[vanished.any(0)] = np.inf
     add_rounding_of_results(merged, bound, kernel, dtype)
-    lse_bound = common + eps * (n + 2 * np.log(n) + np.abs(_finite(of_all)))
+    lse_bound = common + eps * (n + 2 * np.log(n) + np.abs(finite(of_all)))
     bound[~counts.any(0)] = 0.0
     return {"out": Expected(merged, bound), "lse": Expected(of_all, lse_bound)}
 
@@ -84,11 +84,11 @@ def expected_gradients(
     of_out = np.where(counts[..., None], P[..., None] * dout, 0.0)
     of_lse = np.where(counts, P * D, 0.0)
 
-    p = np.expm1(eps * (np.abs(_finite(lses - lse)) + 2))
-    size = np.abs(_finite(D))
-    h = eps * (np.sqrt(dv + 3) * np.abs(_finite(dout * apart)).sum(-1) + np.abs(_finite(dlse)))
-    gradient = np.abs(_finite(dout))
-    weight = _finite(P)
+    p = np.expm1(eps * (np.abs(finite(lses - lse)) + 2))
+    size = np.abs(finite(D))
+    h = eps * (np.sqrt(dv + 3) * np.abs(finite(dout * apart)).sum(-1) + np.abs(finite(dlse)))
+    gradient = np.abs(finite(dout))
+    weight = finite(P)
     bound = (weight * (p + eps))[..., None] * gradient + tiny * (gradient + 1)
     lse_bound = weight * (p * size + (1 + p) * (h + eps * size)) + tiny * (dv + 2 + size)
     vanished = (tiny > P) & counts
@@ -98,7 +98,3 @@ def expected_gradients(
     add_rounding_of_results(of_lse, lse_bound, kernel, kernel.accumulator.dtype.name)
     bound[~counts], lse_bound[~counts] = 0.0, 0.0
     return {"dout": Expected(of_out, bound), "dlse": Expected(of_lse, lse_bound)}
-
-
-def _finite(x: Array) -> Array:
-    return np.where(np.isfinite(x), x, 0.0)

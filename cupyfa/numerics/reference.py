@@ -77,14 +77,6 @@ def attention(
     return out, lse
 
 
-def row_maxima(q: Array, k: Array, v: Array, **score: Any) -> Array:
-    """The largest score of each row [batch, heads, M] in float64; the arguments of `attention`."""
-    found = np.full(q.shape[:3], -np.inf)
-    for tile in tiles(q, k, v, **score):
-        flat(found)[tile.where] = largest_scores(tile)
-    return found
-
-
 @np.errstate(all="ignore")
 def softmax(x: Array, precision: str = "float64") -> tuple[Array, Array]:
     """The softmax y of x over its last axis, and the log-sum-exp of that axis.
@@ -169,7 +161,7 @@ def tiles(
         return
     N, group = k.shape[2], heads // k.shape[1]
     q, k, v = flat(q), flat(k), flat(v)
-    sinks = None if sink is None else _sinks(sink, batch, heads)
+    sinks = None if sink is None else np.broadcast_to(sink, (batch, heads)).astype(float).ravel()
     some_rows = max(_TILE_ROWS, _TILE_SCORES // max(N, d, 1))
     some_heads = max(1, _TILE_SCORES // (M * max(N, d, 1)))
     for first_head in range(0, batch * heads, some_heads):
@@ -367,11 +359,6 @@ def _sum_unmasked(P: Array, values: Array, masked: Array | None) -> Array:
         seen = ~masked[head, :, key]
         result[head, seen] += P[head, seen, key, None] * rest
     return result
-
-
-def _sinks(sink: Array, batch: int, heads: int) -> Array:
-    """The sink of each head, batch and heads as one axis, in float64."""
-    return np.broadcast_to(sink, (batch, heads)).astype(np.float64).ravel()
 
 
 def _mask(

@@ -128,7 +128,7 @@ from cupyfa.numerics import reference
 from cupyfa.problem.dtypes import INPUTS
 from cupyfa.problem.optional_inputs import ROW_MAX, SOFTCAP
 from cupyfa.problem.options import MOST_USUAL_SOFTCAP
-from cupyfa.score.numpy_evaluation import Modifications
+from cupyfa.score.numpy_evaluation import Modifications, or_0
 
 Array = np.ndarray[Any, Any]
 
@@ -280,14 +280,12 @@ def expected_attention(
         if any(kernel.is_narrow for kernel in kernels.values()):
             _keep_larger(size, tile, work.magnitude(np.float32))
     for r, kernel in kernels.items():
-        if kernel.is_narrow:
-            by_head = reference.flat(bounds[r]["O"]), reference.flat(bounds[r]["lse"])
-            roundings_of_O = _two_roundings(reference.flat(value["O"]), size, kernel.coarsest)
-            by_head[0][...] += (2 * plain[r]["O"] + roundings_of_O)[:, None, None]
-            by_head[1][...] += 2 * plain[r]["lse"][:, None]
-            if row_max:
-                reference.flat(bounds[r][ROW_MAX])[...] += 2 * plain[r][ROW_MAX][:, None]
         for name, bound in bounds[r].items():
+            if kernel.is_narrow:
+                of_head = 2 * plain[r][name]
+                if name == "O":
+                    of_head += _two_roundings(reference.flat(value[name]), size, kernel.coarsest)
+                bound += of_head.reshape(*q.shape[:2], *[1] * (bound.ndim - 2))
             bound[empty[name]] = np.where(np.isinf(bound[empty[name]]), np.inf, 0.0)
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
@@ -320,10 +318,11 @@ def expected_gradients(
     """
     kernels = {rounding: Arithmetic(dtype, rounding, out_dtype) for rounding in roundings}
     value = {"dQ": np.zeros(q.shape), "dK": np.zeros(k.shape), "dV": np.zeros(v.shape)}
+    if sink is not None:
+        value["dsink"] = np.zeros(q.shape[:2])
     bounds = {r: {name: np.zeros_like(x) for name, x in value.items()} for r in kernels}
     rows = q.shape[2] * (q.shape[1] // k.shape[1] if k.shape[1] else 1)
     equal = reference.flat((dout == dout[..., :1, :]).all(-2, keepdims=True))
-    sinks, of_sinks = np.zeros(q.shape[:2]), {r: np.zeros(q.shape[:2]) for r in kernels}
     arrays = _ArrayGradients(wrt or {}, kernels)
     for tile in reference.tiles(q, k, v, sink=sink, **score):
         grad, its_out, its_lse, its_dlse = (
@@ -332,32 +331,27 @@ def expected_gradients(
         )
         its_equal = equal[tile.where[0]]
         work = _BackwardWork(tile, grad, its_out, its_lse, its_dlse, rows, its_equal)
-        for into, (dq, dk, dv) in (
-            (value, (work.step.dq, work.step.dk, work.step.dv)),
+        for into, (dq, dk, dv, dsink) in (
+            (value, (work.step.dq, work.step.dk, work.step.dv, work.step.dsink)),
             *((bounds[r], _gradient_bounds(work, kernel)) for r, kernel in kernels.items()),
         ):
             reference.flat(into["dQ"])[tile.where] = dq
             reference.add_to_heads(reference.flat(into["dK"]), tile, dk)
             reference.add_to_heads(reference.flat(into["dV"]), tile, dv)
+            if dsink is not None:
+                into["dsink"].reshape(-1)[tile.where[0]] += dsink.sum(-1)
         arrays.add(work)
-        if work.step.dsink is not None:
-            sinks.reshape(-1)[tile.where[0]] += work.step.dsink.sum(-1)
-            for r, kernel in kernels.items():
-                of_sinks[r].reshape(-1)[tile.where[0]] += _sink_bounds(work, kernel).sum(-1)
-    for r, kernel in kernels.items():
-        for name, bound in bounds[r].items():
-            add_rounding_of_results(value[name], bound, kernel, kernel.result)
+    dtypes = {name: str(x.dtype) for name, x in arrays.given.items()}
     if sink is not None:
         over = tuple(range(2 - sink.ndim))  # a sink of a head alone is that of all batch elements
-        value["dsink"] = sinks.sum(over)
-        for r, kernel in kernels.items():
-            bounds[r]["dsink"] = of_sinks[r].sum(over)
-            dtype_of_sink = str(sink.dtype)
-            add_rounding_of_results(value["dsink"], bounds[r]["dsink"], kernel, dtype_of_sink)
-    for name, array in arrays.given.items():
-        value[name] = arrays.value[name]
-        for r in kernels:
-            bounds[r][name] = arrays.bound(r, name, str(array.dtype))
+        dtypes["dsink"] = str(sink.dtype)
+        for found in (value, *bounds.values()):
+            found["dsink"] = found["dsink"].sum(over)
+    value |= arrays.value
+    for r, kernel in kernels.items():
+        bounds[r] |= arrays.bounds[r]
+        for name, bound in bounds[r].items():
+            add_rounding_of_results(value[name], bound, kernel, dtypes.get(name, kernel.result))
     return {r: {x: Expected(value[x], bounds[r][x]) for x in value} for r in kernels}
 
 
@@ -477,7 +471,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
 
 def _cut_off(tile: reference.Tile) -> Array:
     """What sums of products of e4m3 may lose of each scaled score, in eps, [n, rows, keys]."""
-    q, k = _finite(tile.q), _finite(tile.k)
+    q, k = finite(tile.q), finite(tile.k)
     total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
     for first in range(0, q.shape[-1], _DEPTH):
         some = slice(first, first + _DEPTH)
@@ -500,7 +494,7 @@ class _Work:
         self.row_max = cache(partial(reference.largest_scores, tile))
         self.score_size = cache(partial(_score_size, tile))
         self.pair_sizes = cache(partial(_pair_sizes, tile))
-        self.values = np.abs(_finite(tile.v))
+        self.values = np.abs(finite(tile.v))
         self.magnitude = cache(
             lambda dtype: tile.dropped(self.attend()[2].astype(dtype)) @ self.values.astype(dtype)
         )
@@ -536,29 +530,29 @@ class _ModifiedScores:
         self, tile: reference.Tile, kernel: Arithmetic, size: Array, *, differentiated: bool = False
     ) -> None:
         eps = float(kernel.accumulator.eps)
-        given, moved = _score_errors(_finite(size), tile, kernel)
+        given, moved = _score_errors(finite(size), tile, kernel)
         scores = (tile.q @ tile.k.mT) * tile.scale
         slope = 1.0 if differentiated else None
         evaluate = partial(tile.mods.number, place=tile.place, masked=tile.masked, slope=slope)
         here = evaluate(scores, error=given * (kernel.eps / eps), eps=eps)
         there = [evaluate(scores + x) for x in (moved, -moved)] if kernel.rounds_by_design else []
         rough = _error_of_softcap(tile.mods, kernel)
-        self.shift = eps * np.broadcast_to(_or_0(here.error), scores.shape) + rough
+        self.shift = eps * np.broadcast_to(or_0(here.error), scores.shape) + rough
         if (unknown := np.isinf(size)).any():
             tried = (np.where(unknown, x, scores) for x in (np.nan, np.inf, -np.inf))
             first, *others = (evaluate(x).value for x in tried)
             same = np.all([first == x for x in others], axis=0)
             self.shift = np.where(unknown & ~same, np.inf, self.shift)
-        self.exponent = eps * np.abs(_finite(here.value))
-        self.overflows = np.abs(_finite(here.value)) > float(kernel.accumulator.max)
+        self.exponent = eps * np.abs(finite(here.value))
+        self.overflows = np.abs(finite(here.value)) > float(kernel.accumulator.max)
         self.by_design = self._distance(here.value, [x.value for x in there])
-        self.slope = np.abs(_finite(np.broadcast_to(_or_0(here.slope), scores.shape)))
-        self.slope_error = eps * _or_0(here.slope_error)
+        self.slope = np.abs(finite(np.broadcast_to(or_0(here.slope), scores.shape)))
+        self.slope_error = eps * or_0(here.slope_error)
         if rough:
             self.slope_error = self.slope_error + 2.0**-20
         if differentiated:
-            slopes = [_or_0(x.slope) for x in there]
-            self.slope_error = self.slope_error + self._distance(_or_0(here.slope), slopes)
+            slopes = [or_0(x.slope) for x in there]
+            self.slope_error = self.slope_error + self._distance(or_0(here.slope), slopes)
         hidden = np.isneginf(here.value) & ~np.isinf(self.shift)
         if tile.masked is not None:
             hidden |= tile.masked
@@ -620,7 +614,9 @@ def _bounds_on_tile(
     # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
     # not for a power of two.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
-    orders = "S" if kernel.operands == _FLOAT8 else "K" if is_power else "KS"
+    orders = "K" if is_power else "KS"
+    if kernel.operands == _FLOAT8:
+        orders = "S"
     for scaled in orders if kernel.is_narrow else "":
         out, lse, _ = work.attend(kernel.operands, scaled=scaled, e4m3_inputs=kernel.e4m3_inputs)
         for i, plain in enumerate((reference.rounded(out, kernel.result), lse)):
@@ -637,7 +633,7 @@ def _bound_of_row_max(work: _Work, kernel: Arithmetic, lost: Array) -> Array:
     tile, largest, own = work.tile, work.row_max(), float(kernel.accumulator.eps)
     if tile.mods.score_steps:
         errors = _ModifiedScores(tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
-        error = _finite(errors.shift + errors.by_design)
+        error = finite(errors.shift + errors.by_design)
         scores = reference.masked_scores(tile)
         above, below = ((scores + x).max(-1, initial=-np.inf) for x in (error, -error))
         moved = np.maximum(above - largest, largest - below)
@@ -674,8 +670,8 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     if tile.sink is not None:
         n = n + 1
         weight = reference.weight_of_sink(tile.sink, lse)[..., None]
-        of_sink = eps * weight * (1.5 * np.abs(_finite(tile.sink)) + 3)
-        of_out, of_lse = of_out + of_sink * np.abs(_finite(out)), of_lse + of_sink
+        of_sink = eps * weight * (1.5 * np.abs(finite(tile.sink)) + 3)
+        of_out, of_lse = of_out + of_sink * np.abs(finite(out)), of_lse + of_sink
     total = np.sqrt(n) + 4
     is_constant = (tile.v == tile.v[:, :1]).all(-2, keepdims=True)
     total_of_values = np.where(is_constant, n + 4, total) if is_constant.any() else total
@@ -688,12 +684,12 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     magnitude = work.magnitude(kernel.accumulator.dtype)
     out_bound = np.where(np.isinf(relative), np.inf, relative * magnitude)
     out_bound = np.minimum(out_bound + floor, work.largest_difference())
-    out_bound = out_bound + kernel.output_unit * np.abs(_finite(out))
+    out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
     own = float(kernel.accumulator.eps)  # of sums that are no products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
-    lse_bound = lse_bound + own * 2 * np.abs(_finite(lse))
+    lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]
     if tile.unsure is not None:
         lost |= tile.unsure.any(-1)
@@ -714,7 +710,7 @@ def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -
     kernels know that P is at most 1; elsewhere it grows with the error, and may overflow.
     """
     moved = P * np.expm1(np.minimum(error, _ANY_WEIGHT))
-    largest = np.exp(np.minimum(_or_0(scores - lse) + error, _ANY_WEIGHT))
+    largest = np.exp(np.minimum(or_0(scores - lse) + error, _ANY_WEIGHT))
     moved = np.where(error < _SMALL, moved, np.maximum(moved, largest - P))
     return np.where(np.abs(lse) < reference.HUGE, moved, np.minimum(moved, np.maximum(P, 1.0)))
 
@@ -737,22 +733,24 @@ class _BackwardWork:
     ) -> None:
         self.tile, self.lse, self.rows, self.equal = tile, lse, rows, equal
         self.step = reference.differentiate(tile, grad, out, lse, dlse)
-        finite = (np.abs(_finite(x)) for x in (tile.q, tile.k, tile.v, grad, out))
-        self.q, self.k, v, self.grad, out = finite
+        arrays = tile.q, tile.k, tile.v, grad, out
+        self.q, self.k, v, self.grad, out = (np.abs(finite(x)) for x in arrays)
         self.pair_sizes = cache(partial(_pair_sizes, tile))
         self.delta_size = (self.grad * out).sum(-1, keepdims=True)
-        self.delta_size += np.abs(_finite(dlse))[..., None]
+        self.delta_size += np.abs(finite(dlse))[..., None]
         self.dP_size = tile.dropped(self.grad @ v.mT) + self.delta_size
-        self.exponent_size = np.abs(_finite(self.step.scores)) + np.abs(_finite(lse))[..., None]
+        self.exponent_size = np.abs(finite(self.step.scores)) + np.abs(finite(lse))[..., None]
 
 
-def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Array, Array]:
-    """The terms of a tile in the bounds of dQ, dK and dV, without the rounding of results."""
+def _gradient_bounds(
+    work: _BackwardWork, kernel: Arithmetic
+) -> tuple[Array, Array, Array, Array | None]:
+    """The terms of a tile in the bounds of dQ, dK, dV and dsink, without rounding of results."""
     scale, eps, tiny = abs(work.tile.scale), float(kernel.accumulator.eps), kernel.tiny
     unit = kernel.operand_unit * (2 if kernel.rounds_by_design else 1)
     least = tiny + (float(_finfo(kernel.operands).smallest_subnormal) / 2 if unit else 0.0)
     step = work.step
-    P, dP, dS = (np.abs(_finite(x)) for x in (step.P, step.dP_delta, step.dS))
+    P, dP, dS = (np.abs(finite(x)) for x in (step.P, step.dP_delta, step.dS))
 
     p, g, ds, modified = _errors_before_slopes(work, kernel)
     if modified is not None:
@@ -780,7 +778,7 @@ def _gradient_bounds(work: _BackwardWork, kernel: Arithmetic) -> tuple[Array, Ar
     if lost is not None:
         for bound, axis in zip(bounds, (-1, -2, -2)):
             bound[lost.any(axis)] = np.inf
-    return bounds
+    return *bounds, _sink_bounds(work, kernel)
 
 
 def _errors_before_slopes(
@@ -788,7 +786,7 @@ def _errors_before_slopes(
 ) -> tuple[Array, Array, Array, _ModifiedScores | None]:
     """The errors of P, of dP - D and of their product, and those of modified scores."""
     eps, tiny, dv = float(kernel.accumulator.eps), kernel.tiny, work.tile.v.shape[-1]
-    P, dP = (np.abs(_finite(x)) for x in (work.step.P, work.step.dP_delta))
+    P, dP = (np.abs(finite(x)) for x in (work.step.P, work.step.dP_delta))
     size, modified = work.pair_sizes(kernel.accumulator.dtype), None
     if work.tile.mods.score_steps:
         modified = _ModifiedScores(work.tile, kernel, size, differentiated=True)
@@ -822,7 +820,7 @@ class _ArrayGradients:
         scores, shape = (tile.q @ tile.k.mT) * tile.scale, step.P.shape
         dx, counts = step.P * step.dP_delta, ~step.left_out & (step.P != 0)
         for name, at, number in tile.mods.accesses(scores, tile.place, tile.masked, self.given):
-            term = np.where(counts, dx * _or_0(number.slope), 0.0)
+            term = np.where(counts, dx * or_0(number.slope), 0.0)
             index = tuple(np.broadcast_to(x, shape) for x in at)
             np.add.at(self.value[name], index, term)
         for r, kernel in self.kernels.items():
@@ -834,26 +832,20 @@ class _ArrayGradients:
         tile, step, eps = work.tile, work.step, float(kernel.accumulator.eps)
         scores = (tile.q @ tile.k.mT) * tile.scale
         p, g, ds, modified = _errors_before_slopes(work, kernel)
-        size = (np.abs(_finite(step.P)) + p) * (np.abs(_finite(step.dP_delta)) + g)
+        size = (np.abs(finite(step.P)) + p) * (np.abs(finite(step.dP_delta)) + g)
         given, _ = _score_errors(work.pair_sizes(kernel.accumulator.dtype), tile, kernel)
         lost = _lost_pairs(work, modified, kernel)
         error = given * (kernel.eps / eps)
         of_sum = 1.2 * _DOUBLE_EPS * (np.sqrt(tile.visible_keys) + 4)
         pairs = scores, tile.place, tile.masked
         for name, at, number in tile.mods.accesses(*pairs, self.given, error=error, eps=eps):
-            slope = np.abs(_finite(np.broadcast_to(_or_0(number.slope), size.shape)))
-            of_slope = eps * np.broadcast_to(_or_0(number.slope_error), size.shape)
+            slope = np.abs(finite(np.broadcast_to(or_0(number.slope), size.shape)))
+            of_slope = eps * np.broadcast_to(or_0(number.slope_error), size.shape)
             bound = slope * ds + ((2 * eps + of_sum) * slope + of_slope) * size + kernel.tiny
             if lost is not None:
                 bound = np.where(lost, np.inf, bound)
             bound = np.where(step.left_out, 0.0, bound)
             np.add.at(bounds[name], tuple(np.broadcast_to(x, size.shape) for x in at), bound)
-
-    def bound(self, rounding: Any, name: str, dtype: str) -> Array:
-        """The bound of a gradient that is rounded to the dtype of its array."""
-        found = self.bounds[rounding][name]
-        add_rounding_of_results(self.value[name], found, self.kernels[rounding], dtype)
-        return found
 
 
 def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: Arithmetic) -> Any:
@@ -874,15 +866,16 @@ def _lost_pairs(work: _BackwardWork, modified: _ModifiedScores | None, kernel: A
     return lost if lost.any() else None
 
 
-def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array:
-    """The terms of rows [n, rows] in the bound of dsink."""
+def _sink_bounds(work: _BackwardWork, kernel: Arithmetic) -> Array | None:
+    """The terms of rows [n, rows] in the bound of dsink; None without sinks."""
     eps, dv = float(kernel.accumulator.eps), work.tile.v.shape[-1]
     sink, size = work.tile.sink, work.delta_size[..., 0]
-    assert sink is not None and work.step.dsink is not None
-    weight = _finite(reference.weight_of_sink(sink, work.lse))
-    exponent = eps * (1.5 * np.abs(_finite(sink[..., 0])) + np.abs(_finite(work.lse)) + 3)
+    if sink is None or work.step.dsink is None:
+        return None
+    weight = finite(reference.weight_of_sink(sink, work.lse))
+    exponent = eps * (1.5 * np.abs(finite(sink[..., 0])) + np.abs(finite(work.lse)) + 3)
     of_delta = size * (eps * np.sqrt(dv + 3) + kernel.rounded_product(1.0, dv))
-    term = np.abs(_finite(work.step.dsink))
+    term = np.abs(finite(work.step.dsink))
     of_weight = np.expm1(np.minimum(exponent, 600.0)) * (term + weight * of_delta)
     over_rows = 1.2 * eps * (np.sqrt(work.rows) + 4)
     return of_weight + weight * of_delta + over_rows * term + kernel.tiny
@@ -894,7 +887,7 @@ def add_rounding_of_results(value: Array, bound: Array, kernel: Arithmetic, name
     narrow = float(dtype.eps) > float(kernel.accumulator.eps)
     unit = 2 * float(kernel.accumulator.eps) + (float(dtype.eps) / 2 if narrow else 0.0)
     least = float(dtype.smallest_subnormal) if narrow else 0.0
-    size = np.abs(_finite(value))
+    size = np.abs(finite(value))
     bound += np.where(bound > 0, unit * (size + bound) + least, 0.0)
     bound[np.isinf(value) | (size + bound > float(dtype.max))] = np.inf
 
@@ -916,7 +909,7 @@ def _pair_sizes(tile: reference.Tile, dtype: Any) -> Array:
     Infinite where q and k are finite and a partial sum in ``dtype`` may overflow, with the scale or
     before. The largest partial sum has all terms of one sign and none of the other.
     """
-    scale, q, k = np.abs(tile.scale), _finite(tile.q), _finite(tile.k)
+    scale, q, k = np.abs(tile.scale), finite(tile.q), finite(tile.k)
     size = np.abs(q) @ np.abs(k).mT
     most = float(np.finfo(dtype).max) / np.maximum(scale, 1.0)
     if (size <= most).all():
@@ -967,14 +960,14 @@ def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
 def _expected_rows(x: Array, kernel: Arithmetic) -> tuple[Expected, Expected]:
     eps, tiny = float(kernel.accumulator.eps), kernel.tiny
     P, lse = reference.softmax(x)
-    x = _finite(x.astype(np.float64))
-    top = _finite(np.where(P > 0, x, -np.inf).max(-1, keepdims=True, initial=-np.inf))
+    x = finite(x.astype(np.float64))
+    top = finite(np.where(P > 0, x, -np.inf).max(-1, keepdims=True, initial=-np.inf))
     total = np.abs(top) + 1.2 * (np.sqrt(x.shape[-1]) + 4)
 
     relative = eps * (total + 1.5 * np.abs(x - top)) + 2 * kernel.output_unit
     floor = 2 * tiny + (float(_finfo(kernel.dtype).smallest_subnormal) if kernel.is_narrow else 0)
     P_bound = np.where(np.isneginf(lse)[:, None], 0.0, P * relative + floor)
-    lse_bound = eps * (total[:, 0] + np.abs(top[:, 0]) + 2 * np.abs(_finite(lse)))
+    lse_bound = eps * (total[:, 0] + np.abs(top[:, 0]) + 2 * np.abs(finite(lse)))
     return Expected(P, P_bound), Expected(lse, lse_bound)
 
 
@@ -1021,12 +1014,8 @@ def _finfo(precision: str) -> Any:
     return ml_dtypes.finfo(names.get(precision, precision))
 
 
-def _finite(x: Array) -> Array:
+def finite(x: Array) -> Array:
     return np.where(np.isfinite(x), x, 0.0)
-
-
-def _or_0(x: Any) -> Any:
-    return 0.0 if x is None else x
 
 
 def _largest(x: Array) -> float:

@@ -104,9 +104,9 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
         raise Unsupported(f"{refused}; {remedy}", refused.reason) from None
 
 
-def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
+def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> Plan:
     """The plan of the same tiles that skips those which all of these expressions hide."""
-    if not (found := cuda_source.maps(made, texts)):
+    if not (found := cuda_source.maps(made, expressions)):
         return made
     problem = replace(made.problem, operands=(*made.problem.operands, *found))
     return plan_of(made.kernel, problem, limits, made.constants)
@@ -114,11 +114,16 @@ def with_maps(made: Plan, limits: Limits, texts: Iterable[Expression]) -> Plan:
 
 def can(kernel: Kernel, problem: Problem, limits: Limits) -> bool:
     """Whether the kernel can do the problem on the device with constants of its own choice."""
+    return _refusal(kernel, problem, limits) is None
+
+
+def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
+    """Why the kernel cannot do the problem with constants of its own choice; None if it can."""
     try:
         _first_fit(kernel, _with_columns(kernel, problem), limits, {})
-    except Unsupported:
-        return False
-    return True
+    except Unsupported as refused:
+        return refused.reason
+    return None
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
@@ -154,12 +159,8 @@ def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
 def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
     """Kernels measured to be faster than the one that "auto" takes on this device, and why not."""
     problem = _accurate(problem)
-    able = [
-        k
-        for k in LADDER[chosen.operation].values()
-        if k.suits(problem.dtype.name, problem.precision)
-        and not _other_device(k, problem.dtype.name, limits)
-    ]
+    suiting = _suiting(LADDER[chosen.operation].values(), problem)
+    able = [k for k in suiting if not _other_device(k, problem.dtype.name, limits)]
     speeds = _speeds(able, problem, limits)
 
     def reason(kernel: Kernel) -> str | None:
@@ -186,9 +187,7 @@ def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Ker
     others. Kernels that their records exclude are not planned; in most cases at most two are.
     """
     problem = _accurate(problem)
-    general = [
-        k for k in kernels if k.made_for is None and k.suits(problem.dtype.name, problem.precision)
-    ]
+    general = [k for k in _suiting(kernels, problem) if k.made_for is None]
     chosen = (
         next((k for k in reversed(kernels) if _is_made_for(k, problem, limits)), None)
         or _fastest_measured(general, problem, limits)
@@ -327,13 +326,8 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
     if kernel.reference:
         return "no other kernel computes what its reference does"
     problem = _accurate(problem)
-    able = [
-        k.name
-        for k in LADDER[kernel.operation].values()
-        if k is not kernel
-        and k.suits(problem.dtype.name, problem.precision)
-        and can(k, problem, limits)
-    ]
+    others = (k for k in LADDER[kernel.operation].values() if k is not kernel)
+    able = [k.name for k in _suiting(others, problem) if can(k, problem, limits)]
     return f"kernels that can: {', '.join(able)}" if able else _no_other(kernel, problem, limits)
 
 
@@ -354,14 +348,10 @@ def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     own, precision = problem.dtype.name, problem.precision
     found: dict[str, list[str]] = {}
     for x in LADDER[kernel.operation].values():
-        if x is kernel or not x.takes(own):
-            continue
-        if precision and precision not in x.precisions_of(own):
-            continue
-        try:
-            _first_fit(x, _with_columns(x, problem), limits, {})
-        except Unsupported as refused:
-            found.setdefault(refused.reason, []).append(x.name)
+        is_other = x is not kernel and x.takes(own)
+        takes_it = is_other and (not precision or precision in x.precisions_of(own))
+        if takes_it and (why := _refusal(x, problem, limits)) is not None:
+            found.setdefault(why, []).append(x.name)
     return "; ".join(f"{why} ({', '.join(names)})" for why, names in found.items())
 
 
@@ -371,6 +361,11 @@ def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
     others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
     why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
     return f"{'; '.join(why) or 'no other kernel can'}; convert q, k and v to float16 or bfloat16"
+
+
+def _suiting(kernels: Iterable[Kernel], problem: Problem) -> list[Kernel]:
+    """Those that "auto" may take for inputs of this dtype and precision."""
+    return [k for k in kernels if k.suits(problem.dtype.name, problem.precision)]
 
 
 def _accurate(problem: Problem) -> Problem:

@@ -1,4 +1,4 @@
-"""The texts of a problem in C++, and struct Mods: the arrays and numbers of texts and dropout."""
+"""The expressions of a problem in C++, and struct Mods: what they and dropout read."""
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from cupyfa.problem.optional_inputs import (
     USED,
     Modifiers,
     Operand,
-    alibi_text,
+    alibi_expression,
     gradient_of,
     indices,
 )
@@ -41,15 +41,17 @@ _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
 _PAGES = "page_count"  # a member: how many pages there are
 _UNIT = "unit"  # a member: 1 / scale
-_MOST_INLINE = 100  # work of texts that are repeated for every pair
-_MOST_SLOPES = 20_000  # derivatives that the texts of a problem may have by elements of arrays
-# What a text finds besides its own names.
+_MOST_INLINE = 100  # work of expressions that are repeated for every pair
+_MOST_SLOPES = (
+    20_000  # derivatives that the expressions of a problem may have by elements of arrays
+)
+# What an expression finds besides its own names.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 @lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
-    """What is declared above a kernel's file for the texts of a problem.
+    """What is declared above a kernel's file for the expressions of a problem.
 
     taped: also the function of the modified score that notes its derivatives by elements of arrays.
     copies: also what copies pairs of an array to shared memory.
@@ -79,15 +81,16 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
     )
 
 
-def maps(plan: Plan, texts: Iterable[Expression]) -> tuple[Operand, ...]:
-    """The maps of what these texts hide by which the kernel of a plan skips tiles.
+def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
+    """The maps of what these expressions hide by which the kernel of a plan skips tiles.
 
-    A batch or heads of 1 serve all, where no text names the batch element or the head.
+    A batch or heads of 1 serve all, where no expression names the batch element or the head.
     """
-    p, names = plan.problem, {name for text in texts for name in text.positions}
+    p, names = plan.problem, {name for expression in expressions for name in expression.positions}
     if 0 in (p.batch, p.heads, p.M, p.N):
         return ()
-    batch, heads = p.batch if "batch" in names else 1, p.heads if "head" in names else 1
+    batch = p.batch if "batch" in names else 1
+    heads = p.heads if "head" in names else 1
     found = []
     for name, (rows, keys) in plan.kernel.walks_of(p, plan.constants).items():
         lines, tiles = cdiv(p.M, rows), cdiv(p.N, keys)
@@ -98,60 +101,60 @@ def maps(plan: Plan, texts: Iterable[Expression]) -> tuple[Operand, ...]:
 
 def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """struct Mods with the numbers, and the arrays in it: their names and where each begins."""
-    found = p.modifiers
-    fields: list[tuple[Any, ...]] = []
-    values: list[Any] = []
-    for x in found.operands:
-        if x.value is None:
-            fields.append((x.name, array_type(len(x.shape))))
-            values.append(0)
-        else:
-            fields.append((x.name, _NUMBERS.get(x.captured.kind, ("real", p.dtype.sums))[1]))
-            # Of a softcap the nearest one of which float32 has the reciprocal: larger ones leave
-            # scores as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
-            is_rounded = x.name == SOFTCAP and p.dtype.sums.itemsize == 4
-            values.append(min(max(x.value, 2.0**-100), 2.0**126) if is_rounded else x.value)
+    found, sums = p.modifiers, p.dtype.sums
+    members = [(x.name, *_stored(x, sums)) for x in found.operands]
     if found.reads_position and not p.is_ragged:
-        fields.append(("position", "i4"))
-        values.append(p.first_position)
+        members.append(("position", "i4", p.first_position))
     if p.pages:
-        fields.append((_PAGES, "i4"))
-        values.append(p.pages)
+        members.append((_PAGES, "i4", p.pages))
     if of_products(p):
-        fields.append((_UNIT, p.dtype.sums))
-        values.append(1 / p.scale)
+        members.append((_UNIT, sums, 1 / p.scale))
     if found.dropout:
-        fields.append(("dropout", _dropout_type(p)))
-        values.append(_dropout(p))
-    if not fields:
-        return _EMPTY, ()
-    record = np.zeros((), np.dtype(fields, align=True))
-    for (name, *_), number in zip(fields, values):
-        if number or isinstance(number, float):  # -0.0 too
+        members.append(("dropout", _dropout_type(p), _dropout(p)))
+    record, places = _struct({name: of for name, of, _ in members})
+    for name, _, number in members:
+        if number is not None:
             record[name] = number
-    arrays = (x for x in found.operands if x.is_array)
-    return record, tuple((x.input, record.dtype.fields[x.name][1]) for x in arrays)  # type: ignore[index]
+    return record, tuple((x.input, places[x.name]) for x in found.operands if x.is_array)
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
     """struct Gradients, the arrays of the gradients that are asked for; see ``value``."""
     found = p.modifiers.differentiated
-    if not found:
-        return _EMPTY, ()
-    fields = [(gradient_of(x.name), array_type(len(x.shape))) for x in found]
-    record = np.zeros((), np.dtype(fields, align=True))
-    inside = ((name, record.dtype.fields[name][1]) for name, _ in fields)  # type: ignore[index]
-    return record, tuple(inside)
+    record, places = _struct({gradient_of(x.name): array_type(len(x.shape)) for x in found})
+    return record, tuple(places.items())
+
+
+def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
+    """A struct of zeros with members of these types, and where each of them begins."""
+    if not members:
+        return _EMPTY, {}
+    of = np.dtype([*members.items()], align=True)
+    return np.zeros((), of), {name: of.fields[name][1] for name in members}  # type: ignore[index]
+
+
+def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
+    """The type of an array or a number in struct Mods, and the number.
+
+    Of a softcap it is the nearest one of which float32 has the reciprocal: larger ones leave scores
+    as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
+    """
+    if x.value is None:
+        return array_type(len(x.shape)), None
+    number = x.value
+    if x.name == SOFTCAP and sums.itemsize == 4:
+        number = min(max(number, 2.0**-100), 2.0**126)
+    return _NUMBERS.get(x.captured.kind, ("real", sums))[1], number
 
 
 def of_products(p: Problem) -> bool:
-    """Whether texts take q·k and give the score / scale: of ALiBi alone, with slopes / scale.
+    """Whether expressions take q·k and give the score / scale: of ALiBi alone, with slopes / scale.
 
     A score / scale may be -infinity though the score is finite, which kernels notice in rows that
-    no text of a mask hides.
+    no expression of a mask hides.
     """
-    texts = p.modifiers.score
-    is_alibi = [x.option for x in texts] == [ALIBI] and not p.modifiers.mask
+    expressions = p.modifiers.score
+    is_alibi = [x.option for x in expressions] == [ALIBI] and not p.modifiers.mask
     return is_alibi and 2.0**-40 < p.scale < 2.0**40
 
 
@@ -232,7 +235,7 @@ def _held(x: Operand) -> str:
 
 
 def _tape(p: Problem) -> str:
-    """What expression_gradients.cu reads of the texts of a problem."""
+    """What expression_gradients.cu reads of the expressions of a problem."""
     found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
     accesses: list[str] = []
 
@@ -278,26 +281,26 @@ def _refuse_slopes(p: Problem, accesses: int) -> None:
 def _function(
     p: Problem,
     name: str,
-    texts: tuple[Expression, ...],
+    expressions: tuple[Expression, ...],
     slot: Callable[[str], int | None] | None = None,
 ) -> str:
-    """The function that applies texts, one after the other; with ``slot`` on a tape."""
+    """The function that applies expressions, one after the other; with ``slot`` on a tape."""
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
     is_score = name == "score_mod"
     result, first = ("Score", "Capped<is_capped>, Score score, ") if is_score else ("bool", "")
     if slot is not None:
         result, first = "Slopes::Number", "Slopes::Number score, Slopes& tape, "
-    read = {x for text in texts for x in text.captured}
+    read = {x for expression in expressions for x in expression.captured}
     by_name = {x.name: x for x in found.operands if x.name in read}
     place = ", ".join(f"[[maybe_unused]] {x}" for x in _PLACE.split(", "))
     lines = [
         f"template <{'bool is_capped, class Score, ' * (is_score and slot is None)}class Key>",
-        f"__device__ {_inlining(texts, p)} {result} {name}(",
+        f"__device__ {_inlining(expressions, p)} {result} {name}(",
         f"    {first}[[maybe_unused]] const Mods& mods, {place}) {{",
         *(f"  const {_taken(x)};" for x in by_name.values()),
     ]
-    if any("position" in x.positions for x in texts):
+    if any("position" in x.positions for x in expressions):
         lines.append(f"  const Index position = query + Index({_first(p)});")
 
     def bounded(index: ast.expr, array: str, axis: int) -> bool:
@@ -306,44 +309,44 @@ def _function(
     if is_score and slot is None and of_products(p):
         unit = f"is_capped ? real(1) : mods.{_UNIT}"
         lines.append(f"  const auto {cpp_name(_UNIT)} = Real({unit});")
-        texts = (alibi_text(by_name[ALIBI], _UNIT),)
+        expressions = (alibi_expression(by_name[ALIBI], _UNIT),)
         kinds[_UNIT] = Captured(_UNIT, "float", 0)
     if is_score:
         note = slot or (lambda array: None)
-        for x in texts:
+        for x in expressions:
             once = "if constexpr (!is_capped) " * (x.option == SOFTCAP and slot is None)
             lines.append(f"  {once}score = {x.cpp(bounded, kinds, note, _farthest(p))};")
         lines.append("  return score;\n}")
     else:
-        shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in texts)
+        shown = " & ".join(f"({x.cpp(bounded, kinds, farthest=_farthest(p))})" for x in expressions)
         lines.append(f"  return {shown or 'true'};\n}}")
     return "\n".join(lines)
 
 
-def _inlining(texts: tuple[Expression, ...], p: Problem) -> str:
-    """Whether texts are repeated for every pair of a tile, or are a function that is called.
+def _inlining(expressions: tuple[Expression, ...], p: Problem) -> str:
+    """Whether expressions are repeated for every pair of a tile, or are a function that is called.
 
     Compilers take minutes for hundreds of operations at each pair.
     """
-    work = sum(x.work for x in texts) * (1 if p.dtype.sums.itemsize == 4 else 2)
+    work = sum(x.work for x in expressions) * (1 if p.dtype.sums.itemsize == 4 else 2)
     return "__forceinline__" if work <= _MOST_INLINE else "__noinline__"
 
 
 def _farthest(p: Problem) -> int:
-    """The largest magnitude of positions; as a rule small, so that texts of all sizes are equal."""
+    """The largest magnitude of positions; as a rule the same one, so that sources are equal."""
     first = p.N if p.is_ragged else abs(p.first_position)
     return max(2**24, first + p.M, p.N, p.batch, p.heads)
 
 
 def _first(p: Problem) -> str:
-    """The position of query 0 in a text."""
+    """The position of query 0 in an expression."""
     if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
 
 
 def _taken(x: Operand) -> str:
-    """A name of a text as a variable."""
+    """A name of an expression as a variable."""
     if x.is_array:
         return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
     made = f"mods.{cpp_name(x.name)}"

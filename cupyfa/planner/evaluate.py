@@ -232,15 +232,10 @@ class _Planner:
         """The arguments of a launch; an optional input that the problem lacks is zeros."""
         inputs = self.operation.inputs
         arrays = [*inputs, *self.outputs, *self.kernel.scratch]
-        real = self.problem.dtype.sums.type
-        values = (
-            _values(self.problem)
-            | {name: real(x) for name, x in self.floats.items()}
-            | {
-                name: np.int32(self.whole(name, formula, c, least=-(2**31), most=2**31 - 1))
-                for name, formula in launch.numbers.items()
-            }
-        )
+        real, values = self.problem.dtype.sums.type, _values(self.problem)
+        values |= {name: real(x) for name, x in self.floats.items()}
+        for name, formula in launch.numbers.items():
+            values[name] = np.int32(self.whole(name, formula, c, least=-(2**31), most=2**31 - 1))
         absent = inputs.keys() - self.operation.inputs_of(self.problem)
         is_packed = self.is_packed(launch)
         made = []
@@ -401,16 +396,16 @@ class _Planner:
             )
 
 
+_INTEGERS = ("M", "N", "heads", "kv_heads", "batch", "group", "causal_offset", "window_offset")
+
+
 def _values(p: Problem) -> dict[str, Any]:
-    ends = {"causal_offset": p.causal_offset, "window_offset": p.window_offset}
-    integers = {
-        **{name: getattr(p, name) for name in ("M", "N", "heads", "kv_heads", "batch", "group")},
-        **ends,
-    }
+    integers = {name: getattr(p, name) for name in _INTEGERS}
+    ends = p.reach or (integers["causal_offset"], integers["window_offset"])
     return {
         **{name: np.int32(value) for name, value in integers.items()},
         "scale": p.dtype.sums.type(p.scale),
-        "sizes": np.array((p.M, p.N, *(p.reach or ends.values())), SIZES),
+        "sizes": np.array((p.M, p.N, *ends), SIZES),
         "mods": cuda_source.value(p)[0],
         "gradients": cuda_source.gradients(p)[0],
     }

@@ -102,8 +102,7 @@ def texts(launch: PlannedLaunch) -> list[str]:
 
 def headers(launch: PlannedLaunch) -> set[str]:
     """The names of the headers that a launch's file includes, directly or not."""
-    file = _read(KERNELS / launch.path, launch.entry)
-    return {path.name for path in includes.reached(file, include_folders(launch))}
+    return {path.name for path in includes.reached(file_of(launch), include_folders(launch))}
 
 
 def without_entry(launch: PlannedLaunch) -> ValueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -98,38 +98,34 @@ class Lengths:
             found[start : start + count] = True
         return found
 
+    def _changed(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Lengths:
+        """The same change of the rows, and of how many of them count."""
+        return replace(self, rows=change(self.rows), used=self.used and change(self.used))
+
     def only(self, numbers: Collection[int]) -> Lengths:
         """Some of the sequences, by number."""
-        rows, used = (
-            x and tuple(n for i, n in enumerate(x) if i in numbers) for x in (self.rows, self.used)
-        )
-        return replace(self, rows=rows or (), used=used)
+        return self._changed(lambda x: tuple(n for i, n in enumerate(x) if i in numbers))
 
     def with_rows(self, number: int, rows: int) -> Lengths:
-        """One of the sequences with so many rows, which count."""
-        change = lambda x: (*x[:number], rows, *x[number + 1 :])  # noqa: E731
-        return replace(self, rows=change(self.rows), used=self.used and change(self.used))
+        """One of the sequences with this number of rows, which all count."""
+        return self._changed(lambda x: (*x[:number], rows, *x[number + 1 :]))
 
     @property
     def twice(self) -> Lengths:
         """All sequences two times."""
-        return replace(self, rows=2 * self.rows, used=self.used and 2 * self.used)
+        return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
-        """The first so many sequences, or all; the rows of the others are of no sequence."""
-        if count is None or count >= len(self.rows):
-            return self
-        return replace(self, rows=self.rows[:count], used=self.used and self.used[:count])
+        """The first ``count`` sequences, or all; the rows of the others are of no sequence."""
+        return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:
-        """The first rows of every sequence, at most so many, and of what is of none."""
-        rows, *ends = (
-            tuple(min(x, most) for x in y) for y in (self.rows, (self.before, self.after))
-        )
-        return Lengths(rows, self.used and tuple(min(x, most) for x in self.used), *ends[0])
+        """The first rows, at most ``most``, of every sequence, and of what is of none."""
+        fewer = self._changed(lambda x: tuple(min(n, most) for n in x))
+        return replace(fewer, before=min(self.before, most), after=min(self.after, most))
 
     def cut(self, total: int) -> Lengths:
-        """The first so many rows, of as many sequences, of which the last may become empty."""
+        """The first ``total`` rows, of as many sequences, of which the last may become empty."""
         ends = [min(int(x), total) for x in self.offsets]
         rows = tuple(b - a for a, b in pairwise(ends))
         used = self.used and tuple(map(min, self.used, rows))

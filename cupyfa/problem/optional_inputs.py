@@ -248,6 +248,8 @@ _AXES = ("batch", "head", "query", "key")
 MOST_AXES = 64  # of NumPy's arrays
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
+# The kinds of Captured; all others are whole numbers.
+_KINDS = {"bool": "bool", **dict.fromkeys(_FLOATS, "float")}
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,7 @@ class Operand:
 
     @property
     def captured(self) -> Captured:
-        kind = "float" if self.dtype in _FLOATS else "bool" if self.dtype == "bool" else "int"
+        kind = _KINDS.get(self.dtype, "int")
         most = -np.iinfo(self.dtype).min or np.iinfo(self.dtype).max if kind == "int" else 0
         return Captured(self.name, kind, len(self.shape), most)  # type: ignore[arg-type]
 
@@ -493,12 +495,12 @@ def modifiers(
     for x in operands:
         if x.name not in DESCALES:  # which ``Problem`` checks
             check_input(x, named, is_packed=STARTS[0] in by_name)
-    score, mask = list(_score_texts(options, by_name)), list(_mask_texts(options, by_name))
-    read = {name for text in (*score, *mask) for name in text.captured}
-    for text in (*score, *mask):
-        reserved = RESERVED if text.option in _CALLERS else ()
+    score, mask = list(_score_steps(options, by_name)), list(_mask_steps(options, by_name))
+    read = {name for step in (*score, *mask) for name in step.captured}
+    for step in (*score, *mask):
+        reserved = RESERVED if step.option in _CALLERS else ()
         kinds = {name: x.captured for name, x in by_name.items() if name not in reserved}
-        text.check(kinds, reserved)
+        step.check(kinds, reserved)
     if unread := [x for x, y in by_name.items() if y.is_in_expressions and x not in read]:
         raise ValueError(f"no expression reads {', '.join(unread)}; leave it out of captured")
     if 0 in sizes:  # there is no score
@@ -514,44 +516,45 @@ def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
     shapes = {x.name: x.shape for x in found.operands}
     has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
     ends = dict(zip(_AXES, sizes[:2] if has_lengths else sizes))
-    for text in (*found.score, *found.mask):
-        for name, axis, index in text.indices:
+    for step in (*found.score, *found.mask):
+        for name, axis, index in step.indices:
             place, shape = getattr(index, "id", ""), shapes[name]
             if (end := ends.get(place, 0)) > shape[axis]:
                 raise ValueError(
-                    f"captured {name} has shape {shape}, and {text.option} indexes axis {axis} "
+                    f"captured {name} has shape {shape}, and {step.option} indexes axis {axis} "
                     f"with {place}, from 0 to {end - 1}; give {end} elements in this axis, or an "
                     f"index such as min({place}, {max(shape[axis] - 1, 0)})"
                 )
 
 
-def _score_texts(
+def _score_steps(
     options: AttentionOptions, operands: Mapping[str, Operand]
 ) -> Iterator[Expression]:
     if options.softcap is not None:
-        yield _text(SOFTCAP, "softcap * tanh(score / softcap)")
+        yield _expression(SOFTCAP, "softcap * tanh(score / softcap)")
     if options.score_mod is not None:
         yield options.score_mod
     if ALIBI in operands:
-        yield alibi_text(operands[ALIBI])
+        yield alibi_expression(operands[ALIBI])
     if BIAS in operands:
-        yield _text(BIAS, f"score + {BIAS}[{indices(operands[BIAS].shape)}]")
+        yield _expression(BIAS, f"score + {BIAS}[{indices(operands[BIAS].shape)}]")
 
 
-def _mask_texts(options: AttentionOptions, operands: Mapping[str, Operand]) -> Iterator[Expression]:
+def _mask_steps(options: AttentionOptions, operands: Mapping[str, Operand]) -> Iterator[Expression]:
     if MASK in operands:
-        yield _text(MASK, f"{MASK}[{indices(operands[MASK].shape)}]")
+        yield _expression(MASK, f"{MASK}[{indices(operands[MASK].shape)}]")
     if options.mask_mod is not None:
         yield options.mask_mod
 
 
-_text = lru_cache(maxsize=64)(Expression.of)
+_expression = lru_cache(maxsize=64)(Expression.of)
 
 
-def alibi_text(slopes: Operand, factor: str = "") -> Expression:
+def alibi_expression(slopes: Operand, factor: str = "") -> Expression:
     """The expression of ALiBi; with ``factor``, the name of a number that multiplies the slopes."""
     slope = f"{ALIBI}[{'head' if len(slopes.shape) == 1 else 'batch, head'}]"
-    return _text(ALIBI, f"score - {slope}{f' * {factor}' * bool(factor)} * abs(position - key)")
+    slope += f" * {factor}" * bool(factor)
+    return _expression(ALIBI, f"score - {slope} * abs(position - key)")
 
 
 def indices(shape: Sequence[int]) -> str:

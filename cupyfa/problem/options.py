@@ -40,7 +40,7 @@ class Option:
 
     help: the text of the command line.
     read: the normal form of an argument; raises TypeError or ValueError for a wrong one.
-    default: the normal form if the option is not given.
+    default: that of the field of AttentionOptions, the normal form if the option is not given.
     parse: the value of a text on the command line; ``separator`` separates several values.
     shown: the value in a result row; its text is the one that ``parse`` reads.
     choices: all texts, if there are few. flag: the text that the option without a value means.
@@ -225,7 +225,7 @@ def _read_dropout(value: Any) -> float:
 
 
 def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
-    """The reader of a whole number of so many bits; None stays."""
+    """The reader of a whole number with at most ``bits`` bits; None stays."""
 
     def read(value: Any) -> int | None:
         if (value := without_axes(value)) is None:
@@ -268,8 +268,100 @@ def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Opti
     )
 
 
-def _field(option: Option) -> Any:
-    return field(default=option.default, metadata={"option": option})
+# The options by name; their defaults are those of the fields of AttentionOptions.
+_TABLE = {
+    "precision": Option(
+        help="Format to which float32 inputs may be rounded; float8_e4m3 also applies to "
+        "16-bit inputs.  [default: float32, if the kernel can]",
+        read=_read_precision,
+        choices=PRECISIONS,
+    ),
+    "causal": Option(
+        help="Query i sees keys j <= i + N - M (bottom-right, also --causal alone) or j <= i "
+        "(top-left).",
+        read=_read_causal,
+        parse=_parse_causal,
+        choices=MASKS,
+        flag=MASKS[0],
+        tried=MASKS,
+        features={"causal": lambda value: value is not None},
+        constants=lambda options: {"causal": options.right is not None},
+    ),
+    "window": Option(
+        help="The keys that query i sees to the left and right of key i + N - M (of key i "
+        "under a top-left mask); - is no limit, as in 128,-.",
+        read=_read_window,
+        parse=_parse_window,
+        shown=lambda window: (
+            None if window == NO_WINDOW else ",".join("-" if x is None else str(x) for x in window)
+        ),
+        separator="/",
+        metavar="LEFT,RIGHT",
+        tried=((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000)),
+        features={
+            "causal": lambda value: value[1] is not None,
+            "window": lambda value: value[0] is not None,
+        },
+        constants=lambda options: {"windowed": options.left is not None},
+    ),
+    "offset": Option(
+        help="Position of query 0 among the keys, for causal masks, windows and expressions.  "
+        "[default: N - M]",
+        read=_read_offset,
+        parse=lambda text: parse_number("offset", text, int),
+        metavar="INTEGER",
+    ),
+    "scale": Option(
+        help="Factor of the scores.  [default: 1/sqrt(d)]",
+        read=lambda value: read_number("scale", value, "1/sqrt(d)"),
+        parse=lambda text: parse_number("scale", text),
+        metavar="FLOAT",
+        tried=(0.0, -0.3, 2.0),
+        constants=lambda options: {"positive_scale": options.scale is None or options.scale > 0},
+    ),
+    "softcap": Option(
+        help="Scores become softcap * tanh(score / softcap), after the scale.",
+        read=_read_softcap,
+        parse=lambda text: parse_number("softcap", text),
+        metavar="FLOAT",
+        tried=(0.5, 20.0),
+        features={"score": lambda value: value is not None},
+    ),
+    "score_mod": _text("score_mod", f"The score, as an expression of score, {_PLACES}.", "score"),
+    "mask_mod": _text(
+        "mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"
+    ),
+    "out_dtype": Option(
+        help="Dtype of the output and the gradients of 16-bit inputs: float32 leaves out their "
+        "last rounding.  [default: that of the inputs]",
+        read=_read_out_dtype,
+        choices=tuple(DTYPES),
+        tried=("float32",),
+        features={"out_dtype": lambda value: value is not None},
+    ),
+    "dropout": Option(
+        help="Probability with which a weight is dropped; needs a seed.",
+        read=_read_dropout,
+        parse=lambda text: parse_number("dropout", text),
+        shown=lambda value: value or None,
+        metavar="FLOAT",
+        features={"dropout": bool},
+    ),
+    "dropout_seed": Option(
+        help="Seed of dropout; u64[1] or i32[1] is an array of one random number.",
+        read=_read_bits("dropout_seed", 64),
+        parse=_parse_bits("dropout_seed"),
+        metavar="INTEGER",
+    ),
+    "dropout_offset": Option(
+        help="Selects another sequence of random bits for the same seed, 0 to 2**32 - 1.  "
+        "[default: 0]",
+        read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
+        parse=_parse_bits("dropout_offset"),
+        shown=lambda value: value or None,
+        metavar="INTEGER",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -297,127 +389,18 @@ class AttentionOptions:
         bits) choose the weights, as ``dropout_mask`` says. Without dropout both are forgotten.
     """
 
-    precision: str | None = _field(
-        Option(
-            help="Format to which float32 inputs may be rounded; float8_e4m3 also applies to "
-            "16-bit inputs.  [default: float32, if the kernel can]",
-            read=_read_precision,
-            choices=PRECISIONS,
-        ),
-    )
-    causal: str | None = _field(
-        Option(
-            help="Query i sees keys j <= i + N - M (bottom-right, also --causal alone) or j <= i "
-            "(top-left).",
-            read=_read_causal,
-            parse=_parse_causal,
-            choices=MASKS,
-            flag=MASKS[0],
-            tried=MASKS,
-            features={"causal": lambda value: value is not None},
-            constants=lambda options: {"causal": options.right is not None},
-        ),
-    )
-    window: Window = _field(  # noqa: RUF009  # it makes a field
-        Option(
-            default=NO_WINDOW,
-            help="The keys that query i sees to the left and right of key i + N - M (of key i "
-            "under a top-left mask); - is no limit, as in 128,-.",
-            read=_read_window,
-            parse=_parse_window,
-            shown=lambda window: (
-                None
-                if window == NO_WINDOW
-                else ",".join("-" if x is None else str(x) for x in window)
-            ),
-            separator="/",
-            metavar="LEFT,RIGHT",
-            tried=((0, 0), (0, None), (None, 3), (5, 20), (40, None), (1000, 1000)),
-            features={
-                "causal": lambda value: value[1] is not None,
-                "window": lambda value: value[0] is not None,
-            },
-            constants=lambda options: {"windowed": options.left is not None},
-        ),
-    )
-    offset: int | None = _field(
-        Option(
-            help="Position of query 0 among the keys, for causal masks, windows and expressions.  "
-            "[default: N - M]",
-            read=_read_offset,
-            parse=lambda text: parse_number("offset", text, int),
-            metavar="INTEGER",
-        ),
-    )
-    scale: float | None = _field(
-        Option(
-            help="Factor of the scores.  [default: 1/sqrt(d)]",
-            read=lambda value: read_number("scale", value, "1/sqrt(d)"),
-            parse=lambda text: parse_number("scale", text),
-            metavar="FLOAT",
-            tried=(0.0, -0.3, 2.0),
-            constants=lambda options: {
-                "positive_scale": options.scale is None or options.scale > 0
-            },
-        ),
-    )
-    softcap: float | None = _field(
-        Option(
-            help="Scores become softcap * tanh(score / softcap), after the scale.",
-            read=_read_softcap,
-            parse=lambda text: parse_number("softcap", text),
-            metavar="FLOAT",
-            tried=(0.5, 20.0),
-            features={"score": lambda value: value is not None},
-        ),
-    )
-    score_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
-        _text("score_mod", f"The score, as an expression of score, {_PLACES}.", "score"),
-    )
-    mask_mod: Expression | None = _field(  # noqa: RUF009  # it makes a field
-        _text("mask_mod", f"The pairs that are seen, as an expression of {_PLACES}.", "places"),
-    )
-
-    out_dtype: str | None = _field(
-        Option(
-            help="Dtype of the output and the gradients of 16-bit inputs: float32 leaves out their "
-            "last rounding.  [default: that of the inputs]",
-            read=_read_out_dtype,
-            choices=tuple(DTYPES),
-            tried=("float32",),
-            features={"out_dtype": lambda value: value is not None},
-        ),
-    )
-    dropout: float = _field(
-        Option(
-            default=0.0,
-            help="Probability with which a weight is dropped; needs a seed.",
-            read=_read_dropout,
-            parse=lambda text: parse_number("dropout", text),
-            shown=lambda value: value or None,
-            metavar="FLOAT",
-            features={"dropout": bool},
-        ),
-    )
-    dropout_seed: int | None = _field(
-        Option(
-            help="Seed of dropout; u64[1] or i32[1] is an array of one random number.",
-            read=_read_bits("dropout_seed", 64),
-            parse=_parse_bits("dropout_seed"),
-            metavar="INTEGER",
-        ),
-    )
-    dropout_offset: int = _field(
-        Option(
-            default=0,
-            help="Selects another sequence of random bits for the same seed, 0 to 2**32 - 1.  "
-            "[default: 0]",
-            read=lambda value: _read_bits("dropout_offset", 32)(value) or 0,
-            parse=_parse_bits("dropout_offset"),
-            shown=lambda value: value or None,
-            metavar="INTEGER",
-        ),
-    )
+    precision: str | None = None
+    causal: str | None = None
+    window: Window = NO_WINDOW
+    offset: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    score_mod: Expression | None = None
+    mask_mod: Expression | None = None
+    out_dtype: str | None = None
+    dropout: float = 0.0
+    dropout_seed: int | None = None
+    dropout_offset: int = 0
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
@@ -523,6 +506,6 @@ class AttentionOptions:
         return " ".join(f"{x}={y:.6g}" if isinstance(y, float) else f"{x}={y}" for x, y in shown)
 
 
-OPTIONS: dict[str, Option] = {x.name: x.metadata["option"] for x in fields(AttentionOptions)}
+OPTIONS = {x.name: replace(_TABLE[x.name], default=x.default) for x in fields(AttentionOptions)}
 FEATURES = tuple(dict.fromkeys(x for option in OPTIONS.values() for x in option.features))
 PLAIN = AttentionOptions()

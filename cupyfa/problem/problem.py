@@ -146,10 +146,11 @@ class Problem:
         gradients a backward kernel gives, dlse, whether it takes a gradient of lse, and return_max,
         whether a forward kernel gives the largest scores.
         dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With block_mask,
-        mask and mask_mod are a block mask. With page_size, keys lie in pages of so many: see
+        mask and mask_mod are a block mask. With page_size, keys lie in pages of that many: see
         ``in_pages``.
         """
-        kv_heads, dv = heads if kv_heads is None else kv_heads, d if dv is None else dv
+        kv_heads = heads if kv_heads is None else kv_heads
+        dv = d if dv is None else dv
         packed = None if lengths is None else lengths_of(lengths)
         batch, M, N = _sizes_of_rows(packed, batch, M, N)
         asked = dict[str, Any](keywords)
@@ -231,16 +232,20 @@ class Problem:
             raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
 
+    def without(self, *names: str) -> Problem:
+        """The problem without some of its optional inputs and outputs."""
+        kept = tuple(x for x in self.operands if x.name not in names)
+        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+
     def without_maps(self) -> Problem:
         """The problem without the maps of tiles of one kernel."""
-        kept = tuple(x for x in self.operands if x.name not in MAPS)
-        return self if len(kept) == len(self.operands) else replace(self, operands=kept)
+        return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:
         """The problem with the largest score of each row among its outputs, or without."""
         form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
-        kept = (x for x in self.operands if x.name != ROW_MAX)
-        return replace(self, operands=(*kept, *[form] * asked))
+        others = self.without(ROW_MAX)
+        return replace(others, operands=(*others.operands, form)) if asked else others
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -252,8 +257,7 @@ class Problem:
         ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
         """
         if size is None:
-            kept = tuple(x for x in self.operands if x.name not in (PADDED[1], PAGE_TABLE))
-            return replace(self, operands=kept, rows=DENSE) if self.pages else self
+            return replace(self.without(PADDED[1], PAGE_TABLE), rows=DENSE) if self.pages else self
         check_page_size(shape_language.PAGE_SIZE, size)
         if self.sequences is not None:
             raise ValueError(
@@ -385,7 +389,7 @@ class Problem:
     @property
     def _arrays_shown(self) -> list[str]:
         p = self.without_maps()
-        found = shape_language.shown(p.shown_operands, self.of_scores).items()
+        found = shape_language.shown(p.shown_operands).items()
         shown = [f"{name}={x}" if x else name for name, x in found]
         if self.cached is not None:
             pages = f"cache in pages of {self.page_size}" if self.pages else "contiguous cache"
@@ -559,7 +563,8 @@ def _sizes_of_rows(
     if packed is None:
         if M is None:
             raise TypeError("M is missing; give it, or the lengths of a ragged batch")
-        return 1 if batch is None else batch, M, M if N is None else N
+        N = M if N is None else N
+        return (1 if batch is None else batch), M, N
     if given := [x for x, y in (("batch", batch), ("M", M), ("N", N)) if y is not None]:
         raise ValueError(
             f"lengths and {given[0]} are given; leave out {given[0]}, which follows from lengths"
@@ -569,7 +574,7 @@ def _sizes_of_rows(
 
 
 def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:
-    """Raises an error unless so many keys are a page."""
+    """Raises an error for a number of keys that no page has."""
     if not isinstance(size, int | np.integer) or size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise error(f"{name} is {described(size)}; use one of {sizes}")

@@ -15,46 +15,41 @@ SIZE_OF_PLACE = dict(zip(("batch", "head", "query", "key"), AXES))
 
 
 def resized(
-    found: Iterable[Operand], texts: Iterable[Expression], before: Sizes, after: Sizes
+    found: Iterable[Operand], expressions: Iterable[Expression], before: Sizes, after: Sizes
 ) -> tuple[Operand, ...]:
     """The operands for a problem of other sizes.
 
     An axis that an expression indexes with places alone, as doc[query], gets the larger one of
     their sizes; others stay as they are.
     """
-    new, read, found = dict(zip(AXES, after)), tuple(texts), tuple(found)
+    old, new = dict(zip(AXES, before)), dict(zip(AXES, after))
+    read, found = tuple(expressions), tuple(found)
     is_packed = any(x.name == STARTS[0] for x in found)
+    of_rows = {**new, "batch": 1} if is_packed else new
     return tuple(
-        replace(x, shape=_own_shape(x, before, after, is_packed))
+        replace(x, shape=_by_axes(x, old, of_rows if x.name in _OF_ROWS else new))
         if x.name in (*OWN_ARRAYS, *_OF_ROWS, *PADDED)
         else replace(x, shape=tuple(_fitting(x, axis, read, new) for axis in range(len(x.shape))))
         for x in found
     )
 
 
-def _own_shape(x: Operand, before: Sizes, after: Sizes, is_packed: bool) -> tuple[int, ...]:
-    if x.name in _OF_ROWS and is_packed:
-        return (1, *after[1:3])
-    if x.name in (*_OF_ROWS, *PADDED):
-        return after[: len(x.shape)]
-    axes = tuple(zip(before, after))
-    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]
-    is_bias = len(x.shape) == 4
-    return tuple(1 if is_bias and n == 1 != b else a for n, (b, a) in zip(x.shape, axes))
+def _by_axes(x: Operand, old: Mapping[str, int], new: Mapping[str, int]) -> tuple[int, ...]:
+    """The new sizes of its axes; an axis of a bias or mask that serves all of its pairs stays 1."""
+    assert x.record
+    axes = zip(x.record.axes[-len(x.shape) :], x.shape)
+    serves_all = x.record.broadcast == "axes"
+    return tuple(1 if serves_all and n == 1 != old[axis] else new[axis] for axis, n in axes)
 
 
-def _fitting(x: Operand, axis: int, texts: Iterable[Expression], new: Mapping[str, int]) -> int:
-    indices = [index for text in texts for index in indices_of(text, x.name, axis)]
+def _fitting(x: Operand, axis: int, steps: Iterable[Expression], new: Mapping[str, int]) -> int:
+    indices = [index for step in steps for index in indices_of(step, x.name, axis)]
     places = [i.id for i in indices if isinstance(i, ast.Name) and i.id in SIZE_OF_PLACE]
     if not places or len(places) < len(indices):
         return x.shape[axis]
     return max(new[SIZE_OF_PLACE[name]] for name in places)
 
 
-def indices_of(text: Expression, name: str, axis: int) -> Iterator[ast.expr]:
+def indices_of(expression: Expression, name: str, axis: int) -> Iterator[ast.expr]:
     """The indices of an array's axis in an expression."""
-    for node in ast.walk(text.tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name):
-            every = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            if node.value.id == name and axis < len(every):
-                yield every[axis]
+    return (index for array, place, index in expression.indices if (array, place) == (name, axis))

@@ -257,38 +257,26 @@ def is_form(text: str) -> bool:
     return _parts(text) is not None or (bool(text) and not set(text) - set(_LETTERS + "1"))
 
 
-def shown(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, str]:
-    """The texts of operands by name, which give them again in a problem of these sizes."""
+def shown(found: Iterable[Operand]) -> dict[str, str]:
+    """The texts of operands by name, which give them again in a problem of the same sizes."""
     every = tuple(found)
     wrt = names_of_gradients(every)
     names = {ROW_MAX: RETURN_MAX}
-    texts = {names.get(x.name, x.name): _shown(x, sizes) for x in every}
+    texts = {names.get(x.name, x.name): _shown(x) for x in every}
     return texts | ({WRT: wrt} if wrt else {})
 
 
-def _shown(x: Operand, sizes: Sequence[int]) -> str:
+def _shown(x: Operand) -> str:
     if not x.is_array:
         return str(x.value)
     if x.name in (DLSE, ROW_MAX):
         return ""
-    if x.name not in OWN_ARRAYS:
+    if x.record is None or x.name not in OWN_ARRAYS:
         return f"{_SHORT[x.dtype]}[{','.join(map(str, x.shape))}]"
-    axes = tuple(zip(_LETTERS, sizes))
-    axes = axes if len(x.shape) == 4 else axes[2 - len(x.shape) : 2]  # of ALiBi slopes
-    letters = "".join(
-        "1" if n == 1 and len(axes) == 4 else axis for n, (axis, _) in zip(x.shape, axes)
-    )
+    axes = zip(x.record.axes[-len(x.shape) :], x.shape)
+    serves_all = x.record.broadcast == "axes"
+    letters = "".join("1" if serves_all and n == 1 else _LETTERS[AXES.index(a)] for a, n in axes)
     return letters if x.dtype == "bool" else f"{_SHORT[x.dtype]}[{letters}]"
-
-
-def arguments(found: Iterable[Operand], sizes: Sequence[int]) -> dict[str, Any]:
-    """The forms of operands, as ``operands`` takes them, in a problem of these sizes."""
-    every = tuple(x for x in found if x.name not in SEEDS)
-    texts = shown(every, sizes)
-    own: dict[str, Any] = {x: text for x, text in texts.items() if x in (*OWN_ARRAYS, *PADDED, WRT)}
-    own |= {name: True for name in (DLSE, RETURN_MAX) if name in texts}
-    others = [x for x in every if x.name not in (*OWN_ARRAYS, *PADDED, DLSE, ROW_MAX)]
-    return {**own, CAPTURED: {x.name: texts[x.name] if x.is_array else x.value for x in others}}
 
 
 def forms_of_lengths(packed: Packed | None) -> dict[str, tuple[int]]:

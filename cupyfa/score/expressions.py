@@ -118,7 +118,7 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
     known = list(names)
     near = difflib.get_close_matches(name, known, 1, cutoff=0.7)
     other = _OTHER_NAMES.get(name)
-    found = other if other in known else near[0] if near else None
+    found = other if other in known else next(iter(near), None)
     return f"; is it {found!r}?" if found else ""
 
 
@@ -293,7 +293,7 @@ class _Rules:
         if not isinstance(node.value, ast.Name) or node.value.id in (SCORE, *POSITIONS):
             raise _Wrong(node, "only captured arrays have indices")
         self._check_name(node.value)
-        indices = _indices(node)
+        indices = indices_at(node)
         if not indices:
             raise _Wrong(node, "give an index for each axis")
         for index in indices:
@@ -389,7 +389,7 @@ class _Rules:
             self._condition(node.args[0], "where takes first")
             return self._either(*node.args[1:])
         kinds = [self._numeric(x, f"{name} takes") for x in node.args]
-        return _joined(kinds) if name in ("abs", "min", "max") else "number"
+        return _joined(kinds) if FUNCTIONS[name].keeps_whole else "number"
 
 
 _NO_INFINITY = "hide pairs with mask_mod, or subtract a large number such as 1e4; exp then gives 0"
@@ -405,7 +405,9 @@ _COMPARISONS: dict[type[ast.AST], str] = {
 
 def _joined(kinds: list[Kind | None]) -> Kind | None:
     """Of numbers: a number if one of them is, whole if all are."""
-    return "number" if "number" in kinds else None if None in kinds else "whole"
+    if "number" in kinds:
+        return "number"
+    return None if None in kinds else "whole"
 
 
 def _a(kind: Kind | None) -> str:
@@ -456,20 +458,20 @@ def _with_floor(node: ast.BinOp) -> str:
     return ast.unparse(floored)
 
 
-def _indices(node: ast.Subscript) -> list[ast.expr]:
+def indices_at(node: ast.Subscript) -> list[ast.expr]:
+    """The index of each axis."""
     index = node.slice
     return list(index.elts) if isinstance(index, ast.Tuple) else [index]
 
 
 def _captured_names(tree: ast.expr) -> dict[str, int]:
     """The number of indices of each captured name, in the order of the text."""
-    uses = []
-    arrays = {id(x.value): len(_indices(x)) for x in ast.walk(tree) if isinstance(x, ast.Subscript)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id not in TAKEN:
-            uses.append((node.col_offset, node, arrays.get(id(node), 0)))
+    nodes = [*ast.walk(tree)]
+    arrays = {id(x.value): len(indices_at(x)) for x in nodes if isinstance(x, ast.Subscript)}
+    names = [x for x in nodes if isinstance(x, ast.Name) and x.id not in TAKEN]
     found: dict[str, int] = {}
-    for _, node, count in sorted(uses, key=lambda use: use[0]):
+    for node in sorted(names, key=lambda x: x.col_offset):
+        count = arrays.get(id(node), 0)
         if found.setdefault(node.id, count) != count:
             before = _count(found[node.id], "index", "indices")
             raise _Wrong(node, f"{node.id} has {before} in one place and {count} here")
@@ -547,7 +549,7 @@ class Expression:
         return tuple(
             (x.value.id, axis, index)  # type: ignore[attr-defined]  # the rules leave names alone
             for x in found
-            for axis, index in enumerate(_indices(x))
+            for axis, index in enumerate(indices_at(x))
         )
 
     @cached_property
@@ -591,7 +593,7 @@ def _work(node: ast.AST) -> int:
         case ast.Call(ast.Name(name)):
             return FUNCTIONS[name].work
         case ast.Subscript():
-            return 2 + 3 * len(_indices(node))
+            return 2 + 3 * len(indices_at(node))
         case ast.BinOp(_, ast.FloorDiv() | ast.Mod(), divisor):
             return 4 if isinstance(divisor, ast.Constant) else 20
         case ast.BinOp(_, ast.Div()):
@@ -642,7 +644,6 @@ _MOST = 2**31 - 1  # of int
 _AS_A_NUMBER = "make a factor a number, by 1.0 *, or give int64 in place of uint64"
 # Bits of whole numbers in C++, and the function that gives a number more bits.
 _WIDER = {32: ("wide", 64), 64: ("widest", 128)}
-_IN_CPP = {"min": "smaller", "max": "larger"}  # those of C++ want equal types
 
 
 @dataclass(frozen=True)
@@ -677,7 +678,7 @@ class _Printer:
             f'bounded({text}, "{array} in {self.rules.option}")'
             if self.bounded(index, array, axis)
             else text
-            for axis, index in enumerate(_indices(node))
+            for axis, index in enumerate(indices_at(node))
             for text in [self.print(index)]
         )
         given = ", ".join(indices)
@@ -753,7 +754,9 @@ class _Printer:
         most = found.most if found and found.kind == "int" else 2**63
         if not is_array:  # Python's, in 64 bits
             return _Whole(64, 2**63)
-        return _Whole(32 if most <= 2**31 else 64 if most <= 2**63 else 128, most)
+        if most <= 2**31:
+            return _Whole(32, most)
+        return _Whole(64 if most <= 2**63 else 128, most)
 
     def _unaryop(self, node: ast.UnaryOp) -> str:
         sign = "!" if isinstance(node.op, ast.Not | ast.Invert) else _SIGNS[type(node.op)]
@@ -781,7 +784,8 @@ class _Printer:
             (x,) = node.args
             return f"abs({self._widened(self.print(x), node, x)})"
         if name in ("min", "max", "where"):
-            return f"{_IN_CPP.get(name, name)}({', '.join(map(self.print, node.args))})"
+            called = FUNCTIONS[name].cpp or name
+            return f"{called}({', '.join(map(self.print, node.args))})"
         return f"{name}({self._number(node.args[0])})"
 
     def _number(self, node: ast.expr) -> str:

@@ -32,6 +32,8 @@ class Function(NamedTuple):
     arguments: tuple[str, ...] = ("x",)
     other_names: tuple[str, ...] = ()  # in other libraries
     torch: str = ""  # the name in torch, if it is another one
+    cpp: str = ""  # the name in C++, likewise: its own min and max want equal types
+    keeps_whole: bool = False  # of whole numbers it is a whole number
 
 
 _LN2 = math.log(2)
@@ -129,11 +131,12 @@ _ROWS = (
              _from_math(math.erfc, lambda x: -_gauss(x)), lambda x: -_gauss(x),
              _relative(6), lambda x, y, d: -d * (1.5 * x * x + 4), work=40),
     Function("floor", "x rounded down; still a number", np.floor),
-    Function("abs", "the absolute value", np.abs, other_names=("absolute", "fabs")),
-    Function("min", "the smaller one; NaN if one is NaN", np.minimum,
-             arguments=("a", "b"), other_names=("minimum", "fmin")),
-    Function("max", "the larger one; NaN if one is NaN", np.maximum,
-             arguments=("a", "b"), other_names=("maximum", "fmax")),
+    Function("abs", "the absolute value", np.abs, keeps_whole=True,
+             other_names=("absolute", "fabs")),
+    Function("min", "the smaller one; NaN if one is NaN", np.minimum, keeps_whole=True,
+             arguments=("a", "b"), other_names=("minimum", "fmin"), cpp="smaller"),
+    Function("max", "the larger one; NaN if one is NaN", np.maximum, keeps_whole=True,
+             arguments=("a", "b"), other_names=("maximum", "fmax"), cpp="larger"),
     Function("where", "a where the condition holds, else b", np.where,
              arguments=("condition", "a", "b")),
 )

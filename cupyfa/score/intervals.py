@@ -1,7 +1,7 @@
-"""What a mask's text says of whole tiles: it is read with ranges of whole numbers for positions.
+"""What a mask's expression says of whole tiles, read with ranges of whole numbers for positions.
 
 The result is exact where it says that all pairs of a tile are seen, or none. Elsewhere, and where
-the text computes with other numbers, all pairs have to be looked at.
+the expression computes with other numbers, all pairs have to be looked at.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import Expression, indices_at
 
 Array = np.ndarray[Any, Any]
 _LARGEST = 2**62  # of a product
@@ -28,24 +28,27 @@ class Range:
 
 
 class _Unknown(Exception):
-    """The text has something that ranges lack."""
+    """The expression has something that ranges lack."""
 
 
-def read(text: Expression, places: Mapping[str, Range], names: Mapping[str, Any]) -> Range | None:
-    """The ranges of a condition; None if the text has something that ranges lack.
+def read(
+    expression: Expression, places: Mapping[str, Range], names: Mapping[str, Any]
+) -> Range | None:
+    """The ranges of a condition; None if the expression has something that ranges lack.
 
     places: the ranges of batch, head, query, key, position, queries and keys, arrays that broadcast
     to the tiles. names: the captured arrays and numbers.
     """
     try:
-        return _Reader(places, names).visit(text.tree)
+        return _Reader(places, names).visit(expression.tree)
     except _Unknown:
         return None
 
 
+@dataclass(frozen=True)
 class _Reader:
-    def __init__(self, places: Mapping[str, Range], names: Mapping[str, Any]) -> None:
-        self.places, self.names = places, names
+    places: Mapping[str, Range]
+    names: Mapping[str, Any]
 
     def visit(self, node: ast.expr) -> Range:
         match node:
@@ -53,9 +56,8 @@ class _Reader:
                 return exactly(value)
             case ast.Name(name):
                 return self.places[name] if name in self.places else _given(self.names[name])
-            case ast.Subscript(ast.Name(name), index):
-                indices = index.elts if isinstance(index, ast.Tuple) else [index]
-                return _element(self.names[name], [self.visit(x) for x in indices])
+            case ast.Subscript(ast.Name(name)):
+                return _element(self.names[name], [self.visit(x) for x in indices_at(node)])
             case ast.UnaryOp(op, operand):
                 return _unary(op, self.visit(operand))
             case ast.BinOp(left, op, right):

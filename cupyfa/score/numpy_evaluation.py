@@ -1,4 +1,4 @@
-"""What the options' texts make of scores, in NumPy: values, derivatives and rounding errors.
+"""What the expressions make of scores, in NumPy: values, derivatives and rounding errors.
 
 An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated on all pairs
 of query and key of a tile at once, in float64; whole numbers stay whole.
@@ -8,7 +8,7 @@ f'(x) = Im f(x + ih) / h, which has no cancellation and takes nothing but f itse
 max, abs, floor and where are those of the argument that is taken.
 
 **Errors** are absolute, in units of eps, the spacing at 1 of the format that a kernel computes in.
-A node of the text has the errors of its arguments times its derivatives, and its own:
+A node of the expression has the errors of its arguments times its derivatives, and its own:
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from cupyfa.score.dropout import KeptWeights
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import Expression, indices_at
 from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 
 Array = np.ndarray[Any, Any]
@@ -69,7 +69,7 @@ class Modifications:
 
     score_steps are applied one after the other to the scaled score; a pair is seen if all
     mask_steps are True, and causal and window let it. names: the captured arrays and numbers.
-    position: of query 0 among the keys. queries, keys: the sizes that the texts see.
+    position: of query 0 among the keys. queries, keys: the sizes that the expressions see.
     first: batch, head, query and key that the first element of the arrays belongs to, for excerpts.
     dropout: which weights are dropped after the softmax; None for none.
     """
@@ -105,8 +105,8 @@ class Modifications:
         if not self.mask_steps:
             return masked, None
         seen = may = must = np.broadcast_to(True if masked is None else ~masked, shape)
-        for text in self.mask_steps:  # each counts where those before let a pair be seen
-            step = _Walk(self, text, place, ~seen, None, _EPS).visit(text.tree)
+        for expression in self.mask_steps:  # each counts where those before let a pair be seen
+            step = _Walk(self, expression, place, ~seen, None, _EPS).visit(expression.tree)
             unsure = np.asarray(False if step.error is None else step.error)
             seen = seen & step.value
             may, must = may & (step.value | unsure), must & step.value & ~unsure
@@ -142,9 +142,9 @@ class Modifications:
         the scores. Raises ValueError if a pair that is not masked reads beyond an array.
         """
         number = Number(scores.astype(np.float64, copy=False), slope, error)
-        for text in self.score_steps:
-            number = _Walk(self, text, place, masked, number, eps).real(text.tree)
-        if number.value.shape != scores.shape:  # of a text that does not name the score
+        for expression in self.score_steps:
+            number = _Walk(self, expression, place, masked, number, eps).real(expression.tree)
+        if number.value.shape != scores.shape:  # of an expression that does not name the score
             return replace(number, value=np.broadcast_to(number.value, scores.shape).copy())
         return number
 
@@ -163,8 +163,10 @@ class Modifications:
 
         The slope of these is the derivative by the element. error, eps: as of `number`.
         """
-        for text in self.score_steps:
-            for node in _elements(text.tree, names):
+        for expression in self.score_steps:
+            for node in ast.walk(expression.tree):
+                if not (isinstance(node, ast.Subscript) and _name_of(node) in names):
+                    continue
                 number = Number(scores.astype(np.float64, copy=False), error=error)
                 at: tuple[Array, ...] = ()
                 for step in self.score_steps:
@@ -186,40 +188,22 @@ class Modifications:
 NONE = Modifications()
 
 
-def _elements(tree: ast.expr, names: Collection[str]) -> list[ast.expr]:
-    """The nodes that read an element of these arrays."""
-    found = [x for x in ast.walk(tree) if isinstance(x, ast.Subscript)]
-    inner = {id(x.value) for x in found}  # a[i] of a[i][j]
-    return [x for x in found if id(x) not in inner and _name_of(x) in names]
-
-
-def _name_of(node: ast.expr) -> str:
-    while isinstance(node, ast.Subscript):
-        node = node.value
-    return node.id  # type: ignore[attr-defined]  # the rules leave names alone
-
-
+@dataclass
 class _Walk:
-    """The evaluation of one text on pairs; all its parts are evaluated, as in kernels.
+    """The evaluation of one expression on pairs; all its parts are evaluated, as in kernels.
 
-    live: the pairs that count, None for all: an index beyond an array is an error only there.
+    masked: the pairs that do not count, None for none: an index beyond an array is no error there.
+    seed: the element by which slopes are derivatives; then ``at`` has its indices.
     """
 
-    def __init__(
-        self,
-        mods: Modifications,
-        text: Expression,
-        place: Place,
-        masked: Array | None,
-        score: Number | None,
-        eps: float | None,
-        seed: ast.expr | None = None,
-    ) -> None:
-        """``seed``: the element by which slopes are derivatives; then ``at`` has its indices."""
-        self.mods, self.text, self.place, self.score, self.eps = mods, text, place, score, eps
-        self.seed = seed
-        self.at: tuple[Array, ...] = ()
-        self.live = None if masked is None else ~masked
+    mods: Modifications
+    expression: Expression
+    place: Place
+    masked: Array | None
+    score: Number | None
+    eps: float | None
+    seed: ast.expr | None = None
+    at: tuple[Array, ...] = ()
 
     def visit(self, node: ast.expr) -> Number:
         match node:
@@ -243,13 +227,16 @@ class _Walk:
                 return self._chosen(*(self.visit(x) for x in (test, body, other)))
             case ast.Call(ast.Name(name), arguments):
                 return self._call(name, [self.visit(x) for x in arguments])
-        raise ValueError(f"{self.text.option}: {ast.unparse(node)!r} is not available")
+        raise self._error(f"{ast.unparse(node)!r} is not available")
+
+    def _error(self, what: str) -> ValueError:
+        return ValueError(f"{self.expression.option}: {what}")
 
     def real(self, node: ast.expr) -> Number:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """A number of the text or of a captured array; float32 may not have it."""
+        """A number of the expression or of a captured array; float32 may not have it."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -271,26 +258,21 @@ class _Walk:
         if name in ("queries", "keys"):
             return Number(np.asarray(getattr(self.mods, name)))
         if name not in self.mods.names:
-            raise ValueError(f"{self.text.option}: {name!r} is not given")
+            raise self._error(f"{name!r} is not given")
         return self._given(self.mods.names[name])
 
-    def _element(self, node: ast.expr) -> Number:
-        indices: list[ast.expr] = []
-        is_seed = node is self.seed
-        while isinstance(node, ast.Subscript):
-            part = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            node, indices = node.value, [*part, *indices]
-        assert isinstance(node, ast.Name)
-        array = np.asarray(self.mods.names[node.id])
-        numbers = [self.visit(x) for x in indices]
+    def _element(self, node: ast.Subscript) -> Number:
+        name = _name_of(node)
+        array = np.asarray(self.mods.names[name])
+        numbers = [self.visit(x) for x in indices_at(node)]
         at = tuple(
-            self._inside(node.id, axis, size, np.asarray(x.value))
+            self._inside(name, axis, size, np.asarray(x.value))
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
         if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
             found.value = array[at].astype(object)
-        if is_seed:
+        if node is self.seed:
             self.at, found.slope = at, 1.0
         if any(x.error is not None for x in numbers):  # which element is read is not known
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
@@ -305,22 +287,22 @@ class _Walk:
         if (found := self._first(outside, index)) is not None:
             read, place = found
             allowed = f"give 0 to {size - 1}" if size else "it has no element"
-            raise ValueError(
-                f"{self.text.option}: index {read} of axis {axis} of {name} is out of range, for "
+            raise self._error(
+                f"index {read} of axis {axis} of {name} is out of range, for "
                 f"{place}; the axis has size {size}: {allowed}"
             )
         return np.clip(index, 0, max(size - 1, 0)).astype(np.int64, copy=False)
 
     def _refuse_zeros(self, divisor: Array) -> None:
         if (found := self._first(divisor == 0, divisor)) is not None:
-            raise ValueError(
-                f"{self.text.option}: // or % divides by 0, for {found[1]}; let the divisor be "
+            raise self._error(
+                f"// or % divides by 0, for {found[1]}; let the divisor be "
                 "another number, for example by max(…, 1)"
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
         """The value at the first pair that counts of some pairs, and the pair in words."""
-        here = where if self.live is None else where & self.live
+        here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
         shape = np.broadcast_shapes(here.shape, *(x.shape for x in self.place.values()))
@@ -378,8 +360,8 @@ class _Walk:
     def _refuse_long(self, wrong: Array) -> None:
         """Raises ValueError where a result of 64 bits does not fit."""
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
-            raise ValueError(
-                f"{self.text.option}: a sum, difference or product of whole numbers needs more "
+            raise self._error(
+                f"a sum, difference or product of whole numbers needs more "
                 f"than 64 bits, for {found[1]}; make one of them a number, by 1.0 *"
             )
 
@@ -491,7 +473,7 @@ class _Walk:
         a, b = self._alike(a, b)
 
         def pick(x: Any, y: Any) -> Any:
-            return None if x is y is None else np.where(test.value, _or_0(x), _or_0(y))
+            return None if x is y is None else np.where(test.value, or_0(x), or_0(y))
 
         result = Number(
             np.where(test.value, a.value, b.value),
@@ -502,11 +484,11 @@ class _Walk:
         if self.eps is None or test.error is None:
             return result
         for name, of_error in (("value", "error"), ("slope", "slope_error")):
-            x, y = (_or_0(getattr(part, name)) for part in (a, b))
+            x, y = (or_0(getattr(part, name)) for part in (a, b))
             apart = np.where(np.equal(x, y), 0.0, np.abs(np.subtract(x, y, dtype=float)))
-            errors = np.maximum(_or_0(getattr(a, of_error)), _or_0(getattr(b, of_error)))
+            errors = np.maximum(or_0(getattr(a, of_error)), or_0(getattr(b, of_error)))
             jump = np.where(test.error, apart / self.eps + errors, 0.0)
-            setattr(result, of_error, np.maximum(_or_0(getattr(result, of_error)), jump))
+            setattr(result, of_error, np.maximum(or_0(getattr(result, of_error)), jump))
         return result
 
     def _chosen_bool(self, test: Number, a: Number, b: Number) -> Number:
@@ -548,6 +530,11 @@ class _Walk:
         return x
 
 
+def _name_of(node: ast.Subscript) -> str:
+    """The array that it reads an element of."""
+    return node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
+
+
 def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array, y: Array) -> Array:
     """The derivative of f, whose values y are; by df, its formula, where x or y is a limit."""
     found = np.asarray(f(x + 1j * _STEP).imag / _STEP)
@@ -586,7 +573,7 @@ def _size(x: Any) -> Any:
     return None if x is None else np.abs(x)
 
 
-def _or_0(x: Any) -> Any:
+def or_0(x: Any) -> Any:
     return 0.0 if x is None else x
 
 

@@ -36,5 +36,5 @@ def _words_of_arrays(p: Problem, arrays: Iterable[Operand]) -> list[str]:
         f"--{name.replace('_', '-')}" + f"={text}" * bool(text)
         if name in own
         else f"--captured={name}={text}"
-        for name, text in shown(arrays, p.of_scores).items()
+        for name, text in shown(arrays).items()
     ]

@@ -212,10 +212,7 @@ class _Region(ctypes.Structure):
         ("name", ctypes.c_char_p),
         ("address", ctypes.c_size_t),
         ("bytes", ctypes.c_size_t),
-        ("itemsize", ctypes.c_int),
-        ("constant", ctypes.c_int),
-        ("awaited", ctypes.c_int),
-        ("kept", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("itemsize", "constant", "awaited", "kept")),
     )
 
 
