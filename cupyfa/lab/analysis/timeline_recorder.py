@@ -2,14 +2,14 @@
 
 The launch is compiled with the headers of kernels/timeline, which write an entry with the time
 where a phase begins and ends. On a GPU these are the clocks of the multiprocessor and of the
-device; in the simulator the order of the entries, from which ``timeline_model`` computes times.
+device. The simulator has no clocks: there an entry takes one step, in the order of the simulator.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -21,7 +21,6 @@ import numpy as np
 
 from cupyfa.arrays import block_mask as block_masks
 from cupyfa.errors import Unsupported, nearest
-from cupyfa.lab.analysis import timeline_model
 from cupyfa.lab.bench import timing
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.kernel import Kernel, Matmul
@@ -70,6 +69,8 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
+# Which multiprocessor runs a block, and how much products and copies have to do.
+_NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
 # What phases are called; one that waits for a barrier also has the barrier's name.
 NAMES = {
     Kind.IN_BLOCK: "other",
@@ -133,13 +134,16 @@ class Arrow:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """What warps did: of one block with times in cycles, of all blocks in microseconds."""
+    """What warps did: of one block with times in cycles, of all blocks in microseconds.
+
+    In the simulator the unit is an entry of the block.
+    """
 
     kernel: str
     entry: str
     problem: str
     device: str
-    modelled: bool  # whether times come from the model of the simulator
+    in_steps: bool  # whether times are steps of the simulator, and not measured
     grid: int  # blocks of the launch
     warps: int  # of a block
     blocks: tuple[int, ...]  # that were recorded
@@ -150,15 +154,12 @@ class Timeline(Shown):
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
-    has_product_times: bool = True  # not where the model does not know how long products take
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
     lost: int = 0  # entries that the log had no room for
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
     undisturbed: float | None = None  # cycles of the block if only its ends are recorded
-    operation: str = ""
-    tiles: str = ""  # as "Br=64 Bc=128"
     other_launches: tuple[str, ...] = ()  # of the call, by their entry points
     library_products: int = 0  # of the call, by cuBLAS, which cannot be recorded
 
@@ -229,7 +230,7 @@ def record(
         entry=_title(plan, chosen),
         problem=str(plan.problem),
         device=backend.limits.device,
-        modelled=backend.name != "cuda",
+        in_steps=backend.name != "cuda",
         grid=_blocks(chosen),
         warps=chosen.warps,
         blocks=tuple(sorted({x.block for x in entries})),
@@ -240,8 +241,6 @@ def record(
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
         undisturbed=undisturbed,
-        operation=kernel.operation,
-        tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
         other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
         library_products=sum(isinstance(x, Matmul) for x in plan.steps),
     )
@@ -492,15 +491,13 @@ def _of_block(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of one block, in cycles from its beginning."""
-    nanoseconds = 1.0
-    if not made.modelled:
-        rate = _cycles_per_nanosecond(entries) or clock or 1.0
-        nanoseconds = 1 / rate
-    entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
-    if made.modelled:
-        made = replace(made, has_product_times=timeline_model.counts_work(entries))
-        entries = timeline_model.timed(entries)
+    """The timeline of one block from its beginning, in cycles or in steps."""
+    rate = clock or 1.0
+    if not made.in_steps:
+        rate = _cycles_per_nanosecond(entries) or rate
+    entries = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
+    if made.in_steps:
+        entries = _in_steps(entries)
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
@@ -514,7 +511,8 @@ def _of_block(
         copies=tuple(copies),
         products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
-        nanoseconds=nanoseconds,
+        unit="steps" if made.in_steps else "cycles",
+        nanoseconds=1 / rate,
     )
 
 
@@ -637,23 +635,35 @@ def _of_all_blocks(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of all blocks, in microseconds from the beginning of the first."""
-    if made.modelled:
-        complete = _complete(entries, full)  # else the model lacks what warps wait for
-        entries, places = timeline_model.scheduled(complete, made.multiprocessors)
-        entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
+    """The timeline of all blocks, in microseconds from the beginning of the first.
+
+    The simulator runs one block after the other, so there each begins at 0 and has its own row.
+    """
+    if made.in_steps:
+        entries = _in_steps(_complete(entries, full))
+        places = {block: block for block in made.blocks}
+        made = replace(made, multiprocessors=len(places), unit="steps")
     else:
         entries, places = _on_one_clock(entries, clock)
         entries = _complete(entries, full)
+        made = replace(made, unit="\N{MICRO SIGN}s", nanoseconds=1e3)
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
     entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
     phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
-    return replace(
-        made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
-    )
+    return replace(made, phases=tuple(phases), places=places)
+
+
+def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries whose times are their numbers within their blocks, in the simulator's order."""
+    steps: Counter[int] = Counter()
+    numbered = []
+    for x in sorted(entries):
+        numbered.append(x._replace(time=steps[x.block]))
+        steps[x.block] += 1
+    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable: a warp's own order stays
 
 
 def _on_one_clock(
