@@ -7,6 +7,7 @@ device. The simulator has no clocks: there an entry takes one step, in the order
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -214,7 +216,9 @@ def record(
         times = [_shortest(backend, call.log, partial(x, *call.given)) for x in (plain, call.run)]
         if recording.detailed and block is not None:
             without = replace(recording, detailed=False)
-            undisturbed = _cycles(*_Recorded(backend, plan, chosen, without, arrays).entries())
+            ends, lost = _Recorded(backend, plan, chosen, without, arrays).entries()
+            clocks = [x.time for x in ends if x.kind is Kind.IN_BLOCK]
+            undisturbed = max(clocks) - min(clocks) if clocks and not lost else None
     entries, full = call.entries()
     progress(3, 3, "running")
     if not entries:
@@ -224,14 +228,14 @@ def record(
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
-    barriers = _Barriers.of(names, table, texts)
+    barriers = _Barriers(names, table, texts)
     made = Timeline(
         kernel=kernel.name,
         entry=_title(plan, chosen),
         problem=str(plan.problem),
         device=backend.limits.device,
         in_steps=backend.name != "cuda",
-        grid=_blocks(chosen),
+        grid=math.prod(chosen.grid),
         warps=chosen.warps,
         blocks=tuple(sorted({x.block for x in entries})),
         phases=(),
@@ -244,7 +248,8 @@ def record(
         other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
         library_products=sum(isinstance(x, Matmul) for x in plan.steps),
     )
-    marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
+    literals = (literal for text in texts for literal in _MARK.findall(text))
+    marks = {_hash(x): x for x in (_ESCAPE.sub(r"\1", literal) for literal in literals)}
     if block is None:
         return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
     return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
@@ -281,12 +286,6 @@ class _Recorded:
         return _entries(self._backend.download(self.log), self._launch, self._recording)
 
 
-def _cycles(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> float | None:
-    """The time of one block from its first to its last entry; None if that was lost."""
-    times = [x.time for x in entries if x.kind is Kind.IN_BLOCK]
-    return max(times) - min(times) if times and not full else None
-
-
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
     """The shortest time of a few runs, each with an empty log: a full one is not written to."""
     times = []
@@ -320,7 +319,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
-    return alike[0] if alike else max(there, key=lambda x: _blocks(x) * x.threads)
+    return alike[0] if alike else max(there, key=lambda x: math.prod(x.grid) * x.threads)
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:
@@ -332,13 +331,8 @@ def _title(plan: Plan, launch: PlannedLaunch) -> str:
     return f"{launch.entry} (launch {number})"
 
 
-def _blocks(launch: PlannedLaunch) -> int:
-    x, y, z = launch.grid
-    return x * y * z
-
-
 def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Recording:
-    count = _blocks(launch)
+    count = math.prod(launch.grid)
     if block is not None:
         if not 0 <= block < count:
             known = "0" if count == 1 else f"0 to {count - 1}"
@@ -407,31 +401,30 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
 
 
 class _Barriers:
-    """The names of barriers: those in shared memory are members of struct Shared."""
+    """The names of barriers: those in shared memory are members of struct Shared.
+
+    ``table`` has the sizes and alignments of the members ``names``, and of their elements, as the
+    compiler has them. Constants in ``texts`` that barrier_sync or barrier_arrive take name named
+    barriers.
+    """
 
     def __init__(
-        self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
+        self,
+        names: Sequence[str] = (),
+        table: np.ndarray | None = None,
+        texts: Sequence[str] = (),
     ) -> None:
-        self._named = named or {}
-        self._starts = [start for start, *_ in found]
-        self._found = found
         self.base = 0  # where struct Shared begins
-
-    @classmethod
-    def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
-        """From the sizes and alignments of members, and of elements, as the compiler has them.
-
-        Constants in ``texts`` that barrier_sync or barrier_arrive take name named barriers.
-        """
-        found, at = [], 0
+        self._found: list[tuple[int, str, int, int]] = []
+        at = 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
         for name, (size, alignment, element, full) in zip(names, rows):
             at = -(-at // alignment) * alignment
-            found.append((at, name, element, full))
+            self._found.append((at, name, element, full))
             at += size
         called = {x for text in texts for x in _CALLED.findall(text)}
         numbers = (x for text in texts for x in _NUMBER.findall(text))
-        return cls(found, {int(number): name for name, number in numbers if name in called})
+        self._named = {int(number): name for name, number in numbers if name in called}
 
     def named(self, number: int) -> str:
         """The name of a named barrier."""
@@ -440,7 +433,7 @@ class _Barriers:
     def name(self, address: int) -> str:
         """As "K full", or "barrier +64" where no member is known."""
         offset = address - self.base
-        index = bisect_right(self._starts, offset) - 1
+        index = bisect_right(self._found, offset, key=itemgetter(0)) - 1
         if index < 0:
             return f"barrier +{offset}"
         start, name, element, full = self._found[index]
@@ -454,12 +447,8 @@ class _Barriers:
 
 _CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
 _NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
+_ESCAPE = re.compile(r"\\([\"'\\])")  # in a literal of C: a quote or a backslash
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
-
-
-def _unescaped(literal: str) -> str:
-    """What a literal of C stands for, if it has no other escapes than quotes and backslashes."""
-    return re.sub(r"\\([\"'\\])", r"\1", literal)
 
 
 def _hash(name: str) -> int:
@@ -651,7 +640,7 @@ def _of_all_blocks(
     entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
-    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(), marks)]
     phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
     return replace(made, phases=tuple(phases), places=places)
 

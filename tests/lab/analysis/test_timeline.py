@@ -327,7 +327,7 @@ def test_all_warps_end_where_the_first_entries_were_lost():
         entry(4, 1, Kind.BLOCK_WAIT),
     ]
     blank = small(phases=(), lost=9)
-    found = timelines._of_block(blank, entries, timelines._Barriers(()), {}, {(0, 1): 9}, 1.0)
+    found = timelines._of_block(blank, entries, timelines._Barriers(), {}, {(0, 1): 9}, 1.0)
     assert [(x.warp, x.name, x.start, x.end) for x in found.phases] == [
         (0, "other", 0, 2),
         (0, "softmax", 2, 4),
@@ -442,7 +442,7 @@ def test_phases_count_where_they_begin():
         entry(6, 0, Kind.MARKED, ended=True),
         entry(7, 0, Kind.IN_BLOCK, ended=True),
     ]
-    phases = tuple(timelines._phases(entries, timelines._Barriers(()), {}))
+    phases = tuple(timelines._phases(entries, timelines._Barriers(), {}))
     times = {
         x.phase: x.times for x in shares(small(phases=phases)) if "longest_block" not in x.row()
     }
@@ -457,7 +457,7 @@ def test_a_warp_ends_with_the_last_of_its_lanes():
         entry(9, 0, Kind.BARRIER_WAIT, ended=True),
         entry(12, 0, Kind.IN_BLOCK, ended=True),
     ]
-    found = list(timelines._phases(entries, timelines._Barriers(()), {}))
+    found = list(timelines._phases(entries, timelines._Barriers(), {}))
     assert [(x.kind, x.start, x.end) for x in found] == [
         (Kind.IN_BLOCK, 0, 6),
         (Kind.BARRIER_WAIT, 6, 9),
