@@ -41,16 +41,15 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     check(path)
     if not rows:
         raise ValueError("there is nothing to draw: no computation has any work")
-    listed = [
-        f"{', '.join(names)} {', '.join(_in_words(*point) for point in points)}"
-        for (_, points), names in _series(rows).items()
-    ]
+    listed = []
+    for (_, points), names in _series(rows).items():
+        where = (f"{_two_digits(y)} at {_two_digits(x)} FLOP per byte" for x, y, _ in points)
+        listed.append(f"{', '.join(names)} {', '.join(where)}")
     write(lambda: _figure(rows), path, f"TFLOP/s on {_title(rows)}", "; ".join(listed))
 
 
-def _in_words(x: float, y: float, measured: bool) -> str:
-    intensity, rate = (f"{float(f'{value:.2g}'):g}" for value in (x, y))
-    return f"{rate} at {intensity} FLOP per byte"
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def _figure(rows: Sequence[Roof]) -> Any:
@@ -60,8 +59,8 @@ def _figure(rows: Sequence[Roof]) -> Any:
     figure = new_figure(max(5.5, 0.2 * lines))
     axes = figure.add_axes((0.07, 0.1, 0.71, 0.85))
     axes.set_xlabel("FLOP per byte")
-    left = min(x for row in rows for x in (row.intensity, row.balance) if x) / 5
-    right = 1.5 * max(x for row in rows for x in (row.intensity, row.balance) if x)
+    intensities = [x for row in rows for x in (row.intensity, row.balance) if x]
+    left, right = min(intensities) / 5, 1.5 * max(intensities)
     top = max(row.peak for row in rows)
     lowest = min(y for _, points in series for _, y, _ in points)
     bottom = min(lowest / 2, left * rows[0].device.bandwidth / 1e3)
