@@ -40,6 +40,7 @@ _FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all
 _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
+_NANOSECONDS_OF_STEP = 1e3  # in a trace
 _TIMES = 5  # runs with and without a recording, to compare
 _LISTED = 20  # launches in a message
 
@@ -481,12 +482,12 @@ def _of_block(
     clock: float | None,
 ) -> Timeline:
     """The timeline of one block from its beginning, in cycles or in steps."""
-    rate = clock or 1.0
-    if not made.in_steps:
-        rate = _cycles_per_nanosecond(entries) or rate
-    entries = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
+    shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
     if made.in_steps:
-        entries = _in_steps(entries)
+        unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
+    else:
+        rate = _cycles_per_nanosecond(entries) or clock or 1.0
+        unit, nanoseconds, entries = "cycles", 1 / rate, shown
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
@@ -500,8 +501,8 @@ def _of_block(
         copies=tuple(copies),
         products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
-        unit="steps" if made.in_steps else "cycles",
-        nanoseconds=1 / rate,
+        unit=unit,
+        nanoseconds=nanoseconds,
     )
 
 
@@ -631,18 +632,25 @@ def _of_all_blocks(
     if made.in_steps:
         entries = _in_steps(_complete(entries, full))
         places = {block: block for block in made.blocks}
-        made = replace(made, multiprocessors=len(places), unit="steps")
+        unit, nanoseconds, multiprocessors = "steps", _NANOSECONDS_OF_STEP, len(places)
     else:
         entries, places = _on_one_clock(entries, clock)
         entries = _complete(entries, full)
-        made = replace(made, unit="\N{MICRO SIGN}s", nanoseconds=1e3)
+        unit, nanoseconds, multiprocessors = "\N{MICRO SIGN}s", 1e3, made.multiprocessors
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
     entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(), marks)]
     phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
-    return replace(made, phases=tuple(phases), places=places)
+    return replace(
+        made,
+        phases=tuple(phases),
+        places=places,
+        multiprocessors=multiprocessors,
+        unit=unit,
+        nanoseconds=nanoseconds,
+    )
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:

@@ -504,7 +504,7 @@ def test_shares_are_of_the_time_of_warps_that_work():
 
 def test_a_trace_has_the_format_of_trace_events(overlap):
     """Phases of a row follow each other, flows begin and end in one, and pairs belong together."""
-    odd = replace(overlap, nanoseconds=0.581)  # of a cycle; times are whole nanoseconds
+    odd = replace(overlap, nanoseconds=58.1)  # of a step; times are whole nanoseconds
     found = defaultdict(list)
     for x in json.loads(json.dumps(traces.trace(odd)))["traceEvents"]:
         found[x["ph"]].append(x)
