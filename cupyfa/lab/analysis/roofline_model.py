@@ -22,7 +22,7 @@ from cupyfa.lab.analysis.resources import gpu, limits_of
 from cupyfa.lab.bench import peaks, sweeps
 from cupyfa.lab.bench.peaks import Device
 from cupyfa.lab.bench.results import Measurement, Results
-from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields
+from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields, three_digits
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
@@ -410,13 +410,7 @@ def _roof(
 
 def roofs(rows: Sequence[Roof]) -> str:
     """A table of the columns that differ, in three digits (they are estimates), and notes."""
-    table = [
-        {
-            c: _three_digits(x) if isinstance(x, float) else x
-            for c, x in short_row(row.row()).items()
-        }
-        for row in rows
-    ]
+    table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
     one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
     drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
@@ -425,6 +419,6 @@ def roofs(rows: Sequence[Roof]) -> str:
     return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
 
 
-def _three_digits(value: float) -> float | int:
-    rounded = float(f"{value:.3g}")
-    return int(rounded) if rounded >= 1000 else rounded
+def _shown(value: Any) -> Any:
+    rounded = three_digits(value)
+    return int(rounded) if isinstance(value, float) and rounded >= 1000 else rounded
