@@ -308,7 +308,10 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
+    """A row for each multiprocessor, with as many lines as it runs blocks at a time.
+
+    In the simulator a row is a block.
+    """
     rows = summary.rows_of_blocks(timeline)
     places = sorted({place for place, _ in rows.values()})
     lanes = 1 + max(lane for _, lane in rows.values())
@@ -340,8 +343,8 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         bars.append((x, *place_of(x.block), fill))
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
     _bars(axes, bars)
-    step = max(1, len(places) // 12)
-    axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
+    step, row = max(1, len(places) // 12), "block" if timeline.in_steps else "SM"
+    axes.set_yticks(range(0, len(places), step), [f"{row} {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)
     axes.set_xlabel(timeline.unit)
     drawn = {fill for *_, fill in bars}

@@ -632,25 +632,18 @@ def _of_all_blocks(
     if made.in_steps:
         entries = _in_steps(_complete(entries, full))
         places = {block: block for block in made.blocks}
-        unit, nanoseconds, multiprocessors = "steps", _NANOSECONDS_OF_STEP, len(places)
+        unit, nanoseconds = "steps", _NANOSECONDS_OF_STEP
     else:
         entries, places = _on_one_clock(entries, clock)
         entries = _complete(entries, full)
-        unit, nanoseconds, multiprocessors = "\N{MICRO SIGN}s", 1e3, made.multiprocessors
+        unit, nanoseconds = "\N{MICRO SIGN}s", 1e3
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
     entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(), marks)]
     phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
-    return replace(
-        made,
-        phases=tuple(phases),
-        places=places,
-        multiprocessors=multiprocessors,
-        unit=unit,
-        nanoseconds=nanoseconds,
-    )
+    return replace(made, phases=tuple(phases), places=places, unit=unit, nanoseconds=nanoseconds)
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:

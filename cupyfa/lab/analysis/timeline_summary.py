@@ -116,7 +116,7 @@ def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) ->
 def facts(timeline: Timeline) -> dict[str, float]:
     """Figures of the whole timeline by name; without products, for example, there are no gaps.
 
-    Steps of the simulator say nothing of how long products take, so they have no such figures.
+    Steps of the simulator say nothing of times, so of them there is only the number.
 
     Of one block: its time; in percent the time in which products are in flight, that between them,
     and the part of the softmax that is computed in the former; the longest gap between products. A
@@ -126,13 +126,13 @@ def facts(timeline: Timeline) -> dict[str, float]:
     """
     if not timeline.phases:
         return {}
+    if timeline.in_steps:
+        return {"time": timeline.end}
     return _facts_of_block(timeline) if timeline.is_detailed else _facts_of_all(timeline)
 
 
 def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     found = {"time": timeline.end}
-    if timeline.in_steps:
-        return found
     # In flight are groups of wgmma, and mma.sync of any warp.
     in_flight = [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
     busy = merged((x.start, x.end) for x in in_flight)

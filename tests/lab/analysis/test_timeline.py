@@ -262,7 +262,7 @@ def test_all_blocks_of_a_persistent_kernel_go_from_task_to_task():
     assert found.blocks == (0, 1, 2, 3) and sorted(found.places.values()) == [0, 1, 2, 3]
     ends = [x for x in found.phases if x.block == 0 and x.warp == 4 and x.kind is Kind.EPILOGUE]
     assert len(ends) == 2  # of eight tasks in four blocks
-    assert facts(found)["waves"] == 1
+    assert facts(found) == {"time": found.end}
     rows = [x.row() for x in shares(found)]
     assert {"work", "epilogue"} <= {x["phase"] for x in rows}
     assert {x["longest_block"] for x in rows} <= {0, 1, 2, 3}
