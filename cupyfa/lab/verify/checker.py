@@ -378,7 +378,11 @@ def _named(
         if not isinstance(kernel, KernelOrName):
             raise TypeError(f"a kernel is {kernel!r}; give names, or records")
         name = name_of(kernel)
-        record = None if kernel == AUTO else named(kernel) if isinstance(kernel, str) else kernel
+        record: Kernel | None = None  # of AUTO
+        if isinstance(kernel, Kernel):
+            record = kernel
+        elif kernel != AUTO:
+            record = named(kernel)
         if found.setdefault(name, (kernel, record))[1] is not record:
             raise ValueError(f"two kernels are named {name!r}; give one of them another name")
     return found
