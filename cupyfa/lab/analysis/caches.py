@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from cupyfa import cache_folder
 
@@ -34,40 +34,25 @@ _NAMES = {
 }
 
 
-class Kept(NamedTuple):
+def kept(kind: str) -> dict[str, Any]:
     """The files of a kind: how many, their bytes, the time of the newest, and the folder."""
-
-    kind: str
-    files: int
-    bytes: int
-    newest: str | None
-    path: str | None
-
-
-class Removed(NamedTuple):
-    """The removed files of a kind, and how many are left."""
-
-    kind: str
-    files: int
-    bytes: int
-    left: int
-
-
-def kept(kind: str) -> Kept:
     stats = [stat for item in _items(kind) for stat in _files(item).values()]
     newest = max((datetime.fromtimestamp(stat.st_mtime) for stat in stats), default=None)
     folder = folder_of(kind)
-    return Kept(
-        kind,
-        files=len(stats),
-        bytes=sum(stat.st_size for stat in stats),
-        newest=newest.isoformat(sep=" ", timespec="seconds") if newest else None,
-        path=str(folder) if folder else None,
-    )
+    return {
+        "kind": kind,
+        "files": len(stats),
+        "bytes": sum(stat.st_size for stat in stats),
+        "newest": newest.isoformat(sep=" ", timespec="seconds") if newest else None,
+        "path": str(folder) if folder else None,
+    }
 
 
-def clear(kind: str, *, dry_run: bool = False) -> Removed:
-    """Removes the files of one of KINDS, or counts them; warns of those that cannot be removed."""
+def clear(kind: str, *, dry_run: bool = False) -> dict[str, Any]:
+    """Removes the files of one of KINDS, or counts them; warns of those that cannot be removed.
+
+    Returns how many were removed, their bytes, and how many are left.
+    """
     files = size = left = 0
     refused: OSError | None = None
     for item in _items(kind):
@@ -85,7 +70,7 @@ def clear(kind: str, *, dry_run: bool = False) -> Removed:
         left += len(after)
     if refused is not None:
         warnings.warn(f"{refused.filename} cannot be removed ({refused.strerror})", stacklevel=2)
-    return Removed(kind, files, size, left)
+    return {"kind": kind, "files": files, "bytes": size, "left": left}
 
 
 def folder_of(kind: str) -> Path | None:

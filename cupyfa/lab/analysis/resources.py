@@ -167,10 +167,7 @@ def problem_to_compile(
 
 
 def ptx(launch: PlannedLaunch, arch: str) -> str:
-    from cupyfa.runtime.cuda.compiler import compile_text
-
-    text, folders = source.text(launch), source.include_folders(launch)
-    made, _ = compile_text(text, f"{launch.entry}.cu", launch.target or arch, folders, to_ptx=True)
+    made, _ = _compiled(launch, launch.target or arch, to_ptx=True)
     return made.rstrip(b"\0").decode()
 
 
@@ -193,14 +190,19 @@ def sass(compiled: Compiled) -> str:
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
     """A launch compiled for an architecture, or for the one of its kernel."""
-    from cupyfa.runtime.cuda.compiler import compile_text
-
     arch = launch.target or arch
-    text, folders = source.text(launch), source.include_folders(launch)
-    cubin, log = compile_text(text, f"{launch.entry}.cu", arch, folders)
+    cubin, log = _compiled(launch, arch)
     if f"entry function '{launch.entry}'" not in log:
         raise source.without_entry(launch)
     return Compiled(launch, arch, cubin, log)
+
+
+def _compiled(launch: PlannedLaunch, arch: str, *, to_ptx: bool = False) -> tuple[bytes, str]:
+    """What NVRTC makes of a launch, and its log."""
+    from cupyfa.runtime.cuda.compiler import compile_text
+
+    text, folders = source.text(launch), source.include_folders(launch)
+    return compile_text(text, f"{launch.entry}.cu", arch, folders, to_ptx=to_ptx)
 
 
 def compiled_row(plan: Plan, compiled: Compiled) -> Row:
@@ -224,11 +226,10 @@ def compilations(rows: Sequence[Row], form: str) -> str:
     """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
     if form != "table":
         return render(rows, form)
-    table = [dict(row) for row in rows]
-    warnings = [row.pop("warnings") for row in table]
     below = [
-        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {words}"
-        for row, words in zip(table, warnings)
-        if words
+        f"{row['entry']}, {row['dtype']}, sm_{row['arch']}: {row['warnings']}"
+        for row in rows
+        if row["warnings"]
     ]
+    table = [{name: x for name, x in row.items() if name != "warnings"} for row in rows]
     return "\n".join([table_or_fields(table), *below])

@@ -22,7 +22,7 @@ from cupyfa.lab.analysis.resources import gpu, limits_of
 from cupyfa.lab.bench import peaks, sweeps
 from cupyfa.lab.bench.peaks import Device
 from cupyfa.lab.bench.results import Measurement, Results
-from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields
+from cupyfa.lab.report.tables import drop, drop_followers, short_row, table_or_fields, three_digits
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Matmul
 from cupyfa.ladder.lookup import record_named
@@ -183,8 +183,12 @@ def roofline(
         raise ValueError(f"{names} computes softmax; name kernels of attention or its gradients")
     sweeps.refuse_foreign([operation], sizes)
     problems = sweeps.problems(operation, sizes, *records)
-    if all(x in (NAIVE, TILED) for x in chosen):
-        _refuse_gradients(operation, problems)
+    given = next((p.wrt for p in problems if p.wrt), ())
+    if given and operation != "backward" and all(x in (NAIVE, TILED) for x in chosen):
+        raise ValueError(
+            f"wrt is {','.join(given)}, and the forward pass gives no gradients; give "
+            "backward=True, or leave wrt out"
+        )
     backend = gpu()
     target, is_here = _device(device, backend)
     limits = backend.limits if backend and is_here else _limits(target)
@@ -193,12 +197,9 @@ def roofline(
         progress(done, len(problems), str(problem))
         rungs = [x for x in LADDER[operation].values() if x.takes(problem.dtype.name)]
         wanted = [select(x, operation, problem, limits) if x == "auto" else x for x in chosen]
-        found = [
-            _roof(x, operation, problem, target, limits) for x in wanted or [NAIVE, TILED, *rungs]
-        ]
-        if not chosen:
-            found = [row for row in found if not row.note]
-        rows += found
+        computations = wanted or [NAIVE, TILED, *rungs]
+        found = [_roof(x, operation, problem, target, limits) for x in computations]
+        rows += [row for row in found if chosen or not row.note]
     if rows and all(row.note for row in rows):
         raise Unsupported(rows[0].note)
     return Rows(rows)
@@ -304,17 +305,6 @@ def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
     return found.pop() if found else "forward"
 
 
-def _refuse_gradients(operation: str, problems: Iterable[Problem]) -> None:
-    """Raises ValueError if a forward pass is asked for the gradients of arrays."""
-    for p in problems:
-        if operation != "backward" and p.wrt:
-            names = ",".join(p.wrt)
-            raise ValueError(
-                f"wrt is {names}, and the forward pass gives no gradients; give backward=True, or "
-                "leave wrt out"
-            )
-
-
 def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
     return {name: x.bytes(p) for name, x in OPERATIONS[operation].inputs_of(p).items()}
 
@@ -403,7 +393,10 @@ def _roof(
         count = naive_bytes if computation == NAIVE else tiled_bytes
         precision = p.precision or p.dtype.name
         plain = precision == "float32"
-        parts = "float16" if plain and _parts_pay(device) else None
+        # Tensor cores may multiply float32 as parts in float16 faster than the plain units do.
+        of_parts = device.peak("float16", tensor=True) / _OF_PARTS
+        parts_pay = of_parts > device.peak("float32", tensor=False)
+        parts = "float16" if plain and parts_pay else None
         about = count(operation, p), precision, not plain or parts is not None
         return Roof(computation, operation, p, device, *about, parts=parts)
     try:
@@ -415,20 +408,9 @@ def _roof(
     return Roof(computation.name, operation, problem, device, *about, parts=made.kernel.parts)
 
 
-def _parts_pay(device: Device) -> bool:
-    """Whether tensor cores multiply float32 as parts in float16 faster than the plain units do."""
-    return device.peak("float16", tensor=True) / _OF_PARTS > device.peak("float32", tensor=False)
-
-
 def roofs(rows: Sequence[Roof]) -> str:
     """A table of the columns that differ, in three digits (they are estimates), and notes."""
-    table = [
-        {
-            c: _three_digits(x) if isinstance(x, float) else x
-            for c, x in short_row(row.row()).items()
-        }
-        for row in rows
-    ]
+    table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
     one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
     drop_followers(table, *(["N"] if one_M else []))
     notes = [f"note: {x['note']}" for x in table if x["note"]]
@@ -437,6 +419,6 @@ def roofs(rows: Sequence[Roof]) -> str:
     return "\n".join([shown, f"rates: {rows[0].device.source}", *notes])
 
 
-def _three_digits(value: float) -> float | int:
-    rounded = float(f"{value:.3g}")
-    return int(rounded) if rounded >= 1000 else rounded
+def _shown(value: Any) -> Any:
+    rounded = three_digits(value)
+    return int(rounded) if isinstance(value, float) and rounded >= 1000 else rounded

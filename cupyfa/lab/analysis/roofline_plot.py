@@ -8,24 +8,11 @@ from textwrap import fill
 from typing import Any
 
 from cupyfa.lab.analysis.roofline_model import EXPONENTIALS, NAIVE, TILED, Roof
-from cupyfa.lab.report.plots import (
-    COLOURS,
-    FAMILIES,
-    INK,
-    MARKERS,
-    add_label,
-    check,
-    family,
-    new_figure,
-    place_labels,
-    set_scales,
-    text_size,
-    write,
-)
+from cupyfa.lab.report import plots
 
 Point = tuple[float, float, bool]  # intensity, TFLOP/s, whether measured
 _BOUND = "bound"
-_KEYS = (_BOUND, *FAMILIES)
+_KEYS = (_BOUND, *plots.FAMILIES)
 _CLOSE = 0.98  # the ratio of two roofs from which on only one is drawn
 _WIDE = 18  # characters in a line of a label
 _GAP = 9  # points between a point and its label
@@ -38,38 +25,37 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     exponentials, where it is below that of the arithmetic. Files and errors as of ``draw``.
     """
     path, rows = Path(path), [row for row in rows if row.tflops]
-    check(path)
+    plots.check(path)
     if not rows:
         raise ValueError("there is nothing to draw: no computation has any work")
-    listed = [
-        f"{', '.join(names)} {', '.join(_in_words(*point) for point in points)}"
-        for (_, points), names in _series(rows).items()
-    ]
-    write(lambda: _figure(rows), path, f"TFLOP/s on {_title(rows)}", "; ".join(listed))
+    listed = []
+    for (_, points), names in _series(rows).items():
+        where = (f"{_two_digits(y)} at {_two_digits(x)} FLOP per byte" for x, y, _ in points)
+        listed.append(f"{', '.join(names)} {', '.join(where)}")
+    plots.write(lambda: _figure(rows), path, f"TFLOP/s on {_title(rows)}", "; ".join(listed))
 
 
-def _in_words(x: float, y: float, measured: bool) -> str:
-    intensity, rate = (f"{float(f'{value:.2g}'):g}" for value in (x, y))
-    return f"{rate} at {intensity} FLOP per byte"
+def _two_digits(value: float) -> str:
+    return f"{float(f'{value:.2g}'):g}"
 
 
 def _figure(rows: Sequence[Roof]) -> Any:
     """Points with labels to their right, and the roofs, which are named at the right edge."""
     series = {key: _wrapped(names) for key, names in _series(rows).items()}
     lines = sum(1 + label.count("\n") for label in series.values())
-    figure = new_figure(max(5.5, 0.2 * lines))
+    figure = plots.new_figure(max(5.5, 0.2 * lines))
     axes = figure.add_axes((0.07, 0.1, 0.71, 0.85))
     axes.set_xlabel("FLOP per byte")
-    left = min(x for row in rows for x in (row.intensity, row.balance) if x) / 5
-    right = 1.5 * max(x for row in rows for x in (row.intensity, row.balance) if x)
+    intensities = [x for row in rows for x in (row.intensity, row.balance) if x]
+    left, right = min(intensities) / 5, 1.5 * max(intensities)
     top = max(row.peak for row in rows)
     lowest = min(y for _, points in series for _, y, _ in points)
     bottom = min(lowest / 2, left * rows[0].device.bandwidth / 1e3)
     axes.set(xlim=(left, right), ylim=(bottom, 2 * top))
-    set_scales(axes)
+    plots.set_scales(axes)
     labels = [_draw_series(axes, *key, label) for key, label in series.items()]
     width = axes.bbox.width * 72 / figure.dpi
-    column = max(text_size(label)[0] for label in labels) + 2 * _GAP
+    column = max(plots.text_size(label)[0] for label in labels) + 2 * _GAP
     right = left * (right / left) ** (width / (width - column))  # leaves room for a column
     axes.set_xlim(left, right)
     levels, dashed = _levels(rows)
@@ -93,17 +79,17 @@ def _draw_series(axes: Any, key: str, points: Sequence[Point], names: str) -> An
     for x, y, measured in points:
         face = colour if measured else "white"
         axes.plot(x, y, marker, color=colour, markerfacecolor=face, zorder=3)
-    return add_label(axes, names, points[-1][:2], colour)
+    return plots.add_label(axes, names, points[-1][:2], colour)
 
 
 def _key(computation: str) -> str:
-    return _BOUND if computation in (NAIVE, TILED) else family(computation)
+    return _BOUND if computation in (NAIVE, TILED) else plots.family(computation)
 
 
 def _look(key: str) -> tuple[str, str]:
     """Colour and marker of a family, or of a bound."""
     index = _KEYS.index(key)
-    return (INK, *COLOURS)[index], MARKERS[index]
+    return (plots.INK, *plots.COLOURS)[index], plots.MARKERS[index]
 
 
 def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequence[float]) -> None:
@@ -118,9 +104,9 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
     column: list[Any] = []
     for x, following in pairwise([*sorted(set(xs)), math.inf]):
         column += [label for label in labels if label.xy[0] == x]
-        needed = max((text_size(label)[0] for label in column), default=0) + 2 * _GAP
+        needed = max((plots.text_size(label)[0] for label in column), default=0) + 2 * _GAP
         if column and (following == math.inf or across(following) - across(x) > needed):
-            place_labels(axes, column, across(x) + _GAP, levels)
+            plots.place_labels(axes, column, across(x) + _GAP, levels)
             column = []
 
 
@@ -149,16 +135,18 @@ def _draw_roofs(
 ) -> None:
     """The roofs, each with its TFLOP/s and the unit that it belongs to."""
     left, right = axes.get_xlim()
-    axes.plot([left, max(levels) / slope], [left * slope, max(levels)], color=INK, linewidth=1.2)
+    axes.plot(
+        [left, max(levels) / slope], [left * slope, max(levels)], color=plots.INK, linewidth=1.2
+    )
     for level in levels:
-        axes.plot([level / slope, right], [level] * 2, color=INK, linewidth=1.2)
+        axes.plot([level / slope, right], [level] * 2, color=plots.INK, linewidth=1.2)
     for level in dashed:
-        axes.plot([level / slope, right], [level] * 2, "--", color=INK, linewidth=1)
+        axes.plot([level / slope, right], [level] * 2, "--", color=plots.INK, linewidth=1)
     names = []
     for level, unit in (levels | dashed).items():
         rate = f"{level:.{0 if level >= 100 else 1}f} TFLOP/s\n{unit}"
-        names.append(add_label(axes, rate, (right, level), INK))
-    place_labels(axes, names, axes.bbox.width * 72 / axes.figure.dpi + _GAP)
+        names.append(plots.add_label(axes, rate, (right, level), plots.INK))
+    plots.place_labels(axes, names, axes.bbox.width * 72 / axes.figure.dpi + _GAP)
 
 
 def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
@@ -184,7 +172,7 @@ def _add_texts(axes: Any, rows: Sequence[Roof]) -> None:
     for key in (key for key in _KEYS if key in drawn):
         colour, marker = _look(key)
         face = colour if key in measured else "white"
-        text = FAMILIES.get(key, "a bound, by formula")
+        text = plots.FAMILIES.get(key, "a bound, by formula")
         axes.plot([], [], marker, color=colour, markerfacecolor=face, label=text)
     marks = "full marks are measured, empty ones attainable" if measured else "all are attainable"
     axes.legend(

@@ -9,16 +9,8 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from cupyfa.lab.analysis import timeline_summary as summary
 from cupyfa.lab.analysis.timeline_recorder import Arrow, Kind, Span, Timeline
-from cupyfa.lab.analysis.timeline_summary import (
-    busiest_warps,
-    extents,
-    lines,
-    rounded,
-    rows_of_blocks,
-    shares,
-    working,
-)
 from cupyfa.lab.report.plots import INK, PALE, check, new_figure, write
 
 # The colours of Okabe and Ito, which the colour-blind distinguish.
@@ -82,7 +74,10 @@ def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | Non
             f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
             f"{timeline.end:g} {timeline.unit}; give two times in it"
         )
-    said = [*lines(timeline), *(f"{x.phase} {x.share:.1f} %" for x in shares(timeline))]
+    said = [
+        *summary.lines(timeline),
+        *(f"{x.phase} {x.share:.1f} %" for x in summary.shares(timeline)),
+    ]
     figure = _block_figure if timeline.is_detailed else _grid_figure
     write(lambda: figure(timeline, window), path, f"Timeline of {timeline.entry}", "; ".join(said))
 
@@ -102,7 +97,7 @@ def _windows(timeline: Timeline, window: tuple[float, float] | None) -> list[tup
 
 def _block_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
     windows = _windows(timeline, window)
-    warps = sorted({warp for _, warp in working(timeline)})
+    warps = sorted({warp for _, warp in summary.working(timeline)})
     row = 0.26 if len(warps) <= 12 else 0.2
     height = len(windows) * (row * len(warps) + 0.55)
     figure = new_figure(height)
@@ -133,7 +128,7 @@ def _mark_break(first: Any, second: Any, unit: str) -> None:
         axes.plot([at - 0.003, at + 0.003], [0, 0], transform=axes.transAxes, **torn)
     left_out = second.get_xlim()[0] - first.get_xlim()[1]
     first.annotate(
-        f"{rounded(left_out)} {unit} are left out \N{RIGHTWARDS ARROW}",
+        f"{summary.rounded(left_out)} {unit} are left out \N{RIGHTWARDS ARROW}",
         (1, 0),
         (0, -12),
         xycoords="axes fraction",
@@ -282,7 +277,7 @@ def _add_texts(
     from matplotlib.patches import Patch
 
     height = figure.get_figheight()
-    text = [part for line in lines(timeline) for part in wrap(line, _LINE)]
+    text = [part for line in summary.lines(timeline) for part in wrap(line, _LINE)]
     figure.text(0.0, 1 + (0.17 * len(text) - 0.02) / height, text[0], fontsize=9, fontweight="bold")
     for number, line in enumerate(text[1:], 1):
         figure.text(0.0, 1 + (0.17 * (len(text) - number) - 0.02) / height, line, fontsize=8)
@@ -313,8 +308,11 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """A row for each multiprocessor, with as many lines as it runs blocks at a time."""
-    rows = rows_of_blocks(timeline)
+    """A row for each multiprocessor, with as many lines as it runs blocks at a time.
+
+    In the simulator a row is a block.
+    """
+    rows = summary.rows_of_blocks(timeline)
     places = sorted({place for place, _ in rows.values()})
     lanes = 1 + max(lane for _, lane in rows.values())
     height = max(2.0, min(8.0, 0.3 * len(places) * lanes))
@@ -329,11 +327,11 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
 
     bars = [
         (Span(block, 0, Kind.IN_BLOCK, "", *whole), *place_of(block), (PALE, ""))
-        for block, whole in extents(timeline).items()
+        for block, whole in summary.extents(timeline).items()
     ]
     tasks: dict[int, int] = defaultdict(int)
     last_kind: dict[int, Kind] = {}
-    warp_of, fills = busiest_warps(timeline), _fills(timeline)
+    warp_of, fills = summary.busiest_warps(timeline), _fills(timeline)
     for x in timeline.phases:
         if x.warp != warp_of[x.block]:
             continue
@@ -345,8 +343,8 @@ def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
         bars.append((x, *place_of(x.block), fill))
     axes.set(xlim=window or (0, timeline.end), ylim=(len(places) - 0.5, -0.5))
     _bars(axes, bars)
-    step = max(1, len(places) // 12)
-    axes.set_yticks(range(0, len(places), step), [f"SM {x}" for x in places[::step]], fontsize=8)
+    step, row = max(1, len(places) // 12), "block" if timeline.in_steps else "SM"
+    axes.set_yticks(range(0, len(places), step), [f"{row} {x}" for x in places[::step]], fontsize=8)
     axes.tick_params(length=0)
     axes.set_xlabel(timeline.unit)
     drawn = {fill for *_, fill in bars}

@@ -2,26 +2,27 @@
 
 The launch is compiled with the headers of kernels/timeline, which write an entry with the time
 where a phase begins and ends. On a GPU these are the clocks of the multiprocessor and of the
-device; in the simulator the order of the entries, from which ``timeline_model`` computes times.
+device. The simulator has no clocks: there an entry takes one step, in the order of the simulator.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import partial
 from itertools import chain, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cupyfa.arrays import block_mask as block_masks
 from cupyfa.errors import Unsupported, nearest
-from cupyfa.lab.analysis import timeline_model
 from cupyfa.lab.bench import timing
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.kernel import Kernel, Matmul
@@ -39,6 +40,7 @@ _FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all
 _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
+_NANOSECONDS_OF_STEP = 1e3  # in a trace
 _TIMES = 5  # runs with and without a recording, to compare
 _LISTED = 20  # launches in a message
 
@@ -70,6 +72,8 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
+# Which multiprocessor runs a block, and how much products and copies have to do.
+_NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
 # What phases are called; one that waits for a barrier also has the barrier's name.
 NAMES = {
     Kind.IN_BLOCK: "other",
@@ -133,13 +137,16 @@ class Arrow:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """What warps did: of one block with times in cycles, of all blocks in microseconds."""
+    """What warps did: of one block with times in cycles, of all blocks in microseconds.
+
+    In the simulator the unit is an entry of the block.
+    """
 
     kernel: str
     entry: str
     problem: str
     device: str
-    modelled: bool  # whether times come from the model of the simulator
+    in_steps: bool  # whether times are steps of the simulator, and not measured
     grid: int  # blocks of the launch
     warps: int  # of a block
     blocks: tuple[int, ...]  # that were recorded
@@ -150,15 +157,12 @@ class Timeline(Shown):
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
-    has_product_times: bool = True  # not where the model does not know how long products take
     unit: str = "cycles"
     nanoseconds: float = 1.0  # of a unit
     lost: int = 0  # entries that the log had no room for
     milliseconds: float | None = None  # of the call, with all its launches, without a recording
     recorded_milliseconds: float | None = None  # and with it
     undisturbed: float | None = None  # cycles of the block if only its ends are recorded
-    operation: str = ""
-    tiles: str = ""  # as "Br=64 Bc=128"
     other_launches: tuple[str, ...] = ()  # of the call, by their entry points
     library_products: int = 0  # of the call, by cuBLAS, which cannot be recorded
 
@@ -213,7 +217,9 @@ def record(
         times = [_shortest(backend, call.log, partial(x, *call.given)) for x in (plain, call.run)]
         if recording.detailed and block is not None:
             without = replace(recording, detailed=False)
-            undisturbed = _cycles(*_Recorded(backend, plan, chosen, without, arrays).entries())
+            ends, lost = _Recorded(backend, plan, chosen, without, arrays).entries()
+            clocks = [x.time for x in ends if x.kind is Kind.IN_BLOCK]
+            undisturbed = max(clocks) - min(clocks) if clocks and not lost else None
     entries, full = call.entries()
     progress(3, 3, "running")
     if not entries:
@@ -223,14 +229,14 @@ def record(
         )
     table = backend.download(members) if members is not None else None
     texts = source.texts(chosen)
-    barriers = _Barriers.of(names, table, texts)
+    barriers = _Barriers(names, table, texts)
     made = Timeline(
         kernel=kernel.name,
         entry=_title(plan, chosen),
         problem=str(plan.problem),
         device=backend.limits.device,
-        modelled=backend.name != "cuda",
-        grid=_blocks(chosen),
+        in_steps=backend.name != "cuda",
+        grid=math.prod(chosen.grid),
         warps=chosen.warps,
         blocks=tuple(sorted({x.block for x in entries})),
         phases=(),
@@ -240,12 +246,11 @@ def record(
         milliseconds=times[0] if times else None,
         recorded_milliseconds=times[1] if times else None,
         undisturbed=undisturbed,
-        operation=kernel.operation,
-        tiles=" ".join(f"{x}={y}" for x, y in plan.constants.items()),
         other_launches=tuple(dict.fromkeys(x.entry for x in _launches(plan) if x is not chosen)),
         library_products=sum(isinstance(x, Matmul) for x in plan.steps),
     )
-    marks = {_hash(x): x for text in texts for x in map(_unescaped, _MARK.findall(text))}
+    literals = (literal for text in texts for literal in _MARK.findall(text))
+    marks = {_hash(x): x for x in (_ESCAPE.sub(r"\1", literal) for literal in literals)}
     if block is None:
         return _of_all_blocks(made, entries, marks, full, backend.limits.clock)
     return _of_block(made, entries, barriers, marks, full, backend.limits.clock)
@@ -282,12 +287,6 @@ class _Recorded:
         return _entries(self._backend.download(self.log), self._launch, self._recording)
 
 
-def _cycles(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> float | None:
-    """The time of one block from its first to its last entry; None if that was lost."""
-    times = [x.time for x in entries if x.kind is Kind.IN_BLOCK]
-    return max(times) - min(times) if times and not full else None
-
-
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
     """The shortest time of a few runs, each with an empty log: a full one is not written to."""
     times = []
@@ -321,7 +320,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
     alike = [x for x in there if x.entry == usual] or [
         x for x in there if x.entry.startswith(usual)
     ]
-    return alike[0] if alike else max(there, key=lambda x: _blocks(x) * x.threads)
+    return alike[0] if alike else max(there, key=lambda x: math.prod(x.grid) * x.threads)
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:
@@ -333,13 +332,8 @@ def _title(plan: Plan, launch: PlannedLaunch) -> str:
     return f"{launch.entry} (launch {number})"
 
 
-def _blocks(launch: PlannedLaunch) -> int:
-    x, y, z = launch.grid
-    return x * y * z
-
-
 def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Recording:
-    count = _blocks(launch)
+    count = math.prod(launch.grid)
     if block is not None:
         if not 0 <= block < count:
             known = "0" if count == 1 else f"0 to {count - 1}"
@@ -408,31 +402,30 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
 
 
 class _Barriers:
-    """The names of barriers: those in shared memory are members of struct Shared."""
+    """The names of barriers: those in shared memory are members of struct Shared.
+
+    ``table`` has the sizes and alignments of the members ``names``, and of their elements, as the
+    compiler has them. Constants in ``texts`` that barrier_sync or barrier_arrive take name named
+    barriers.
+    """
 
     def __init__(
-        self, found: Sequence[tuple[int, str, int, int]], named: Mapping[int, str] | None = None
+        self,
+        names: Sequence[str] = (),
+        table: np.ndarray | None = None,
+        texts: Sequence[str] = (),
     ) -> None:
-        self._named = named or {}
-        self._starts = [start for start, *_ in found]
-        self._found = found
         self.base = 0  # where struct Shared begins
-
-    @classmethod
-    def of(cls, names: Sequence[str], table: np.ndarray | None, texts: Sequence[str]) -> _Barriers:
-        """From the sizes and alignments of members, and of elements, as the compiler has them.
-
-        Constants in ``texts`` that barrier_sync or barrier_arrive take name named barriers.
-        """
-        found, at = [], 0
+        self._found: list[tuple[int, str, int, int]] = []
+        at = 0
         rows = table.view(np.int32).reshape(-1, 4).tolist() if table is not None else []
         for name, (size, alignment, element, full) in zip(names, rows):
             at = -(-at // alignment) * alignment
-            found.append((at, name, element, full))
+            self._found.append((at, name, element, full))
             at += size
         called = {x for text in texts for x in _CALLED.findall(text)}
         numbers = (x for text in texts for x in _NUMBER.findall(text))
-        return cls(found, {int(number): name for name, number in numbers if name in called})
+        self._named = {int(number): name for name, number in numbers if name in called}
 
     def named(self, number: int) -> str:
         """The name of a named barrier."""
@@ -441,7 +434,7 @@ class _Barriers:
     def name(self, address: int) -> str:
         """As "K full", or "barrier +64" where no member is known."""
         offset = address - self.base
-        index = bisect_right(self._starts, offset) - 1
+        index = bisect_right(self._found, offset, key=itemgetter(0)) - 1
         if index < 0:
             return f"barrier +{offset}"
         start, name, element, full = self._found[index]
@@ -455,12 +448,8 @@ class _Barriers:
 
 _CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
 _NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
+_ESCAPE = re.compile(r"\\([\"'\\])")  # in a literal of C: a quote or a backslash
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
-
-
-def _unescaped(literal: str) -> str:
-    """What a literal of C stands for, if it has no other escapes than quotes and backslashes."""
-    return re.sub(r"\\([\"'\\])", r"\1", literal)
 
 
 def _hash(name: str) -> int:
@@ -492,15 +481,13 @@ def _of_block(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of one block, in cycles from its beginning."""
-    nanoseconds = 1.0
-    if not made.modelled:
+    """The timeline of one block from its beginning, in cycles or in steps."""
+    shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
+    if made.in_steps:
+        unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
+    else:
         rate = _cycles_per_nanosecond(entries) or clock or 1.0
-        nanoseconds = 1 / rate
-    entries = _complete([x for x in entries if x.kind is not Kind.PLACED], full)
-    if made.modelled:
-        made = replace(made, has_product_times=timeline_model.counts_work(entries))
-        entries = timeline_model.timed(entries)
+        unit, nanoseconds, entries = "cycles", 1 / rate, shown
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
     barriers.base = next((x.argument for x in entries if x.kind is Kind.SHARED_BEGINS), 0)
@@ -514,6 +501,7 @@ def _of_block(
         copies=tuple(copies),
         products=tuple(chain.from_iterable(products)),
         arrows=tuple(arrows),
+        unit=unit,
         nanoseconds=nanoseconds,
     )
 
@@ -637,23 +625,35 @@ def _of_all_blocks(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of all blocks, in microseconds from the beginning of the first."""
-    if made.modelled:
-        complete = _complete(entries, full)  # else the model lacks what warps wait for
-        entries, places = timeline_model.scheduled(complete, made.multiprocessors)
-        entries = [x._replace(time=x.time / 1e3) for x in entries]  # of 1 GHz
+    """The timeline of all blocks, in microseconds from the beginning of the first.
+
+    The simulator runs one block after the other, so there each begins at 0 and has its own row.
+    """
+    if made.in_steps:
+        entries = _in_steps(_complete(entries, full))
+        places = {block: block for block in made.blocks}
+        unit, nanoseconds = "steps", _NANOSECONDS_OF_STEP
     else:
         entries, places = _on_one_clock(entries, clock)
         entries = _complete(entries, full)
+        unit, nanoseconds = "\N{MICRO SIGN}s", 1e3
     kept = (Kind.IN_BLOCK, Kind.EPILOGUE, Kind.MARKED)
     entries = [x for x in entries if x.kind in kept]
     origin = min((x.time for x in entries), default=0)
     entries = [x._replace(time=x.time - origin) for x in entries]
-    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(()), marks)]
+    phases = [x for own in _by_warp(entries).values() for x in _phases(own, _Barriers(), marks)]
     phases = [replace(x, name="work") if x.kind is Kind.IN_BLOCK else x for x in phases]
-    return replace(
-        made, phases=tuple(phases), places=places, unit="\N{MICRO SIGN}s", nanoseconds=1e3
-    )
+    return replace(made, phases=tuple(phases), places=places, unit=unit, nanoseconds=nanoseconds)
+
+
+def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
+    """Entries whose times are their numbers within their blocks, in the simulator's order."""
+    steps: Counter[int] = Counter()
+    numbered = []
+    for x in sorted(entries):
+        numbered.append(x._replace(time=steps[x.block]))
+        steps[x.block] += 1
+    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable: a warp's own order stays
 
 
 def _on_one_clock(

@@ -116,6 +116,8 @@ def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) ->
 def facts(timeline: Timeline) -> dict[str, float]:
     """Figures of the whole timeline by name; without products, for example, there are no gaps.
 
+    Steps of the simulator say nothing of times, so of them there is only the number.
+
     Of one block: its time; in percent the time in which products are in flight, that between them,
     and the part of the softmax that is computed in the former; the longest gap between products. A
     group of wgmma is in flight from the fence before it to the end of the wait for it. Of
@@ -124,12 +126,16 @@ def facts(timeline: Timeline) -> dict[str, float]:
     """
     if not timeline.phases:
         return {}
+    if timeline.in_steps:
+        return {"time": timeline.end}
     return _facts_of_block(timeline) if timeline.is_detailed else _facts_of_all(timeline)
 
 
 def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     found = {"time": timeline.end}
-    busy = merged((x.start, x.end) for x in _products(timeline))
+    # In flight are groups of wgmma, and mma.sync of any warp.
+    in_flight = [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
+    busy = merged((x.start, x.end) for x in in_flight)
     softmax = [x for x in timeline.phases if x.kind is Kind.SOFTMAX]
     if busy:
         found["products_%"] = 100 * _total(busy) / timeline.end
@@ -141,13 +147,6 @@ def _facts_of_block(timeline: Timeline) -> dict[str, float]:
         both = sum(_shared(busy, x.start, x.end) for x in softmax)
         found["softmax_overlap_%"] = 100 * both / (sum(x.length for x in softmax) or 1.0)
     return found
-
-
-def _products(timeline: Timeline) -> Iterable[Span]:
-    """When products are in flight: groups of wgmma, and mma.sync of any warp."""
-    if not timeline.has_product_times:
-        return []
-    return [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
 
 
 def _facts_of_all(timeline: Timeline) -> dict[str, float]:
@@ -200,8 +199,6 @@ _TEXTS = {
     "tail": "the last blocks run {} {unit} after the first multiprocessor is idle",
     "idle_multiprocessors_%": "multiprocessors are idle {:.1f} % of the time",
 }
-
-
 _TIMES = ("time", "longest_gap", "tail")
 
 
@@ -228,9 +225,9 @@ def lines(timeline: Timeline) -> list[str]:
         blocks = f"block {timeline.blocks[0]} of {timeline.grid}"
     head = f"{timeline.entry}, {blocks} on {timeline.device}"
     known = facts(timeline)
-    products = "wgmma" if timeline.products else "mma"
+    words = {"unit": unit, "products": "wgmma" if timeline.products else "mma"}
     text = ", ".join(
-        _TEXTS[x].format(rounded(y) if x in _TIMES else y, unit=unit, products=products)
+        _TEXTS[x].format(rounded(y) if x in _TIMES else y, **words)
         for x, y in known.items()
         if x in _TEXTS
     )
@@ -251,8 +248,8 @@ def lines(timeline: Timeline) -> list[str]:
             f"longest wait of a computing warp: {rounded(one.length)} {unit} for "
             f"{one.name.removeprefix('wait: ')}, warp {one.warp} from {rounded(one.start)} on"
         )
-    if timeline.modelled:
-        made.append("times are those of a simple model, not measured")
+    if timeline.in_steps:
+        made.append("a step is one recorded event, in the order of the simulator")
     elif timeline.overhead is not None:
         made.append(
             f"recording made the call {100 * timeline.overhead:.1f} % longer: "

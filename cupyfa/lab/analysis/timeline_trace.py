@@ -53,7 +53,8 @@ def _names(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         process, thread = f"block {x.block}", f"warp {x.warp}"
         if rows:
             number, lane = rows[x.block]
-            process, thread = "all blocks", f"SM {number}" + (f", row {lane + 1}" if lane else "")
+            of = "block" if timeline.in_steps else "SM"
+            process, thread = "all blocks", f"{of} {number}" + (f", row {lane + 1}" if lane else "")
         for what, name, where in (
             ("process_name", process, {"pid": place["pid"]}),
             ("thread_name", thread, place),

@@ -470,10 +470,11 @@ class _Measuring:
     def time(self, entries: Sequence[_Entry]) -> None:
         calls = [entry.call for entry in entries if entry.call]
         how: Any = {"budget": self.budget, "cold": self.cold}
-        begins = partial(self.watch.begins_one_of, [_call(entry.row) for entry in entries])
+        names = [_call(entry.row) for entry in entries]
+        how["begins"] = lambda number: self.watch.begins(names[number])
         try:
             with self.backend.working_on(None), self.watch.calls():
-                times = timing.measure(self.backend, calls, begins=begins, **how)
+                times = timing.measure(self.backend, calls, **how)
         except DeviceError as error:
             for entry in entries:
                 entry.fail(error)

@@ -110,7 +110,7 @@ def compare(
     unchanged = [bool(a.code) and a.code == b.code and not here for a, b in pairs]
     drift = _drift([pair for pair, is_same in zip(pairs, unchanged) if is_same])
     if "simulator" in {x.environment.get("backend") for x in (old, new)}:
-        both = [_untimed(a, b) or Comparison(a, b, NOT_ON_A_GPU) for a, b in pairs]
+        both = [Comparison(a, b, _untimed(a, b) or NOT_ON_A_GPU) for a, b in pairs]
     else:
         both = [_compared(a, b, drift, same) for (a, b), same in zip(pairs, unchanged)]
     gone = [Comparison(olds[key], None, "only before") for key in olds if key not in news]
@@ -142,28 +142,28 @@ def _loaded(source: str | Path | Results | Sequence[Measurement]) -> Results:
 def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
     """The rows by kernel, operation, problem and constants, and by their number among equals."""
     found: dict[tuple[Any, ...], Measurement] = {}
-    places: Counter[tuple[Any, ...]] = Counter()
+    counts: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
         key = row.kernel, row.operation, row.problem, tuple(sorted(row.constants.items()))
-        numbered = (*key, places[key])
-        found[numbered] = row
-        places[key] += 1
+        found[*key, counts[key]] = row
+        counts[key] += 1
     return found
 
 
-def _untimed(old: Measurement, new: Measurement) -> Comparison | None:
-    """The comparison of two rows of which one has no time."""
+def _untimed(old: Measurement, new: Measurement) -> str:
+    """The verdict on two rows of which one has no time; empty if both have one."""
     if old.time and new.time:
-        return None
-    untimed = "before" if new.time else "after" if old.time else "either time"
-    return Comparison(old, new, "WRONG" if new.passed is False else f"not timed {untimed}")
+        return ""
+    if new.passed is False:
+        return "WRONG"
+    if new.time:
+        return "not timed before"
+    return "not timed after" if old.time else "not timed either time"
 
 
 def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bool) -> Comparison:
     if not old.time or not new.time:
-        found = _untimed(old, new)
-        assert found is not None
-        return found
+        return Comparison(old, new, _untimed(old, new))
     factor = old.time / new.time
     noise = hypot(_within(old, new), drift)
     if is_unchanged:

@@ -182,7 +182,11 @@ def _torch(
     torch = import_module("torch")
     q, k, v = (_tensor(torch, array) for array in arrays)
     modified = {x: _tensor(torch, array) for x, array in more.items()}
-    make = _packed if p.lengths else _flex if name == FLEX else _scaled_dot_product
+    make = _scaled_dot_product
+    if p.lengths:
+        make = _packed
+    elif name == FLEX:
+        make = _flex
     attend = make(torch, name, p, modified, q.device)
 
     def on_stream(function: Callable[[], Any]) -> Any:
@@ -266,7 +270,7 @@ def _packed(
         return found[0]
 
     def efficient(q: Any, k: Any, v: Any) -> Any:
-        mask = 0 if not p.causal else 1 if p.causal == "top-left" else 2
+        mask = {None: 0, "top-left": 1, "bottom-right": 2}[p.causal]
         found = torch.ops.aten._efficient_attention_forward(
             *(q[None], k[None], v[None], None, *starts, *longest, 0.0, mask, True), scale=p.scale
         )

@@ -92,13 +92,9 @@ def trial(
         (times,) = timing.measure(backend, [call], **how, begins=lambda _: begins())
     kernel, constants = plan.kernel, dict(plan.constants)
     row = Measurement(kernel.name, kernel.operation, plan.problem, constants, times)
-    return Trial(plan, verdicts, row, used, judge.share, _sees_nothing(results, inputs))
-
-
-def _sees_nothing(results: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> bool:
-    """Whether all rows are empty, as lse says, which gradients have as an input."""
-    lse = results.get("lse", inputs.get("lse"))
-    return lse is not None and bool(np.isneginf(lse).all())
+    lse = results.get("lse", inputs.get("lse"))  # an input of gradients
+    is_empty = lse is not None and bool(np.isneginf(lse).all())
+    return Trial(plan, verdicts, row, used, judge.share, is_empty)
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from time import monotonic
@@ -234,9 +234,10 @@ class _Tuning:
             readable = block_mask.readable(self.backend, plan, self.inputs)
             arrays = timing.arrays_of(self.backend, plan, readable, self.memory)
             calls.append(replay(self.backend, plan, arrays))
-        begins = partial(self.watch.begins_one_of, list(map(_call, plans)))
+        names = list(map(_call, plans))
+        how["begins"] = lambda number: self.watch.begins(names[number])
         with self.watch.calls():
-            return timing.measure(self.backend, calls, cold=True, begins=begins, **how)
+            return timing.measure(self.backend, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
         """The best of the finalists, and those that are not known to be slower."""

@@ -45,10 +45,6 @@ class Watch:
         """Notes that a call begins, and that the one before it has ended."""
         self.running = call, monotonic()
 
-    def begins_one_of(self, calls: Sequence[str], number: int) -> None:
-        """Notes that one of these begins."""
-        self.begins(calls[number])
-
     @contextmanager
     def calls(self) -> Iterator[None]:
         """The context in which calls are made: after it none runs."""

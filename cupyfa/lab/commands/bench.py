@@ -160,9 +160,8 @@ def partial_results(
     So nothing is lost whatever ends the process. The rows so far are shown if a signal or an error
     ends the benchmark. That a file cannot be written is said in the end.
     """
-    is_file = save is not None and not cache_folder.is_stream(
-        save
-    )  # which are written once, at the end
+    # A stream is written once, at the end.
+    is_file = save is not None and not cache_folder.is_stream(save)
     rows: list[Measurement] = []
 
     def keep(measured: list[Measurement]) -> None:
@@ -210,13 +209,12 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
         if os.path.isdir(folder):
             raise ValueError(f"{save} cannot be written in the folder {folder}; name another one")
         raise ValueError(f"{save} cannot be written; is there a folder {folder}?")
-    if save and save.is_file() and on and on.name == "simulator":
-        device = _measured_on(save)
-        if device:
-            raise ValueError(
-                f"{save} has times of {device}, which times of the simulator would replace; name "
-                "another file, or remove it"
-            )
+    is_simulated = on is not None and on.name == "simulator"
+    if save and is_simulated and save.is_file() and (device := _measured_on(save)):
+        raise ValueError(
+            f"{save} has times of {device}, which times of the simulator would replace; name "
+            "another file, or remove it"
+        )
 
 
 def _measured_on(file: Path) -> str | None:

@@ -34,14 +34,14 @@ def list_kinds(form: str) -> None:
 
     Other programs use CuPy's files too.
     """
-    click.echo(render([caches.kept(kind)._asdict() for kind in caches.KINDS], form))
+    click.echo(render([caches.kept(kind) for kind in caches.KINDS], form))
 
 
 @cache.command()
 @command_options.format_option
 def size(form: str) -> None:
     """Print the bytes of each kind, and of all but CuPy's."""
-    sizes = {kind: caches.kept(kind).bytes for kind in caches.KINDS}
+    sizes = {kind: caches.kept(kind)["bytes"] for kind in caches.KINDS}
     sizes["all but cupy"] = sum(sizes[kind] for kind in _OURS)
     click.echo(render([{"kind": x, "bytes": sizes[x]} for x in sizes], form))
 
@@ -59,7 +59,7 @@ def clear(kinds: tuple[str, ...], cupy: bool, dry_run: bool, form: str) -> None:
     """
     chosen = dict.fromkeys([*(kinds or _OURS), "leftovers", *(["cupy"] if cupy else [])])
     removed = [caches.clear(kind, dry_run=dry_run) for kind in chosen]
-    click.echo(render([x._asdict() for x in removed], form))
+    click.echo(render(removed, form))
     if dry_run:
         command_options.note("nothing was removed")
-    sys.exit(UNSUPPORTED if any(x.left for x in removed) and not dry_run else 0)
+    sys.exit(UNSUPPORTED if any(x["left"] for x in removed) and not dry_run else 0)

@@ -137,7 +137,9 @@ def check(
         rows = [{**tally.row(), **_details(tally, done, form)} for tally in done.tallies]
         click.echo(render(rows, form))
         command_options.note(done)
-    sys.exit(WRONG if done.right < done.runs else 0 if done.runs else UNSUPPORTED)
+    if done.right < done.runs:
+        sys.exit(WRONG)
+    sys.exit(0 if done.runs else UNSUPPORTED)
 
 
 def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[str, Any]:

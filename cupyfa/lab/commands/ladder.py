@@ -75,8 +75,10 @@ def ladder(
     on = None if results else backend_to_measure(backend)
     check_target(save, on)
     if docs:  # raises before time is spent on measuring
-        name = on.name if on else results.environment.get("backend", "") if results else ""
-        publish.pages_of(source.ROOT, name)
+        measured_on = on.name if on else ""
+        if results:
+            measured_on = results.environment.get("backend", "")
+        publish.pages_of(source.ROOT, measured_on)
 
     def show(results: Results, M: int | None, *, err: bool = False) -> list[Measurement]:
         try:

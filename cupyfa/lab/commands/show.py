@@ -54,15 +54,10 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
         click.echo(plan_lines(planned, found))
     elif form == "table":
         for launch in planned.programs:
-            click.echo(_text(view, planned, launch, arch))
+            row = _row(view, planned, launch, arch)
+            click.echo(table_or_fields([row]) if view == "resources" else row[view])
     else:
         click.echo(render([_row(view, planned, x, arch) for x in planned.programs], form))
-
-
-def _text(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> str:
-    """A view of a launch for people."""
-    row = _row(view, planned, launch, arch)
-    return table_or_fields([row]) if view == "resources" else row[view]
 
 
 def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:

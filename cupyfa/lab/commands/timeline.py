@@ -102,7 +102,7 @@ def timeline(
     One launch of KERNEL is recorded: one of its blocks, or when and where all of its blocks run.
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own. The
     table has the share of each phase in the time of the block's warps. On a GPU times are cycles of
-    the multiprocessor; in the simulator those of a simple model.
+    the multiprocessor; the simulator counts its steps.
     """
     on = backend_named(backend)
     check_target(plot)

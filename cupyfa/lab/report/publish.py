@@ -9,7 +9,7 @@ from typing import Any
 from cupyfa import cache_folder
 from cupyfa.lab.bench import sweeps
 from cupyfa.lab.bench.results import BASELINE, BEFORE, Measurement, Results
-from cupyfa.lab.report.tables import markdown
+from cupyfa.lab.report.tables import markdown, three_digits
 from cupyfa.ladder import LADDER
 from cupyfa.problem.problem import Problem
 
@@ -78,10 +78,7 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
     """The same for readers: rates have three digits."""
     return [
-        {
-            name: float(f"{x:.3g}") if isinstance(x, float) and name != "ms" else x
-            for name, x in row.items()
-        }
+        {name: x if name == "ms" else three_digits(x) for name, x in row.items()}
         for row in rungs(rows)
     ]
 

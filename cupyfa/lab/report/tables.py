@@ -150,7 +150,7 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
     """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
-        rates = {c: float(f"{x:.3g}") for c, x in row.items() if isinstance(x, float) and c != "ms"}
+        rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
         failed = [word for word in ("WRONG", "timed out") if row["note"].startswith(word)]
         row.update(rates, ms=failed[0] if failed else row["ms"])
     _drop_sizes(table, rows)
@@ -161,6 +161,11 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
     below = [f"{x.kernel} on {x.problem}: {note}" for x, note in zip(rows, notes) if note]
     below = list(map(printable, below))
     return "\n".join([text(about), shown, *below])
+
+
+def three_digits(value: Any) -> Any:
+    """A float rounded to three digits; anything else as it is."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def short_row(row: Row) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.ladder.lookup import record_named, tile_remedy
 from cupyfa.numerics.shown import Shown, ShownRow, html_table
 from cupyfa.planner import choose_kernel
-from cupyfa.planner.plan import Plan
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.optional_inputs import ROW_MAX
 from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
@@ -263,18 +262,14 @@ def tasks_of(
         dtypes = ("float32",)
     if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
         dtypes = HALF if out_dtype == "float32" else (out_dtype,)
-    how: Any = {
-        "samples": samples,
-        "seed": seed,
-        "dtypes": dtypes,
-        "options": given,
-        "arrays": arrays,
-    }
     named = _named(kernels)
     records = [record for _, record in named.values()]
     _refuse_foreign(records, backend, dtypes or tuple(DTYPES), {**given, **arrays})
-    draw = _fuzzed if grid == "fuzz" else _of_grid
-    found = list(draw(named, backend, grid, **how))
+    how: Any = {"seed": seed, "dtypes": dtypes, "options": given, "arrays": arrays}
+    if grid == "fuzz":
+        found = list(_fuzzed(named, backend, samples, **how))
+    else:
+        found = list(_of_grid(named, backend, grid, samples=samples, **how))
     first = getattr(backend, "schedule", None) or 0
     later = [replace(x, schedule=first + i) for x in found for i in range(1, schedules)]
     return found + later
@@ -342,7 +337,10 @@ def replay(
     except (Unsupported, ValueError):
         constants = {}
     else:
-        _require_own_inputs(file, stored, plan)
+        wanted = plan.operation.inputs_of(case.problem)
+        there = {name: x for name, x in wanted.items() if name in stored.inputs}
+        with refusing(f"{file} does not fit {plan.kernel.name}"):
+            kinds.require_inputs(stored.inputs, there, case.problem)
     task = replace(task, case=case, reruns=stored.reruns, inputs=stored.inputs, constants=constants)
     if timeout is not None:
         task = replace(task, timeout=_checked_timeout(timeout))
@@ -367,14 +365,6 @@ def _is_same(chosen: KernelOrName, name: str) -> bool:
     return variable == of_other and os.path.abspath(script) == os.path.abspath(other)
 
 
-def _require_own_inputs(file: str | Path, stored: Stored, plan: Plan) -> None:
-    """Raises ValueError if inputs of a kernel's own are in a file, and are not as it wants them."""
-    p = stored.case.problem
-    wanted = {x: y for x, y in plan.operation.inputs_of(p).items() if x in stored.inputs}
-    with refusing(f"{file} does not fit {plan.kernel.name}"):
-        kinds.require_inputs(stored.inputs, wanted, p)
-
-
 def _named(
     kernels: KernelOrName | Sequence[KernelOrName],
 ) -> dict[str, tuple[KernelOrName, Kernel | None]]:
@@ -388,7 +378,11 @@ def _named(
         if not isinstance(kernel, KernelOrName):
             raise TypeError(f"a kernel is {kernel!r}; give names, or records")
         name = name_of(kernel)
-        record = None if kernel == AUTO else named(kernel) if isinstance(kernel, str) else kernel
+        record: Kernel | None = None  # of AUTO
+        if isinstance(kernel, Kernel):
+            record = kernel
+        elif kernel != AUTO:
+            record = named(kernel)
         if found.setdefault(name, (kernel, record))[1] is not record:
             raise ValueError(f"two kernels are named {name!r}; give one of them another name")
     return found
@@ -466,9 +460,7 @@ def _takes(kernel: Kernel, dtypes: Sequence[str], name: str, value: Any) -> bool
 _Named = Mapping[str, tuple[KernelOrName, Kernel | None]]
 
 
-def _fuzzed(
-    named: _Named, backend: Backend, grid: str, *, samples: int | None, **how: Any
-) -> Iterator[Task]:
+def _fuzzed(named: _Named, backend: Backend, samples: int | None, **how: Any) -> Iterator[Task]:
     """Random cases of each kernel, whose sizes are relative to its own constants."""
     for kernel, record in named.values():
         drawing = fuzz.Fuzz(record, backend, **how)
@@ -527,9 +519,17 @@ class _Sheet:
         ]
 
     def tallies(self) -> tuple[Tally, ...]:
-        return tuple(
-            _tally(name, list(x.values()), self._covered(name, x)) for name, x in self._done.items()
+        return tuple(self._tally(name, outcomes) for name, outcomes in self._done.items())
+
+    def _tally(self, name: str, done: Mapping[int, Outcome]) -> Tally:
+        outcomes, reasons = done.values(), {kinds.NO_MEMORY: "not enough memory"}
+        not_run = Counter(
+            reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN
         )
+        right = sum(x.kind == kinds.RIGHT for x in outcomes)
+        worst = max((x.worst.ratio for x in outcomes if x.worst), default=None)
+        runs = len(outcomes) - not_run.total()
+        return Tally(name, runs, right, worst, not_run, self._covered(name, done))
 
     def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
         """How many cases that ran cover what; each counts once, whatever the order of threads."""
@@ -542,14 +542,6 @@ class _Sheet:
                 record = named(kernel) if isinstance(kernel, str) else kernel
                 found.update(covered(task, record, self._backend))
         return {what: count for what, count in found.items() if count}
-
-
-def _tally(name: str, outcomes: Sequence[Outcome], covered: Mapping[str, int]) -> Tally:
-    reasons = {kinds.NO_MEMORY: "not enough memory"}
-    not_run = Counter(reasons.get(x.kind, x.message) for x in outcomes if x.kind in kinds.NOT_RUN)
-    right = sum(x.kind == kinds.RIGHT for x in outcomes)
-    worst = max((x.worst.ratio for x in outcomes if x.worst), default=None)
-    return Tally(name, len(outcomes) - not_run.total(), right, worst, not_run, covered)
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:

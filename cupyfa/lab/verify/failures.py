@@ -184,7 +184,10 @@ def read(path: str | Path) -> Stored:
     """
     with records.refusing(f"{path} is damaged, or not a file of `cupyfa check`"):
         members = _members(path)
-        about = _ABOUT(records.parsed(_text(members.pop("about"))))
+        written = members.pop("about")
+        if written.dtype.kind != "U" or written.shape:
+            raise ValueError(f"about is {written.dtype} {written.shape}, not a text")
+        about = _ABOUT(records.parsed(str(written)))
         arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
         outcome = Outcome(
             about["kernel"],
@@ -195,10 +198,8 @@ def read(path: str | Path) -> Stored:
             arrays,
         )
         case = Case(**{**about["case"], "problem": problem_of_record(about["case"]["problem"])})
-        names = ("reruns", "schedule", "has_name", "made_with")
-        more = {name: about[name] for name in names}
-        more |= {"multiprocessors": about.get("multiprocessors")}
-        stored = Stored(case, outcome, **more)
+        names = ("reruns", "schedule", "has_name", "made_with", "multiprocessors")
+        stored = Stored(case, outcome, **{name: about.get(name) for name in names})
         _check_arrays(stored)
         return stored
 
@@ -283,12 +284,6 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         raise ValueError(f"{member.filename} has {len(left):,} bytes for {dtype} {shape}")
     found = np.frombuffer(left, dtype, math.prod(shape)) if len(left) else np.empty(0, dtype)
     return found.reshape(shape, order="F" if in_columns else "C")
-
-
-def _text(array: np.ndarray) -> str:
-    if array.dtype.kind != "U" or array.shape:
-        raise ValueError(f"about is {array.dtype} {array.shape}, not a text")
-    return str(array)
 
 
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:

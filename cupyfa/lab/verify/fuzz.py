@@ -141,8 +141,8 @@ class Fuzz:
             pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
                 drawn = self._drawn(_Turns(self.seed, i // TOGETHER, attempt), i, pick)
-                multiprocessors = drawn.multiprocessors or self._limits.multiprocessors
-                limits = replace(self._limits, multiprocessors=multiprocessors)
+                multiprocessors = drawn.multiprocessors or self.backend.limits.multiprocessors
+                limits = replace(self.backend.limits, multiprocessors=multiprocessors)
                 choose_kernel.plan(drawn.kernel, drawn.case.problem, limits, **drawn.constants)
                 refuse_long(self.backend, drawn.case.problem)
                 return drawn
@@ -151,10 +151,6 @@ class Fuzz:
             except ValueError:  # a mistake in the record
                 break
         return self._plain(i)
-
-    @property
-    def _limits(self) -> Limits:
-        return self.backend.limits
 
     def _kind(self, turns: "_Turns") -> str:
         """What a group of samples is about."""
@@ -165,11 +161,9 @@ class Fuzz:
             kind = _OF_GRADIENTS.get(kind, kind)
         elif not has("paged"):
             kind = _INSTEAD.get(kind, kind)
-        needed = {"padded": "lengths", "pages": "paged", "new tokens": "paged"}
-        needed |= {
-            "gradient of a bias": "wrt",
-            "sequences": "ragged",
-            "sequences of texts": "ragged",
+        needed = {
+            **{"padded": "lengths", "pages": "paged", "new tokens": "paged"},
+            **{"gradient of a bias": "wrt", "sequences of texts": "ragged"},
         }
         refused = {BIAS, MASK, shape_language.BLOCK_MASK, WRT, shape_language.PAGE_SIZE}
         is_able = self._operation != "softmax" and has(needed.get(kind, "places"))
@@ -185,7 +179,7 @@ class Fuzz:
     def _plan(self, record: Kernel, p: Problem, constants: Mapping[str, int]) -> Plan:
         key = record.name, p, tuple(sorted(constants.items()))
         if key not in self._planned:
-            made = choose_kernel.plan(record, p, self._limits, **constants)
+            made = choose_kernel.plan(record, p, self.backend.limits, **constants)
             if len(self._planned) > TOGETHER:
                 self._planned.clear()
             self._planned[key] = made
@@ -215,7 +209,7 @@ class Fuzz:
         return (self.kernel and self.kernel.largest_d) or _WIDEST
 
     def _record(self, p: Problem) -> Kernel:
-        return self.kernel or choose_kernel.select("auto", self._operation, p, self._limits)
+        return self.kernel or choose_kernel.select("auto", self._operation, p, self.backend.limits)
 
     def _has(self, feature: str) -> bool:
         return feature in (self.kernel.features if self.kernel else FEATURES)
@@ -237,12 +231,6 @@ class Fuzz:
     def _is_ragged(self, turns: "_Turns") -> bool:
         """Whether a group is of ragged batches: by its number, or since lengths are given."""
         return self._kind(turns).startswith("sequences")
-
-    @property
-    def _has_unused_rows(self) -> bool:
-        """Whether seqused of q and k are given: for half of the kernels, of another seed others."""
-        name = self.kernel.name if self.kernel else "auto"
-        return random.Random(f"{self.seed} unused rows {name}").random() < 0.5
 
     def _has_texts(self, turns: "_Turns") -> bool:
         """Whether texts, arrays and dropout are drawn for a group."""
@@ -271,11 +259,12 @@ class Fuzz:
         if crowd := self._crowd(compiled, plan, turns, each, lengths):
             values = each.choose("values", ("normal", "uniform"))
         if any(" elements = " in x.mods for x in plan.launches):  # sizes are compiled in
-            lengths = turns.choose("lengths", _LENGTHS)
-            sizes = turns, turns, turns.random("sizes"), "normal", lengths
+            sizes = turns.choose("lengths", _LENGTHS)
+            problem = self._sized(
+                compiled, plan, turns, turns, turns.random("sizes"), "normal", sizes, crowd
+            )
         else:
-            sizes = turns, each, pick, values, lengths
-        problem = self._sized(compiled, plan, *sizes, crowd)
+            problem = self._sized(compiled, plan, turns, each, pick, values, lengths, crowd)
         problem = self._in_kind(problem, turns, pick)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
@@ -315,19 +304,14 @@ class Fuzz:
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
             size = turns.choose("page size", sizes)
-            few = (
-                p
-                if kind == "pages"
-                else transforms.resize(p, M=min(max(p.M, 1), max(p.N, 1), size))
-            )
-            return few.in_pages(size)
+            if kind == "new tokens":
+                p = transforms.resize(p, M=min(max(p.M, 1), max(p.N, 1), size))
+            return p.in_pages(size)
         if kind == "padded":
             p = transforms.pad(p, turns.choose("padded", _SIDES_PADDED))
         if p.dtype == E4M3_INPUTS and not p.is_ragged:
-            descaled = turns.random("descales itself").sample(
-                "qkv", turns.choose("descales", (3, 1, 2))
-            )
-            p = transforms.add_descales(p, descaled)
+            count = turns.choose("descales", (3, 1, 2))
+            p = transforms.add_descales(p, turns.random("descales itself").sample("qkv", count))
         return p
 
     def _plain(self, i: int) -> Drawn:
@@ -350,7 +334,7 @@ class Fuzz:
 
     def _problem(self, turns: "_Turns", is_plain: bool = False) -> Problem:
         """A problem of a usual size with the dtype, head dimensions and options of a group."""
-        dtype = self._dtype(turns)
+        dtype = turns.choose("dtype", self._dtypes)
         few = turns.choose("tiles", ("many", "many", "few")) == "few" and not is_plain
         M, N = (5, 1100) if few else (1024, 1024)
         if self._operation == "softmax":
@@ -367,19 +351,17 @@ class Fuzz:
             d, dv = min(d, _NARROW), min(dv, _NARROW)
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
-        sizes |= (
-            {"batch": 2} if given.keys() & {*TEXTS, *shape_language.NAMES} else {}
-        )  # 1 is no broadcast
+        if given.keys() & {*TEXTS, *shape_language.NAMES}:
+            sizes["batch"] = 2  # 1 is no broadcast
         asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
         given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            return transforms.make_ragged(
-                p, self._lengths or some_lengths(used=self._has_unused_rows)
-            )
-        if self.arrays:
-            return p
-        if self._kind(turns) in ("pages", "padded", "new tokens"):
+            # Half of the kernels get seqused of q and k, of another seed others.
+            name = self.kernel.name if self.kernel else "auto"
+            used = random.Random(f"{self.seed} unused rows {name}").random() < 0.5
+            return transforms.make_ragged(p, self._lengths or some_lengths(used=used))
+        if self.arrays or self._kind(turns) in ("pages", "padded", "new tokens"):
             return p
         in_blocks = self._is_in_blocks(turns) or turns.choose("block mask", (True, False))
         p = p.in_blocks(p.has_mask and in_blocks)
@@ -447,9 +429,6 @@ class Fuzz:
             return min(pick.choice((16, 64)) * pick.randrange(1, 4) + pick.choice((-1, 1)), most)
         return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
 
-    def _dtype(self, turns: "_Turns") -> str:
-        return turns.choose("dtype", self._dtypes)
-
     def _options(self, turns: "_Turns") -> dict[str, Any]:
         """Mask, sides of the window and other options of a group; sizes are drawn later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
@@ -467,15 +446,12 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
-        found["out_dtype"] = self._out_dtype(turns)
-        return found | self._dropout(turns) | dict(self.options or {})
-
-    def _out_dtype(self, turns: "_Turns") -> str | None:
-        """float32 of some groups with 16-bit inputs."""
-        dtype = INPUTS[self._dtype(turns)]
+        # float32 of some groups with 16-bit inputs
+        dtype = INPUTS[turns.choose("dtype", self._dtypes)]
         able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
         tried = [x for x in able if can_give(x, dtype)]
-        return turns.choose("out_dtype", (None, None, None, *tried))
+        found["out_dtype"] = turns.choose("out_dtype", (None, None, None, *tried))
+        return found | self._dropout(turns) | dict(self.options or {})
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
         """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
@@ -483,10 +459,7 @@ class Fuzz:
         tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
         if not self._has_texts(turns) or not turns.choose("dropout", tried):
             return {}
-        seeds: dict[str, Any] = {
-            "dropout_seed": pick.randrange(2**64),
-            "dropout_offset": pick.randrange(2**32),
-        }
+        seeds: dict[str, Any] = dict(zip(SEEDS, (pick.randrange(2**64), pick.randrange(2**32))))
         forms_of = turns.random("seeds in memory").sample(_SEEDS, len(SEEDS))
         in_memory = turns.choose("seeds in memory", ((), SEEDS, (), SEEDS[:1]))
         seeds |= {name: form for name, form in zip(SEEDS, forms_of) if name in in_memory}
@@ -526,9 +499,8 @@ class Fuzz:
         if p.is_softmax:
             return Problem.of_row_sizes(min(M, 2**21 // max(N, 1)), N, p.dtype.name)
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
-        batch, kv_heads, group = self._heads(
-            turns, each, values, are_few, shares=bool(p.operands), is_packed=is_packed
-        )
+        how = {"shares": bool(p.operands), "is_packed": is_packed}
+        batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
         if p.operands or p.options.changed.keys() & {*TEXTS}:  # lengths of 0 and 1 change them
             M, N = max(M, 2), max(N, 2)
         if crowd:
@@ -543,7 +515,7 @@ class Fuzz:
         else:
             p = transforms.resize(p, batch=batch, M=M, N=N, **heads)
         p = self._smaller(p, values)
-        if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self._limits):
+        if crowd is None and of_rows == "many" and is_on_few_blocks(plan, self.backend.limits):
             p = self._crowded(p, plan)
         p = self._in_form(p)
         given = (self.options or {}).keys()
@@ -627,18 +599,16 @@ class Fuzz:
     def _in_form(self, p: Problem) -> Problem:
         """The problem with the given forms of arrays, and with sizes for which they suffice."""
         given = {x: y for x, y in self._arrays.items() if x != shape_language.BLOCK_MASK}
-        return (
-            transforms.replace_arrays(p, given)
-            if given and not (p.is_softmax or self._lengths)
-            else p
-        )
+        if not given or p.is_softmax or self._lengths:
+            return p
+        return transforms.replace_arrays(p, given)
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
         """The problem with so many batch elements that blocks have several tasks, if it may be."""
         while p.M and p.N:
-            now = choose_kernel.plan(plan.kernel, p, self._limits, **plan.constants)
+            now = choose_kernel.plan(plan.kernel, p, self.backend.limits, **plan.constants)
             most = _MOST_WORK[self.backend.name]
-            if is_on_few_blocks(now, self._limits) or 2 * work_of(p, self._operation) > most:
+            if is_on_few_blocks(now, self.backend.limits) or 2 * work_of(p, self._operation) > most:
                 break
             more = p.lengths and tuple(x.twice for x in p.lengths)
             p = transforms.make_ragged(p, more) if more else transforms.resize(p, batch=2 * p.batch)

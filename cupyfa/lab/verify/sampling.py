@@ -118,10 +118,9 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
     pick, last = random.Random(seed), p.M - _ROWS
     corners = ((0, 0), (p.batch - 1, p.heads - 1))
     places = [(batch, head, row) for batch, head in corners for row in (0, last)]
-    ends = (p.batch, p.heads, last + 1)
     for _ in range(max(2, int(_WORK / each) - len(places))):
-        batch, head, row = map(pick.randrange, ends)
-        places.append((batch, head, row))
+        place = pick.randrange(p.batch), pick.randrange(p.heads), pick.randrange(last + 1)
+        places.append(place)
     return [Excerpt(b, head, slice(row, row + _ROWS)) for b, head, row in sorted(set(places))]
 
 

@@ -29,12 +29,8 @@ def shrunk(
 
 def _simpler(case: Case) -> Iterator[Case]:
     """Cases with one simpler field, beginning with those that need no other compilation."""
-    for name, plain in {
-        "tokens": "cached",
-        "layout": "bhsd",
-        "values": "normal",
-        "seed": 0,
-    }.items():
+    plain_values = {"tokens": "cached", "layout": "bhsd", "values": "normal", "seed": 0}
+    for name, plain in plain_values.items():
         yield replace(case, **{name: plain})  # type: ignore[arg-type]
     for problem in _smaller(case.problem):
         yield replace(case, problem=problem)
@@ -53,9 +49,8 @@ def _smaller(p: Problem) -> Iterator[Problem]:
         yield from (transforms.resize(p, N=N) for N in _sizes(p.N))
     able = (*OWN_ARRAYS, DLSE, ROW_MAX, *SEEDS)
     yield from (transforms.leave_out(p, x.name) for x in p.operands if x.name in able)
-    yield from (
-        transforms.leave_out(p, name) for name in p.options.changed if name not in SEEDS[:1]
-    )
+    changed = [name for name in p.options.changed if name not in SEEDS[:1]]
+    yield from (transforms.leave_out(p, name) for name in changed)
     if p.offset:
         yield p.with_options(offset=0)
     if p.block_mask:
