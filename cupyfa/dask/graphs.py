@@ -16,7 +16,14 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from cupyfa.dask.chunk_tasks import Attend, Differentiate, Merge, output
 from cupyfa.partition.part_call import offset_of_part, options_of_parts, unrounded
 from cupyfa.partition.position_names import places
-from cupyfa.partition.visible_chunks import Strip, met_by, ranges, tile_of
+from cupyfa.partition.visible_chunks import (
+    Strip,
+    ranges,
+    strip_of,
+    tile_of,
+    visible_keys,
+    visible_rows,
+)
 from cupyfa.problem.problem import Problem
 
 Key = tuple[Any, ...]  # the name of an array or task, and then its place
@@ -78,15 +85,17 @@ class Parts:
 
     def keys_of(self, rows: range, tile: int) -> Strip:
         """The keys that rows see; from the first on, if an expression counts keys."""
-        p = self.problem
-        before = None if self.counted & {"position", "key", "keys"} else p.left
-        return met_by(rows, self.keys, p.first_position, before, p.right, tile)
+        visible = visible_keys(self.problem, rows, tile)
+        if self.counted & {"position", "key", "keys"}:
+            visible = range(visible.stop)
+        return strip_of(visible, self.keys)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
         """The rows that see keys; from the first on, if an expression counts rows."""
-        p = self.problem
-        before = None if self.counted & {"query", "queries"} else p.right
-        return met_by(keys, self.rows, -p.first_position, before, p.left, tile)
+        visible = visible_rows(self.problem, keys, tile)
+        if self.counted & {"query", "queries"}:
+            visible = range(visible.stop)
+        return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
         """What the tasks of a batch and head differentiate, and their rows and keys."""
