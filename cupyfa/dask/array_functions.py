@@ -10,17 +10,16 @@ from typing import Any
 
 import dask.array as da
 
-from cupyfa.call.call import Tiles
 from cupyfa.call.keywords import given_arguments, read_devices
+from cupyfa.call.pullback import check_dlse, check_like_result
 from cupyfa.dask import graphs
 from cupyfa.errors import Unsupported, described
-from cupyfa.ladder.kernel import Kernel
-from cupyfa.partition import refused_arguments
-from cupyfa.partition.part_call import planned
+from cupyfa.partition.part_call import planned, split_passes
 from cupyfa.partition.position_names import places
+from cupyfa.partition.whole_problem import read_problem, require_four_axes
 from cupyfa.planner.plan import Limits
-from cupyfa.problem.options import AttentionOptions, read_flag
-from cupyfa.problem.problem import Problem, whole
+from cupyfa.problem.options import read_flag
+from cupyfa.problem.problem import whole
 from cupyfa.problem.structured_arrays import KINDS, Structured
 from cupyfa.runtime.choose_backend import adopt
 
@@ -53,29 +52,22 @@ KINDS |= dict.fromkeys((da.Array, MergedKeys), __name__)
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """``attention`` of Dask arrays. arguments: those of the call by name."""
-    given = given_arguments(attention, arguments)
-    return_lse = read_flag("return_lse", given.pop("return_lse", False))
-    chosen = {x: given.pop(x, y) for x, y in (("kernel", "auto"), ("tiles", None))}
-    call = _Call.of(attention, arguments["q"], arguments["k"], arguments["v"], given)
+    return_lse, forward, _, given = split_passes(given_arguments(attention, arguments))
+    call = _Call.of(attention, arguments, given)
     call.refuse_places(keys_are_whole=call.fan_in is None)
-    how = call.planned("forward", chosen["kernel"], chosen["tiles"])
-    out, lse = graphs.forward(call.parts, how, call.fan_in)
+    out, lse = graphs.forward(call.parts, call.planned("forward", **forward), call.fan_in)
     return (out, lse) if return_lse else out
 
 
 def vjp_of_others(vjp: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
     """``vjp`` of Dask arrays. arguments: those of the call by name."""
-    given = given_arguments(vjp, arguments)
-    flags = {x: read_flag(x, given.pop(x, False)) for x in ("return_lse", "deterministic")}
-    kernel, backward_kernel = (given.pop(f"{x}kernel", "auto") for x in ("", "backward_"))
-    tiles, backward_tiles = (given.pop(f"{x}tiles", None) for x in ("", "backward_"))
-    call = _Call.of(vjp, arguments["q"], arguments["k"], arguments["v"], given)
+    return_lse, forward, backward, given = split_passes(given_arguments(vjp, arguments))
+    call = _Call.of(vjp, arguments, given)
     call.refuse_places(keys_are_whole=False)
-    deterministic = flags["deterministic"]
-    how = call.planned("backward", backward_kernel, backward_tiles, deterministic=deterministic)
-    out, lse = graphs.forward(call.parts, call.planned("forward", kernel, tiles), call.fan_in)
+    how = call.planned("backward", **backward)
+    out, lse = graphs.forward(call.parts, call.planned("forward", **forward), call.fan_in)
     pull = partial(_pullback, call.parts, how, (out, lse))
-    return ((out, lse) if flags["return_lse"] else out), pull
+    return ((out, lse) if return_lse else out), pull
 
 
 def _pullback(
@@ -86,9 +78,12 @@ def _pullback(
     dlse: da.Array | None = None,
 ) -> tuple[da.Array, ...]:
     out, lse = results
-    of_rows = [_like("dout", dout, out, parts.q.dtype), out, lse]
+    _require_array("dout", dout, "a Dask array like out")
+    check_like_result("dout", dout, out.shape, parts.q.dtype)
+    of_rows = [dout.rechunk(out.chunks), out, lse]
     if dlse is not None:
-        of_rows.append(_like("dlse", dlse, lse, lse.dtype))
+        _require_array("dlse", dlse, "a Dask array like lse")
+        of_rows.append(check_dlse(dlse, lse).rechunk(lse.chunks))
     return graphs.backward(parts, how, of_rows)
 
 
@@ -109,36 +104,36 @@ class _Call:
     def of(
         cls,
         function: Callable[..., Any],
-        q: Any,
-        k: Any,
-        v: Any,
+        arguments: Mapping[str, Any],
         given: Mapping[str, Any],
     ) -> _Call:
         """given: keyword arguments of the function, without kernels and tiles."""
-        others = dict(given)
-        backend, devices = read_devices(others.pop("backend", "auto"))
+        options = dict(given)
+        backend, devices = read_devices(options.pop("backend", "auto"))
         if devices.numbers is not None or devices.progress is not None:
             raise Unsupported(
                 "backend is Devices with numbers or progress, and workers have devices of their "
                 "own; give it limits alone: dask.diagnostics.ProgressBar shows progress"
             )
-        check = read_flag("check", others.pop("check", False))
-        out, captured = others.pop("out", None), others.get("captured")
-        fan_in = None
-        if isinstance(k, MergedKeys) or isinstance(v, MergedKeys):
-            fan_in = whole("fan_in", next(x.fan_in for x in (k, v) if hasattr(x, "fan_in")), 2)
-            k, v = (x.array if isinstance(x, MergedKeys) else x for x in (k, v))
-        asked = refused_arguments.options_of(function, others, out)
-        for name, x in zip("qkv", (q, k, v)):
+        how = {"backend": backend, "check": read_flag("check", options.pop("check", False))}
+        fan_in: int | None = None
+        arrays: list[da.Array] = []
+        for name in "qkv":
+            x = arguments[name]
+            if isinstance(x, MergedKeys) and name != "q":
+                fan_in = whole("fan_in", x.fan_in, 2) if fan_in is None else fan_in
+                x = x.array
             _check_array(name, x)
-        chosen = refused_arguments.without_dropout(AttentionOptions.of(None, asked))
-        problem = Problem.of(q, k, v, options=chosen, operands=refused_arguments.numbers(captured))
-        problem = refused_arguments.without_e4m3(problem)
+            arrays.append(x)
+        out = options.pop("out", None)
+        problem = read_problem(function, arrays, options, out)
         limits = devices.limits
         if limits is None:
-            limits = adopt(backend, q=q._meta, k=k._meta, v=v._meta)[0].limits
-        parts = graphs.Parts.of(q, k, v, problem, captured)
-        return cls(parts, fan_in, limits, {"backend": backend, "check": check})
+            metas = {name: x._meta for name, x in zip("qkv", arrays)}
+            limits = adopt(backend, **metas)[0].limits
+        q, k, v = arrays
+        parts = graphs.Parts.of(q, k, v, problem, options.get("captured"))
+        return cls(parts, fan_in, limits, how)
 
     def refuse_places(self, *, keys_are_whole: bool) -> None:
         """Raises Unsupported for expressions that name what a task does not know.
@@ -155,49 +150,23 @@ class _Call:
                     f"chunks of {axis}; {instead}rechunk {axis} to one chunk"
                 )
 
-    def planned(
-        self,
-        operation: str,
-        kernel: str | Kernel,
-        tiles: Tiles | None,
-        *,
-        deterministic: bool = False,
-    ) -> dict[str, Any]:
+    def planned(self, operation: str, **asked: Any) -> dict[str, Any]:
         """What tasks hand on, with the kernel and its constants for the whole problem."""
-        problem = self.parts.problem
-        return {
-            **self.how,
-            **planned(operation, problem, self.limits, kernel, tiles, deterministic=deterministic),
-        }
+        return {**self.how, **planned(operation, self.parts.problem, self.limits, **asked)}
+
+
+def _require_array(name: str, array: Any, wanted: str) -> None:
+    if not isinstance(array, da.Array):
+        raise TypeError(f"{name} is {described(array)}; give {wanted}")
 
 
 def _check_array(name: str, array: Any) -> None:
     """Raises for what is no Dask array [batch, heads, rows, d] of known chunks."""
-    if not isinstance(array, da.Array):
-        raise TypeError(
-            f"{name} is {described(array)}; give a Dask array, as "
-            f"dask.array.from_array({name}, chunks=(1, -1, 4096, -1))"
-        )
-    if array.ndim != 4:
-        raise ValueError(
-            f"{name} has shape {array.shape}; give [batch, heads, rows, d]: {name}[None] has one "
-            "more axis"
-        )
+    wanted = f"a Dask array, as dask.array.from_array({name}, chunks=(1, -1, 4096, -1))"
+    _require_array(name, array, wanted)
+    require_four_axes(name, array)
     if any(isnan(size) for size in array.shape):
         raise ValueError(
             f"{name} has shape {array.shape}, and tasks are made by the sizes of chunks; call "
             f"{name}.compute_chunk_sizes() before"
         )
-
-
-def _like(name: str, array: Any, result: da.Array, dtype: Any) -> da.Array:
-    """A gradient with the chunks of its result. Raises for one of another shape or dtype."""
-    of = name.removeprefix("d")
-    if not isinstance(array, da.Array):
-        raise TypeError(f"{name} is {described(array)}; give a Dask array like {of}")
-    if array.shape != result.shape:
-        raise ValueError(f"{name} has shape {array.shape}; it must be {result.shape}, that of {of}")
-    if array.dtype != dtype:
-        like = of if dtype == result.dtype else "q"
-        raise TypeError(f"{name} is {array.dtype}; it must be {dtype}, as {like}: convert it")
-    return array.rechunk(result.chunks)

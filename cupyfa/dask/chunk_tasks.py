@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from cupyfa.api import attention, backward
 from cupyfa.partition.part_call import Call
-from cupyfa.runtime.merging import merge
 
 Chunks = Sequence[Any]  # side by side
 OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # dlse may be left out
@@ -45,16 +44,6 @@ class Differentiate(Call):
         k, v = _joined(ks, skipped_keys), _joined(vs, skipped_keys)
         more = self.arguments(offset)
         return backward(k=k, v=v, wrt=self.wrt, **of_rows, **more)
-
-
-@dataclass(frozen=True)
-class Merge:
-    """The attention to all keys of parts [(out, lse), …]. how: backend and check."""
-
-    how: Mapping[str, Any]
-
-    def __call__(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        return merge(parts, **self.how)
 
 
 def output(result: tuple[Any, Any], dtype: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from operator import getitem
 from typing import Any
@@ -13,11 +13,19 @@ import dask.array as da
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from cupyfa.dask.chunk_tasks import Attend, Differentiate, Merge, output
+from cupyfa.dask.chunk_tasks import Attend, Differentiate, output
 from cupyfa.partition.part_call import offset_of_part, options_of_parts, unrounded
 from cupyfa.partition.position_names import places
-from cupyfa.partition.visible_chunks import Strip, met_by, ranges, tile_of
+from cupyfa.partition.visible_chunks import (
+    Strip,
+    ranges,
+    strip_of,
+    tile_of,
+    visible_keys,
+    visible_rows,
+)
 from cupyfa.problem.problem import Problem
+from cupyfa.runtime.merging import merge
 
 Key = tuple[Any, ...]  # the name of an array or task, and then its place
 Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an array
@@ -72,21 +80,19 @@ class Parts:
         batch, heads, *_ = self.k.numblocks
         return product(range(batch), range(heads))
 
-    def offset(self, first_row: int, first_key: int) -> int | None:
-        """The position of a part's first query among its keys; None if nothing depends on it."""
-        return offset_of_part(self.problem, first_row, first_key)
-
     def keys_of(self, rows: range, tile: int) -> Strip:
         """The keys that rows see; from the first on, if an expression counts keys."""
-        p = self.problem
-        before = None if self.counted & {"position", "key", "keys"} else p.left
-        return met_by(rows, self.keys, p.first_position, before, p.right, tile)
+        visible = visible_keys(self.problem, rows, tile)
+        if self.counted & {"position", "key", "keys"}:
+            visible = range(visible.stop)
+        return strip_of(visible, self.keys)
 
     def rows_of(self, keys: range, tile: int) -> Strip:
         """The rows that see keys; from the first on, if an expression counts rows."""
-        p = self.problem
-        before = None if self.counted & {"query", "queries"} else p.right
-        return met_by(keys, self.rows, -p.first_position, before, p.left, tile)
+        visible = visible_rows(self.problem, keys, tile)
+        if self.counted & {"query", "queries"}:
+            visible = range(visible.stop)
+        return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
         """What the tasks of a batch and head differentiate, and their rows and keys."""
@@ -107,7 +113,7 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
     if fan_in is not None:
         options = unrounded(options, parts.problem, how["kernel"])
     attend = Attend(options, parts.captured, how)
-    merge = Merge({x: how[x] for x in ("backend", "check")})
+    merged = partial(merge, backend=how["backend"], check=how["check"])
     tile = tile_of(how["tiles"])
     graph: Graph = {}
     results: dict[tuple[int, ...], Key] = {}
@@ -118,18 +124,18 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
             made = []
             for x in strips:
                 of_keys = [_keys(y, b, h, x) for y in (k, v)]
-                offset = parts.offset(rows.start, x.start)
+                offset = offset_of_part(parts.problem, rows.start, x.start)
                 made.append((f"{name}-part", b, h, i, x.chunks[0]))
                 graph[made[-1]] = attend, (q.name, b, h, i, 0), *of_keys, x.skipped, offset
-            results[b, h, i] = _merged(graph, merge, (f"{name}-merge", b, h, i), made, fan_in)
-    tasks = _Tasks.of(name, graph, arrays)
+            results[b, h, i] = _merge_all(graph, merged, (f"{name}-merge", b, h, i), made, fan_in)
+    tasks = HighLevelGraph.from_collections(name, graph, dependencies=arrays)
     dtype = parts.problem.out_dtype.numpy
     out = {(*place, 0): (output, x, dtype) for place, x in results.items()}
     lse = {place: (getitem, x, 1) for place, x in results.items()}
     chunks = q.chunks[:3]
     return (
-        tasks.array("out", out, (*chunks, v.chunks[3]), q, dtype),
-        tasks.array("lse", lse, chunks, q, parts.problem.dtype.sums),
+        _array(tasks, name, "out", out, (*chunks, v.chunks[3]), dtype, q),
+        _array(tasks, name, "lse", lse, chunks, parts.problem.dtype.sums, q),
     )
 
 
@@ -144,7 +150,7 @@ def backward(
     results: dict[str, Graph] = {x: {} for x in arrays}
     for wrt, rows, keys in parts.differentiated(tile_of(how["tiles"])):
         task = Differentiate(options_of_parts(parts.problem), parts.captured, how, wrt)
-        offset = parts.offset(rows.start, keys.start)
+        offset = offset_of_part(parts.problem, rows.start, keys.start)
         for b, h in parts.heads:
             key = f"{name}-{''.join(wrt)}", b, h, rows.chunks[0], keys.chunks[0]
             given = [_keys(x, b, h, rows) for x in of_rows]
@@ -153,31 +159,30 @@ def backward(
             for n, x in enumerate(wrt):
                 own = rows if x == "q" else keys
                 results[x][b, h, own.chunks[0], 0] = getitem, key, n
-    tasks = _Tasks.of(name, graph, [*of_rows, parts.k, parts.v])
+    taken = [*of_rows, parts.k, parts.v]
+    tasks = HighLevelGraph.from_collections(name, graph, dependencies=taken)
+    dtype = parts.problem.out_dtype.numpy
     return tuple(
-        tasks.array(f"d{x}", results[x], array.chunks, array, parts.problem.out_dtype.numpy)
+        _array(tasks, name, f"d{x}", results[x], array.chunks, dtype, array)
         for x, array in arrays.items()
     )
 
 
-@dataclass(frozen=True)
-class _Tasks:
-    """Tasks, and all that they need."""
-
-    name: str
-    graph: HighLevelGraph
-
-    @classmethod
-    def of(cls, name: str, tasks: Graph, taken: Sequence[Any]) -> _Tasks:
-        return cls(name, HighLevelGraph.from_collections(name, tasks, dependencies=taken))
-
-    def array(self, what: str, results: Graph, chunks: Any, like: da.Array, dtype: Any) -> da.Array:
-        """An array whose chunks are results of the tasks, of the kind of another array's."""
-        name = f"{self.name}-{what}"
-        layer = MaterializedLayer({(name, *place): x for place, x in results.items()})
-        layers = {**self.graph.layers, name: layer}
-        graph = HighLevelGraph(layers, {**self.graph.dependencies, name: {self.name}})
-        return da.Array(graph, name, chunks, dtype=dtype, meta=like._meta)
+def _array(
+    tasks: HighLevelGraph,
+    of_tasks: str,
+    what: str,
+    results: Graph,
+    chunks: Any,
+    dtype: Any,
+    like: da.Array,
+) -> da.Array:
+    """An array whose chunks are results of the tasks, of the kind of another array's."""
+    name = f"{of_tasks}-{what}"
+    layer = MaterializedLayer({(name, *place): x for place, x in results.items()})
+    dependencies = {**tasks.dependencies, name: {of_tasks}}
+    graph = HighLevelGraph({**tasks.layers, name: layer}, dependencies)
+    return da.Array(graph, name, chunks, dtype=dtype, meta=like._meta)
 
 
 def _token(parts: Parts, *others: Any) -> str:
@@ -192,12 +197,14 @@ def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
     return [(array.name, b, h, n, *columns) for n in strip.chunks]
 
 
-def _merged(graph: Graph, merge: Merge, name: Key, parts: list[Key], fan_in: int | None) -> Key:
+def _merge_all(
+    graph: Graph, merged: Callable[..., Any], name: Key, parts: list[Key], fan_in: int | None
+) -> Key:
     """The task that gives the result of all parts, in their order: every run has the same bits."""
     level = 0
     while fan_in and len(parts) > 1:
         groups = [parts[n : n + fan_in] for n in range(0, len(parts), fan_in)]
         parts = [(*name, level, n) for n in range(len(groups))]
-        graph.update((key, (merge, x)) for key, x in zip(parts, groups))
+        graph.update((key, (merged, x)) for key, x in zip(parts, groups))
         level += 1
     return parts[0]

@@ -3,8 +3,7 @@
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.in_threads import threads
 from cupyfa.distributed.joining import group, unique_id
-from cupyfa.distributed.rank_functions import Sharded
-from cupyfa.distributed.shards import rows, shard
+from cupyfa.distributed.shards import Sharded, rows, shard
 
 __all__ = [
     "Group",

@@ -9,6 +9,8 @@ from numbers import Real
 from threading import TIMEOUT_MAX
 from typing import Any
 
+import numpy as np
+
 from cupyfa.distributed.agreement import difference
 from cupyfa.distributed.packing import new
 from cupyfa.errors import DeviceError, OfThisProcess, described
@@ -21,7 +23,8 @@ class Group(OfThisProcess, ABC):
     """Some ranks that compute together, as one of them sees it.
 
     rank: the number of this one, from 0. ranks: how many there are. timeout: the seconds after
-    which a rank that waits for another gives up. sent: bytes that this rank has sent.
+    which a rank that waits for another gives up. sent: bytes that this rank has sent. reason: why
+    the group has ended; empty if it has not.
 
     Every rank makes the same calls with the group in the same order. After a failure the group has
     ended: each further call raises DeviceError.
@@ -34,6 +37,7 @@ class Group(OfThisProcess, ABC):
 
     def __init__(self, rank: int, ranks: int, timeout: float) -> None:
         self.rank, self.ranks, self.timeout = rank, ranks, timeout
+        self.reason = ""
         self.sent = 0
         self.calls = 0  # of attention and its gradients
         self.kept: dict[Any, Any] = {}  # small arrays that calls use again
@@ -43,22 +47,55 @@ class Group(OfThisProcess, ABC):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Starts to send and to receive arrays. Nobody changes them before it is waited for."""
 
-    @abstractmethod
-    def agree(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, in their order; all are of one size. The process waits."""
-
-    @abstractmethod
     def abort(self, reason: str) -> None:
         """Ends the group: ranks that wait raise DeviceError, now or after the time-out."""
+        self.reason = self.reason or reason
 
     def settle(self) -> None:
         """Waits until all that was started has arrived; for those that do not wait before."""
         return
 
+    def require_place(self, in_gpu: bool) -> None:
+        """Raises TypeError for arrays in a memory from which nothing is sent."""
+        return
+
+    def agree(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order; all are of one size. The process waits."""
+        return [x.tobytes() for x in self.gather(np.frombuffer(message, np.uint8))()]
+
+    def gather(self, array: Any) -> Pending:
+        """Starts to collect an array of every rank, all of one shape: [ranks, …]."""
+        whole = new(array, (self.ranks, *array.shape))
+        whole[self.rank] = array
+        others = self._others
+        arrived = self.exchange([(array, s) for s in others], [(whole[s], s) for s in others])
+
+        def wait() -> Any:
+            arrived()
+            return whole
+
+        return wait
+
+    def reduce_scatter(self, parts: Any) -> Pending:
+        """Starts to add up parts[rank] of all ranks, parts [ranks, …], in the order of ranks."""
+        received = new(parts, parts.shape)
+        received[self.rank] = parts[self.rank]
+        others = self._others
+        arrived = self.exchange([(parts[s], s) for s in others], [(received[s], s) for s in others])
+
+        def wait() -> Any:
+            arrived()
+            total = received[0].copy()
+            for s in range(1, self.ranks):
+                total += received[s]
+            return total
+
+        return wait
+
     @property
-    @abstractmethod
-    def reason(self) -> str:
-        """Why the group has ended; empty if it has not."""
+    def _others(self) -> list[int]:
+        """The other ranks, each rank beginning with the one after it."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def close(self) -> None:
         """Ends the group, when it is not needed any more; all ranks call it.
@@ -82,38 +119,7 @@ class Group(OfThisProcess, ABC):
         if error is None:
             self.close()
         else:
-            self.abort(self._raised(error))
-
-    def require_place(self, in_gpu: bool) -> None:
-        """Raises TypeError for arrays in a memory from which nothing is sent."""
-        return
-
-    def gather(self, array: Any) -> Pending:
-        """Starts to collect an array of every rank, all of one shape: [ranks, …]."""
-        whole = new(array, (self.ranks, *array.shape))
-        whole[self.rank] = array
-        sends = [(array, s) for s in self.others]
-        return _then(self.exchange(sends, [(whole[s], s) for s in self.others]), lambda: whole)
-
-    def reduce_scatter(self, parts: Any) -> Pending:
-        """Starts to add up parts[rank] of all ranks, parts [ranks, …], in the order of ranks."""
-        others = new(parts, parts.shape)
-        others[self.rank] = parts[self.rank]
-        sends = [(parts[s], s) for s in self.others]
-        arrived = self.exchange(sends, [(others[s], s) for s in self.others])
-
-        def total() -> Any:
-            result = others[0].copy()
-            for s in range(1, self.ranks):
-                result += others[s]
-            return result
-
-        return _then(arrived, total)
-
-    @property
-    def others(self) -> Iterator[int]:
-        """The other ranks, each rank beginning with the one after it."""
-        return ((self.rank + step) % self.ranks for step in range(1, self.ranks))
+            self.abort_for(error)
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
@@ -121,7 +127,7 @@ class Group(OfThisProcess, ABC):
         try:
             yield
         except BaseException as error:
-            self.abort(self._raised(error))
+            self.abort_for(error)
             raise
 
     @contextmanager
@@ -131,16 +137,27 @@ class Group(OfThisProcess, ABC):
             yield
             self.settle()
 
-    def _raised(self, error: BaseException) -> str:
-        return f"rank {self.rank} raised {type(error).__name__}: {error}"
+    def abort_for(self, error: BaseException) -> None:
+        """Ends the group for what this rank has raised."""
+        self.abort(f"rank {self.rank} raised {type(error).__name__}: {error}")
 
+    def abort_late(self, source: str) -> None:
+        """Ends the group as nothing has come from there within the time-out."""
+        self.abort(
+            f"rank {self.rank} waited {self.timeout:g} s for {source}, which is dead, hangs or is "
+            "slower"
+        )
 
-def _then(arrived: Pending, result: Callable[[], Any]) -> Pending:
-    def wait() -> Any:
-        arrived()
-        return result()
+    def ended(self) -> DeviceError:
+        """The error of a rank whose group has ended."""
+        return DeviceError(
+            f"the group of rank {self.rank} has ended: {self.reason}; make a new one"
+        )
 
-    return wait
+    def require_alive(self) -> None:
+        """Raises DeviceError if the group has ended."""
+        if self.reason:
+            raise self.ended()
 
 
 def require_seconds(timeout: Any) -> None:
@@ -149,13 +166,3 @@ def require_seconds(timeout: Any) -> None:
         raise ValueError(
             f"timeout is {described(timeout)}; give seconds above 0, at most {TIMEOUT_MAX:.0f}"
         )
-
-
-def ended(rank: int, reason: str) -> DeviceError:
-    """The error of a rank whose group has ended."""
-    return DeviceError(f"the group of rank {rank} has ended: {reason}; make a new one")
-
-
-def waited(rank: int, timeout: float, source: str) -> str:
-    """The reason why a rank gives up."""
-    return f"rank {rank} waited {timeout:g} s for {source}, which is dead, hangs or is slower"

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from cupyfa.distributed.communicator import Pending
 from cupyfa.distributed.job import Job
-from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked, zeros
+from cupyfa.distributed.packing import add_to, copy_to, new, packed, unpacked
 
 Step = tuple[slice, slice, Any, Any]  # key heads, query heads, k and v
 
@@ -41,7 +43,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
     for kv_heads, heads, ks, vs in _steps(job, k, v, job.heads_of_keys()):
         columns = ks.shape[3] + vs.shape[3]
-        total = zeros(ks, (ks.shape[2], *ks.shape[:2], columns), job.sums)
+        total = np.zeros_like(ks, job.sums, "C", shape=(ks.shape[2], *ks.shape[:2], columns))
         for part in job.rows:
             at, keys = (slice(None), heads, part.at), job.seen(part.rows)
             seen = slice(keys.start, keys.stop)
@@ -73,15 +75,13 @@ def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
 def _whole(job: Job, gathered: Any, d: int, dv: int) -> list[Any]:
     """k and v [batch, heads, N, columns] from the messages of all ranks."""
     ranks, most, *others = gathered.shape
-    by_rank = gathered.reshape(ranks * most, *others)
-    return unpacked(job.taken(by_rank, job.k_shards, "padded_places"), d, dv)
+    return unpacked(job.rows_of_messages(gathered.reshape(ranks * most, *others)), d, dv)
 
 
 def _sent(job: Job, total: Any) -> Pending:
     """Starts to add up the gradients of keys from the rows of all ranks."""
     shards = job.k_shards
-    room = job.put(total, shards, "padded_places", job.group.ranks * shards.most)
-    parts = room.reshape(job.group.ranks, shards.most, *total.shape[1:])
+    parts = job.messages_of_rows(total).reshape(job.group.ranks, shards.most, *total.shape[1:])
     for part, size in zip(parts, shards.sizes):
         if size < shards.most:
             part[size:] = 0  # what is there may overflow when it is added up

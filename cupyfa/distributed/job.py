@@ -15,7 +15,7 @@ from cupyfa.distributed.packing import in_words, new
 from cupyfa.distributed.shards import Part, Shards
 from cupyfa.partition.part_call import Call, offset_of_part
 from cupyfa.partition.position_names import places
-from cupyfa.partition.visible_chunks import met_by, tile_of
+from cupyfa.partition.visible_chunks import overlap, tile_of, visible_keys
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
@@ -76,27 +76,20 @@ class Job:
 
     def sees(self, rows: range, keys: range) -> bool:
         """Whether any of these queries sees any of these keys."""
-        p = self.problem
-        before = range(keys.start, keys.start)  # chunk 0, which is named if none is met
-        return 1 in met_by(rows, [before, keys], p.first_position, p.left, p.right, 1).chunks
+        return overlap(keys, visible_keys(self.problem, rows))
 
     def seen(self, rows: range) -> range:
-        """The keys between the first and the last one that any of these queries sees.
+        """The keys that any of these queries sees, from whole tiles on; one if there are any.
 
-        They begin at a whole tile, which keeps the order of sums; there is one if there are any.
-        All keys, if a text counts them.
+        All keys, if an expression counts what a call on some keys counts from the first of them.
         """
-        p, tile = self.problem, tile_of(self.call.how["tiles"])
+        p = self.problem
         if self._counts_keys:
             return range(p.N)
-        high = p.N if p.right is None else rows.stop + p.first_position + p.right
-        high = min(max(high, 1), p.N)
-        low = 0 if p.left is None else rows.start + p.first_position - p.left
-        return range(min(max(low, 0), max(high - 1, 0)) // tile * tile, high)
+        return visible_keys(p, rows, tile_of(self.call.how["tiles"])) or range(min(p.N, 1))
 
     @cached_property
     def _counts_keys(self) -> bool:
-        """Whether a text names what a call on some keys counts from the first of them."""
         return not {"position", "key", "keys"}.isdisjoint(places(self.problem.options))
 
     def heads_of_rows(self) -> int:
@@ -132,33 +125,33 @@ class Job:
             last = min(first + step, p.kv_heads)
             yield slice(first, last), slice(p.group * first, p.group * last)
 
-    def taken(self, array: Any, shards: Shards, places: str) -> Any:
-        """Rows of an array [rows, …] in another order. places: the name of an array of Shards."""
-        index = self._index(shards, places)
-        if index is None:
-            return array[: shards.n]
-        (words,) = in_words(array)
-        return np.take(words, index, axis=0).view(array.dtype)
+    def rows_of_messages(self, messages: Any) -> Any:
+        """The rows of the sequence, in order, from the messages [ranks · most, …] of all ranks."""
+        places = self._places()
+        if places is None:
+            return messages[: self.k_shards.n]
+        (words,) = in_words(messages)
+        return np.take(words, places, axis=0).view(messages.dtype)
 
-    def put(self, array: Any, shards: Shards, places: str, room: int) -> Any:
-        """An array [room, …] that has the rows of another one at these places.
+    def messages_of_rows(self, rows: Any) -> Any:
+        """An array [ranks · most, …] that has the rows of the sequence where ranks have them.
 
         Its other rows are unspecified.
         """
-        whole = new(array, (room, *array.shape[1:]))
-        index = self._index(shards, places)
-        to, words = in_words(whole, array)
-        to[slice(shards.n) if index is None else index] = words
-        return whole
+        messages = new(rows, (self.group.ranks * self.k_shards.most, *rows.shape[1:]))
+        places = self._places()
+        to, words = in_words(messages, rows)
+        to[slice(self.k_shards.n) if places is None else places] = words
+        return messages
 
-    def _index(self, shards: Shards, places: str) -> Any:
-        """Places where the arrays are, kept for the next call; None if they are 0, 1, 2, …"""
-        key = shards, places, self.in_host
+    def _places(self) -> Any:
+        """Where messages have the keys; kept for the next call; None if they are at 0, 1, 2, …"""
+        key = self.k_shards, self.in_host
         if key not in self.group.kept:
-            index = getattr(shards, places)
-            if (index == np.arange(shards.n)).all():
-                index = None
+            places: Any = self.k_shards.padded_places
+            if (places == np.arange(self.k_shards.n)).all():
+                places = None
             elif not self.in_host:
-                index = self.backend.upload(index)
-            self.group.kept[key] = index
+                places = self.backend.upload(places)
+            self.group.kept[key] = places
         return self.group.kept[key]

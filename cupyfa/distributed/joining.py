@@ -6,24 +6,26 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal, NamedTuple
 
 from cupyfa.distributed.communicator import Group, require_seconds
-from cupyfa.distributed.in_threads import alone
+from cupyfa.distributed.in_threads import groups_of_threads
 from cupyfa.errors import DeviceError, described
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_named
 
 # Names of rank, ranks, and rank on this host, by launcher.
-_NAMES = (
+_LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+_RANKS_ON_HOST = [names[2] for names in _LAUNCHERS]
 _ID_BYTES = 128
 _PAUSE = 0.05  # seconds between two looks for the file of rank 0
 
@@ -68,9 +70,19 @@ def group(
     """
     require_seconds(timeout)
     if over == "mpi":
-        _refuse_places(
-            {"rank": rank, "ranks": ranks, "unique_id": unique_id, "file": file, "device": device}
-        )
+        given = {
+            "rank": rank,
+            "ranks": ranks,
+            "unique_id": unique_id,
+            "file": file,
+            "device": device,
+        }
+        for name, x in given.items():
+            if x is not None:
+                raise ValueError(
+                    f"{name} is {described(x)}, and with over='mpi' ranks are those of MPI, "
+                    "without GPUs; leave it out"
+                )
         from cupyfa.distributed.mpi import MpiGroup
 
         return MpiGroup(_mpi().COMM_WORLD, timeout)
@@ -80,7 +92,7 @@ def group(
     if place.ranks == 1:
         if device is not None:
             _use_device(place)
-        return alone(timeout)
+        return groups_of_threads(1, timeout)[0]
     return _nccl_group(place, unique_id, None if file is None else Path(file), timeout)
 
 
@@ -117,19 +129,16 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
     return NcclGroup(place.rank, place.ranks, timeout, engine)
 
 
-def _refuse_places(given: Mapping[str, Any]) -> None:
-    """Raises ValueError for what MPI decides."""
-    for name, x in given.items():
-        if x is not None:
-            raise ValueError(
-                f"{name} is {described(x)}, and with over='mpi' ranks are those of MPI, without "
-                "GPUs; leave it out"
-            )
-
-
 def _use_device(place: Place) -> Backend:
     """Makes a rank's device current."""
-    cuda = _cuda(place.rank)
+    try:
+        cuda = backend_named("cuda")
+    except DeviceError as error:
+        why = str(error).partition(";")[0]
+        raise DeviceError(
+            f"rank {place.rank} needs a GPU for NCCL: {why}; group(over='mpi') sends NumPy arrays, "
+            "and threads() tries a program in one process"
+        ) from error
     if place.device >= len(cuda.models):
         raise DeviceError(
             f"rank {place.rank} takes device {place.device} of this host, which has "
@@ -137,17 +146,6 @@ def _use_device(place: Place) -> Backend:
         )
     cuda.use(place.device)
     return cuda
-
-
-def _cuda(rank: int) -> Backend:
-    try:
-        return backend_named("cuda")
-    except DeviceError as error:
-        why = str(error).partition(";")[0]
-        raise DeviceError(
-            f"rank {rank} needs a GPU for NCCL: {why}; group(over='mpi') sends NumPy arrays, and "
-            "threads() tries a program in one process"
-        ) from error
 
 
 def _id_in_file(place: Place, file: Path, timeout: float) -> bytes:
@@ -195,32 +193,21 @@ def _place(
     rank: int | None, ranks: int | None, device: int | None, environment: Mapping[str, str]
 ) -> Place:
     """Which rank this process is, by its arguments or else by its launcher."""
-    names = next((x for x in _NAMES if {*x[:2]} <= environment.keys()), None)
     if (rank is None) != (ranks is None):
         raise ValueError(f"rank is {rank} and ranks is {ranks}; give both, or none of them")
+    launcher = next((x for x in _LAUNCHERS if {*x[:2]} <= environment.keys()), None)
     if rank is None or ranks is None:
-        if names is None:
+        if launcher is None:
             return Place(0, 1, 0)
-        rank, ranks = (_number(x, environment[x]) for x in names[:2])
+        rank, ranks = (int(environment[x]) for x in launcher[:2])
     ranks = whole("ranks", ranks, 1)
     if not 0 <= whole("rank", rank, 0) < ranks:
         raise ValueError(f"rank is {rank} of {ranks}; ranks count from 0")
     if device is None:
-        device = rank if names is None else _rank_on_host(names[2], rank, environment)
+        # Another launcher's name, too: with PMI-2, srun sets its own.
+        names = (launcher[2], *_RANKS_ON_HOST) if launcher else ()
+        device = int(next((environment[x] for x in names if x in environment), rank))
     return Place(rank, ranks, whole("device", device, 0))
-
-
-def _rank_on_host(name: str, rank: int, environment: Mapping[str, str]) -> int:
-    """By the launcher's name, or that of another one: with PMI-2, srun sets its own."""
-    found = next((x for x in (name, *(x[2] for x in _NAMES)) if x in environment), None)
-    return rank if found is None else _number(found, environment[found])
-
-
-def _number(name: str, value: str | int) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} is {value!r} in the environment; it must be a number") from None
 
 
 def _mpi() -> Any:
@@ -235,20 +222,18 @@ def _mpi() -> Any:
 
 def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
     """What a function gives. Raises DeviceError if it blocks: it goes on in its thread."""
-    found: list[Any] = []
-    errors: list[BaseException] = []
+    made: Future[Any] = Future()
 
     def run() -> None:
         try:
-            found.append(make())
+            made.set_result(make())
         except BaseException as error:
-            errors.append(error)
+            made.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if errors:
-        raise DeviceError(f"{what} failed: {errors[0]}") from errors[0]
-    if not found:
-        raise DeviceError(f"{what} were not made in {timeout:g} s; do all ranks run?")
-    return found[0]
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return made.result(timeout)
+    except TimeoutError:
+        raise DeviceError(f"{what} were not made in {timeout:g} s; do all ranks run?") from None
+    except Exception as error:
+        raise DeviceError(f"{what} failed: {error}") from error

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from cupyfa.distributed.communicator import Group, Message, Pending, ended, waited
+from cupyfa.distributed.communicator import Group, Message, Pending
 from cupyfa.distributed.packing import new
-from cupyfa.errors import DeviceError, Unsupported
+from cupyfa.errors import Unsupported
+
+if TYPE_CHECKING:
+    from cupyfa.runtime.cuda.nccl import Nccl
 
 _SPIN = 1e-3  # seconds for which a rank asks again at once, before it sleeps
 _PAUSE = 1e-4
-_OTHERS = "messages of the other ranks"
-
-
-class Engine(Protocol):
-    """What a group needs of NCCL: ``cupyfa.runtime.cuda.nccl.Nccl``, or a test's own."""
-
-    @property
-    def failures(self) -> tuple[type[Exception], ...]: ...
-    @property
-    def is_capturing(self) -> bool: ...
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Any: ...
-    def gather(self, array: Any, into: Any) -> Any: ...
-    def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]: ...
-    def follow(self, event: Any) -> None: ...
-    def use(self) -> None: ...
-    def failure(self) -> str: ...
-    def abort(self) -> None: ...
 
 
 class NcclGroup(Group):
@@ -43,11 +29,10 @@ class NcclGroup(Group):
     for the GPU in another call of CUDA.
     """
 
-    def __init__(self, rank: int, ranks: int, timeout: float, engine: Engine) -> None:
+    def __init__(self, rank: int, ranks: int, timeout: float, engine: Nccl) -> None:
         super().__init__(rank, ranks, timeout)
         self._engine = engine
         self._queued: list[tuple[Any, list[Any]]] = []  # events, and what each needs
-        self._reason = ""  # why the group has ended
         self._ending = threading.Lock()
         self._deadline: float | None = None  # of what this process waits for
         self._done = threading.Event()
@@ -91,15 +76,11 @@ class NcclGroup(Group):
                 "cupy.asarray(q), and k and v likewise"
             )
 
-    @property
-    def reason(self) -> str:
-        return self._reason
-
     def abort(self, reason: str) -> None:
         with self._ending:
-            if self._reason:
+            if self.reason:
                 return
-            self._reason = reason
+            self.reason = reason
         self._done.set()
         with suppress(*self._engine.failures):  # of a GPU that has failed
             self._engine.abort()
@@ -126,8 +107,7 @@ class NcclGroup(Group):
         begin = monotonic()
         with self._waiting():
             while not event.done:
-                if self._reason:
-                    raise self._ended()
+                self.require_alive()
                 if monotonic() - begin > _SPIN:
                     if failure := self._engine.failure():
                         self.abort(f"NCCL of rank {self.rank} failed: {failure}")
@@ -136,21 +116,16 @@ class NcclGroup(Group):
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """What may block, watched; what NCCL raises becomes DeviceError."""
-        if self._reason:
-            raise self._ended()
+        self.require_alive()
         self._deadline = monotonic() + self.timeout
         try:
             yield
         except self._engine.failures as error:
             self.abort(f"NCCL of rank {self.rank} failed: {error}")
-            raise self._ended() from error
+            raise self.ended() from error
         finally:
             self._deadline = None
-        if self._reason:
-            raise self._ended()
-
-    def _ended(self) -> DeviceError:
-        return ended(self.rank, self._reason)
+        self.require_alive()
 
     def _watch(self) -> None:
         """The work of a thread. It ends with the group, also where the GPU has failed."""
@@ -170,4 +145,4 @@ class NcclGroup(Group):
                 since = now
             is_late = deadline is not None and now > deadline
             if is_late or (oldest is not None and now - since > self.timeout):
-                self.abort(waited(self.rank, self.timeout, _OTHERS))
+                self.abort_late("messages of the other ranks")

@@ -57,13 +57,6 @@ def copy_to(made: Any, array: Any) -> None:
     made[...] = array
 
 
-def zeros(like: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A contiguous array of zeros, where another one is."""
-    made = new(like, shape, dtype)
-    made[...] = 0
-    return made
-
-
 def in_words(*arrays: Any) -> list[Any]:
     """Arrays of one dtype with their columns read as words, as large as all of them allow.
 

@@ -12,8 +12,10 @@ import numpy as np
 from cupyfa.distributed.communicator import Group
 from cupyfa.errors import described
 from cupyfa.problem.problem import whole
+from cupyfa.problem.structured_arrays import KINDS, Structured
 
 Order = Literal["zigzag", "contiguous"]
+Schedule = Literal["gather", "ring"]
 
 
 def rows(n: int, group: Group, *, order: Order = "zigzag") -> list[range]:
@@ -36,6 +38,46 @@ def shard(array: Any, group: Group, *, axis: int = 2, order: Order = "zigzag") -
     own = rows(array.shape[axis], group, order=order)
     before = (slice(None),) * (axis % array.ndim)
     return np.concatenate([array[(*before, slice(x.start, x.stop))] for x in own], axis=axis)
+
+
+@dataclass(frozen=True, eq=False)
+class Sharded(Structured):
+    """The rows of a sequence that this rank has, of an array that is divided among ranks.
+
+    ``cupyfa.attention``, ``vjp`` and ``backward`` take q, k and v as Sharded arrays of one group,
+    order and schedule; all ranks call with the same other arguments.
+
+    array: q [batch, heads, rows, d], k [batch, kv_heads, rows, d] or v [batch, kv_heads, rows, dv],
+        of float16, bfloat16, float32 or float64: the rows ``rows(n, group, order=order)`` of all
+        batch elements and heads. A rank may have none.
+    group: of the ranks that compute together.
+    rows: n, the number of rows in the whole sequence; by default ranks times those that this rank
+        has, so it is needed if ranks do not divide them.
+    order: how the sequence is divided, as for ``rows``.
+    schedule: what ranks send each other, see docs/many-gpus.md. "gather": each rank collects the
+        keys of some heads at a time. "ring": keys travel from rank to rank.
+
+    Results are plain arrays of this rank's rows. Kernel and tiles are chosen for the whole problem.
+    Expressions may name the score and position - key, and what docs/many-gpus.md lists for the
+    schedule. With "gather", and rows divided at multiples of the kernel's tiles, out has the bits
+    of one call on the whole with the same kernel and tiles, except with kernels that the page
+    names. Gradients of keys are summed over the ranks in float32 (float64 for float64), in the
+    order of ranks; with ``deterministic`` every run with as many ranks gives the same bits.
+
+    Calls raise, on all ranks the same: TypeError, ValueError and Unsupported for wrong arguments of
+    any rank, ValueError if shapes, dtypes, options, versions or devices differ. DeviceError if
+    another rank fails, ends or does not answer within the time-out of the group, which then has
+    ended.
+    """
+
+    array: Any
+    group: Group
+    rows: int | None = None
+    order: Order = "zigzag"
+    schedule: Schedule = "gather"
+
+
+KINDS[Sharded] = "cupyfa.distributed.rank_functions"
 
 
 @dataclass(frozen=True)

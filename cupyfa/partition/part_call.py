@@ -12,7 +12,7 @@ from cupyfa.ladder import lookup
 from cupyfa.ladder.kernel import Kernel
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.planner.plan import Limits
-from cupyfa.problem.options import AttentionOptions
+from cupyfa.problem.options import AttentionOptions, read_flag
 from cupyfa.problem.problem import Problem, can_give
 
 
@@ -61,6 +61,21 @@ def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
     if not (p.is_masked or p.reads_position):
         return None
     return p.first_position + first_row - first_key
+
+
+def split_passes(
+    given: Mapping[str, Any],
+) -> tuple[bool, dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Whether a call gives lse, what chooses the kernel of each pass, and all other arguments."""
+    others = dict(given)
+    return_lse = read_flag("return_lse", others.pop("return_lse", False))
+    forward = {"kernel": others.pop("kernel", "auto"), "tiles": others.pop("tiles", None)}
+    backward = {
+        "kernel": others.pop("backward_kernel", "auto"),
+        "tiles": others.pop("backward_tiles", None),
+        "deterministic": read_flag("deterministic", others.pop("deterministic", False)),
+    }
+    return return_lse, forward, backward, others
 
 
 def planned(

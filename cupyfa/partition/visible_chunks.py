@@ -1,4 +1,4 @@
-"""Which chunks of keys the rows of a chunk see, and which rows see the keys of a chunk."""
+"""Which keys some rows see, which rows see some keys, and the chunks that have them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import lcm
 
 from cupyfa.ladder.tiles import TILE_KEYS, TILE_ROWS
+from cupyfa.problem.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -37,25 +38,42 @@ def tile_of(constants: Mapping[str, int]) -> int:
     return lcm(*(n for name, n in constants.items() if name in TILE_ROWS + TILE_KEYS))
 
 
-def met_by(
-    own: range,
-    others: Sequence[range],
-    shift: int,
-    before: int | None,
-    after: int | None,
-    tile: int,
-) -> Strip:
-    """The chunks of keys that a chunk of rows sees, from the first key of a tile on.
+def visible_keys(p: Problem, rows: range, tile: int = 1) -> range:
+    """The keys between the first and the last one that any of these rows sees.
 
-    Row i sees the keys i + shift - before to i + shift + after; None is no limit. For the rows that
-    see a chunk of keys, exchange the limits and negate the shift. Beginning at a whole tile keeps
-    the order of sums. A chunk that sees nothing gets the first of the others, where all pairs are
-    masked: a task needs an array.
+    They begin at a whole tile, which keeps the order of sums.
+    """
+    return visible(rows, p.N, p.first_position, p.left, p.right, tile)
+
+
+def visible_rows(p: Problem, keys: range, tile: int = 1) -> range:
+    """The same for the rows that see any of these keys."""
+    return visible(keys, p.M, -p.first_position, p.right, p.left, tile)
+
+
+def visible(
+    own: range, total: int, shift: int, before: int | None, after: int | None, tile: int
+) -> range:
+    """What is visible of ``total``, if i sees i + shift - before to i + shift + after.
+
+    None is no limit.
     """
     low = 0 if before is None else max(own.start + shift - before, 0) // tile * tile
-    high = others[-1].stop if after is None else own.stop + shift + after
-    met = [n for n, x in enumerate(others) if len(x) and x.start < high and low < x.stop]
+    high = total if after is None else min(own.stop + shift + after, total)
+    return range(low, max(low, high))
+
+
+def overlap(a: range, b: range) -> bool:
+    return max(a.start, b.start) < min(a.stop, b.stop)
+
+
+def strip_of(visible: range, chunks: Sequence[range]) -> Strip:
+    """The chunks that have what is visible.
+
+    If there are none, the first one, where all pairs are masked: a task needs an array.
+    """
+    met = [n for n, x in enumerate(chunks) if overlap(x, visible)]
     if not met:
         return Strip([0], 0)
-    first = others[met[0]].start
-    return Strip(met, max(low, first), max(low - first, 0))
+    first = chunks[met[0]].start
+    return Strip(met, max(visible.start, first), max(visible.start - first, 0))

@@ -26,7 +26,7 @@ da = pytest.importorskip("dask.array")
 
 from cupyfa.dask import MergedKeys  # noqa: E402  # after the check for Dask
 from cupyfa.partition.position_names import places  # noqa: E402
-from cupyfa.partition.visible_chunks import met_by, ranges, tile_of  # noqa: E402
+from cupyfa.partition.visible_chunks import ranges, strip_of, tile_of, visible  # noqa: E402
 from cupyfa.problem.options import AttentionOptions  # noqa: E402
 
 TILES = {"Br": 16, "Bc": 16}
@@ -353,9 +353,13 @@ def test_wrong_arguments(function, what):
     "wrong, error, message",
     [
         ((X,), TypeError, "dout is of type ndarray; give a Dask array like out"),
-        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); it must be \(1, 2, 8, 4\)"),
-        ((A.astype("f2"),), TypeError, "dout is float16; it must be float32, as out: convert it"),
-        ((A, A), ValueError, r"dlse has shape .*; it must be \(1, 2, 8\), that of lse"),
+        ((A[..., :3],), ValueError, r"dout has shape \(1, 2, 8, 3\); expected is \(1, 2, 8, 4\)"),
+        (
+            (A.astype("f2"),),
+            TypeError,
+            "dout is float16; expected is float32 for these q, k and v: convert it",
+        ),
+        ((A, A), ValueError, r"dlse is float32 .*; it must be float32 \(1, 2, 8\), as lse is"),
     ],
 )
 def test_wrong_gradients(wrong, error, message):
@@ -408,7 +412,7 @@ def test_strips_are_the_chunks_that_are_met(seed):
             if (before is None or key >= row + shift - before)
             and (after is None or key <= row + shift + after)
         }
-        found = met_by(own, keys, shift, before, after, tile)
+        found = strip_of(visible(own, keys[-1].stop, shift, before, after, tile), keys)
         taken = [key for n in found.chunks for key in keys[n]][found.skipped :]
         assert taken == list(range(taken[0], taken[-1] + 1)) if taken else True
         assert not taken or taken[0] == found.start

@@ -160,7 +160,7 @@ def test_buffers_may_be_freed_while_a_call_begins(far, monkeypatch):
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_one_device_goes_the_usual_way(far, monkeypatch, device):
-    monkeypatch.setattr(devices, "_Spread", None)
+    monkeypatch.setattr(devices, "_run_in_turns", None)
     same(far, *arrays(2, 2, 60), [device])
     assert set(hosts[far]) == {device} and far.device == 0
 

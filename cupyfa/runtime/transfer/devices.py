@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
@@ -39,12 +39,12 @@ def spread(
     free, starts = min(rooms), starts_of(inputs)
     made = shares(pieces, devices, piece_bytes(chosen, free), free, starts)
     with ExitStack() as stack:
-        calls = []
+        calls = {}
         for device, share in zip(devices, made):
             with _working(backend, device):
                 lanes = stack.enter_context(backend.lanes())
-                calls.append(Call(backend, lanes, share, inputs, outputs, free))
-        _Spread(backend, devices, calls).run(progress)
+                calls[device] = Call(backend, lanes, share, inputs, outputs, free)
+        _run_in_turns(backend, calls, progress)
 
 
 @contextmanager
@@ -58,52 +58,45 @@ def _working(backend: Backend, device: int) -> Iterator[None]:
         raise
 
 
-class _Spread:
-    """The calls of several devices, whose pieces are started in turns.
+def _run_in_turns(backend: Backend, calls: Mapping[int, Call], progress: Progress | None) -> None:
+    """Starts the pieces of the calls of several devices in turns.
 
     A thread for each would be slower: it starts a piece in 0.1 ms, but two of them, which hand
     Python's lock over at every call of the driver, take 0.45 ms each.
     """
+    total = sum(len(x.cut.pieces) for x in calls.values())
+    what = next(iter(calls.values())).what if progress else ""
+    steps = {device: call.steps() for device, call in calls.items()}
+    told, done = -1, dict.fromkeys(calls, 0)
+    at_work = list(calls)
+    try:
+        while at_work:
+            for device in [*at_work]:
+                with _working(backend, device):
+                    pieces = next(steps[device], None)
+                if pieces is None:
+                    at_work.remove(device)
+                    continue
+                done[device] = pieces
+                if progress is not None and sum(done.values()) > told:
+                    told = sum(done.values())
+                    progress(told, total, what)
+    except BaseException:
+        _close_all(backend, steps)
+        raise
 
-    def __init__(self, backend: Backend, devices: Sequence[int], calls: Sequence[Call]) -> None:
-        self._backend, self._calls = backend, calls
-        self._steps = {device: call.steps() for device, call in zip(devices, calls)}
 
-    def run(self, progress: Progress | None) -> None:
-        total = sum(len(x.cut.pieces) for x in self._calls)
-        what = self._calls[0].what if progress else ""
-        told, done = -1, dict.fromkeys(self._steps, 0)
-        at_work = list(self._steps)
-        try:
-            while at_work:
-                for device in [*at_work]:
-                    with _working(self._backend, device):
-                        pieces = next(self._steps[device], None)
-                    if pieces is None:
-                        at_work.remove(device)
-                        continue
-                    done[device] = pieces
-                    if progress is not None and sum(done.values()) > told:
-                        told = sum(done.values())
-                        progress(told, total, what)
-        except BaseException:
-            self._close()
-            raise
+def _close_all(backend: Backend, steps: dict[int, Generator[int]]) -> None:
+    """Returns when nothing is on its way any more, even if Ctrl-C comes again.
 
-    def _close(self) -> None:
-        """Returns when nothing is on its way any more, even if Ctrl-C comes again.
-
-        The error that ended the call is raised, and no other one of a device.
-        """
-        left, pressed = [*self._steps.items()], None
-        while left:
-            device, steps = left[-1]
-            try:
-                with suppress(Exception), _working(self._backend, device):
-                    steps.close()
-            except KeyboardInterrupt as again:
-                pressed = again
-            else:
-                left.pop()
-        if pressed is not None:
-            raise pressed
+    The error that ended the call is raised, and no other one of a device.
+    """
+    try:
+        while steps:
+            device = next(iter(steps))
+            with suppress(Exception), _working(backend, device):
+                steps[device].close()
+            del steps[device]
+    except KeyboardInterrupt:
+        _close_all(backend, steps)
+        raise

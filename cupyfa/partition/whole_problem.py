@@ -1,43 +1,15 @@
-"""Arguments of ``cupyfa.attention`` that calls on parts of a problem cannot have."""
+"""The whole problem of a call on parts, without the arguments that such calls cannot have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cupyfa.call.keywords import DTYPES, read_out, split_keywords
 from cupyfa.errors import Unsupported, described
 from cupyfa.problem import optional_inputs
-from cupyfa.problem.options import AttentionOptions, OptionKeywords
+from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import Problem
-
-# Arguments that are arrays, and what to give instead.
-_ARRAYS = {x: optional_inputs.OPTIONAL_INPUTS[x].in_parts for x in optional_inputs.KEYWORDS}
-
-
-def options_of(
-    function: Callable[..., Any], keywords: Mapping[str, Any], out: Any = None
-) -> OptionKeywords:
-    """The options among the keyword arguments of a call on parts.
-
-    out: the dtype of the output, if it is given. Raises for arguments that such calls cannot have.
-    """
-    for name, remedy in _REMEDIES.items():
-        if keywords.get(name) is not None:
-            raise Unsupported(
-                f"{name} is {described(keywords[name])}, which calls on parts do not take; {remedy}"
-            )
-    if out is not None and not isinstance(out, DTYPES):
-        raise Unsupported(f"out is {described(out)}, and results are new arrays; give its dtype")
-    given, asked = split_keywords(function, keywords)
-    for name, remedy in _ARRAYS.items():
-        if name in given:
-            raise Unsupported(
-                f"{name} is {described(given[name])}, and parts read no arrays besides q, k and v; "
-                f"{remedy}"
-            )
-    return read_out(out, None, asked)[1]
-
 
 _REMEDIES = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
@@ -48,27 +20,48 @@ _REMEDIES = {
 }
 
 
-def without_dropout(options: AttentionOptions) -> AttentionOptions:
-    """The options. Raises Unsupported if they drop weights."""
+def read_problem(
+    function: Callable[..., Any],
+    arrays: Sequence[Any],
+    keywords: Mapping[str, Any],
+    out: Any = None,
+) -> Problem:
+    """The problem of whole arrays q, k and v. Raises for arguments that parts cannot have.
+
+    keywords: arguments of the function besides kernels. out: the dtype of the output, if it is
+    given.
+    """
+    for name, remedy in _REMEDIES.items():
+        if keywords.get(name) is not None:
+            raise Unsupported(
+                f"{name} is {described(keywords[name])}, which calls on parts do not take; {remedy}"
+            )
+    if out is not None and not isinstance(out, DTYPES):
+        raise Unsupported(f"out is {described(out)}, and results are new arrays; give its dtype")
+    given, asked = split_keywords(function, keywords)
+    for name in optional_inputs.KEYWORDS:
+        if name in given:
+            raise Unsupported(
+                f"{name} is {described(given[name])}, and parts read no arrays besides q, k and v; "
+                f"{optional_inputs.OPTIONAL_INPUTS[name].in_parts}"
+            )
+    options = AttentionOptions.of(None, read_out(out, None, asked)[1])
     if options.dropout:
         raise Unsupported(
             f"dropout is {options.dropout}, and the numbers of queries and keys in the whole "
             "problem decide which weights it drops, but parts count from 0; leave it out"
         )
-    return options
-
-
-def without_e4m3(p: Problem) -> Problem:
-    """The problem. Raises Unsupported if its inputs are e4m3."""
-    if p.dtype.result:
+    operands = _captured_numbers(keywords.get("captured"))
+    problem = Problem.of(*arrays, options=options, operands=operands)
+    if problem.dtype.result:
         raise Unsupported(
-            f"q, k and v are {p.dtype.name}, which calls on parts do not take; convert them to "
-            "float16 or bfloat16"
+            f"q, k and v are {problem.dtype.name}, which calls on parts do not take; convert them "
+            "to float16 or bfloat16"
         )
-    return p
+    return problem
 
 
-def numbers(captured: Mapping[str, Any] | None) -> tuple[optional_inputs.Operand, ...]:
+def _captured_numbers(captured: Any) -> tuple[optional_inputs.Operand, ...]:
     """The numbers that expressions read. Raises Unsupported for arrays."""
     if captured is None:
         return ()
@@ -82,3 +75,12 @@ def numbers(captured: Mapping[str, Any] | None) -> tuple[optional_inputs.Operand
                 "besides q, k and v; give numbers, or a formula in the text"
             )
     return tuple(sorted(found, key=lambda x: x.name))
+
+
+def require_four_axes(name: str, array: Any) -> None:
+    """Raises ValueError for an array that is not [batch, heads, rows, d]."""
+    if len(array.shape) != 4:
+        raise ValueError(
+            f"{name} has shape {tuple(array.shape)}; give [batch, heads, rows, d]: {name}[None] "
+            "has one more axis"
+        )
