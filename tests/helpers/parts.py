@@ -124,7 +124,7 @@ def multiply_parts(a, b):
     return np.float32(multiply(a.high, b.high) + rest / LOW)
 
 
-def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
+def attention(q, k, v, scale, tile=64, seed=0, visible=None):
     """O, lse and flags of one head; visible [M, N] are the pairs that a mask shows.
 
     An exponential is off by up to 2**-23. Sums of a section of keys begin at zero.
@@ -156,7 +156,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
             earlier = earlier[0] * factor, earlier[1] * factor
             out = f(multiply_parts(Parts.of(P), V) * weight.astype(np.float64) + out)
             maximum = now
-            if (first + tile) % section == 0:
+            if (first + tile) % SECTION == 0:
                 earlier = earlier[0] + out, earlier[1] + total
                 out, total = np.zeros_like(out), np.zeros_like(total)
         out, total = earlier[0] + out, earlier[1] + total
@@ -195,18 +195,15 @@ def split_gradient(do, out, of):
     return Gradient(dO, rows, delta, of.flags | (small & (do != 0).any(1)))
 
 
-def sum_tiles(weights, B, has_numbers, tile, one_power=False):
+def sum_tiles(weights, B, has_numbers, tile):
     """weights [m, n] times B [n, k], tile by tile, and which rows parts did not hold.
 
-    has_numbers [k] says in which columns a sum of 0 is wrong; one_power: whether all rows of a tile
-    have the same power of two, as they have not in the kernels.
+    has_numbers [k] says in which columns a sum of 0 is wrong.
     """
     sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
     for first in range(0, weights.shape[1], tile):
         own = weights[:, first : first + tile]
         largest = np.abs(own).max(1)
-        if one_power:
-            largest[:] = largest.max()
         power = np.maximum(exponents(largest), -112)[:, None]
         rows = slice(first, first + tile)
         product = multiply_parts(
@@ -220,7 +217,7 @@ def sum_tiles(weights, B, has_numbers, tile, one_power=False):
 
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
-def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0, one_power=False):
+def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0):
     """dQ, dK and dV of one head, and the flags of the rows of each."""
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
@@ -239,10 +236,10 @@ def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0, one_power=False):
     dS = f(P * f(dP - np.ldexp(grad.delta.astype(np.float64), 60)[:, None]))
     of_dV = f(P * np.ldexp(1.0, grad.exponents + 32)[:, None])
     of_dK = f(dS * of.scale2[:, None])
-    k_powers, how = exponents(np.abs(k).max(0)), (tile, one_power)
-    dQ, dQ_flags = sum_tiles(dS, of.K, (k != 0).any(0), *how)
-    dK, dK_flags = sum_tiles(of_dK.T, of.Q, (q != 0).any(0), *how)
-    dV, dV_flags = sum_tiles(of_dV.T, grad.dO, (do != 0).any(0), *how)
+    k_powers = exponents(np.abs(k).max(0))
+    dQ, dQ_flags = sum_tiles(dS, of.K, (k != 0).any(0), tile)
+    dK, dK_flags = sum_tiles(of_dK.T, of.Q, (q != 0).any(0), tile)
+    dV, dV_flags = sum_tiles(of_dV.T, grad.dO, (do != 0).any(0), tile)
     return (
         (times_two_to(dQ, k_powers - 74) * f(scale), dQ_flags | grad.flags),
         (times_two_to(dK, -46 - k_powers) * f(np.log(2)), dK_flags | grad.flags.any()),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -22,6 +23,11 @@ def make_cache():
     return cupyfa.KVCache(room, room.copy(), np.zeros(2, np.int32), layout="bshd")
 
 
+@cache
+def checked():
+    return cupyfa.check("fa2", samples=1, jobs=0, **HERE)
+
+
 OBJECTS = {
     "plan": lambda: cupyfa.plan(kernel="wgmma_persistent", dtype="float16", M=512, d=128, **HERE),
     "planned launch": lambda: cupyfa.plan(kernel="fa2", bias="1hmn", **SMALL, **HERE).launches[0],
@@ -38,7 +44,7 @@ OBJECTS = {
     "cache": make_cache,
     "block mask": lambda: cupyfa.block_mask(np.ones((16, 16), bool)),
     "expected": lambda: cupyfa.lab.Expected(np.ones((99, 99)), np.ones((99, 99))),
-    "checked": lambda: cupyfa.check("fa2", samples=1, jobs=0, **HERE),
+    "checked": checked,
 }
 RESULTS = {
     "bench": lambda: cupyfa.bench("fa2", alone=True, budget=0, **SMALL, **HERE),

@@ -36,8 +36,8 @@ def test_bounds_take_a_scale_for_each_head(scale):
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-HEAD_DIMS = (1, 3, 16, 64, 128, 256, 512, 1024)
-LENGTHS = ((1, 1), (2, 3), (7, 45), (33, 203), (3, 799), (5, 1024))
+HEAD_DIMS = (1, 16, 64, 256, 1024)
+LENGTHS = ((1, 1), (7, 45), (33, 203), (3, 799))
 DISTRIBUTIONS = ("normal", "uniform", "peaky")
 INF, NAN = np.inf, np.nan
 
@@ -55,16 +55,8 @@ class Case:
     name: str = ""
 
     def verdicts(self, results, rounding=None):
-        return attention_verdicts(
-            results,
-            self.q,
-            self.k,
-            self.v,
-            scale=self.scale,
-            causal_offset=self.causal_offset,
-            dtype=self.dtype,
-            rounding=rounding,
-        )
+        how = {"scale": self.scale, "causal_offset": self.causal_offset, "dtype": self.dtype}
+        return attention_verdicts(results, self.q, self.k, self.v, rounding, **how)
 
     def worst(self, results, rounding=None):
         return max(verdict.ratio for verdict in self.verdicts(results, rounding))
@@ -196,28 +188,31 @@ def test_correct_kernels_are_accepted_on_small_problems(
 
 FAULTS = {
     "last key dropped": lambda c: kernel(c, keys=c.k.shape[2] - 1),
-    "lse in base 2": lambda c: {"lse": kernel(c)["lse"] / np.log(2)},
-    "lse off by 1e-3": lambda c: {"lse": kernel(c)["lse"] + 1e-3},
+    "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
+}
+FAULTS_OF_MASKS = {
     "mask one key short": lambda c: kernel(c, causal_offset=c.causal_offset - 1),
     "mask one key long": lambda c: kernel(c, causal_offset=c.causal_offset + 1),
-    "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("causal_offset, faults", [(None, FAULTS), (1024 - 16, FAULTS_OF_MASKS)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_faults_among_1024_keys_are_rejected(dtype, fault):
-    causal_offset = 1024 - 16 if "mask" in fault else None
+def test_faults_among_1024_keys_are_rejected(dtype, causal_offset, faults):
     c = case(dtype, "uniform", 16, 1024, 64, causal_offset=causal_offset)
-    assert c.worst(kernel(c)) < 0.7
-    assert c.worst(FAULTS[fault](c)) > 1
+    good = kernel(c)
+    assert c.worst(good) < 0.7
+    assert c.worst({"lse": good["lse"] / np.log(2)}) > 1
+    assert c.worst({"lse": good["lse"] + 1e-3}) > 1
+    for fault, wrong in faults.items():
+        assert c.worst(wrong(c)) > 1, fault
 
 
-@pytest.mark.parametrize("fault", ["last key dropped", "mask one key short", "mask one key long"])
+@pytest.mark.parametrize("fault", ["last key dropped", *FAULTS_OF_MASKS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_missing_key_of_45_is_rejected_by_the_output(dtype, fault):
-    c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if "mask" in fault else None)
-    assert c.worst({"O": FAULTS[fault](c)["O"]}) > 1
+    c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if fault in FAULTS_OF_MASKS else None)
+    assert c.worst({"O": (FAULTS | FAULTS_OF_MASKS)[fault](c)["O"]}) > 1
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -236,13 +231,6 @@ def test_equal_rounding_errors_are_accepted(dtype, value):
     good = kernel(c)
     require(c.verdicts(good), c.name)
     assert c.worst({"O": good["O"] * 1.02}) > 1
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_scale_of_large_scores_is_checked_in_float32(dtype):
-    c = case("float32", "peaky", 9, 203, 64)
-    assert c.worst(kernel(c, scale=c.scale * 1.001)) > 1
-    assert c.worst(kernel(c, rounding=dtype)) > 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -415,23 +403,13 @@ def test_results_that_cannot_be_compared_are_refused(results, options, message):
 def test_any_size_may_be_zero(dtype, axis):
     M, N, d, dv = (0 if number == axis else 3 for number in range(4))
     q, k, v = (np.zeros((1, 2, *shape)) for shape in ((M, d), (N, d), (N, dv)))
-    lse = np.full((1, 2, M), -INF if N == 0 else np.log(3))
-    verdicts = attention_verdicts(
-        {"O": np.zeros((1, 2, M, dv)), "lse": lse},
-        q,
-        k,
-        v,
-        scale=1.0,
-        causal_offset=None,
-        dtype=dtype,
-    )
-    require(verdicts, "zeros")
-    require(
-        softmax_verdicts(
-            {"P": np.zeros((M, 0)), "lse": np.full(M, -INF)}, q[0, 0, :, :0], dtype=dtype
-        ),
-        "an empty softmax",
-    )
+    results = {
+        "O": np.zeros((1, 2, M, dv)),
+        "lse": np.full((1, 2, M), -INF if N == 0 else np.log(3)),
+    }
+    require(attention_verdicts(results, q, k, v, scale=1.0, dtype=dtype), "zeros")
+    empty = {"P": np.zeros((M, 0)), "lse": np.full(M, -INF)}
+    require(softmax_verdicts(empty, q[0, 0, :, :0], dtype=dtype), "an empty softmax")
 
 
 def softmax_kernel(x, dtype, base2=False, seed=0):
@@ -456,7 +434,7 @@ def softmax_kernel(x, dtype, base2=False, seed=0):
 def test_a_correct_softmax_is_accepted_and_faults_are_not(dtype, base2):
     for N in (1, 2, 45, 1024):
         for spread in (0.01, 1, 30, 1000):
-            x = spread * np.random.default_rng(N).normal(size=(2, 200, N))
+            x = spread * np.random.default_rng(N).normal(size=(2, 40, N))
             x = reference.rounded(x, dtype)
             x[0, 0], x[0, 1, : N - 1], x[0, 2, N // 2] = -INF, -INF, NAN
             good = softmax_kernel(x, dtype, base2)
