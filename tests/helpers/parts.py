@@ -245,3 +245,57 @@ def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0):
         (times_two_to(dK, -46 - k_powers) * f(np.log(2)), dK_flags | grad.flags.any()),
         (times_two_to(dV, -46 - of.V_exponents), dV_flags | grad.flags.any()),
     )
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def power(rng, *shape, low=-20, high=20):
+    return (10.0 ** rng.uniform(low, high, shape)).astype(np.float32)
+
+
+def one_hot(rng, q, k, v, size):
+    row = np.arange(v.shape[-2])
+    return size * q, size * k, 0 * v + (row[:, None] % v.shape[-1] == np.arange(v.shape[-1]))
+
+
+def cancelling(rng, q, k, v):
+    """Pairs of equal keys with opposite values: O is 0."""
+    signs = np.resize([1, -1], (v.shape[-2], 1))
+    k, v = (np.repeat(x[..., ::2, :], 2, -2) for x in (k, v))
+    return q, k, v * signs
+
+
+def of_columns(rng, q, k, v):
+    u = power(rng, q.shape[-1])
+    return q * u, k / u, v
+
+
+# Inputs made of normal ones, which parts hold.
+HELD = {
+    "normal": lambda rng, q, k, v: (q, k, v),
+    "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
+    "huge": lambda rng, q, k, v: (50 * q, 50 * k, v),
+    "uniform": lambda rng, q, k, v: tuple(rng.random(x.shape) for x in (q, k, v)),
+    "equal": lambda rng, q, k, v: (q, np.repeat(k[..., :1, :], k.shape[-2], -2), v),
+    "outliers": lambda rng, q, k, v: tuple(
+        x + 10 * normal(rng, *x.shape) * (rng.random(x.shape) < 0.001) for x in (q, k, v)
+    ),
+    "columns of V": lambda rng, q, k, v: (q, k, v * power(rng, v.shape[-1])),
+    "columns of Q and K": of_columns,
+    "small Q and K": lambda rng, q, k, v: (
+        *(x * power(rng, *x.shape, high=0) for x in (q, k)),
+        v,
+    ),
+    "rows of K": lambda rng, q, k, v: (q, k * power(rng, k.shape[-2], 1, low=-8, high=0), v),
+    "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
+    "cancelling": cancelling,
+}
+# Inputs of which parts do not hold some rows.
+NOT_HELD = {
+    "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
+    "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),
+    "one_hot, 6 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 6),
+    "one_hot, 8 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 8),
+}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import broken_kernels
-from helpers.problems import usual_first
+from helpers.problems import able, usual_first
 
 import cupyfa
 from cupyfa import Problem, Simulator
@@ -16,7 +16,7 @@ from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 
-GIVES_ARRAYS = [k for k in LADDER["backward"].values() if "places" in k.features]
+GIVES_ARRAYS = able("places", "backward")
 ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
 BATCH, HEADS, M, N, D = 4, 4, 20, 30, 16
 # Powers of two by which a part of dO is larger.

@@ -19,12 +19,6 @@ TYPES = pytest.mark.parametrize(
 SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 
 
-@pytest.fixture
-def run(backend):
-    """Runs a kernel of one block, as ``launch`` does, on each backend."""
-    return launch if backend.name == "simulator" else launch_on_device
-
-
 def random(shape, dtype, seed=0):
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
 
@@ -35,11 +29,11 @@ def pairs(matrix):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
+def test_each_lane_gets_its_part_of_four_matrices(run_code, transposed):
     tile = np.arange(1000, 1256, dtype=np.uint16).reshape(32, 8)
     got = np.zeros((4, 32), np.uint32)
     body = code("each_lane_gets_its_part_of_four_matrices", trans="_trans" if transposed else "")
-    run(body, tile, got, head=MMA)
+    run_code(body, tile, got, head=MMA)
     matrices = tile[np.arange(32) ^ 13].reshape(4, 8, 8)
     want = pairs(matrices.swapaxes(1, 2) if transposed else matrices)
     assert (got == want.reshape(4, 32)).all()
@@ -53,12 +47,12 @@ def fragments(a, b, D):
     return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
 
 
-def multiply(run, c_type, A, B, D):
+def multiply(run_code, c_type, A, B, D):
     """D + A B of one instruction; floats are multiplied as tf32."""
     words = np.asarray if c_type == "tf32" else pairs
     a, b, d = fragments(words(A), words(B.T), D)
     body = code("multiply_tf32") if c_type == "tf32" else code("multiply", c_type=c_type)
-    run(body, a, b, d, head=MMA)
+    run_code(body, a, b, d, head=MMA)
     got = np.empty((16, 8), np.float32)
     for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
         got[rows : rows + 8, first::2] = part.reshape(8, 4)
@@ -66,10 +60,10 @@ def multiply(run, c_type, A, B, D):
 
 
 @TYPES
-def test_products_are_those_of_numpy(run, c_type, dtype):
+def test_products_are_those_of_numpy(run_code, c_type, dtype):
     A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), np.float32, 2)
     want = D + A.astype(float) @ B.astype(float)
-    np.testing.assert_allclose(multiply(run, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(multiply(run_code, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -86,7 +80,7 @@ def test_sums_are_cut_off(hopper, c_type, dtype):
 
 
 @pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])
-def test_infinities_and_nan_follow_ieee(run, c_type, dtype):
+def test_infinities_and_nan_follow_ieee(run_code, c_type, dtype):
     A, B = np.ones((16, 16), dtype), np.ones((16, 8), dtype)
     if c_type == "tf32":
         A, B = A[:, :8], B[:8]
@@ -95,19 +89,19 @@ def test_infinities_and_nan_follow_ieee(run, c_type, dtype):
     with np.errstate(invalid="ignore"):
         want = D + (A.astype(np.float32)[:, :, None] * B.astype(np.float32)).sum(1)
     assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
-    np.testing.assert_array_equal(multiply(run, c_type, A, B, D), want)
+    np.testing.assert_array_equal(multiply(run_code, c_type, A, B, D), want)
 
 
 @TYPES
 @pytest.mark.parametrize("load, transposed", [("", True), ("_trans", False)])
-def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
+def test_loaded_matrices_are_operands(run_code, c_type, dtype, load, transposed):
     """And a product, packed, is the first operand of the next."""
     A, B = random((16, 16), dtype), random((16, 16), dtype, 1)
     tiles, out = np.concatenate([A, B]).view(np.uint16), np.zeros((2, 16, 16), np.float32)
     rows = "lane % 8 + lane / 16 * 8" if transposed else "lane % 16"
     column = "lane / 8 % 2 * 8" if transposed else "lane / 16 * 8"
     body = code("loaded_matrices_are_operands", load=load, rows=rows, column=column, c_type=c_type)
-    run(body, tiles, out, head=MMA)
+    run_code(body, tiles, out, head=MMA)
     right = B.astype(float).T if transposed else B.astype(float)
     np.testing.assert_allclose(out[0], A.astype(float) @ right, rtol=1e-5, atol=1e-5)
     packed = out[0].astype(dtype).astype(float)
@@ -115,7 +109,7 @@ def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
 
 
 @TYPES
-def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
+def test_pairs_are_rounded_to_nearest_ties_to_even(run_code, c_type, dtype):
     bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
     ties = random(2048, dtype).astype(np.float32).view(np.uint32)
     ties += np.uint32(0x1000 if dtype == np.float16 else 0x8000)
@@ -125,7 +119,7 @@ def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
     body = f"""
         for (int i = threadIdx.x; i < s0; i += 32) B[i] = pack<{c_type}>(A[2 * i], A[2 * i + 1]);
     """
-    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    run_code(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
     with np.errstate(over="ignore"):
         want = numbers.astype(dtype)
     assert (got.view(np.uint16) == want.view(np.uint16)).all()
@@ -170,20 +164,20 @@ def cut(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
 
 
-def test_products_of_tf32_do_not_look_at_the_last_bits(run):
+def test_products_of_tf32_do_not_look_at_the_last_bits(run_code):
     A, B, D = (random(x, np.float32, i) for i, x in enumerate([(16, 8), (8, 8), (16, 8)]))
-    got = multiply(run, "tf32", A, B, D)
+    got = multiply(run_code, "tf32", A, B, D)
     np.testing.assert_allclose(got, D + cut(A) @ cut(B), rtol=1e-5, atol=1e-5)
     assert np.abs(got - (D + A.astype(float) @ B)).max() > 1e-4
 
 
-def test_tf32_is_rounded_as_the_reference_rounds(run):
+def test_tf32_is_rounded_as_the_reference_rounds(run_code):
     bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
     ties = bits & np.uint32(0xFFFFE000) | np.uint32(0x1000)
     numbers = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
     got = np.zeros(numbers.size, np.uint32)
     body = "for (int i = threadIdx.x; i < s0; i += 32) B[i] = round_to_tf32(A[i]);"
-    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    run_code(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
     nan = np.isnan(numbers)
     want = reference.rounded(numbers[~nan], "tf32")
     normal = np.abs(want) >= 2.0**-126  # a device may flush the others to zero
@@ -191,12 +185,12 @@ def test_tf32_is_rounded_as_the_reference_rounds(run):
     assert np.isnan(got.view(np.float32)[nan]).all()
 
 
-def test_matrices_of_floats_are_operands_of_tf32(run):
+def test_matrices_of_floats_are_operands_of_tf32(run_code):
     """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
     A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
     tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
     body = code("matrices_of_floats_are_operands_of_tf32")
-    run(body, tiles, out, head=MMA)
+    run_code(body, tiles, out, head=MMA)
     np.testing.assert_allclose(out, cut(A) @ cut(B).T, rtol=1e-5, atol=1e-5)
 
 
@@ -225,10 +219,10 @@ def numbers(count):
     return np.arange(1, 1 + 8 * count, dtype=np.uint16).reshape(count, 8)
 
 
-def test_partial_copies_are_filled_with_zeros(run):
+def test_partial_copies_are_filled_with_zeros(run_code):
     A, B = numbers(32), np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
-    run(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
+    run_code(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
     assert (B == np.where(np.arange(8) < np.arange(32)[:, None] % 9, A, 0)).all()
 
 
@@ -240,11 +234,11 @@ def test_nothing_is_read_from_any_address():
     assert (B[::9] == 0).all()
 
 
-def test_many_copies_in_many_groups(run):
+def test_many_copies_in_many_groups(run_code):
     """More copies than the simulator stores in one block, and reused stages."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
     body = code("many_copies_in_many_groups")
-    run(body, A, B, head=COPIES)
+    run_code(body, A, B, head=COPIES)
     assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
 
 

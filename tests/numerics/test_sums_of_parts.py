@@ -6,63 +6,11 @@ The kernels are emulated in NumPy, with tensor cores that cut sums off; the simu
 import numpy as np
 import pytest
 from helpers import parts
+from helpers.parts import HELD, NOT_HELD, normal
 
 from cupyfa.numerics import tolerance
 
 F = np.float32
-
-
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(F)
-
-
-def power(rng, *shape, low=-20, high=20):
-    return (10.0 ** rng.uniform(low, high, shape)).astype(F)
-
-
-def one_hot(rng, q, k, v, size):
-    row = np.arange(len(k))
-    return size * q, size * k, (row[:, None] % v.shape[1] == np.arange(v.shape[1])).astype(F)
-
-
-def cancelling(rng, q, k, v):
-    """Pairs of equal keys with opposite values: O is 0."""
-    signs = np.resize([1, -1], (len(v), 1))
-    return q, np.repeat(k[::2], 2, 0), np.repeat(v[::2], 2, 0) * signs
-
-
-def of_columns(rng, q, k, v):
-    u = power(rng, q.shape[1])
-    return q * u, k / u, v
-
-
-# Inputs of one head, made of normal ones, which parts hold.
-HELD = {
-    "normal": lambda rng, q, k, v: (q, k, v),
-    "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
-    "huge": lambda rng, q, k, v: (50 * q, 50 * k, v),
-    "uniform": lambda rng, q, k, v: tuple(rng.random(x.shape, F) for x in (q, k, v)),
-    "equal": lambda rng, q, k, v: (q, np.repeat(k[:1], len(k), 0), v),
-    "outliers": lambda rng, q, k, v: tuple(
-        x + 10 * normal(rng, *x.shape) * (rng.random(x.shape) < 0.001) for x in (q, k, v)
-    ),
-    "columns of V": lambda rng, q, k, v: (q, k, v * power(rng, v.shape[1])),
-    "columns of Q and K": of_columns,
-    "small Q and K": lambda rng, q, k, v: (
-        *(x * power(rng, *x.shape, high=0) for x in (q, k)),
-        v,
-    ),
-    "rows of K": lambda rng, q, k, v: (q, k * power(rng, len(k), 1, low=-8, high=0), v),
-    "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
-    "cancelling": cancelling,
-}
-# Inputs of which parts do not hold some rows.
-NOT_HELD = {
-    "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
-    "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),
-    "one_hot, 6 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 6),
-    "one_hot, 8 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 8),
-}
 
 
 def drawn(make, M=32, N=320, d=64, seed=0):

@@ -7,7 +7,7 @@ import pytest
 from helpers import float32
 
 from cupyfa.numerics import reference, tolerance
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import TRACEABLE, Expression
 from cupyfa.score.functions import DIFFERENTIABLE, FUNCTIONS, RECIPROCAL
 from cupyfa.score.numpy_evaluation import Modifications, complex_step
 
@@ -49,27 +49,12 @@ def modifications(scores=(), masks=(), names=NAMES, **more):
     return Modifications(texts("score_mod", *scores), texts("mask_mod", *masks), names, **how)
 
 
-def score_by_hand(name, s, b, h, i, j):
-    """What a text says, one number at a time."""
-    x, p = NAMES, i + N - M
-    if name == "softcap":
-        return 2.5 * math.tanh(s / 2.5)
-    if name == "alibi":
-        return s - x["slopes"][h] * abs(p - j)
-    if name == "table":
-        return s + float(x["table"][h, abs(p - j)])
-    if name == "bias":
-        return s + x["bias"][0, h, i, j]
-    if name == "curved":
-        return math.log1p(math.exp(s)) if j % 2 == b else min(s * s, 3) - 0.1 * M / N
-    return max(s, -0.5) + x["hole"][j] if i // 2 != 1 else math.erf(s)
-
-
-def seen_by_hand(name, b, h, i, j):
-    p = i + N - M
-    if name == "documents":
-        return NAMES["doc"][min(p, N - 1)] == NAMES["doc"][j]
-    return j <= p and i != 3 if name == "causal" else NAMES["seen"][b, 0, 0, j] or j < 2
+def in_python(text, b, h, i, j, **names):
+    """What a text says of one pair, by Python's own numbers."""
+    place = {"batch": b, "head": h, "query": i, "key": j, "position": i + N - M}
+    functions = {**TRACEABLE, "min": min, "max": max, "abs": abs}
+    others = {"queries": M, "keys": N, "table": NAMES["table"].astype(float)}
+    return eval(text, {"__builtins__": {}, **functions, **NAMES, **others, **place, **names})
 
 
 def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
@@ -80,11 +65,11 @@ def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
         for j in range(N):
             if causal_offset is not None and j > i + causal_offset:
                 continue
-            if not all(seen_by_hand(name, b, h, i, j) for name in masks):
+            if not all(in_python(MASK_TEXTS[name], b, h, i, j) for name in masks):
                 continue
             s = scale * float(q[b, h, i] @ k[b, h // (H // HK), j])
             for name in scores:
-                s = score_by_hand(name, s, b, h, i, j)
+                s = in_python(SCORE_TEXTS[name], b, h, i, j, score=s)
             weights[j] = math.exp(s)
         total = sum(weights.values()) + (0 if sink is None else math.exp(sink[h]))
         if total:
@@ -287,24 +272,19 @@ def test_tiles_and_excerpts_have_true_indices(monkeypatch, tile):
     part = reference.attention(q[rows], k[1:, 1:], v[1:, 1:], mods=at, **how)
     for x, y in zip(part, whole):
         np.testing.assert_allclose(x, y[rows], rtol=1e-12, atol=1e-14)
-    grads = {}
-    for name, mods, queries, keys in (
-        ("whole", modifications(scores, masks), np.s_[1:, 2:], np.s_[1:, 1:]),
-        (
-            "part",
-            modifications(scores, masks, first=(1, 2, 0, 4)),
-            np.s_[1:, 2:],
-            np.s_[1:, 1:, 4:7],
-        ),
-    ):
-        first = mods.first if name == "part" else (1, 2, 0, 0)
-        mods = modifications(scores, masks, first=first)
-        grads[name] = tolerance.expected_gradients(
-            q[queries], k[keys], v[keys], whole[0][queries], whole[1][queries], dout[queries],
-            dlse=dlse[queries], dtype="float32", mods=mods, **how,
-        )[None]  # fmt: skip
+    queries, keys = np.s_[1:, 2:], np.s_[1:, 1:]
+    grads = []
+    for first_key, of_keys in ((0, slice(None)), (4, slice(4, 7))):
+        mods = modifications(scores, masks, first=(1, 2, 0, first_key))
+        read = (x[keys][:, :, of_keys] for x in (k, v))
+        of_rows = (x[queries] for x in (*whole, dout))
+        grads.append(
+            tolerance.expected_gradients(
+                q[queries], *read, *of_rows, dlse=dlse[queries], dtype="float32", mods=mods, **how
+            )[None]
+        )
     for name in ("dK", "dV"):
-        for x, y in zip(grads["part"][name], grads["whole"][name]):
+        for x, y in zip(grads[1][name], grads[0][name]):
             np.testing.assert_allclose(x, y[:, :, 4:7], rtol=1e-9, atol=1e-12)
 
 
@@ -314,10 +294,10 @@ def test_scores_of_a_whole_problem():
     visible = np.tril(np.ones((M, N), bool), 1)
     found = modifications(("alibi",), ("documents",)).applied_to(scores, visible)
     for b, h, i, j in np.ndindex(found.shape):
-        if j > i + 1 or not seen_by_hand("documents", b, h, i, j):
+        if j > i + 1 or not in_python(MASK_TEXTS["documents"], b, h, i, j):
             assert found[b, h, i, j] == -INF
         else:
-            by_loop = score_by_hand("alibi", scores[b, h, i, j], b, h, i, j)
+            by_loop = in_python(SCORE_TEXTS["alibi"], b, h, i, j, score=scores[b, h, i, j])
             assert found[b, h, i, j] == pytest.approx(by_loop, rel=1e-13)
     assert Modifications().applied_to(scores) is scores
 
