@@ -1,4 +1,4 @@
-"""The headers mma.cuh and cp_async.cuh: layouts of fragments, completion of copies."""
+"""Headers of mma.sync and cp.async: layouts of fragments, products, completion of copies."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import re
@@ -13,6 +13,11 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
+# What the host writes above a kernel, as far as the headers of doubles read it.
+HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
+FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
+LANE = np.arange(32)
+ROW, PLACE = LANE // 4, LANE % 4
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
 )
@@ -20,7 +25,7 @@ SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 
 
 def random(shape, dtype, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def pairs(matrix):
@@ -49,6 +54,8 @@ def fragments(a, b, D):
 
 def multiply(run_code, c_type, A, B, D):
     """D + A B of one instruction; floats are multiplied as tf32."""
+    if c_type == "double":
+        return multiply_f64(run_code, A, B, D)
     words = np.asarray if c_type == "tf32" else pairs
     a, b, d = fragments(words(A), words(B.T), D)
     body = code("multiply_tf32") if c_type == "tf32" else code("multiply", c_type=c_type)
@@ -59,11 +66,26 @@ def multiply(run_code, c_type, A, B, D):
     return got
 
 
-@TYPES
-def test_products_are_those_of_numpy(run_code, c_type, dtype):
-    A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), np.float32, 2)
+def multiply_f64(run_code, A, B, D):
+    """D + A B of one instruction, whose operands lie as the header says."""
+    a = np.array([A[ROW + i % 2 * 8, PLACE + i // 2 * 4] for i in range(8)])
+    b = np.array([B[PLACE + 4 * i, ROW] for i in range(4)])
+    rows, columns = np.array([ROW, ROW, ROW + 8, ROW + 8]), 2 * PLACE + [[0], [1], [0], [1]]
+    d = D[rows, columns]
+    run_code(code("multiply_f64"), a, b, d, head="#include <ptx/mma_f64.cuh>")
+    got = np.empty_like(D)
+    got[rows, columns] = d
+    return got
+
+
+@pytest.mark.parametrize(
+    "c_type, dtype, close", [(*x, 1e-5) for x in TYPES.args[1]] + [("double", np.float64, 1e-14)]
+)
+def test_products_are_those_of_numpy(run_code, c_type, dtype, close):
+    sums = np.float64 if c_type == "double" else np.float32
+    A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), sums, 2)
     want = D + A.astype(float) @ B.astype(float)
-    np.testing.assert_allclose(multiply(run_code, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(multiply(run_code, c_type, A, B, D), want, rtol=close, atol=close)
 
 
 @pytest.mark.gpu
@@ -79,15 +101,17 @@ def test_sums_are_cut_off(hopper, c_type, dtype):
     assert (got == want[:, None]).all(), f"{got[:, 0] - want}"
 
 
-@pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])
+@pytest.mark.parametrize(
+    "c_type, dtype", [*TYPES.args[1], ("tf32", np.float32), ("double", np.float64)]
+)
 def test_infinities_and_nan_follow_ieee(run_code, c_type, dtype):
     A, B = np.ones((16, 16), dtype), np.ones((16, 8), dtype)
     if c_type == "tf32":
         A, B = A[:, :8], B[:8]
-    D = np.zeros((16, 8), np.float32)
+    D = np.zeros((16, 8), np.float64 if c_type == "double" else np.float32)
     A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
     with np.errstate(invalid="ignore"):
-        want = D + (A.astype(np.float32)[:, :, None] * B.astype(np.float32)).sum(1)
+        want = D + (A.astype(D.dtype)[:, :, None] * B.astype(D.dtype)).sum(1)
     assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
     np.testing.assert_array_equal(multiply(run_code, c_type, A, B, D), want)
 
@@ -316,3 +340,43 @@ def test_wrong_copies(arguments, said):
     A = np.zeros(8, np.uint16)
     caught = fault(body, A, head=COPIES, threads=1)
     assert said in caught.what and caught.place == "test.cu:3"
+
+
+# Doubles
+
+
+@pytest.mark.parametrize("columns", [16, 48, 256])
+def test_fragments_are_read_without_bank_conflicts(columns):
+    """Of 16 columns, or rows, a lane has 2c, 2c + 1, 2c + 8 and 2c + 9."""
+    tile, where = random((16, columns), np.float64), np.zeros((4, 32), np.int32)
+    a, b = np.zeros((8, 32)), np.zeros((8, 32))
+    stored = np.empty_like(tile)
+    for row in range(16):
+        line = row & 6 ^ row % 2 * 4
+        for chunk in range(columns // 2):
+            stored[row, 2 * (chunk ^ line) : 2 * (chunk ^ line) + 2] = tile[
+                row, 2 * chunk : 2 * chunk + 2
+            ]
+    launch(code("places_of_doubles", columns=columns), stored, where, a, b, head=FRAGMENTS)
+    low, high, even, odd = where * 8 // 4 % 32  # the first bank of each lane
+    for banks in (low, high):  # 16 bytes: eight lanes at a time
+        assert all(len(set(banks[i : i + 8])) == 8 for i in range(0, 32, 8))
+    for banks in (even, odd):  # 8 bytes: sixteen
+        assert all(len(set(banks[i : i + 16])) == 16 for i in range(0, 32, 16))
+    terms = 2 * PLACE + np.array([0, 1, 8, 9])[:, None]
+    for i in range(8):
+        assert (a[i] == tile[ROW + i % 2 * 8, columns - 16 + terms[i // 2]]).all()
+        assert (b[i] == tile[terms[i // 2], columns - 16 + ROW + i % 2 * 8]).all()
+
+
+def test_the_exponential_of_doubles(run_code):
+    """Its error is below an ulp from 2**-1021 on; what is less has no weight, and NaN stays."""
+    x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
+    special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
+    x, got = np.append(x, special), np.zeros(len(x) + len(special))
+    head = "#include <attention/exp2_f64.cuh>"
+    run_code(code("exponentials_of_doubles"), x, got, scalars=(np.int32(len(x)),), head=head)
+    assert (got[-5:-1] == 0).all() and np.isnan(got[-1])
+    x, got = x[:-5], got[:-5]
+    error = np.abs(got - np.exp2(x.astype(np.longdouble)))
+    assert (error <= 0.75 * np.spacing(got)).all()
