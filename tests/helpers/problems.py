@@ -95,9 +95,9 @@ def planned(kernel, backend, sizes, dtype=None, **tiles):
     return planning.plan(kernel, problem, backend.limits, **tiles)
 
 
-def inputs_of(plan, seed=0, layout="bhsd"):
+def inputs_of(plan, seed=0, layout="bhsd", values="normal"):
     """Random inputs for a plan, their rows aligned where its kernel needs that."""
-    case = Case(plan.kernel.operation, plan.problem, seed, layout=layout)
+    case = Case(plan.kernel.operation, plan.problem, seed, values, layout)
     return readable_inputs(plan, case.inputs())
 
 
@@ -108,7 +108,7 @@ def require_same_bits(first, *others):
             np.testing.assert_array_equal(other[output], array, err_msg=output)
 
 
-def check_case(kernel, backend, sizes, dtype=None, **tiles):
+def check_case(kernel, backend, sizes, dtype=None, values="normal", **tiles):
     """Runs a kernel on random inputs between guard zones; raises if a result is wrong."""
     plan = planned(kernel, backend, sizes, dtype, **tiles)
-    return guard.checked(backend, plan, inputs_of(plan), {})
+    return guard.checked(backend, plan, inputs_of(plan, values=values), {})

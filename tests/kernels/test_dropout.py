@@ -2,17 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, able, name, usual_first
+from helpers.problems import FORWARD, able, check_case, name, usual_first
 
 import cupyfa
 from cupyfa import Dropout, Problem, Simulator
-from cupyfa.lab import Case
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.options import AttentionOptions
-from cupyfa.runtime import guard
-from cupyfa.runtime.arrays import readable_inputs
 
 F = np.float32
 KERNELS = able("dropout")
@@ -22,11 +19,7 @@ SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
 def check(backend, kernel, values="normal", tiles=None, **given):
-    """Runs a problem between guard zones; raises if a result is wrong."""
-    p = Problem.of_sizes(**{**SIZES, "dtype": usual_dtype(kernel), **OPTIONS, **given})
-    plan = planning.plan(kernel, p, backend.limits, **tiles or {})
-    case = Case(kernel.operation, p, values=values)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+    check_case(kernel, backend, {**SIZES, **OPTIONS, **given}, values=values, **tiles or {})
 
 
 @pytest.mark.sampled(2)

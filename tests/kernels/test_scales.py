@@ -4,17 +4,13 @@ import numpy as np
 import pytest
 from helpers import broken_kernels
 from helpers.gradients import gradients_of
-from helpers.problems import able, drawn, usual_first
+from helpers.problems import able, check_case, drawn, usual_first
 
-from cupyfa import Problem, Simulator
+from cupyfa import Simulator
 from cupyfa.errors import WrongResult
 from cupyfa.lab.bench.sweeps import usual_dtype
-from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.planner import choose_kernel
 from cupyfa.problem.dtypes import dtype_named
-from cupyfa.runtime import guard
-from cupyfa.runtime.arrays import readable_inputs
 
 GIVES_ARRAYS = able("places", "backward")
 ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
@@ -84,28 +80,25 @@ def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
     assert (np.abs(found - exact) <= allowed * size).all()
 
 
-def case_of(kernel, dtype):
-    """Values of many sizes, and all gradients of arrays that the kernel gives."""
-    given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32, "dtype": dtype}
+def sizes_of(kernel):
+    """With all gradients of arrays that the kernel gives."""
+    given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32}
     if "wrt" in kernel.features:
         given |= {"sink": "bh", "wrt": "sink"}
     if {"wrt", "places"} <= {*kernel.features}:
         given |= {"bias": "bhmn", "alibi_slopes": "bh", "wrt": "bias,sink,alibi_slopes"}
-    return Case(kernel.operation, Problem.of_sizes(**given), 1, "scales")
+    return given
 
 
 @pytest.mark.parametrize("kernel", usual_first(ALL))
 def test_every_kernel(backend, kernel):
-    case = case_of(kernel, usual_dtype(kernel))
-    plan = choose_kernel.plan(kernel, case.problem, backend.limits)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+    """Values of many sizes."""
+    check_case(kernel, backend, sizes_of(kernel), values="scales")
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_bounds_find_a_scale_that_elements_share(tmp_path, dtype):
-    simulator, kernel = Simulator(), broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
-    case = case_of(kernel, dtype)
-    plan = choose_kernel.plan(kernel, case.problem, simulator.limits)
+    kernel = broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
     with pytest.raises(WrongResult, match="d_bias"):
-        guard.checked(simulator, plan, readable_inputs(plan, case.inputs()), {})
+        check_case(kernel, Simulator(), sizes_of(kernel), dtype, values="scales")

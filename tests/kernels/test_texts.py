@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-from helpers.problems import able, drawn, name, usual_first
+from helpers.problems import able, check_case, drawn, inputs_of, name, planned, usual_first
 
 import cupyfa
 from cupyfa import Problem, SimulatorFault
-from cupyfa.lab import Case
-from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
@@ -27,17 +25,10 @@ EVERYTHING = {
 }
 
 
-def check(backend, kernel, case, **tiles):
-    """Runs a case between guard zones; raises if a result is wrong or something else is written."""
-    plan = planning.plan(kernel, case.problem, backend.limits, **tiles)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
-
-
 @pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
-    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
-    check(backend, kernel, Case(kernel.operation, p))
+    check_case(kernel, backend, {**sizes, **EVERYTHING})
 
 
 # From nearly nothing to what is meant as "none"; with 0.2 many scores are far above the softcap.
@@ -49,9 +40,7 @@ CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 @pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
 def test_a_softcap_of_any_size(backend, kernel, cap):
     """Its bounds are relative to the scores: a large softcap is as exact as none."""
-    sizes = {"heads": 2, "M": 35, "N": 41, "d": 16, "dtype": usual_dtype(kernel)}
-    p = Problem.of_sizes(**sizes, softcap=cap)
-    check(backend, kernel, Case(kernel.operation, p))
+    check_case(kernel, backend, {"heads": 2, "M": 35, "N": 41, "d": 16, "softcap": cap})
 
 
 @pytest.mark.each_choice
@@ -59,9 +48,8 @@ def test_a_softcap_of_any_size(backend, kernel, cap):
 @pytest.mark.parametrize("kernel", [k for k in WITH_SCORES if k not in KERNELS], ids=name)
 def test_rungs_without_places_cap_scores(backend, kernel, scale):
     """The others have it in test_pairs."""
-    sizes = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32, "dtype": usual_dtype(kernel)}
-    p = Problem.of_sizes(**sizes, causal=True, scale=scale, softcap=2.0)
-    check(backend, kernel, Case(kernel.operation, p))
+    sizes = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32}
+    check_case(kernel, backend, {**sizes, "causal": True, "scale": scale, "softcap": 2.0})
 
 
 def test_the_cap_is_not_compiled_in(backend):
@@ -90,10 +78,7 @@ FAST = ("mma_pipelined", "wgmma_persistent")
 def test_keys_in_pairs(backend, kernel, N):
     sizes = {"heads": 2, "kv_heads": 1, "M": 20, "N": N, "d": 16}
     arrays = {"bias": "bf16[1hmn]", "mask": "11mn"}
-    check(
-        *(backend, kernel),
-        Case("forward", Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)),
-    )
+    check_case(kernel, backend, {**sizes, **arrays})
 
 
 def test_a_repeated_bias_stays_repeated_in_its_copy():
@@ -140,11 +125,10 @@ def attend(backend, q=Q, k=K, **given):
 
 @pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv", "two_pass"])
 def test_a_first_tile_of_minus_infinity(backend, kernel):
-    kernel = next(k for k in KERNELS if k.name == kernel)
-    text = {"score_mod": "hidden if query < 3 or key < 40 else score"}
-    sizes = {"M": 40, "N": 70, "d": 16, "heads": 2, "kv_heads": 1, "dtype": usual_dtype(kernel)}
-    p = Problem.of_sizes(**sizes, **text, captured={"hidden": -np.inf})
-    check(backend, kernel, Case(kernel.operation, p))
+    sizes = {"M": 40, "N": 70, "d": 16, "heads": 2, "kv_heads": 1}
+    text = "hidden if query < 3 or key < 40 else score"
+    given = {**sizes, "score_mod": text, "captured": {"hidden": -np.inf}}
+    check_case(cupyfa.kernel(kernel), backend, given)
 
 
 def test_nan_in_a_hidden_bias_has_no_effect(backend):
@@ -266,12 +250,10 @@ PAIRS = (
 def test_pairs_of_the_next_tile_are_copied(backend, name, arrays, size):
     kernel = cupyfa.kernel(name)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 150, "N": 171, "d": 16}
-    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)
-    plan = planning.plan(kernel, p, backend.limits, **COPYING[name])
-    assert {x.constants["bias_bytes"] for x in plan.launches if "bias_bytes" in x.constants} == {
-        size
-    }
-    guard.checked(backend, plan, readable_inputs(plan, Case(kernel.operation, p).inputs()), {})
+    plan = planned(kernel, backend, {**sizes, **arrays}, **COPYING[name])
+    found = {x.constants["bias_bytes"] for x in plan.launches if "bias_bytes" in x.constants}
+    assert found == {size}
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.slow

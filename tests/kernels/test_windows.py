@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers.broken_kernels import changed
-from helpers.problems import FORWARD, able, inputs_of, name, usual_first
+from helpers.problems import FORWARD, able, check_case, inputs_of, name, usual_first
 
 import cupyfa
 from cupyfa import Problem
@@ -121,10 +121,8 @@ def test_kernels_are_right(backend, kernel, causal):
 @EACH
 @pytest.mark.parametrize("schedule", [1, 2])
 def test_kernels_are_right_in_other_orders_of_threads(kernel, schedule):
-    p = problem(100, 140, window=(30, 9), scale=-0.2, dtype=usual_dtype(kernel))
-    engine = Simulator(schedule=schedule)
-    plan = planning.plan(kernel, p, engine.limits)
-    guard.checked(engine, plan, inputs_of(plan), {})
+    sizes = {"heads": 4, "kv_heads": 2, "M": 100, "N": 140, "d": 20, "dv": 9}
+    check_case(kernel, Simulator(schedule=schedule), {**sizes, "window": (30, 9), "scale": -0.2})
 
 
 @pytest.mark.each_choice
