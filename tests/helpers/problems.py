@@ -108,7 +108,7 @@ def require_same_bits(first, *others):
             np.testing.assert_array_equal(other[output], array, err_msg=output)
 
 
-def check_case(kernel, backend, sizes, dtype=None, values="normal", **tiles):
+def check_case(kernel, backend, sizes, dtype=None, values="normal", layout="bhsd", **tiles):
     """Runs a kernel on random inputs between guard zones; raises if a result is wrong."""
     plan = planned(kernel, backend, sizes, dtype, **tiles)
-    return guard.checked(backend, plan, inputs_of(plan, values=values), {})
+    return guard.checked(backend, plan, inputs_of(plan, layout=layout, values=values), {})

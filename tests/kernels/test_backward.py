@@ -11,7 +11,6 @@ from cupyfa import Problem
 from cupyfa.lab.analysis.resources import limits_of
 from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.bench.trial import trial
-from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.tasks import difference
 from cupyfa.ladder import backward
 from cupyfa.numerics import reference
@@ -152,8 +151,7 @@ def test_nan_and_infinity_reach_only_rows_that_see_them(backend, kernel):
 def test_warps_that_compute_nonfinite_rows_again_write_only_their_own_columns(backend):
     """Of dQ in two slices, whose columns do not fill the parts of the warps."""
     sizes = {"heads": 1, "M": 40, "N": 40, "d": 150}
-    plan = planned(BACKWARD["mma_columns"], backend, sizes, "float16")
-    guard.checked(backend, plan, Case("backward", plan.problem, 1, "nan").inputs(), {})
+    check_case(BACKWARD["mma_columns"], backend, sizes, "float16", values="nan")
 
 
 @pytest.mark.each_choice
@@ -173,13 +171,11 @@ def test_rows_without_a_key_add_nothing(backend, kernel):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kernel", ["two_pass", "mma_two_pass", "mma_slices_backward"])
 def test_runs_without_atomics_give_the_same_bits(kernel):
-    kernel = BACKWARD[kernel]
-    plan = planned(kernel, Simulator(), {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
+    kernel, engine = BACKWARD[kernel], Simulator()
+    plan = planned(kernel, engine, {**SMALL, "M": 70, "N": 90}, **tiles_of(kernel))
     inputs = inputs_of(plan)
-    assert (
-        difference(Simulator(), plan, inputs, guard.checked(Simulator(), plan, inputs, {}), 3)
-        is None
-    )
+    results = guard.checked(engine, plan, inputs, {})
+    assert difference(engine, plan, inputs, results, 3) is None
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.cli import SIMULATOR, SIZES, cli, strict
 from helpers.private_cache import with_runtime
-from helpers.problems import FORWARD, RAGGED, name
+from helpers.problems import FORWARD, RAGGED, check_case, name
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
@@ -183,9 +183,8 @@ def test_a_masked_value_that_overflows_in_tf32_does_not_matter(backend):
 @pytest.mark.parametrize("d, dv", [(1, 8), (24, 3), (47, 130), (80, 16), (112, 48), (255, 144)])
 def test_every_head_dimension(backend, d, dv):
     for kernel, precision in ROUNDING[:2]:
-        made = planning.plan(FORWARD[kernel], problem(precision, M=20, N=37, d=d, dv=dv), H100)
-        inputs = Case("forward", made.problem).inputs()
-        guard.checked(backend, made, inputs, {})
+        sizes = {"M": 20, "N": 37, "d": d, "dv": dv, "precision": precision}
+        check_case(FORWARD[kernel], backend, sizes, "float32")
 
 
 @pytest.mark.few(2)

@@ -40,8 +40,7 @@ def test_ragged_shapes(backend, kernel, dtype, sizes):
 @pytest.mark.parametrize("layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"])
 def test_layouts(backend, kernel, layout):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8, "causal": True}
-    plan = planned(kernel, backend, sizes, **tiles_of(kernel))
-    guard.checked(backend, plan, inputs_of(plan, layout=layout), {})
+    check_case(kernel, backend, sizes, layout=layout, **tiles_of(kernel))
 
 
 @pytest.mark.each_choice
@@ -65,8 +64,7 @@ def test_large_head_dimensions(backend, kernel, d):
 @pytest.mark.parametrize("kernel", ["mma_async", "mma_pipelined", "mma_split_kv"])
 def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
     """Most chunks of a product lie beyond the column, though rows begin at 16 bytes."""
-    plan = planned(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16")
-    guard.checked(backend, plan, inputs_of(plan, layout="gaps"), {})
+    check_case(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16", layout="gaps")
 
 
 @pytest.mark.parametrize(
