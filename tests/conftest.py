@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.device_code import launch, launch_on_device
 
 import cupyfa
 from cupyfa import DeviceError
@@ -244,6 +245,12 @@ def backend(request):
     if request.param == "cuda":
         return request.getfixturevalue("cuda")
     return backend_named(request.param)
+
+
+@pytest.fixture
+def run_code(backend):
+    """Runs a piece of device code as a kernel of one block, on each backend."""
+    return launch if backend.name == "simulator" else launch_on_device
 
 
 @pytest.fixture

@@ -157,3 +157,9 @@ def broken(folder: Path, fault: Fault) -> Kernel:
     to.write_text(_text(fault))
     launches = [replace(x, file=None) if isinstance(x, Launch) else x for x in record.launches]
     return replace(record, launches=tuple(launches), folder=folder)
+
+
+def changed(folder: Path, kernel: str, right: str, wrong: str, file: str | None = None) -> Kernel:
+    """A kernel with one piece of its file, or of another one that it needs, replaced."""
+    file = file or f"{record_named(kernel).operation}/{kernel}.cu"
+    return broken(folder, Fault(kernel, file, "", right, wrong, "", None))

@@ -23,10 +23,10 @@ class DeviceArray:
         raise AttributeError(name)
 
     def swapaxes(self, *axes):
-        return DeviceArray(self.host.swapaxes(*axes))
+        return type(self)(self.host.swapaxes(*axes))
 
     def reshape(self, *shape):
-        return DeviceArray(self.host.reshape(*shape))
+        return type(self)(self.host.reshape(*shape))
 
     def __getitem__(self, index):
         return DeviceArray(self.host[index])

@@ -1,5 +1,6 @@
 """Backward kernels with their tiles in tests, and gradients to compare with."""
 
+import cupyfa
 from cupyfa.ladder import LADDER
 from cupyfa.numerics import reference, tolerance
 
@@ -25,6 +26,18 @@ def tiles_of(kernel, *sizes):
         tile = MMA_TILE[kernel.name]
         return dict(zip(tile, sizes or tile.values()))
     return dict(zip(("Br", "Bc"), sizes))
+
+
+def gradients_of(wrt, kernel, arrays, backend="simulator", more=None, **how):
+    """Gradients of the named arrays, for O and lse of fa2, whatever dO is.
+
+    arrays: dO, Q, K and V. more: what the gradients are given besides.
+    """
+    dout, q, k, v = arrays
+    forward = {"kernel": "fa2", "return_lse": True, "backend": backend, **how}
+    out, lse = cupyfa.attention(q, k, v, **forward)
+    backward = {"wrt": wrt, "kernel": kernel, "backend": backend, **how, **(more or {})}
+    return cupyfa.backward(dout, q, k, v, out, lse, **backward)
 
 
 def reference_gradients(dout, q, k, v, *, out=None, lse=None, **score):

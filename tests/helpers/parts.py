@@ -124,7 +124,7 @@ def multiply_parts(a, b):
     return np.float32(multiply(a.high, b.high) + rest / LOW)
 
 
-def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
+def attention(q, k, v, scale, tile=64, seed=0, visible=None):
     """O, lse and flags of one head; visible [M, N] are the pairs that a mask shows.
 
     An exponential is off by up to 2**-23. Sums of a section of keys begin at zero.
@@ -156,7 +156,7 @@ def attention(q, k, v, scale, tile=64, seed=0, visible=None, section=SECTION):
             earlier = earlier[0] * factor, earlier[1] * factor
             out = f(multiply_parts(Parts.of(P), V) * weight.astype(np.float64) + out)
             maximum = now
-            if (first + tile) % section == 0:
+            if (first + tile) % SECTION == 0:
                 earlier = earlier[0] + out, earlier[1] + total
                 out, total = np.zeros_like(out), np.zeros_like(total)
         out, total = earlier[0] + out, earlier[1] + total
@@ -195,18 +195,15 @@ def split_gradient(do, out, of):
     return Gradient(dO, rows, delta, of.flags | (small & (do != 0).any(1)))
 
 
-def sum_tiles(weights, B, has_numbers, tile, one_power=False):
+def sum_tiles(weights, B, has_numbers, tile):
     """weights [m, n] times B [n, k], tile by tile, and which rows parts did not hold.
 
-    has_numbers [k] says in which columns a sum of 0 is wrong; one_power: whether all rows of a tile
-    have the same power of two, as they have not in the kernels.
+    has_numbers [k] says in which columns a sum of 0 is wrong.
     """
     sums, top = np.zeros((len(weights), B.high.shape[1]), np.float32), np.zeros(len(weights))
     for first in range(0, weights.shape[1], tile):
         own = weights[:, first : first + tile]
         largest = np.abs(own).max(1)
-        if one_power:
-            largest[:] = largest.max()
         power = np.maximum(exponents(largest), -112)[:, None]
         rows = slice(first, first + tile)
         product = multiply_parts(
@@ -220,7 +217,7 @@ def sum_tiles(weights, B, has_numbers, tile, one_power=False):
 
 
 @np.errstate(over="ignore", under="ignore", invalid="ignore")
-def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0, one_power=False):
+def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0):
     """dQ, dK and dV of one head, and the flags of the rows of each."""
     rng, f = np.random.default_rng(seed), np.float32
     of = split(q, k, v, scale)
@@ -239,12 +236,66 @@ def gradients(q, k, v, out, lse, do, scale, tile=32, seed=0, one_power=False):
     dS = f(P * f(dP - np.ldexp(grad.delta.astype(np.float64), 60)[:, None]))
     of_dV = f(P * np.ldexp(1.0, grad.exponents + 32)[:, None])
     of_dK = f(dS * of.scale2[:, None])
-    k_powers, how = exponents(np.abs(k).max(0)), (tile, one_power)
-    dQ, dQ_flags = sum_tiles(dS, of.K, (k != 0).any(0), *how)
-    dK, dK_flags = sum_tiles(of_dK.T, of.Q, (q != 0).any(0), *how)
-    dV, dV_flags = sum_tiles(of_dV.T, grad.dO, (do != 0).any(0), *how)
+    k_powers = exponents(np.abs(k).max(0))
+    dQ, dQ_flags = sum_tiles(dS, of.K, (k != 0).any(0), tile)
+    dK, dK_flags = sum_tiles(of_dK.T, of.Q, (q != 0).any(0), tile)
+    dV, dV_flags = sum_tiles(of_dV.T, grad.dO, (do != 0).any(0), tile)
     return (
         (times_two_to(dQ, k_powers - 74) * f(scale), dQ_flags | grad.flags),
         (times_two_to(dK, -46 - k_powers) * f(np.log(2)), dK_flags | grad.flags.any()),
         (times_two_to(dV, -46 - of.V_exponents), dV_flags | grad.flags.any()),
     )
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def power(rng, *shape, low=-20, high=20):
+    return (10.0 ** rng.uniform(low, high, shape)).astype(np.float32)
+
+
+def one_hot(rng, q, k, v, size):
+    row = np.arange(v.shape[-2])
+    return size * q, size * k, 0 * v + (row[:, None] % v.shape[-1] == np.arange(v.shape[-1]))
+
+
+def cancelling(rng, q, k, v):
+    """Pairs of equal keys with opposite values: O is 0."""
+    signs = np.resize([1, -1], (v.shape[-2], 1))
+    k, v = (np.repeat(x[..., ::2, :], 2, -2) for x in (k, v))
+    return q, k, v * signs
+
+
+def of_columns(rng, q, k, v):
+    u = power(rng, q.shape[-1])
+    return q * u, k / u, v
+
+
+# Inputs made of normal ones, which parts hold.
+HELD = {
+    "normal": lambda rng, q, k, v: (q, k, v),
+    "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
+    "huge": lambda rng, q, k, v: (50 * q, 50 * k, v),
+    "uniform": lambda rng, q, k, v: tuple(rng.random(x.shape) for x in (q, k, v)),
+    "equal": lambda rng, q, k, v: (q, np.repeat(k[..., :1, :], k.shape[-2], -2), v),
+    "outliers": lambda rng, q, k, v: tuple(
+        x + 10 * normal(rng, *x.shape) * (rng.random(x.shape) < 0.001) for x in (q, k, v)
+    ),
+    "columns of V": lambda rng, q, k, v: (q, k, v * power(rng, v.shape[-1])),
+    "columns of Q and K": of_columns,
+    "small Q and K": lambda rng, q, k, v: (
+        *(x * power(rng, *x.shape, high=0) for x in (q, k)),
+        v,
+    ),
+    "rows of K": lambda rng, q, k, v: (q, k * power(rng, k.shape[-2], 1, low=-8, high=0), v),
+    "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
+    "cancelling": cancelling,
+}
+# Inputs of which parts do not hold some rows.
+NOT_HELD = {
+    "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
+    "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),
+    "one_hot, 6 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 6),
+    "one_hot, 8 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 8),
+}

@@ -1,5 +1,6 @@
 """Problems shared by tests: sizes that no tile divides, and inputs for them."""
 
+import numpy as np
 import pytest
 
 from cupyfa import Problem
@@ -7,11 +8,13 @@ from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
+from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 FORWARD = LADDER["forward"]
+EVERY = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
 
 # Small and ragged: every rung runs these, and every dtype that it claims.
 RAGGED = (
@@ -37,6 +40,12 @@ def in_turn(kernels, sizes):
         for i in range(max(len(sizes), len(dtypes))):
             found.append((kernel, dtypes[i % len(dtypes)], sizes[(first + i) % len(sizes)]))
     return found
+
+
+def able(feature, *operations):
+    """The kernels that have a feature, of all operations or of some."""
+    every = [k for k in EVERY if k.operation in operations] if operations else EVERY
+    return [kernel for kernel in every if feature in kernel.features]
 
 
 # One kernel of each family: CUDA cores, mma.sync and wgmma, forward and backward.
@@ -68,19 +77,38 @@ def name(value):
     return getattr(value, "name", str(value))
 
 
+def drawn(*shapes, dtype="float32", seed=0):
+    """Normal random arrays of these shapes."""
+    rng, of = np.random.default_rng(seed), dtype_named(dtype).numpy
+    return [rng.standard_normal(shape).astype(of) for shape in shapes]
+
+
+def qkv(M, N, dtype="float32", *, batch=2, heads=4, kv_heads=2, d=24, dv=None, seed=0):
+    """The same for queries, keys and values."""
+    shapes = (batch, heads, M, d), (batch, kv_heads, N, d), (batch, kv_heads, N, dv or d)
+    return drawn(*shapes, dtype=dtype, seed=seed)
+
+
 def planned(kernel, backend, sizes, dtype=None, **tiles):
     """The plan of a kernel for these sizes on a backend."""
     problem = Problem.of_sizes(**sizes, dtype=dtype or usual_dtype(kernel))
     return planning.plan(kernel, problem, backend.limits, **tiles)
 
 
-def inputs_of(plan, seed=0, layout="bhsd"):
+def inputs_of(plan, seed=0, layout="bhsd", values="normal"):
     """Random inputs for a plan, their rows aligned where its kernel needs that."""
-    case = Case(plan.kernel.operation, plan.problem, seed, layout=layout)
+    case = Case(plan.kernel.operation, plan.problem, seed, values, layout)
     return readable_inputs(plan, case.inputs())
 
 
-def check_case(kernel, backend, sizes, dtype=None, **tiles):
+def require_same_bits(first, *others):
+    """The results of several runs, by name, are the same."""
+    for other in others:
+        for output, array in first.items():
+            np.testing.assert_array_equal(other[output], array, err_msg=output)
+
+
+def check_case(kernel, backend, sizes, dtype=None, values="normal", layout="bhsd", **tiles):
     """Runs a kernel on random inputs between guard zones; raises if a result is wrong."""
     plan = planned(kernel, backend, sizes, dtype, **tiles)
-    return guard.checked(backend, plan, inputs_of(plan), {})
+    return guard.checked(backend, plan, inputs_of(plan, layout=layout, values=values), {})

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from helpers.problems import DTYPES, usual_dtype, usual_first
+from helpers.problems import DTYPES, EVERY, able, usual_dtype, usual_first
 
 from cupyfa import Launch, Problem
 from cupyfa.lab.analysis import resources as compiling
@@ -35,13 +35,11 @@ TENSOR_CORES = re.compile(r"#include <[\w/]*mma\w*\.cuh>")
 
 def plans(arch, d):
     """Every plan for an architecture: each kernel, dtype and mask that it claims."""
-    for kernels in LADDER.values():
-        for kernel in kernels.values():
-            for dtype in (*DTYPES, E4M3_INPUTS.name):
-                for mask in MASKS if arch == "90" else ("full", "causal"):
-                    problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **MASKS[mask])
-                    if planning.can(kernel, problem, limits_of(arch)):
-                        yield planning.plan(kernel, problem, limits_of(arch))
+    masks = MASKS if arch == "90" else ("full", "causal")
+    for kernel, dtype, mask in product(EVERY, (*DTYPES, E4M3_INPUTS.name), masks):
+        problem = Problem.of_sizes(M=64, d=d, dtype=dtype, **MASKS[mask])
+        if planning.can(kernel, problem, limits_of(arch)):
+            yield planning.plan(kernel, problem, limits_of(arch))
 
 
 def cases():
@@ -268,7 +266,7 @@ def test_launches_that_make_tile_maps_compile():
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
     "kernel",
-    [k for kernels in LADDER.values() for k in kernels.values() if "places" in k.features],
+    able("places"),
     ids=lambda kernel: kernel.name,
 )
 def test_texts_compile_in_every_kernel(kernel, text):
@@ -286,31 +284,37 @@ def test_every_launch_of_every_record_is_compiled():
     names = {param.values[1].entry for param in cases()}
     for name, *sizes, others in without_spills():
         names |= {launch.entry for launch in planned(name, *sizes, **others)}
-    names |= {launch.entry for launch in plan_of_gradients("two_pass", "float32").launches}
-    names |= {launch.entry for launch in plan_of_a_bias(64, {}).launches}
-    names |= {launch.entry for launch in plan_of_sequences(RAGGED[0], "90").launches}
-    records = [kernel for kernels in LADDER.values() for kernel in kernels.values()]
-    launches = [x for kernel in records for x in kernel.launches if isinstance(x, Launch)]
+    for plan in (
+        plan_of_gradients("two_pass", "float32"),
+        plan_of_a_bias(64, {}),
+        plan_of_sequences(record_named("fa2"), "ragged", "90"),
+    ):
+        names |= {launch.entry for launch in plan.launches}
+    launches = [x for kernel in EVERY for x in kernel.launches if isinstance(x, Launch)]
     assert names == {launch.entry for launch in launches}
 
 
 OFFSETS = tuple(Operand(f"cu_seqlens_{x}", "int32", (4,)) for x in "qk")
 COUNTS = tuple(Operand(f"seqused_{x}", "int32", (3,)) for x in "qk")
-RAGGED = [k for kernels in LADDER.values() for k in kernels.values() if "ragged" in k.features]
+# Three sequences, packed or padded: the batch and what says their lengths.
+SEQUENCES = {"ragged": (1, (*OFFSETS, *COUNTS)), "lengths": (3, COUNTS)}
 
 
-def plan_of_sequences(kernel, arch):
-    """The plan of a kernel for a ragged batch of three sequences."""
-    plain = Problem.of_sizes(batch=1, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
-    options = AttentionOptions(causal=True, softcap=30.0)
-    problem = replace(plain, options=options, operands=(*OFFSETS, *COUNTS))
+def plan_of_sequences(kernel, feature, arch):
+    """The plan of a kernel for sequences of different lengths."""
+    batch, operands = SEQUENCES[feature]
+    plain = Problem.of_sizes(batch=batch, heads=H, M=M, d=64, dtype=usual_dtype(kernel))
+    problem = replace(plain, options=AttentionOptions(causal=True, softcap=30.0), operands=operands)
     return planning.plan(kernel, problem, limits_of(arch))
 
 
-@pytest.mark.parametrize("kernel", usual_first(RAGGED))
-def test_ragged_batches_compile_in_every_kernel(kernel):
+@pytest.mark.parametrize("feature", ["ragged", pytest.param("lengths", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernel", usual_first(EVERY))
+def test_sequences_compile_in_every_kernel(kernel, feature):
+    if feature not in kernel.features:
+        pytest.skip(f"{kernel.name} does not support {feature}")
     arch = kernel.target or "80"
-    for launch in plan_of_sequences(kernel, arch).launches:
+    for launch in plan_of_sequences(kernel, feature, arch).launches:
         assert compile_launch(launch, arch).warnings == ()
 
 

@@ -2,33 +2,24 @@
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, name, usual_first
+from helpers.problems import FORWARD, able, check_case, name, usual_first
 
 import cupyfa
-from cupyfa import Dropout, Problem, Simulator, Unsupported
-from cupyfa.lab import Case
+from cupyfa import Dropout, Problem, Simulator
 from cupyfa.lab.bench.sweeps import usual_dtype
-from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.options import AttentionOptions
-from cupyfa.runtime import guard
-from cupyfa.runtime.arrays import readable_inputs
 
 F = np.float32
-KERNELS = [k for group in LADDER.values() for k in group.values() if "dropout" in k.features]
-FORWARD_KERNELS = [k for k in KERNELS if k.operation == "forward"]
+KERNELS = able("dropout")
 DROPOUT = Dropout(0.3, 2**40 + 7, 3)
 OPTIONS = {"dropout": 0.3, "dropout_seed": 2**40 + 7, "dropout_offset": 3}  # of problems
 SIZES = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
 
 
-def check(backend, kernel, values="normal", **given):
-    """Runs a problem between guard zones; raises if a result is wrong."""
-    p = Problem.of_sizes(**{**SIZES, "dtype": usual_dtype(kernel), **OPTIONS, **given})
-    plan = planning.plan(kernel, p, backend.limits)
-    case = Case(kernel.operation, p, values=values)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+def check(backend, kernel, values="normal", tiles=None, **given):
+    check_case(kernel, backend, {**SIZES, **OPTIONS, **given}, values=values, **tiles or {})
 
 
 @pytest.mark.sampled(2)
@@ -54,38 +45,21 @@ def test_dropped_weights_of_a_text_keep_nan(backend, kernel, values):
     check(backend, kernel, values, score_mod="score * (1 + 0.1 * sin(key))", M=7)
 
 
-def kept_by(kernel, backend, *, heads=4, kv_heads=2, M=35, N=41, tiles=None, **options):
-    """The weights of equal scores: which are kept, and their value times N."""
-    dtype = DTYPES[usual_dtype(kernel)].numpy
-    q, k = np.zeros((2, heads, M, 8), dtype), np.zeros((2, kv_heads, N, 8), dtype)
-    v = np.tile(np.eye(N, dtype=dtype), (2, kv_heads, 1, 1))
-    how = {"kernel": kernel, "backend": backend, "tiles": tiles, "dropout": DROPOUT, **options}
-    return cupyfa.attention(q, k, v, **how).astype(F) * N
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", FORWARD_KERNELS, ids=name)
-def test_the_weights_are_those_of_the_mask(backend, kernel):
-    mask = cupyfa.dropout_mask(DROPOUT, batch=2, heads=4, M=35, N=41)
-    found = kept_by(kernel, backend)
-    np.testing.assert_array_equal(found != 0, mask)
-    np.testing.assert_allclose(found[mask], 16384 / (16384 - 4915), 0.07)
-
-
 @pytest.mark.parametrize(
     "kernel, sizes, tiles",
     [
-        ("fa2", {"M": 20, "N": 37}, {"Br": 4, "Bc": 4}),
-        ("mma_pipelined", {"heads": 6, "M": 5, "N": 70}, None),  # a tile has rows of three heads
-        ("mma_split_kv", {"M": 9, "N": 120}, {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3}),
+        ("fa2", {"heads": 4, "M": 20, "N": 37}, {"Br": 4, "Bc": 4}),
+        # A tile has rows of three heads.
+        ("mma_pipelined", {"heads": 6, "M": 5, "N": 70}, {}),
+        (
+            "mma_split_kv",
+            {"heads": 4, "M": 9, "N": 120},
+            {"Br": 16, "Bc": 16, "Wr": 16, "stages": 3, "blocks_per_sm": 3},
+        ),
     ],
 )
 def test_tiles_do_not_matter(backend, kernel, sizes, tiles):
-    if kernel == "mma_split_kv":
-        tiles = {**tiles, "blocks_per_sm": 3}
-    mask = cupyfa.dropout_mask(DROPOUT, **{"batch": 2, "heads": 4, **sizes})
-    found = kept_by(FORWARD[kernel], backend, tiles=tiles, **sizes)
-    np.testing.assert_array_equal(found != 0, mask)
+    check(backend, FORWARD[kernel], tiles=tiles, **{"kv_heads": 2, **sizes})
 
 
 def test_calls_take_it(backend):
@@ -101,27 +75,9 @@ def test_calls_take_it(backend):
     gradients = cupyfa.backward(dout, q, k, v, out, lse, **by_name)
     for one, other in zip(gradients, pullback(dout)):
         np.testing.assert_allclose(one, other, 1e-12)
-    prepared = cupyfa.compile(q, k, v, **by_name)
-    np.testing.assert_array_equal(prepared(q, k, v), out)
-    back = cupyfa.compile(dout, q, k, v, out, lse, **by_name)
-    np.testing.assert_allclose(back(dout, q, k, v, out, lse)[0], gradients[0], 1e-12)
     for other in ({"seed": 1}, {"offset": 4}, {"rate": 0.31}):
         of_other = {**by_name, "dropout": DROPOUT._replace(**other)}
         assert not np.allclose(out, cupyfa.attention(q, k, v, **of_other))
-
-
-def test_the_slope_of_a_call_is_its_gradient(backend):
-    rng = np.random.default_rng(1)
-    q, k, v, dout, step = rng.standard_normal((5, 1, 2, 17, 6))
-    how = {"dropout": DROPOUT, "backend": backend, "score_mod": "tanh(score)"}
-    _, pullback = cupyfa.vjp(q, k, v, **how)
-    for i, gradient in enumerate(pullback(dout)):
-        ahead, behind = (
-            cupyfa.attention(*(x + h * step * (i == j) for j, x in enumerate((q, k, v))), **how)
-            for h in (1e-5, -1e-5)
-        )
-        slope = ((ahead - behind) * dout).sum() / 2e-5
-        np.testing.assert_allclose((gradient * step).sum(), slope, 1e-7)
 
 
 @pytest.mark.parametrize("kernel", ["fa2", "wgmma_columns"])
@@ -137,15 +93,6 @@ def test_numbers_are_not_compiled_in(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", [k for k in FORWARD.values() if "dropout" not in k.features], ids=name
-)
-def test_rungs_below_fa2_say_who_can(backend, kernel):
-    with pytest.raises(Unsupported, match=r"does not support dropout; kernels that can: fa2, "):
-        kept_by(kernel, backend)
-
-
-@pytest.mark.parametrize("function", ["attention", "dropout_mask"])
-@pytest.mark.parametrize(
     "given, error, message",
     [
         ({"rate": 1.0}, ValueError, "dropout is 1.0; give the probability .* below 1"),
@@ -155,24 +102,19 @@ def test_rungs_below_fa2_say_who_can(backend, kernel):
         ({"rate": "0.1"}, TypeError, "dropout is '0.1'; give a number, or None for none"),
         ({"rate": True}, TypeError, "dropout is True; give a number"),
         ({"seed": None}, ValueError, "dropout is 0.5 without a seed; give"),
-        (
-            {"seed": -1},
-            ValueError,
-            r"dropout_seed is -1; give a whole number from 0 to 2\*\*64 - 1",
-        ),
+        ({"seed": -1}, ValueError, r"dropout_seed is -1; .* number from 0 to 2\*\*64 - 1"),
         ({"seed": 2**64}, ValueError, "dropout_seed is 18446744073709551616; "),
         ({"seed": 1.5}, TypeError, "dropout_seed is 1.5; give a whole number, or an array of one"),
         ({"offset": 2**32}, ValueError, "dropout_offset is 4294967296; "),
     ],
     ids=str,
 )
-def test_wrong_numbers_are_refused(function, given, error, message):
+def test_wrong_numbers_are_refused(given, error, message):
     x, dropout = np.zeros((1, 2, 3), F), Dropout(0.5, 3)._replace(**given)
     with pytest.raises(error, match=message):
-        if function == "attention":
-            cupyfa.attention(x, x, x, dropout=dropout, backend="simulator")
-        else:
-            cupyfa.dropout_mask(dropout, batch=1, heads=1, M=2, N=2)
+        cupyfa.attention(x, x, x, dropout=dropout, backend="simulator")
+    with pytest.raises(error, match=message):
+        cupyfa.dropout_mask(dropout, batch=1, heads=1, M=2, N=2)
 
 
 @pytest.mark.parametrize("given", [0.1, True, (0.1, 3), {"rate": 0.1}], ids=str)

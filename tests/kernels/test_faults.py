@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.broken_kernels import changed
 from helpers.left_out import VARIABLE, optional
 from helpers.problems import FORWARD, check_case, inputs_of, name, planned
 
@@ -16,24 +17,6 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 SIZES = {"batch": 2, "heads": 2, "M": 50, "N": 45, "d": 8, "causal": "top-left"}
-
-
-def broken(tmp_path, kernel, right, wrong, header=None):
-    """A copy of a kernel, or of a header it includes, with one piece of text replaced."""
-    file = (sources.INCLUDE / header) if header else sources.KERNELS / f"forward/{kernel}.cu"
-    text = file.read_text()
-    assert right in text, "the fault must change something"
-    to = tmp_path / (header or file.name)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_text(text.replace(right, wrong))
-    if header:
-        original = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
-        (tmp_path / f"{kernel}.cu").write_text(original)
-    for launch in FORWARD[kernel].launches:
-        rest = sources.KERNELS / source_path(FORWARD[kernel], launch)
-        if not (tmp_path / rest.name).exists():
-            (tmp_path / rest.name).write_text(rest.read_text())
-    return replace(FORWARD[kernel], folder=tmp_path)
 
 
 def run(kernel, backend, sizes=SIZES, **tiles):
@@ -64,7 +47,7 @@ def statements(pattern):
 def run_without(tmp_path, monkeypatch, kernel, pattern, number, **changes):
     """Runs a kernel without one such statement, in several orders of its threads."""
     text = (sources.KERNELS / f"forward/{kernel}.cu").read_text()
-    without = broken(tmp_path, kernel, text, optional(text, pattern))
+    without = changed(tmp_path, kernel, text, optional(text, pattern))
     monkeypatch.setenv(VARIABLE, str(number))
     # Few blocks, so that each goes on to another tile of Q; several slices of d and dv; and a NaN
     # in a masked value, which makes v3 read V again; a scale below 0, whose sign is taken into Q.
@@ -109,7 +92,7 @@ def test_a_copy_that_is_not_waited_for_is_named(tmp_path, monkeypatch, kernel, n
     ],
 )
 def test_a_removed_statement_for_blocks_without_keys_is_found(tmp_path, kernel, statement, found):
-    without = broken(tmp_path, kernel, statement, ";")
+    without = changed(tmp_path, kernel, statement, ";")
     plan = planned(without, Simulator(), {"M": 140, "N": 0, "d": 40, "causal": True})
     with pytest.raises(SimulatorFault, match=found):
         for schedule in (None, 1, 2):
@@ -141,7 +124,7 @@ def test_a_removed_barrier_of_a_second_launch_is_found(tmp_path):
     ids=["column", "row"],
 )
 def test_an_index_one_past_a_row_of_shared_memory(tmp_path, right, wrong, line):
-    kernel = broken(tmp_path, "fa2", right, wrong)
+    kernel = changed(tmp_path, "fa2", right, wrong)
     with pytest.raises(SimulatorFault) as fault:
         run(kernel, Simulator())
     file, _, number = fault.value.place.partition(" (called from")[0].rpartition(":")
@@ -153,34 +136,34 @@ PAST_THE_END = ("O.row(batch, head, row)[col] =", "O.row(batch, head, row)[col +
 
 
 def test_a_write_past_the_end_of_an_array_in_the_simulator(tmp_path):
-    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    kernel = changed(tmp_path, "fa2", *PAST_THE_END)
     with pytest.raises(SimulatorFault, match=r"writes 4 bytes.*past the end of O"):
         run(kernel, Simulator())
 
 
 @pytest.mark.gpu
 def test_a_write_past_the_end_of_an_array_on_the_gpu(tmp_path, cuda):
-    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    kernel = changed(tmp_path, "fa2", *PAST_THE_END)
     with pytest.raises(WrongResult, match="wrote 4 bytes outside O"):
         run(kernel, cuda)
 
 
 def test_a_read_past_the_end_of_an_array(tmp_path):
     right = "from.row(batch, head, row)[col]"
-    kernel = broken(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
+    kernel = changed(tmp_path, "fa2", right, right.replace("[col]", "[col + 1]"))
     with pytest.raises(SimulatorFault, match=r"reads 4 bytes.*past the end of [QKV]"):
         run(kernel, Simulator())
 
 
 def test_uninitialised_shared_memory(tmp_path):
-    kernel = broken(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
+    kernel = changed(tmp_path, "fa2", ": scalar(real(0));", ": tile[col];")
     with pytest.raises(SimulatorFault, match="no thread of this block has written"):
         run(kernel, Simulator())
 
 
 def test_a_thread_that_misses_a_barrier(tmp_path):
     right = "    load_row(shared.Q[threadIdx.x], Q,"
-    kernel = broken(tmp_path, "fa2", right, f"    if (row >= M) return;\n{right}")
+    kernel = changed(tmp_path, "fa2", right, f"    if (row >= M) return;\n{right}")
     with pytest.raises(SimulatorFault, match=r"returned"):
         run(kernel, Simulator())
 
@@ -212,13 +195,13 @@ RESULTS = {
 @pytest.mark.parametrize("fault", RESULTS, ids=name)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_wrong_result_is_found(tmp_path, backend, fault, dtype):
-    kernel = broken(tmp_path, "fa2", *RESULTS[fault])
+    kernel = changed(tmp_path, "fa2", *RESULTS[fault])
     with pytest.raises(WrongResult, match=r"fa2 on batch=2 heads=2.*\n  (O|lse): "):
         check_case(kernel, backend, SIZES, dtype)
 
 
 def test_unwritten_elements_are_counted(tmp_path, backend):
-    kernel = broken(tmp_path, "fa2", *RESULTS["unwritten output"])
+    kernel = changed(tmp_path, "fa2", *RESULTS["unwritten output"])
     with pytest.raises(WrongResult, match=f"{2 * 2 * 50} elements are NaN"):
         run(kernel, backend)
 
@@ -226,13 +209,13 @@ def test_unwritten_elements_are_counted(tmp_path, backend):
 def test_a_written_input_is_found(tmp_path, backend):
     right = "    *lse.row(batch, head, row) = softmax.lse();"
     wrong = right + "\n      if (row == 0) const_cast<scalar*>(K.row(batch, head, 0))[1] = 7;"
-    kernel = broken(tmp_path, "fa2", right, wrong)
+    kernel = changed(tmp_path, "fa2", right, wrong)
     with pytest.raises(WrongResult, match="wrote its input K, first at byte"):
         run(kernel, backend)
 
 
 def test_the_simulator_works_after_a_fault(tmp_path):
-    kernel = broken(tmp_path, "fa2", *PAST_THE_END)
+    kernel = changed(tmp_path, "fa2", *PAST_THE_END)
     for _ in range(2):
         with pytest.raises(SimulatorFault):
             run(kernel, Simulator())

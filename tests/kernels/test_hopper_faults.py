@@ -6,8 +6,9 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+from helpers.broken_kernels import changed
 from helpers.left_out import VARIABLE, optional
-from helpers.problems import inputs_of
+from helpers.problems import inputs_of, planned
 
 from cupyfa import Problem, WrongResult
 from cupyfa.errors import SimulatorFault
@@ -230,13 +231,9 @@ def test_unchanged_kernels_pass(tmp_path, monkeypatch, kernel, file):
 
 
 def test_a_kernel_that_asks_for_more_registers_than_its_block_has_is_found(tmp_path):
-    file, few = "gradient_warpgroups.cuh", "producer_registers = 24"
-    assert few in text_of(file)
-    written(tmp_path, file, text_of(file).replace(few, "producer_registers = 32"))
-    written(tmp_path, "wgmma_columns.cu", text_of("wgmma_columns.cu"))
-    sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
-    broken = replace(RUNGS["wgmma_columns"], folder=tmp_path)
-    plan = planning.plan(broken, Problem.of_sizes(**sizes), Simulator().limits, Br=64, Bc=128)
+    file, few = "backward/parts/gradient_warpgroups.cuh", "producer_registers = 24"
+    broken = changed(tmp_path, "wgmma_columns", few, "producer_registers = 32", file)
+    plan = planned(broken, Simulator(), {"M": 100, "N": 140, "d": 64}, Br=64, Bc=128)
     message = (
         "waits forever for registers that the block does not have: threads of its warpgroups ask "
         "for 32, 240, 240, in all 65536, .* at .*/wgmma_columns.cu:"
@@ -266,13 +263,10 @@ ADDS_TO_SUMS = "atomicAdd(reinterpret_cast<float*>(const_cast<RowSums<Br>*>(row_
     ],
 )
 def test_a_pass_that_the_next_one_cannot_overlap_is_found(tmp_path, broken, message):
-    file, right = "wgmma_two_pass_columns.cu", f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
-    assert right in text_of(file)
-    written(tmp_path, file, text_of(file).replace(right, broken))
-    written(tmp_path, "wgmma_two_pass_rows.cu", text_of("wgmma_two_pass_rows.cu"))
-    sizes = {"M": 100, "N": 140, "d": 64, "dtype": "float16"}
-    kernel = replace(RUNGS["wgmma_two_pass"], folder=tmp_path)
-    plan = planning.plan(kernel, Problem.of_sizes(**sizes), Simulator().limits)
+    right = f"{OF_EARLY_LAUNCH}();\n    launch_dependents();"
+    file = "backward/wgmma_two_pass_columns.cu"
+    kernel = changed(tmp_path, "wgmma_two_pass", right, broken, file)
+    plan = planned(kernel, Simulator(), {"M": 100, "N": 140, "d": 64})
     with pytest.raises(SimulatorFault, match=message):
         guard.checked(Simulator(), plan, inputs_of(plan), {})
 

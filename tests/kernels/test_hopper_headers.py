@@ -112,10 +112,9 @@ def test_every_finite_half_is_multiplied_exactly():
     A = np.where(np.isfinite(A), A, 0).reshape(64, 1024).astype(np.float16)
     got = np.zeros((64, 64), np.float32)
     body = code("every_finite_half_is_multiplied_exactly", write=WRITE.format(n=64))
-    shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
     for start in range(0, 1024, 64):
         part = A[:, start : start + 64]
-        launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=shared)
+        launch(body, boxes(part), boxes(np.eye(64, dtype=np.float16)), got, head=SQUARES)
         assert (got == part).all()
 
 
@@ -169,46 +168,12 @@ def test_two_warpgroups_and_products_of_two_groups_at_a_time(schedule):
     assert (got[1] == -B[:, :16] @ A[:, :16].T).all()
 
 
-PRODUCT_FAULTS = faults("products")
-
-
-@pytest.mark.parametrize("name", PRODUCT_FAULTS)
-def test_faults_of_products(name):
-    right, wrong, message, _ = PRODUCT_FAULTS[name]
-    body = code("faults_of_products")
-    shared = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
-    A = numbers((64, 64), np.float16)
-    threads = 64 if name == "half a warpgroup" else 128
-    launch(body, A, head=shared)
-    assert right in body
-    body = body.replace(right, wrong) if right else body
-    caught = fault(body, A, head=shared, threads=threads)
-    assert re.search(message, str(caught)), str(caught)
-    assert caught.place.startswith("test.cu:")
-
-
-COPY_FAULTS = faults("copy")
-
-
-@pytest.mark.parametrize("name", COPY_FAULTS)
-def test_faults_of_copies(name):
-    right, wrong, message, line = COPY_FAULTS[name]
-    assert COPY.count(right) == 1
-    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
-    caught = fault(
-        COPY.replace(right, wrong), Map(source, 16), Map(source.copy(), 16), tile, head=BOX
-    )
-    assert re.search(message, str(caught)), str(caught)
-    assert line is None or caught.place == f"test.cu:{line}", str(caught)
-
-
 @pytest.mark.parametrize("barrier", ["__syncwarp();", "__syncthreads();", "__ballot_sync(~0u, 1);"])
 def test_a_wait_of_one_lane_covers_others_after_a_barrier(barrier):
     body = COPY.replace(
         "wait(shared.full, 0);", f"if (threadIdx.x == 0) wait(shared.full, 0); {barrier}"
     )
-    source, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
-    arguments = Map(source, 16), Map(source.copy(), 16), tile
+    arguments = boxed_arrays()
     if "__sync" in barrier:
         launch(body, *arguments, head=BOX, threads=32)
         return
@@ -217,20 +182,47 @@ def test_a_wait_of_one_lane_covers_others_after_a_barrier(barrier):
 
 
 def test_a_tensor_map_larger_than_its_array():
-    array, tile = np.zeros((2, 3, 29, 96), np.uint16), np.zeros((16, 128), np.uint16)
-    wrong = Map(array, 16)
+    wrong, *others = boxed_arrays()
     wrong.value["address"] += 1 << 32  # where no other array can be
-    caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
+    caught = fault(COPY, wrong, *others, head=BOX)
     assert re.search("reads .* bytes.* (past the end|before the start|outside)", caught.what)
     assert caught.place == "test.cu:10"
     for field in ("address", "sizes", "unused"):
-        wrong = Map(array, 16)
+        wrong, *others = boxed_arrays()
         wrong.value[field] = -1 if field == "sizes" else 3
-        caught = fault(COPY, wrong, Map(array.copy(), 16), tile, head=BOX)
-        assert "with what is no tensor map" in str(caught)
+        assert "with what is no tensor map" in str(fault(COPY, wrong, *others, head=BOX))
 
 
 ADD = code("add")
+SQUARES = "struct Shared { TmaTile<__half, 64, 64> A; TmaTile<__half, 64, 64> B; };"
+
+
+def boxed_arrays():
+    """The arguments of COPY for a source, a target and a tile."""
+    source = np.zeros((2, 3, 29, 96), np.uint16)
+    return Map(source, 16), Map(source.copy(), 16), np.zeros((16, 128), np.uint16)
+
+
+# Pieces of code, their arguments and what stands above them, by their section of faults.txt.
+PIECES = {
+    "products": lambda: (code("faults_of_products"), [numbers((64, 64), np.float16)], SQUARES),
+    "copy": lambda: (COPY, boxed_arrays(), BOX),
+    "add": lambda: (ADD, [np.ones(64, np.float32), np.ones(64, np.float32)], ""),
+}
+
+
+@pytest.mark.parametrize("section, name", [(x, name) for x in PIECES for name in faults(x)])
+def test_faults(section, name):
+    right, wrong, message, line = faults(section)[name]
+    body, arguments, head = PIECES[section]()
+    launch(body, *arguments, head=head)
+    threads = 64 if name == "half a warpgroup" else 128
+    if right:
+        assert right in body
+        body = body.replace(right, wrong)
+    caught = fault(body, *arguments, head=head, threads=threads)
+    assert re.search(message, str(caught)), str(caught)
+    assert caught.place.startswith(f"test.cu:{line or ''}"), str(caught)
 
 
 @pytest.mark.parametrize("schedule", SEEDS)
@@ -239,17 +231,6 @@ def test_floats_of_all_blocks_are_added(schedule):
     want = sums + (3 * numbers_ + 6).sum(0)
     launch(ADD, numbers_, sums, grid=(7, 1, 1), schedule=schedule)
     assert (sums == want).all()
-
-
-ADD_FAULTS = faults("add")
-
-
-@pytest.mark.parametrize("name", ADD_FAULTS)
-def test_faults_of_bytes_and_additions(name):
-    right, wrong, message, _ = ADD_FAULTS[name]
-    assert ADD.count(right) == 1
-    caught = fault(ADD.replace(right, wrong), np.ones(64, np.float32), np.ones(64, np.float32))
-    assert re.search(message, str(caught)), str(caught)
 
 
 @TYPES

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from helpers.gradients import BACKWARD, tiles_of
-from helpers.merged import merged
-from helpers.problems import FORWARD, USUAL, check_case, usual_first
+from helpers.problems import FORWARD, USUAL, check_case, qkv, usual_first
 
 import cupyfa
 from cupyfa import Problem, Unsupported
@@ -13,19 +12,15 @@ from cupyfa.lab.verify import transforms
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.shrink import shrunk
 from cupyfa.ladder.operations import visible_scores
-from cupyfa.numerics import tolerance
 
 OFFSETS = (-80, -3, 0, 11, 60)
 LIMITS = ({"causal": True}, {"window": (5, 2)}, {"window": (None, 3)}, {"window": (4, None)})
 SIZES = {"heads": 4, "kv_heads": 2, "d": 20, "dv": 9}
-DKV = ("dK", "dV")
 KERNELS = usual_first((*FORWARD.values(), *BACKWARD.values()))
 
 
-def arrays(M, N, dtype="float32"):
-    rng = np.random.default_rng(0)
-    shapes = ((2, 4, M, 16), (2, 2, N, 16), (2, 2, N, 16))
-    return [rng.standard_normal(x).astype(dtype) for x in shapes]
+def arrays(M, N):
+    return qkv(M, N, d=16)
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
@@ -53,7 +48,7 @@ def test_kernels_are_right(backend, kernel):
         sizes = {**SIZES, "M": 45, "N": 70, "offset": offset, **limits}
         if "dv" not in kernel.features:
             sizes["dv"] = sizes["d"]
-        tiles = tiles_of(kernel) if kernel.operation == "backward" else {}
+        tiles = tiles_of(kernel)
         check_case(kernel, backend, sizes, usual_dtype(kernel), **tiles)
 
 
@@ -69,54 +64,6 @@ def test_parts_have_the_bits_of_the_whole(backend, options):
         part = cupyfa.attention(q[:, :, rows], k, v, offset=offset, return_lse=True, **how)
         np.testing.assert_array_equal(part[0], whole[:, :, rows])
         np.testing.assert_array_equal(part[1], lse[:, :, rows])
-
-
-def test_parts_of_keys_merge_to_the_whole(backend):
-    q, k, v = arrays(40, 90)
-    how = {"causal": True, "return_lse": True, "backend": backend}
-
-    def expected(keys):
-        given, offset = (q, k[:, :, keys], v[:, :, keys]), 90 - 40 - keys.start
-        right = tolerance.expected_attention(
-            *given, dtype="float32", scale=0.25, causal_offset=offset
-        )
-        return cupyfa.attention(*given, offset=offset, **how), right[None]
-
-    parts, of_parts = zip(*(expected(keys) for keys in (slice(0, 33), slice(33, 90))))
-    right = merged(of_parts, expected(slice(0, 90))[1], "float32")
-    found = dict(zip(("O", "lse"), cupyfa.merge(parts, backend=backend)))
-    tolerance.require(tolerance.compare(found, right), "parts of keys")
-
-
-def test_gradients_of_parts_add_up(backend):
-    q, k, v = arrays(40, 90)
-    dout = q[..., ::-1].copy()
-
-    def of_rows(rows):
-        given, offset = (q[:, :, rows], k, v), rows.start + 90 - 40
-        how = {"causal": True, "offset": offset, "backend": backend}
-        out, lse = cupyfa.attention(*given, return_lse=True, **how)
-        found = cupyfa.backward(dout[:, :, rows], *given, out, lse, **how)
-        inputs, options = (*given, out, lse, dout[:, :, rows]), {"scale": 0.25}
-        options |= {"dtype": "float32", "causal_offset": offset}
-        return found, inputs, tolerance.expected_gradients(*inputs, **options)[None], options
-
-    (first, own, of_first, _), (second, others, of_second, options) = map(
-        of_rows, (slice(0, 16), slice(16, 40))
-    )
-    # The gradients of the whole, for O and lse of the parts.
-    out, lse = (np.concatenate([own[i], others[i]], 2) for i in (3, 4))
-    options["causal_offset"] = 90 - 40
-    whole = tolerance.expected_gradients(q, k, v, out, lse, dout, **options)[None]
-    eps = np.finfo(np.float32).eps
-    bounds = {
-        "dQ": np.concatenate([of_first["dQ"].bound, of_second["dQ"].bound], 2),
-        **{x: of_first[x].bound + of_second[x].bound + eps * abs(whole[x].value) for x in DKV},
-    }
-    right = {x: tolerance.Expected(whole[x].value, bound) for x, bound in bounds.items()}
-    sums = [x + y for x, y in zip(first[1:], second[1:])]
-    found = {"dQ": np.concatenate([first[0], second[0]], 2), **dict(zip(DKV, sums))}
-    tolerance.require(tolerance.compare(found, right), "sums of parts")
 
 
 def test_a_block_mask_is_at_the_offset(backend):

@@ -1,14 +1,12 @@
 """Results of 16-bit inputs in float32, which are those before their last rounding."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from helpers.gradients import BACKWARD, tiles_of
-from helpers.problems import FORWARD, usual_first
+from helpers.problems import FORWARD, drawn, qkv, usual_first
 
 import cupyfa
-from cupyfa import Problem, Unsupported
+from cupyfa import Problem
 from cupyfa.lab import Case
 from cupyfa.numerics import tolerance
 from cupyfa.planner import choose_kernel as planning
@@ -20,17 +18,12 @@ KERNELS = usual_first(k for k in (*FORWARD.values(), *BACKWARD.values()) if k.ta
 GRADIENTS = ("dQ", "dK", "dV")
 
 
-def arrays(*shapes, dtype="float16"):
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal(x).astype(dtype) for x in shapes]
-
-
-def qkv(**more):
-    return arrays((2, 4, 40, 32), (2, 2, 50, 32), (2, 2, 50, 16), **more)
+def inputs_of_call(dtype="float16"):
+    return qkv(40, 50, dtype, d=32, dv=16)
 
 
 def checked(kernel, backend, p, inputs):
-    tiles = tiles_of(kernel) if kernel.operation == "backward" else {}
+    tiles = tiles_of(kernel)
     plan = planning.plan(kernel, p, backend.limits, **tiles)
     given = {**inputs, "O": inputs["O"].astype(p.out_dtype.numpy)} if "O" in inputs else inputs
     return guard.checked(backend, plan, readable_inputs(plan, given), {})
@@ -84,7 +77,7 @@ def test_results_that_were_rounded_before_are_found(dtype):
 
 
 def test_all_calls_give_float32():
-    q, k, v = qkv()
+    q, k, v = inputs_of_call()
     how = {"backend": "simulator", "out": "float32"}
     (out, lse), back = cupyfa.vjp(q, k, v, return_lse=True, **how)
     prepared = cupyfa.compile(q.shape, k.shape, v.shape, dtype="bfloat16", **how)
@@ -104,9 +97,8 @@ def test_all_calls_give_float32():
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_decoding_gives_float32(prefix):
-    q, k, v, *shared = arrays(
-        *((2, 4, 1, 32), (2, 2, 50, 32), (2, 2, 50, 16), (1, 2, 9, 32), (1, 2, 9, 16))
-    )
+    shapes = (2, 4, 1, 32), (2, 2, 50, 32), (2, 2, 50, 16), (1, 2, 9, 32), (1, 2, 9, 16)
+    q, k, v, *shared = drawn(*shapes, dtype="float16")
     lengths = np.array([30, 50], np.int32)
     cache = cupyfa.KVCache(k, v, lengths, prefix=tuple(shared) if prefix else None)
     out = np.empty((2, 4, 1, 16), np.float32)
@@ -141,11 +133,11 @@ def test_the_dtype_of_the_inputs_is_the_usual_one():
 )
 def test_other_dtypes_are_refused(dtype, out_dtype, error):
     with pytest.raises(ValueError, match=error):
-        cupyfa.attention(*qkv(dtype=dtype), out=out_dtype, backend="simulator")
+        cupyfa.attention(*inputs_of_call(dtype), out=out_dtype, backend="simulator")
 
 
 def test_arrays_of_another_dtype_are_refused():
-    q, k, v = qkv()
+    q, k, v = inputs_of_call()
     how = {"backend": "simulator"}
     out, lse = cupyfa.attention(q, k, v, return_lse=True, out="float32", **how)
     narrow = out.astype(np.float16)
@@ -161,11 +153,3 @@ def test_arrays_of_another_dtype_are_refused():
         cupyfa.backward(out, q, k, v, out, lse, **how)
     with pytest.raises(ValueError, match="dq of grads is float16 .*, the result is float32"):
         cupyfa.backward(narrow, q, k, v, out, lse, grads=(q, None, None), **how)
-
-
-def test_a_kernel_without_it_is_refused(backend):
-    fa2 = FORWARD["fa2"]
-    other = replace(fa2, features=[x for x in fa2.features if x != "out_dtype"])
-    p = Problem.of_sizes(**SIZES, d=8, dtype="float16", out_dtype="float32")
-    with pytest.raises(Unsupported, match=r"it does not support out_dtype \(results in float32\)"):
-        planning.plan(other, p, backend.limits)

@@ -6,19 +6,18 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from helpers.problems import LIKE_OTHERS, PAIRED
+from helpers.problems import LIKE_OTHERS, PAIRED, able
 
 from cupyfa import Problem
 from cupyfa.arrays import block_mask
 from cupyfa.lab import Case
 from cupyfa.lab.verify import transforms
-from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.problem.optional_inputs import DLSE, Operand
 from cupyfa.runtime import guard
 from cupyfa.runtime.choose_backend import backend_named
 
-KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+KERNELS = able("places")
 OPTIONS = {
     "bias": [None, "1hmn", "f16[b1mn]", "bf16[bh1n]", "f64[11m1]"],
     "score_mod": [

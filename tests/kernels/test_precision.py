@@ -1,7 +1,5 @@
 """The option ``precision``: rounding of float32 inputs, by kernel, command and call."""
 
-import csv
-import io
 import json
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.cli import SIMULATOR, SIZES, cli, strict
 from helpers.private_cache import with_runtime
-from helpers.problems import FORWARD, RAGGED, name
+from helpers.problems import FORWARD, RAGGED, check_case, name
 
 import cupyfa
 from cupyfa import Kernel, Launch, Limits, Problem, Unsupported
@@ -22,7 +20,6 @@ from cupyfa.runtime import guard
 from cupyfa.runtime.simulator import Simulator
 
 H100 = Limits("an H100", shared_bytes=232448, arch="90")
-A100 = Limits("an A100", shared_bytes=166912, arch="80")
 TURING = Limits("a T4", shared_bytes=65536, arch="75")
 SMALL = {"heads": 2, "M": 9, "N": 7, "d": 8}
 ROUNDING = [
@@ -51,78 +48,36 @@ def test_precision_in_the_text_of_a_problem():
     assert problem("float32").arithmetic == problem().arithmetic == "float32"
 
 
-@pytest.mark.parametrize("kernel, own", ROUNDING)
+@pytest.mark.parametrize("kernel, own", [*ROUNDING, ("fa2", None)])
 def test_a_kernel_that_is_named_runs_at_the_only_precision_it_has(kernel, own):
-    for asked in (None, own):
-        made = plan(kernel, asked)
-        assert (made.problem.precision, made.rounding) == (own, own)
-    with pytest.raises(Unsupported, match=f"it computes float32 in {own}; kernels that can: base"):
-        plan(kernel, "float32")
+    for asked in (None, own or "float32"):
+        assert plan(kernel, asked).rounding == own
 
 
-def test_a_kernel_of_float32_accuracy_rounds_nothing():
-    for asked in (None, "float32"):
-        assert plan("fa2", asked).rounding is None
-    message = "it computes float32 in float32; kernels that can: mma_tf32$"
-    with pytest.raises(Unsupported, match=message):
-        plan("fa2", "tf32")
-    with pytest.raises(
-        Unsupported, match="kernels that can: v3, mma_pipelined, mma_split_kv, mma_slices$"
-    ):
-        plan("fa2", "float16")
-    with pytest.raises(Unsupported, match="no other kernel can either"):
-        plan("fa2", "bfloat16")
-
-
-def test_precision_leaves_16_bit_inputs_alone():
+def test_rounding_depends_on_the_dtype():
+    assert plan("mma_pipelined", "float16", limits=TURING).rounding == "float16"
     assert plan("mma_pipelined", dtype="float16").rounding is None
     assert plan("v3", dtype="bfloat16").rounding == "float16"
-    with pytest.raises(Unsupported, match="its dtypes are float16, bfloat16"):
-        plan("mma_split_q")
+
+
+@pytest.mark.parametrize(
+    "kernel, precision, message",
+    [
+        *((k, "float32", f"computes float32 in {own}; kernels that can: b") for k, own in ROUNDING),
+        ("fa2", "tf32", "it computes float32 in float32; kernels that can: mma_tf32$"),
+        ("fa2", "float16", "kernels that can: v3, mma_pipelined, mma_split_kv, mma_slices$"),
+        ("fa2", "bfloat16", "no other kernel can either"),
+        ("mma_split_q", None, "its dtypes are float16, bfloat16"),
+    ],
+)
+def test_other_precisions_are_refused(kernel, precision, message):
+    with pytest.raises(Unsupported, match=message):
+        plan(kernel, precision)
 
 
 def test_tf32_needs_tensor_cores_that_have_it():
     with pytest.raises(Unsupported, match="needs sm_80 for float32, a T4 is sm_75; no other"):
         plan("mma_tf32", "tf32", limits=TURING)
-    assert plan("mma_pipelined", "float16", limits=TURING).rounding == "float16"
-
-
-@pytest.mark.parametrize(
-    "precision, d, limits, chosen",
-    [
-        (None, 64, H100, "fa2_coalesced"),
-        ("float32", 64, H100, "fa2_coalesced"),
-        ("tf32", 256, H100, "mma_tf32"),
-        ("float16", 64, TURING, "mma_pipelined"),
-        ("float16", 257, H100, "mma_slices"),
-    ],
-)
-def test_auto_chooses_by_precision(precision, d, limits, chosen):
-    asked = problem(precision, d=d)
-    assert planning.select("auto", "forward", asked, limits).name == chosen
-
-
-@pytest.mark.parametrize(
-    "sizes, limits, name",
-    [
-        ({"M": 257}, H100, "wgmma_fp16x2"),
-        ({"M": 256}, H100, "fa2_coalesced"),
-        ({"M": 65, "heads": 8, "kv_heads": 2}, H100, "wgmma_fp16x2"),
-        ({"M": 4096, "d": 257}, H100, "baseline"),
-        ({"M": 300, "d": 257}, H100, "fa2_coalesced"),
-        ({"M": 257}, A100, "mma_fp16x2"),
-        ({"M": 300}, TURING, "fa2_coalesced"),
-    ],
-)
-def test_auto_splits_operands_for_many_queries_of_a_key_head(sizes, limits, name):
-    for precision in (None, "float32"):
-        asked = problem(precision, **sizes)
-        chosen = planning.select("auto", "forward", asked, limits)
-        assert chosen.name == name
-        assert planning.plan(chosen, asked, limits).rounding is None
-
-
-def test_auto_without_a_suitable_kernel():
     with pytest.raises(Unsupported, match="precision=tf32.*no other kernel can"):
         planning.select("auto", "forward", problem("tf32", d=257), H100)
 
@@ -228,9 +183,8 @@ def test_a_masked_value_that_overflows_in_tf32_does_not_matter(backend):
 @pytest.mark.parametrize("d, dv", [(1, 8), (24, 3), (47, 130), (80, 16), (112, 48), (255, 144)])
 def test_every_head_dimension(backend, d, dv):
     for kernel, precision in ROUNDING[:2]:
-        made = planning.plan(FORWARD[kernel], problem(precision, M=20, N=37, d=d, dv=dv), H100)
-        inputs = Case("forward", made.problem).inputs()
-        guard.checked(backend, made, inputs, {})
+        sizes = {"M": 20, "N": 37, "d": d, "dv": dv, "precision": precision}
+        check_case(FORWARD[kernel], backend, sizes, "float32")
 
 
 @pytest.mark.few(2)
@@ -257,13 +211,6 @@ def test_run_shows_the_rounding_of_the_kernel():
     assert strict(done.stdout)[0]["kernel"] == "mma_tf32"
 
 
-def test_show_plans_in_a_precision():
-    said = cli("show", "mma_pipelined", "--plan", "--precision", "float16").stdout
-    assert said.count("precision=float16") == 1 and "Q16 K16 V16" in said
-    assert "precision" not in cli("show", "mma_pipelined", "--plan").stdout
-    assert "precision=tf32" in cli("show", "mma_tf32", "--plan").stdout
-
-
 @pytest.mark.slow
 def test_check_notes_rounding_and_takes_a_precision():
     options = ("--grid", "fuzz", "--samples", "2", "--jobs", "0", *SIMULATOR)
@@ -274,22 +221,6 @@ def test_check_notes_rounding_and_takes_a_precision():
         assert said in done.stdout
     assert "note" not in done.stderr
     assert "note" not in cli("check", "v3", *options, "--dtype", "float16").stderr
-
-
-def test_bench_has_a_column_for_it():
-    sizes = ("-B", "1", "-H", "1", "-M", "16", "-d", "8", "--budget", "0.01")
-    done = cli("bench", "fa2", "mma_pipelined", "mma_tf32", *SIMULATOR, *sizes, "--format", "csv")
-    rows = list(csv.DictReader(io.StringIO(done.stdout)))
-    assert [(x["kernel"], x["dtype"]) for x in rows] == [
-        ("fa2", "float32"),
-        ("mma_pipelined", "float32"),
-        ("mma_tf32", "float32"),
-    ]
-    assert [x["precision"] for x in rows] == ["", "float16", "tf32"]
-    swept = ("-p", "precision=float32,tf32", "--format", "json")
-    rows = strict(cli("bench", "mma_tf32", "--alone", *SIMULATOR, *sizes, *swept).stdout)
-    assert [(x["precision"], x["ms"] is None) for x in rows] == [("float32", True), ("tf32", False)]
-    assert rows[0]["note"] == "it computes float32 in tf32"
 
 
 @pytest.mark.slow
@@ -313,16 +244,3 @@ def test_sweeps_go_through_precisions():
     assert [x.precision for x in found] == ["float32", "tf32"]
     assert sweeps.usual_dtype(FORWARD["mma_pipelined"]) == "float16"
     assert sweeps.usual_dtype(FORWARD["mma_pipelined"], precision="float16") == "float32"
-
-
-@pytest.mark.parametrize("kernel, precision", [("mma_pipelined", "float16"), ("mma_tf32", "tf32")])
-def test_a_window_and_a_precision_go_together(backend, kernel, precision):
-    p = Problem.of_sizes(
-        M=70, N=131, heads=2, kv_heads=1, d=20, dv=9, window=(30, 5), precision=precision
-    )
-    assert f"precision={precision} window=30,5 " in str(p)
-    options = " ".join(Case("forward", p).options())
-    assert f"--precision={precision}" in options and "--window=30,5" in options
-    made = planning.plan(FORWARD[kernel], p, backend.limits)
-    assert made.problem == p
-    guard.checked(backend, made, Case("forward", p).inputs(), {})

@@ -5,9 +5,11 @@ product overflows where the score does not. Expected values come from the scores
 are few multiples of a large power of two, hence exact in the type of the sums.
 """
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from helpers.problems import USUAL
+from helpers.problems import FORWARD, USUAL, check_case, drawn, usual_first
 
 import cupyfa
 from cupyfa.lab.bench.sweeps import usual_dtype
@@ -133,7 +135,7 @@ def coarseness(kernel):
     return 2.0**-6 if dtype_of(kernel) != "float64" else 1e-12
 
 
-def drawn(kernel, source):
+def inputs_for(kernel, source):
     """Arrays, the usual options and those of the source, scores, dtypes of arrays and of sums."""
     array, real = INPUTS[dtype_of(kernel)].numpy, INPUTS[dtype_of(kernel)].sums.type
     *arrays, usual = operands(array, real, source)
@@ -160,7 +162,7 @@ def runs(operation):
 @pytest.mark.each_choice
 @runs("forward")
 def test_results(backend, kernel, source):
-    (q, k, v), usual, how, scores, _, _ = drawn(kernel, source)
+    (q, k, v), usual, how, scores, _, _ = inputs_for(kernel, source)
     expected, expected_lse = attended(scores, v.astype(float))
     out, lse = cupyfa.attention(
         q,
@@ -192,7 +194,7 @@ def differentiated(scores, v, out, lse, grad):
 @runs("backward")
 def test_gradients(backend, kernel, source):
     """dq and dk are dS times the scale or the unit, so that they may exceed the range."""
-    (q, k, v), usual, how, scores, array, real = drawn(kernel, source)
+    (q, k, v), usual, how, scores, array, real = inputs_for(kernel, source)
     wide = v.astype(float)
     out, lse = attended(scores, wide)
     out, lse = out.astype(array), lse.astype(real)
@@ -210,3 +212,41 @@ def test_gradients(backend, kernel, source):
             continue
         error, size = np.abs(x - exact), np.abs(exact).max()
         assert error.max() <= coarseness(kernel) * size, name
+
+
+# ``S * scale - maximum`` is rounded once on a GPU: for the largest score of a row the difference is
+# the rounding error of the product, not 0. Above 2^26 that error is more than 2, and above 2^30 its
+# exponential overflows. The simulator's compiler contracts in the same way if it is asked to.
+CONTRACTED = "-O2 -mfma -ffp-contract=fast"
+
+
+@pytest.fixture
+def contracting(backend, monkeypatch):
+    """The backend, with multiplication and addition contracted to one instruction."""
+    if backend.name == "simulator":
+        cpu = Path("/proc/cpuinfo")
+        if not cpu.exists() or " fma " not in cpu.read_text():
+            pytest.skip("this CPU has no fused multiply-add")
+        monkeypatch.setenv("CUPYFA_COMPILER_FLAGS", CONTRACTED)
+    return backend
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.each_choice
+@pytest.mark.parametrize("scale", [3e9, 1e36, -1e36])
+@pytest.mark.parametrize("kernel", usual_first(FORWARD.values()))
+def test_finite_scores_of_any_size(contracting, kernel, scale):
+    sizes = {"heads": 1, "M": 20, "N": 40, "d": 16, "causal": "top-left", "scale": scale}
+    # The baselines keep S in the dtype of the inputs, which has to hold it.
+    dtype = "float32" if kernel.name.startswith("baseline") else None
+    check_case(kernel, contracting, sizes, dtype)
+
+
+@pytest.mark.parametrize("kernel", ["mma_pipelined", "wgmma_persistent"])
+def test_scores_of_two_to_the_26(contracting, kernel):
+    q, k, v = drawn((2, 70, 64), (2, 140, 64), (2, 140, 64), dtype="float16")
+    scale = 2.0**26 / np.abs(q.astype(np.float64) @ k.astype(np.float64).swapaxes(1, 2)).max()
+    given = {"scale": scale, "return_lse": True, "kernel": kernel, "backend": contracting}
+    out, lse = cupyfa.attention(q, k, v, **given)
+    assert np.isfinite(lse).all()
+    assert (np.abs(out) <= 1.01 * np.abs(v).max()).all()

@@ -2,21 +2,16 @@
 
 from itertools import pairwise
 
-import ml_dtypes
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, name, usual_first
+from helpers.problems import FORWARD, able, qkv, usual_first
 
 import cupyfa
-from cupyfa.errors import Unsupported
 from cupyfa.lab.bench.sweeps import usual_dtype
-from cupyfa.ladder.lookup import kernels
 from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
-LADDER = [kernel for kernel in kernels() if kernel.operation == "forward"]
-ABLE = LADDER[[kernel.name for kernel in LADDER].index("fa2") :]
-UNABLE = LADDER[: -len(ABLE)]
+ABLE = able("row_max", "forward")
 SINKS = np.array([6.0, -np.inf, 0.5, -2.0], F)  # the first one is above all scores
 BIAS = np.random.default_rng(3).standard_normal((1, 4, 70, 45)).astype(F)
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], F)
@@ -35,16 +30,10 @@ MODIFIED = (
 )
 
 
-def draw(M, N, dtype, *, batch=2, heads=4, kv_heads=2, d=24, size=1.0, seed=0):
-    rng = np.random.default_rng(seed)
-    of = getattr(ml_dtypes, dtype, None) or dtype
-    shapes = (batch, heads, M, d), (batch, kv_heads, N, d), (batch, kv_heads, N, d)
-    return [(size * rng.standard_normal(x)).astype(of) for x in shapes]
-
-
 def checked(kernel, backend, *, M, N, dtype=None, size=1.0, **how):
     lengths = {name: how.pop(name) for name in ("lengths_q", "lengths_k") if name in how}
-    q, k, v = wrap(*draw(M, N, dtype or usual_dtype(kernel), size=size), lengths)
+    q, k, v = qkv(M, N, dtype or usual_dtype(kernel))
+    q, k, v = wrap(*(q.dtype.type(size) * x for x in (q, k, v)), lengths)
     how = {"kernel": kernel, "backend": backend, "check": True, **how}
     return cupyfa.attention(q, k, v, return_lse=True, return_max=True, **how)
 
@@ -64,15 +53,24 @@ def test_every_rung_gives_the_largest_scores(backend, kernel, how):
     _, lse, largest = checked(kernel, backend, **how)
     assert largest.dtype == lse.dtype and largest.shape == lse.shape
     options = {x: y for x, y in how.items() if x not in "MN"}
-    q, k, _ = draw(how["M"], how["N"], usual_dtype(kernel))
+    q, k, _ = qkv(how["M"], how["N"], usual_dtype(kernel))
     bound = 0.3 if kernel.rounding == "float8_e4m3" else 1e-2 if kernel.rounding else 1e-5
     np.testing.assert_allclose(largest, exact(q, k, **options), atol=bound)
 
 
+QUICK = ("fa2", "mma_pipelined", "mma_split_kv")
+ALWAYS = (MODIFIED[0], MODIFIED[2], MODIFIED[-1])
+
+
 @pytest.mark.sampled(8)
-@pytest.mark.slow
-@pytest.mark.parametrize("how", MODIFIED, ids=lambda how: " ".join(how))
-@pytest.mark.parametrize("kernel", ABLE, ids=name)
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] * all(x is not y for y in ALWAYS), id=" ".join(x))
+        for x in MODIFIED
+    ],
+)
+@pytest.mark.parametrize("kernel", usual_first(ABLE, QUICK))
 def test_scores_are_those_after_all_modifications(backend, kernel, how):
     lengths = "lengths_q" in how
     if lengths and "lengths" not in kernel.features:
@@ -82,14 +80,6 @@ def test_scores_are_those_after_all_modifications(backend, kernel, how):
         assert np.isneginf(largest[0]).all()
     if "sink" in how:  # it is no score of a key
         assert np.all(largest[:, 0] < lse[:, 0])
-
-
-@pytest.mark.parametrize("how", (MODIFIED[0], MODIFIED[2], MODIFIED[-1]), ids=" ".join)
-@pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "mma_split_kv"])
-def test_scores_are_those_after_some_modifications(backend, kernel, how):
-    if "bias" in how and kernel == "mma_split_kv":
-        how = {**how, "mask": None}
-    checked(FORWARD[kernel], backend, **how)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
@@ -116,7 +106,7 @@ def test_rows_that_are_computed_again_have_it(backend, kernel):
 
 @pytest.mark.parametrize("kernel", ["fa2", "mma_pipelined", "mma_split_kv"])
 def test_scores_that_are_no_numbers_make_it_nan(backend, kernel):
-    q, k, v = draw(5, 40, usual_dtype(FORWARD[kernel]))
+    q, k, v = qkv(5, 40, usual_dtype(FORWARD[kernel]))
     q[0, 1, 2, 0], q[1, 3, 4, 0] = np.nan, np.inf
     how = {"kernel": kernel, "backend": backend, "return_lse": True, "return_max": True}
     _, lse, largest = cupyfa.attention(q, k, v, check=True, **how)
@@ -124,16 +114,8 @@ def test_scores_that_are_no_numbers_make_it_nan(backend, kernel):
     assert np.isnan(largest).sum() == 2
 
 
-@pytest.mark.parametrize("kernel", UNABLE, ids=name)
-def test_rungs_below_fa2_refuse_it(backend, kernel):
-    q, k, v = draw(4, 4, usual_dtype(kernel))
-    how = {"kernel": kernel, "backend": backend, "return_max": True}
-    with pytest.raises(Unsupported, match=f"{kernel.name}.*row_max.*; kernels that can: .*fa2"):
-        cupyfa.attention(q, k, v, **how)
-
-
 def test_results_are_in_the_order_of_their_names(backend):
-    q, k, v = draw(9, 12, "float32")
+    q, k, v = qkv(9, 12, "float32")
     how = {"backend": backend}
     out, _, largest = cupyfa.attention(q, k, v, return_lse=True, return_max=True, **how)
     np.testing.assert_allclose(largest, exact(q, k), rtol=1e-5)
@@ -148,7 +130,7 @@ def test_results_are_in_the_order_of_their_names(backend):
 
 
 def test_prepared_calls_and_plans_have_it(backend):
-    q, k, v = draw(9, 12, "float32")
+    q, k, v = qkv(9, 12, "float32")
     for given in ((q, k, v), (q.shape, k.shape, v.shape)):
         of_shapes = {} if given[0] is q else {"dtype": "float32"}
         prepared = cupyfa.compile(*given, return_max=True, backend=backend, **of_shapes)
@@ -162,7 +144,7 @@ def test_prepared_calls_and_plans_have_it(backend):
 
 
 def test_layouts_and_block_masks_have_it(backend):
-    q, k, v = draw(40, 40, "float32")
+    q, k, v = qkv(40, 40, "float32")
     mask = cupyfa.block_mask(mask_mod="key <= query", M=40, N=40, backend=backend)
     how = {"backend": backend, "return_max": True, "check": True}
     _, largest = cupyfa.attention(q, k, v, mask=mask, **how)
@@ -173,7 +155,7 @@ def test_layouts_and_block_masks_have_it(backend):
 
 
 def test_sequences_have_it(backend):
-    q, k, v = (x[0].swapaxes(0, 1) for x in draw(30, 30, "float32", batch=1))
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(30, 30, "float32", batch=1))
     offsets = np.array([0, 11, 11, 27], np.int32)
     how = {"backend": backend, "return_lse": True, "return_max": True, "causal": True}
     _, lse, largest = cupyfa.attention(
@@ -194,7 +176,7 @@ def test_sequences_have_it(backend):
 
 
 def test_decoding_has_it(backend):
-    q, k, v = draw(1, 70, "float32")
+    q, k, v = qkv(1, 70, "float32")
     cache = cupyfa.KVCache(k, v, lengths=np.array([70, 33], np.int32), layout="bhsd")
     how = {"backend": backend, "return_max": True, "check": True}
     _, largest = cupyfa.attention(q, cache, **how)

@@ -3,20 +3,16 @@
 import numpy as np
 import pytest
 from helpers import broken_kernels
-from helpers.problems import usual_first
+from helpers.gradients import gradients_of
+from helpers.problems import able, check_case, drawn, usual_first
 
-import cupyfa
-from cupyfa import Problem, Simulator
+from cupyfa import Simulator
 from cupyfa.errors import WrongResult
 from cupyfa.lab.bench.sweeps import usual_dtype
-from cupyfa.lab.verify.case import Case
 from cupyfa.ladder import LADDER
-from cupyfa.planner import choose_kernel
 from cupyfa.problem.dtypes import dtype_named
-from cupyfa.runtime import guard
-from cupyfa.runtime.arrays import readable_inputs
 
-GIVES_ARRAYS = [k for k in LADDER["backward"].values() if "places" in k.features]
+GIVES_ARRAYS = able("places", "backward")
 ALL = [k for operation in ("forward", "backward") for k in LADDER[operation].values()]
 BATCH, HEADS, M, N, D = 4, 4, 20, 30, 16
 # Powers of two by which a part of dO is larger.
@@ -25,28 +21,20 @@ TEXT = "score + table[batch, head, min(abs(query - key), 3)] + pair[batch, head,
 ARRAYS = ("bias", "alibi_slopes", "sink", "table", "pair")
 
 
-def drawn(dtype):
+def arrays_of(dtype):
     """dout, q, k and v, and the arrays that texts read: none of an element is another's."""
-    rng, of = np.random.default_rng(0), dtype_named(dtype)
-    shapes = [(BATCH, HEADS, n, D) for n in (M, M, N, N)]
-    read = {
-        "bias": rng.standard_normal((BATCH, HEADS, M, N)).astype(of.numpy),
-        "alibi_slopes": rng.random((BATCH, HEADS)).astype(of.sums),
-        "sink": rng.standard_normal((BATCH, HEADS)).astype(of.sums),
-        "table": rng.standard_normal((BATCH, HEADS, 4)).astype(of.sums),
-        "pair": rng.standard_normal((BATCH, HEADS, M, N)).astype(of.sums),
+    sums = dtype_named(dtype).sums.name
+    heads, pairs = (BATCH, HEADS), (BATCH, HEADS, M, N)
+    arrays = drawn(*((*heads, n, D) for n in (M, M, N, N)), dtype=dtype)
+    (bias,) = drawn(pairs, dtype=dtype, seed=1)
+    slopes, sink, table, pair = drawn(heads, heads, (*heads, 4), pairs, dtype=sums, seed=2)
+    captured = {"table": table, "pair": pair}
+    return arrays, {
+        "bias": bias,
+        "alibi_slopes": np.abs(slopes),
+        "sink": sink,
+        "captured": captured,
     }
-    return [rng.standard_normal(x).astype(of.numpy) for x in shapes], read
-
-
-def gradients(kernel, backend, arrays, read, wrt, **more):
-    """Those of the named arrays; out and lse are of a forward pass, whatever dout is."""
-    dout, q, k, v = arrays
-    captured = {x: read[x] for x in ("table", "pair") if x in read}
-    given = {x: y for x, y in read.items() if x not in captured}
-    on = {"backend": backend, **given, **({"captured": captured} if captured else {}), **more}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
-    return cupyfa.backward(dout, q, k, v, out, lse, wrt=wrt, kernel=kernel, **on)
 
 
 @pytest.mark.sampled(2)
@@ -59,11 +47,11 @@ def gradients(kernel, backend, arrays, read, wrt, **more):
 def test_gradients_of_arrays(backend, kernel, part, wrt):
     """A bias alone has a launch of its own on Hopper."""
     dtype = usual_dtype(kernel)
-    arrays, read = drawn(dtype)
-    read, more = (read, {"score_mod": TEXT}) if wrt is ARRAYS else ({"bias": read["bias"]}, {})
-    expected = gradients(kernel, backend, arrays, read, wrt, **more)
+    arrays, read = arrays_of(dtype)
+    how = read | {"score_mod": TEXT} if wrt is ARRAYS else {"bias": read["bias"]}
+    expected = gradients_of(wrt, kernel, arrays, backend, **how)
     arrays[0][part] *= arrays[0].dtype.type(2.0 ** LARGER[dtype])
-    found = gradients(kernel, backend, arrays, read, wrt, **more)
+    found = gradients_of(wrt, kernel, arrays, backend, **how)
     others = np.ones((BATCH, HEADS), bool)
     others[part] = False
     for name, x, y in zip(wrt, found, expected, strict=True):
@@ -76,13 +64,13 @@ def test_gradients_of_arrays(backend, kernel, part, wrt):
 @pytest.mark.parametrize("axes", [(0,), (0, 1), (0, 1, 2, 3)], ids=str)
 def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
     """Sums over axes of a bias, whose terms are the gradients of a bias without such axes."""
-    (dout, q, k, v), read = drawn(dtype)
+    (dout, q, k, v), read = arrays_of(dtype)
     heads = np.ldexp(1.0, np.random.default_rng(1).integers(-20, 21, (BATCH, HEADS, 1, 1)))
     arrays, bias = [(dout * heads).astype(dout.dtype), q, k, v], read["bias"]
     bias = bias[tuple(slice(1) if i in axes else slice(None) for i in range(4))]
     full = np.ascontiguousarray(np.broadcast_to(bias, read["bias"].shape))
     (found,), (terms,) = (
-        gradients("two_pass", backend, arrays, {"bias": x}, ("bias",)) for x in (bias, full)
+        gradients_of(("bias",), "two_pass", arrays, backend, bias=x) for x in (bias, full)
     )
     exact = terms.astype(np.longdouble).sum(axes, keepdims=True)
     size = np.abs(terms).astype(np.longdouble).sum(axes, keepdims=True)
@@ -92,28 +80,25 @@ def test_a_sum_is_as_good_as_its_own_terms(backend, dtype, axes):
     assert (np.abs(found - exact) <= allowed * size).all()
 
 
-def case_of(kernel, dtype):
-    """Values of many sizes, and all gradients of arrays that the kernel gives."""
-    given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32, "dtype": dtype}
+def sizes_of(kernel):
+    """With all gradients of arrays that the kernel gives."""
+    given = {"batch": 2, "heads": 2, "M": 70, "N": 45, "d": 32}
     if "wrt" in kernel.features:
         given |= {"sink": "bh", "wrt": "sink"}
     if {"wrt", "places"} <= {*kernel.features}:
         given |= {"bias": "bhmn", "alibi_slopes": "bh", "wrt": "bias,sink,alibi_slopes"}
-    return Case(kernel.operation, Problem.of_sizes(**given), 1, "scales")
+    return given
 
 
 @pytest.mark.parametrize("kernel", usual_first(ALL))
 def test_every_kernel(backend, kernel):
-    case = case_of(kernel, usual_dtype(kernel))
-    plan = choose_kernel.plan(kernel, case.problem, backend.limits)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
+    """Values of many sizes."""
+    check_case(kernel, backend, sizes_of(kernel), values="scales")
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_bounds_find_a_scale_that_elements_share(tmp_path, dtype):
-    simulator, kernel = Simulator(), broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
-    case = case_of(kernel, dtype)
-    plan = choose_kernel.plan(kernel, case.problem, simulator.limits)
+    kernel = broken_kernels.broken(tmp_path, broken_kernels.SHARED_SCALE)
     with pytest.raises(WrongResult, match="d_bias"):
-        guard.checked(simulator, plan, readable_inputs(plan, case.inputs()), {})
+        check_case(kernel, Simulator(), sizes_of(kernel), dtype, values="scales")

@@ -1,4 +1,4 @@
-"""The headers mma.cuh and cp_async.cuh: layouts of fragments, completion of copies."""
+"""Headers of mma.sync and cp.async: layouts of fragments, products, completion of copies."""
 # ruff: noqa: SIM300 (arrays have capital letters here and are no constants)
 
 import re
@@ -13,20 +13,19 @@ from cupyfa.numerics import reference
 
 MMA = "#include <ptx/mma.cuh>\n#include <ptx/mma_tf32.cuh>\n#include <cuda_bf16.h>"
 COPIES = "#include <ptx/cp_async.cuh>"
+# What the host writes above a kernel, as far as the headers of doubles read it.
+HOST = "using operand = double;\nusing real = double;\nconstexpr bool packed = false;\n"
+FRAGMENTS = HOST + "#include <tile/f64_fragments.cuh>"
+LANE = np.arange(32)
+ROW, PLACE = LANE // 4, LANE % 4
 TYPES = pytest.mark.parametrize(
     "c_type, dtype", [("__half", np.float16), ("__nv_bfloat16", ml_dtypes.bfloat16)]
 )
 SCHEDULES = pytest.mark.parametrize("schedule", [None, 1, 2])
 
 
-@pytest.fixture
-def run(backend):
-    """Runs a kernel of one block, as ``launch`` does, on each backend."""
-    return launch if backend.name == "simulator" else launch_on_device
-
-
 def random(shape, dtype, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def pairs(matrix):
@@ -35,11 +34,11 @@ def pairs(matrix):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_lane_gets_its_part_of_four_matrices(run, transposed):
+def test_each_lane_gets_its_part_of_four_matrices(run_code, transposed):
     tile = np.arange(1000, 1256, dtype=np.uint16).reshape(32, 8)
     got = np.zeros((4, 32), np.uint32)
     body = code("each_lane_gets_its_part_of_four_matrices", trans="_trans" if transposed else "")
-    run(body, tile, got, head=MMA)
+    run_code(body, tile, got, head=MMA)
     matrices = tile[np.arange(32) ^ 13].reshape(4, 8, 8)
     want = pairs(matrices.swapaxes(1, 2) if transposed else matrices)
     assert (got == want.reshape(4, 32)).all()
@@ -53,23 +52,40 @@ def fragments(a, b, D):
     return [np.stack(parts).reshape(len(parts), 32) for parts in (parts_a, parts_b, parts_d)]
 
 
-def multiply(run, c_type, A, B, D):
+def multiply(run_code, c_type, A, B, D):
     """D + A B of one instruction; floats are multiplied as tf32."""
+    if c_type == "double":
+        return multiply_f64(run_code, A, B, D)
     words = np.asarray if c_type == "tf32" else pairs
     a, b, d = fragments(words(A), words(B.T), D)
     body = code("multiply_tf32") if c_type == "tf32" else code("multiply", c_type=c_type)
-    run(body, a, b, d, head=MMA)
+    run_code(body, a, b, d, head=MMA)
     got = np.empty((16, 8), np.float32)
     for part, rows, first in zip(d, (0, 0, 8, 8), (0, 1, 0, 1)):
         got[rows : rows + 8, first::2] = part.reshape(8, 4)
     return got
 
 
-@TYPES
-def test_products_are_those_of_numpy(run, c_type, dtype):
-    A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), np.float32, 2)
+def multiply_f64(run_code, A, B, D):
+    """D + A B of one instruction, whose operands lie as the header says."""
+    a = np.array([A[ROW + i % 2 * 8, PLACE + i // 2 * 4] for i in range(8)])
+    b = np.array([B[PLACE + 4 * i, ROW] for i in range(4)])
+    rows, columns = np.array([ROW, ROW, ROW + 8, ROW + 8]), 2 * PLACE + [[0], [1], [0], [1]]
+    d = D[rows, columns]
+    run_code(code("multiply_f64"), a, b, d, head="#include <ptx/mma_f64.cuh>")
+    got = np.empty_like(D)
+    got[rows, columns] = d
+    return got
+
+
+@pytest.mark.parametrize(
+    "c_type, dtype, close", [(*x, 1e-5) for x in TYPES.args[1]] + [("double", np.float64, 1e-14)]
+)
+def test_products_are_those_of_numpy(run_code, c_type, dtype, close):
+    sums = np.float64 if c_type == "double" else np.float32
+    A, B, D = random((16, 16), dtype), random((16, 8), dtype, 1), random((16, 8), sums, 2)
     want = D + A.astype(float) @ B.astype(float)
-    np.testing.assert_allclose(multiply(run, c_type, A, B, D), want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(multiply(run_code, c_type, A, B, D), want, rtol=close, atol=close)
 
 
 @pytest.mark.gpu
@@ -85,29 +101,31 @@ def test_sums_are_cut_off(hopper, c_type, dtype):
     assert (got == want[:, None]).all(), f"{got[:, 0] - want}"
 
 
-@pytest.mark.parametrize("c_type, dtype", [*TYPES.args[1], ("tf32", np.float32)])
-def test_infinities_and_nan_follow_ieee(run, c_type, dtype):
+@pytest.mark.parametrize(
+    "c_type, dtype", [*TYPES.args[1], ("tf32", np.float32), ("double", np.float64)]
+)
+def test_infinities_and_nan_follow_ieee(run_code, c_type, dtype):
     A, B = np.ones((16, 16), dtype), np.ones((16, 8), dtype)
     if c_type == "tf32":
         A, B = A[:, :8], B[:8]
-    D = np.zeros((16, 8), np.float32)
+    D = np.zeros((16, 8), np.float64 if c_type == "double" else np.float32)
     A[3, 4], A[9, 5], B[6, 2], B[4, 7], D[12, 0] = np.inf, np.nan, -np.inf, 0, np.inf
     with np.errstate(invalid="ignore"):
-        want = D + (A.astype(np.float32)[:, :, None] * B.astype(np.float32)).sum(1)
+        want = D + (A.astype(D.dtype)[:, :, None] * B.astype(D.dtype)).sum(1)
     assert np.isnan(want[3, 7]) and want[3, 0] == np.inf and want[0, 2] == -np.inf
-    np.testing.assert_array_equal(multiply(run, c_type, A, B, D), want)
+    np.testing.assert_array_equal(multiply(run_code, c_type, A, B, D), want)
 
 
 @TYPES
 @pytest.mark.parametrize("load, transposed", [("", True), ("_trans", False)])
-def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
+def test_loaded_matrices_are_operands(run_code, c_type, dtype, load, transposed):
     """And a product, packed, is the first operand of the next."""
     A, B = random((16, 16), dtype), random((16, 16), dtype, 1)
     tiles, out = np.concatenate([A, B]).view(np.uint16), np.zeros((2, 16, 16), np.float32)
     rows = "lane % 8 + lane / 16 * 8" if transposed else "lane % 16"
     column = "lane / 8 % 2 * 8" if transposed else "lane / 16 * 8"
     body = code("loaded_matrices_are_operands", load=load, rows=rows, column=column, c_type=c_type)
-    run(body, tiles, out, head=MMA)
+    run_code(body, tiles, out, head=MMA)
     right = B.astype(float).T if transposed else B.astype(float)
     np.testing.assert_allclose(out[0], A.astype(float) @ right, rtol=1e-5, atol=1e-5)
     packed = out[0].astype(dtype).astype(float)
@@ -115,7 +133,7 @@ def test_loaded_matrices_are_operands(run, c_type, dtype, load, transposed):
 
 
 @TYPES
-def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
+def test_pairs_are_rounded_to_nearest_ties_to_even(run_code, c_type, dtype):
     bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
     ties = random(2048, dtype).astype(np.float32).view(np.uint32)
     ties += np.uint32(0x1000 if dtype == np.float16 else 0x8000)
@@ -125,7 +143,7 @@ def test_pairs_are_rounded_to_nearest_ties_to_even(run, c_type, dtype):
     body = f"""
         for (int i = threadIdx.x; i < s0; i += 32) B[i] = pack<{c_type}>(A[2 * i], A[2 * i + 1]);
     """
-    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    run_code(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
     with np.errstate(over="ignore"):
         want = numbers.astype(dtype)
     assert (got.view(np.uint16) == want.view(np.uint16)).all()
@@ -170,20 +188,20 @@ def cut(x):
     return (x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(float)
 
 
-def test_products_of_tf32_do_not_look_at_the_last_bits(run):
+def test_products_of_tf32_do_not_look_at_the_last_bits(run_code):
     A, B, D = (random(x, np.float32, i) for i, x in enumerate([(16, 8), (8, 8), (16, 8)]))
-    got = multiply(run, "tf32", A, B, D)
+    got = multiply(run_code, "tf32", A, B, D)
     np.testing.assert_allclose(got, D + cut(A) @ cut(B), rtol=1e-5, atol=1e-5)
     assert np.abs(got - (D + A.astype(float) @ B)).max() > 1e-4
 
 
-def test_tf32_is_rounded_as_the_reference_rounds(run):
+def test_tf32_is_rounded_as_the_reference_rounds(run_code):
     bits = np.random.default_rng(3).integers(0, 2**32, 2048, np.uint32)
     ties = bits & np.uint32(0xFFFFE000) | np.uint32(0x1000)
     numbers = np.concatenate([bits, ties, ties - 1, ties + 1]).view(np.float32)
     got = np.zeros(numbers.size, np.uint32)
     body = "for (int i = threadIdx.x; i < s0; i += 32) B[i] = round_to_tf32(A[i]);"
-    run(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
+    run_code(body, numbers, got, scalars=(np.int32(got.size),), head=MMA)
     nan = np.isnan(numbers)
     want = reference.rounded(numbers[~nan], "tf32")
     normal = np.abs(want) >= 2.0**-126  # a device may flush the others to zero
@@ -191,12 +209,12 @@ def test_tf32_is_rounded_as_the_reference_rounds(run):
     assert np.isnan(got.view(np.float32)[nan]).all()
 
 
-def test_matrices_of_floats_are_operands_of_tf32(run):
+def test_matrices_of_floats_are_operands_of_tf32(run_code):
     """ldmatrix on floats, as mma_tf32 uses it: both operands from rows, 8 columns at a time."""
     A, B = random((16, 8), np.float32), random((16, 8), np.float32, 1)
     tiles, out = np.concatenate([A, B]), np.zeros((16, 16), np.float32)
     body = code("matrices_of_floats_are_operands_of_tf32")
-    run(body, tiles, out, head=MMA)
+    run_code(body, tiles, out, head=MMA)
     np.testing.assert_allclose(out, cut(A) @ cut(B).T, rtol=1e-5, atol=1e-5)
 
 
@@ -225,10 +243,10 @@ def numbers(count):
     return np.arange(1, 1 + 8 * count, dtype=np.uint16).reshape(count, 8)
 
 
-def test_partial_copies_are_filled_with_zeros(run):
+def test_partial_copies_are_filled_with_zeros(run_code):
     A, B = numbers(32), np.ones((32, 8), np.uint16)
     body = TILE + code("part_of_a_copy_is_zeros_and_nothing_is_read_for_none")
-    run(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
+    run_code(body, A, B, scalars=(np.int32(32 * 8),), head=COPIES)
     assert (B == np.where(np.arange(8) < np.arange(32)[:, None] % 9, A, 0)).all()
 
 
@@ -240,11 +258,11 @@ def test_nothing_is_read_from_any_address():
     assert (B[::9] == 0).all()
 
 
-def test_many_copies_in_many_groups(run):
+def test_many_copies_in_many_groups(run_code):
     """More copies than the simulator stores in one block, and reused stages."""
     A, B = numbers(32 * 60), np.zeros((60, 32, 8), np.uint16)
     body = code("many_copies_in_many_groups")
-    run(body, A, B, head=COPIES)
+    run_code(body, A, B, head=COPIES)
     assert (B == A.reshape(60, 32, 8)[:, ::-1]).all()
 
 
@@ -322,3 +340,43 @@ def test_wrong_copies(arguments, said):
     A = np.zeros(8, np.uint16)
     caught = fault(body, A, head=COPIES, threads=1)
     assert said in caught.what and caught.place == "test.cu:3"
+
+
+# Doubles
+
+
+@pytest.mark.parametrize("columns", [16, 48, 256])
+def test_fragments_are_read_without_bank_conflicts(columns):
+    """Of 16 columns, or rows, a lane has 2c, 2c + 1, 2c + 8 and 2c + 9."""
+    tile, where = random((16, columns), np.float64), np.zeros((4, 32), np.int32)
+    a, b = np.zeros((8, 32)), np.zeros((8, 32))
+    stored = np.empty_like(tile)
+    for row in range(16):
+        line = row & 6 ^ row % 2 * 4
+        for chunk in range(columns // 2):
+            stored[row, 2 * (chunk ^ line) : 2 * (chunk ^ line) + 2] = tile[
+                row, 2 * chunk : 2 * chunk + 2
+            ]
+    launch(code("places_of_doubles", columns=columns), stored, where, a, b, head=FRAGMENTS)
+    low, high, even, odd = where * 8 // 4 % 32  # the first bank of each lane
+    for banks in (low, high):  # 16 bytes: eight lanes at a time
+        assert all(len(set(banks[i : i + 8])) == 8 for i in range(0, 32, 8))
+    for banks in (even, odd):  # 8 bytes: sixteen
+        assert all(len(set(banks[i : i + 16])) == 16 for i in range(0, 32, 16))
+    terms = 2 * PLACE + np.array([0, 1, 8, 9])[:, None]
+    for i in range(8):
+        assert (a[i] == tile[ROW + i % 2 * 8, columns - 16 + terms[i // 2]]).all()
+        assert (b[i] == tile[terms[i // 2], columns - 16 + ROW + i % 2 * 8]).all()
+
+
+def test_the_exponential_of_doubles(run_code):
+    """Its error is below an ulp from 2**-1021 on; what is less has no weight, and NaN stays."""
+    x = np.concatenate([-np.geomspace(1e-18, 1020, 4000), np.arange(-1021.0, 4), [0.5, -0.5]])
+    special = [-1021.6, -1100.0, -1.7e308, -np.inf, np.nan]
+    x, got = np.append(x, special), np.zeros(len(x) + len(special))
+    head = "#include <attention/exp2_f64.cuh>"
+    run_code(code("exponentials_of_doubles"), x, got, scalars=(np.int32(len(x)),), head=head)
+    assert (got[-5:-1] == 0).all() and np.isnan(got[-1])
+    x, got = x[:-5], got[:-5]
+    error = np.abs(got - np.exp2(x.astype(np.longdouble)))
+    assert (error <= 0.75 * np.spacing(got)).all()

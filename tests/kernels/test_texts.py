@@ -2,20 +2,17 @@
 
 import numpy as np
 import pytest
-from helpers.problems import usual_first
+from helpers.problems import able, check_case, drawn, inputs_of, name, planned, usual_first
 
 import cupyfa
 from cupyfa import Problem, SimulatorFault
-from cupyfa.lab import Case
-from cupyfa.lab.bench.sweeps import usual_dtype
 from cupyfa.ladder import LADDER
 from cupyfa.planner import choose_kernel as planning
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.choose_backend import backend_named
 
-EVERY = [k for group in LADDER.values() for k in group.values()]
-KERNELS, WITH_SCORES = ([k for k in EVERY if x in k.features] for x in ("places", "score"))
+KERNELS, WITH_SCORES = able("places"), able("score")
 SLOW = [pytest.mark.slow]
 EVERYTHING = {
     "softcap": 3.0,
@@ -28,17 +25,10 @@ EVERYTHING = {
 }
 
 
-def check(backend, kernel, case, **tiles):
-    """Runs a case between guard zones; raises if a result is wrong or something else is written."""
-    plan = planning.plan(kernel, case.problem, backend.limits, **tiles)
-    guard.checked(backend, plan, readable_inputs(plan, case.inputs()), {})
-
-
 @pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_all_at_once(backend, kernel):
     sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 35, "N": 41, "d": 16}
-    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **EVERYTHING)
-    check(backend, kernel, Case(kernel.operation, p))
+    check_case(kernel, backend, {**sizes, **EVERYTHING})
 
 
 # From nearly nothing to what is meant as "none"; with 0.2 many scores are far above the softcap.
@@ -50,12 +40,35 @@ CAPS = [1e-45, 0.2, 30.0, 1e8, 1e300]
 @pytest.mark.parametrize("kernel", usual_first(WITH_SCORES))
 def test_a_softcap_of_any_size(backend, kernel, cap):
     """Its bounds are relative to the scores: a large softcap is as exact as none."""
-    sizes = {"heads": 2, "M": 35, "N": 41, "d": 16, "dtype": usual_dtype(kernel)}
-    p = Problem.of_sizes(**sizes, softcap=cap)
-    check(backend, kernel, Case(kernel.operation, p))
+    check_case(kernel, backend, {"heads": 2, "M": 35, "N": 41, "d": 16, "softcap": cap})
 
 
-OF_TILES = [k for k in LADDER["forward"].values() if k in KERNELS and "fa2" not in k.name]
+@pytest.mark.each_choice
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+@pytest.mark.parametrize("kernel", [k for k in WITH_SCORES if k not in KERNELS], ids=name)
+def test_rungs_without_places_cap_scores(backend, kernel, scale):
+    """The others have it in test_pairs."""
+    sizes = {"heads": 2, "kv_heads": 1, "M": 70, "N": 90, "d": 32}
+    check_case(kernel, backend, {**sizes, "causal": True, "scale": scale, "softcap": 2.0})
+
+
+def test_the_cap_is_not_compiled_in(backend):
+    (q,) = drawn((2, 40, 16))
+    small, large, none = (
+        cupyfa.attention(q, q, q, kernel="fa2", backend=backend, softcap=cap)
+        for cap in (1.0, 100.0, None)
+    )
+    np.testing.assert_allclose(large, none, atol=0.01)
+    assert np.abs(small - none).max() > 0.1
+
+
+@pytest.mark.parametrize("cap", [0, -1.0, np.inf, np.nan])
+def test_a_cap_is_a_finite_number_above_0(cap):
+    with pytest.raises(ValueError, match="softcap is .*; give a finite number above 0"):
+        cupyfa.attention(*[np.ones((2, 2), np.float32)] * 3, softcap=cap, backend="simulator")
+
+
+OF_TILES = [k for k in able("places", "forward") if "fa2" not in k.name]
 FAST = ("mma_pipelined", "wgmma_persistent")
 
 
@@ -65,10 +78,7 @@ FAST = ("mma_pipelined", "wgmma_persistent")
 def test_keys_in_pairs(backend, kernel, N):
     sizes = {"heads": 2, "kv_heads": 1, "M": 20, "N": N, "d": 16}
     arrays = {"bias": "bf16[1hmn]", "mask": "11mn"}
-    check(
-        *(backend, kernel),
-        Case("forward", Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)),
-    )
+    check_case(kernel, backend, {**sizes, **arrays})
 
 
 def test_a_repeated_bias_stays_repeated_in_its_copy():
@@ -115,11 +125,10 @@ def attend(backend, q=Q, k=K, **given):
 
 @pytest.mark.parametrize("kernel", ["fa2", "mma_split_kv", "two_pass"])
 def test_a_first_tile_of_minus_infinity(backend, kernel):
-    kernel = next(k for k in KERNELS if k.name == kernel)
-    text = {"score_mod": "hidden if query < 3 or key < 40 else score"}
-    sizes = {"M": 40, "N": 70, "d": 16, "heads": 2, "kv_heads": 1, "dtype": usual_dtype(kernel)}
-    p = Problem.of_sizes(**sizes, **text, captured={"hidden": -np.inf})
-    check(backend, kernel, Case(kernel.operation, p))
+    sizes = {"M": 40, "N": 70, "d": 16, "heads": 2, "kv_heads": 1}
+    text = "hidden if query < 3 or key < 40 else score"
+    given = {**sizes, "score_mod": text, "captured": {"hidden": -np.inf}}
+    check_case(cupyfa.kernel(kernel), backend, given)
 
 
 def test_nan_in_a_hidden_bias_has_no_effect(backend):
@@ -155,26 +164,6 @@ def test_a_bias_has_axes_of_its_own_in_every_layout(backend):
     np.testing.assert_array_equal(unchecked, expected)
 
 
-@pytest.mark.parametrize(
-    "text, array",
-    [
-        ("score + x[head]", SLOPE),
-        ("score + (1 if x[key] else -1)", np.arange(30) % 3 == 0),
-        ("score + 0.5 * x[query, key]", np.arange(600).reshape(20, 30) % 7),
-        ("score + x[key]", np.linspace(0, 1, 30).astype(np.float16)),
-    ],
-    ids=["float64", "bool", "int64", "ends with the keys"],
-)
-def test_captured_arrays_of_any_dtype(backend, text, array):
-    out = attend(backend, score_mod=text, captured={"x": array})
-    added = {2: array, 1: array[None, :], 0: array[:, None, None]}
-    value = added[0 if "head" in text else array.ndim].astype(float)
-    value = np.where(value, 1, -1) if array.dtype == bool else value
-    value = 0.5 * value if array.ndim == 2 else value
-    bias = np.broadcast_to(value, (4, 20, 30)).astype(np.float32)
-    np.testing.assert_allclose(out, attend(backend, bias=bias), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("M, N", [(0, 30), (20, 0)])
 def test_problems_without_scores(backend, M, N):
     captured = {"s": SLOPE, "seen": np.ones(N, bool)}
@@ -188,16 +177,6 @@ def test_problems_without_scores(backend, M, N):
         captured=captured,
     )
     assert out.shape == (2, 4, M, 16) and not out.any()
-
-
-@pytest.mark.parametrize("kernel", ["fa2", "columns"])
-def test_float64_keeps_its_precision(backend, kernel):
-    kernel = next(k for k in KERNELS if k.name == kernel)
-    given = {"softcap": 3.0, "score_mod": "score * sin(key / 3) + s[head]", "bias": "1hmn"}
-    p = Problem.of_sizes(
-        M=20, N=30, d=8, heads=2, dtype="float64", captured={"s": "f64[heads]"}, **given
-    )
-    check(backend, kernel, Case(kernel.operation, p))
 
 
 @pytest.mark.parametrize(
@@ -271,22 +250,16 @@ PAIRS = (
 def test_pairs_of_the_next_tile_are_copied(backend, name, arrays, size):
     kernel = cupyfa.kernel(name)
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "M": 150, "N": 171, "d": 16}
-    p = Problem.of_sizes(**sizes, dtype=usual_dtype(kernel), **arrays)
-    plan = planning.plan(kernel, p, backend.limits, **COPYING[name])
-    assert {x.constants["bias_bytes"] for x in plan.launches if "bias_bytes" in x.constants} == {
-        size
-    }
-    guard.checked(backend, plan, readable_inputs(plan, Case(kernel.operation, p).inputs()), {})
+    plan = planned(kernel, backend, {**sizes, **arrays}, **COPYING[name])
+    found = {x.constants["bias_bytes"] for x in plan.launches if "bias_bytes" in x.constants}
+    assert found == {size}
+    guard.checked(backend, plan, inputs_of(plan), {})
 
 
 @pytest.mark.slow
 def test_pairs_of_tiles_that_a_block_mask_skips(backend):
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (
-        rng.standard_normal((1, heads, n, 16)).astype(np.float16)
-        for heads, n in ((2, 300), (1, 301), (1, 301), (2, 300))
-    )
-    bias = rng.standard_normal((1, 2, 300, 301)).astype(np.float16)
+    shapes = (1, 2, 300, 16), (1, 1, 301, 16), (1, 1, 301, 16), (1, 2, 300, 16), (1, 2, 300, 301)
+    q, k, v, dout, bias = drawn(*shapes, dtype="float16")
     text = "key % 130 < 40 or query % 140 < 10"
     blocks = cupyfa.block_mask(mask_mod=text, M=300, N=301, backend=backend.name)
     given = {"bias": bias, "mask": blocks, "backend": backend.name, "check": True}

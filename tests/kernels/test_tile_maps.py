@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers.problems import PAIRED, usual_first
+from helpers.problems import PAIRED, able, drawn, qkv, usual_first
 
 import cupyfa
 from cupyfa.arrays import block_mask
@@ -28,7 +28,7 @@ OF_HEADS = cupyfa.block_mask(
     N=N,
     backend="simulator",
 )
-KERNELS = [k for group in LADDER.values() for k in group.values() if "places" in k.features]
+KERNELS = able("places")
 # The case of each that runs by default.
 FAST = {"mma_pipelined": 1, "wgmma_persistent": 1, "mma_columns": 0, "wgmma_columns": 1}
 CASES = [
@@ -56,10 +56,9 @@ def walks(plan):
     return bool(found) and all(found)
 
 
-def drawn(kernel, d=24):
-    dtype = np.dtype(usual_dtype(kernel)) if usual_dtype(kernel) != "bfloat16" else np.float16
-    shapes = ((1, 4, M, d), (1, 2, N, d), (1, 2, N, d))
-    return [RNG.standard_normal(shape).astype(dtype) for shape in shapes]
+def inputs_of_call(kernel):
+    dtype = usual_dtype(kernel).replace("bfloat16", "float16")
+    return qkv(M, N, dtype, batch=1)
 
 
 def arrays_of(how):
@@ -70,7 +69,7 @@ def arrays_of(how):
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("kernel, mask, how", CASES)
 def test_the_results_are_those_of_the_mask(backend, kernel, mask, how):
-    q, k, v = drawn(kernel)
+    q, k, v = inputs_of_call(kernel)
     how = arrays_of(how) | {"backend": backend}
     mask = (mask, how.pop("mask")) if "mask" in how else mask
     if kernel.operation == "forward":
@@ -100,7 +99,7 @@ def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
         ),
     )
     mask = cupyfa.block_mask(mask_mod="doc[key] >= 0", captured={"doc": DOC}, M=M, N=N)
-    q, k, v = drawn(kernel)
+    q, k, v = inputs_of_call(kernel)
     how = {"mask": mask, "kernel": kernel.name, "backend": backend}
     if kernel.operation == "forward":
         prepared = cupyfa.compile(q, k, v, return_lse=True, **how)
@@ -117,7 +116,7 @@ def test_empty_tiles_are_not_visited(backend, kernel, monkeypatch):
 
 
 def test_packed_heads_evaluate_the_mask_in_all_tiles(backend):
-    q, k, v = (RNG.standard_normal((1, heads, 20, 24)).astype(np.float16) for heads in (4, 2, 2))
+    q, k, v = qkv(20, 20, "float16", batch=1)
     mask = cupyfa.block_mask(mask_mod="key <= query", M=20, N=20)
     prepared = cupyfa.compile(q, k, v, mask=mask, kernel="mma_pipelined", backend=backend)
     assert not walks(prepared.plan)
@@ -129,7 +128,7 @@ def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
     found = []
     map_of = block_mask.map_of
     monkeypatch.setattr(block_mask, "map_of", lambda *given: found.append(1) or map_of(*given))
-    q, k, v = (RNG.standard_normal((2, n, 24)).astype(np.float32) for n in (M, N, N))
+    q, k, v = drawn((2, M, 24), (2, N, 24), (2, N, 24))
     mask = cupyfa.block_mask(mask_mod="key <= position", M=M, N=N)
     how = {"mask": mask, "kernel": "fa2", "backend": backend}
     first, again = (cupyfa.attention(q, k, v, **how) for _ in range(2))
@@ -144,7 +143,7 @@ def test_the_map_is_kept_and_calls_are_repeated(backend, monkeypatch):
 @pytest.mark.parametrize("kernel", ["two_pass", "mma_columns", "wgmma_columns"])
 def test_the_gradient_of_a_bias_under_a_block_mask(backend, kernel):
     of = next(k for k in KERNELS if k.name == kernel)
-    q, k, v = drawn(of)
+    q, k, v = inputs_of_call(of)
     how = {"bias": RNG.standard_normal((4, M, N)), "wrt": ("bias", "k"), "backend": backend}
     how |= {"kernel": "fa2" if kernel == "two_pass" else "auto", "backward_kernel": kernel}
     dout = RNG.standard_normal(q.shape).astype(q.dtype)
@@ -181,6 +180,6 @@ def test_gradients_by_a_pullback(backend):
 )
 def test_other_sizes_are_refused(sizes, message):
     mask = cupyfa.block_mask(**{"mask_mod": "key <= query", **sizes})
-    q, k, v = drawn(LADDER["forward"]["fa2"])
+    q, k, v = inputs_of_call(LADDER["forward"]["fa2"])
     with pytest.raises(ValueError, match=message):
         cupyfa.attention(q, k, v, mask=mask, kernel="fa2", backend="simulator")

@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from helpers.problems import inputs_of, planned, usual_first
+from helpers.gradients import gradients_of
+from helpers.problems import able, drawn, inputs_of, planned, usual_first
 
 import cupyfa
 from cupyfa.lab.bench.sweeps import usual_dtype
@@ -12,13 +13,13 @@ from cupyfa.ladder.operations import OPERATIONS
 from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime import guard
 
-KERNELS = [k for k in LADDER["backward"].values() if "places" in k.features]
+KERNELS = able("places", "backward")
 TEXT = "cap[head] * tanh(score / cap[head]) + slope[head] * score * key + table[head, bucket[key]]"
 ARRAYS = ("bias", "alibi_slopes", "sink", "slope", "table", "cap")
 M, N, HEADS, D = 20, 30, 4, 8
 
 
-def drawn(dtype="float64", seed=0):
+def arrays_of(dtype="float64", seed=0):
     """dout, q, k and v, and the arrays that texts read."""
     rng, of = np.random.default_rng(seed), dtype_named(dtype)
     shapes = (2, HEADS, M, D), (2, HEADS, M, D), (2, 2, N, D), (2, 2, N, D)
@@ -41,29 +42,24 @@ def options(read, **more):
     return {**own, "score_mod": TEXT, "captured": captured, "causal": True, **more}
 
 
-def gradients(kernel, dtype, wrt=ARRAYS, backend="simulator", **more):
-    (dout, q, k, v), read = drawn(dtype)
-    how = options(read, **more)
-    forward = {x: y for x, y in how.items() if x not in ("dlse", "check", "grads", "deterministic")}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, backend=backend, kernel="fa2", **forward)
-    return cupyfa.backward(
-        *(dout, q, k, v, out, lse), wrt=wrt, kernel=kernel, backend=backend, **how
-    )
+def gradients(kernel, dtype, wrt=ARRAYS, backend="simulator", more=None, **how):
+    arrays, read = arrays_of(dtype)
+    return gradients_of(wrt, kernel, arrays, backend, more, **options(read, **how))
 
 
 @pytest.mark.parametrize("kernel", usual_first(KERNELS))
 def test_every_kernel(backend, kernel):
     dtype = usual_dtype(kernel)
     dropout = cupyfa.Dropout(0.2, 1)
-    found = gradients(kernel, dtype, (*ARRAYS, "v"), backend, check=True, dropout=dropout)
-    _, read = drawn(dtype)
+    found = gradients(kernel, dtype, (*ARRAYS, "v"), backend, {"check": True}, dropout=dropout)
+    _, read = arrays_of(dtype)
     for name, x in zip(ARRAYS, found):
         assert (x.shape, x.dtype) == (read[name].shape, read[name].dtype)
 
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_gradients_are_those_of_finite_differences(name):
-    (dout, q, k, v), read = drawn()
+    (dout, q, k, v), read = arrays_of()
     dlse = np.random.default_rng(1).standard_normal((2, HEADS, M))
     on = {"backend": "simulator", "kernel": "fa2"}
 
@@ -72,34 +68,12 @@ def test_gradients_are_those_of_finite_differences(name):
         out, lse = cupyfa.attention(q, k, v, return_lse=True, **options(moved), **on)
         return (out * dout).sum() + (lse * dlse).sum()
 
-    (found,) = gradients("two_pass", "float64", (name,), dlse=dlse)
+    (found,) = gradients("two_pass", "float64", (name,), more={"dlse": dlse})
     rng = np.random.default_rng(2)
     for _ in range(2):
         step = 1e-5 * rng.standard_normal(read[name].shape)
         change = (loss(step) - loss(-step)) / 2
         np.testing.assert_allclose((found * step).sum(), change, rtol=1e-6, atol=1e-12)
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "shape",
-    [(M, N), (1, 1, M, N), (2, 1, 1, N), (2, HEADS, M, 1), (HEADS, M, N), (1, 1, 1, 1)],
-    ids=str,
-)
-def test_a_bias_that_is_broadcast_gets_the_sum(shape):
-    (dout, q, k, v), _ = drawn()
-    bias = np.random.default_rng(3).standard_normal(shape)
-    on = {"backend": "simulator", "causal": True}
-
-    def of(bias):
-        out, lse = cupyfa.attention(q, k, v, bias=bias, return_lse=True, kernel="fa2", **on)
-        how = {"wrt": ("bias",), "kernel": "two_pass", "bias": bias, **on}
-        return cupyfa.backward(dout, q, k, v, out, lse, **how)[0]
-
-    full = of(np.ascontiguousarray(np.broadcast_to(bias, (2, HEADS, M, N))))
-    axes = tuple(i for i, n in enumerate((1,) * (4 - len(shape)) + shape) if n == 1)
-    expected = full.sum(axis=axes, keepdims=True).reshape(shape)
-    np.testing.assert_allclose(of(bias), expected, rtol=1e-10, atol=1e-12)
 
 
 # For the launch on Hopper's tensor cores: more rows and keys than a tile has, blocks with several
@@ -146,17 +120,16 @@ def test_other_gradients_on_hopper_are_added_pair_by_pair(bias, more):
 
 @pytest.mark.slow
 def test_pairs_without_weight_add_nothing_on_hopper(backend):
-    shapes = (2, 2, 40, 16), (2, 2, 70, 16), (2, 2, 70, 16), (2, 2, 40, 16), (1, 2, 40, 70)
-    rng, of = np.random.default_rng(0), dtype_named("bfloat16").numpy
-    q, k, v, dout, bias = (rng.standard_normal(x).astype(of) for x in shapes)
+    q, dout, k, v, bias = drawn(
+        *((2, 2, 40, 16), (2, 2, 40, 16), (2, 2, 70, 16), (2, 2, 70, 16), (1, 2, 40, 70)),
+        dtype="bfloat16",
+    )
     bias[0, 0, 3] = bias[0, 1, 9, :10] = -np.inf
     bias[0, 0, 4, 5] = dout[0, 1, 5] = np.nan
     v[1, 1, 33] = np.inf
-    on = {"backend": backend, "bias": bias, "causal": "top-left"}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
     found, expected = (
-        cupyfa.backward(dout, q, k, v, out, lse, wrt=("bias",), kernel=kernel, **on)[0]
-        for kernel in ("wgmma_columns", "mma_columns")
+        gradients_of(("bias",), x, (dout, q, k, v), backend, bias=bias, causal="top-left")[0]
+        for x in ("wgmma_columns", "mma_columns")
     )
     found, expected = found.astype(np.float32), expected.astype(np.float32)
     assert np.isnan(expected).any() and (expected[0, 0, 3] == 0).all()
@@ -164,7 +137,7 @@ def test_pairs_without_weight_add_nothing_on_hopper(backend):
 
 
 def test_vjp_prepared_calls_and_grads():
-    (dout, q, k, v), read = drawn("float32")
+    (dout, q, k, v), read = arrays_of("float32")
     on = {"backend": "simulator", **options(read)}
     expected = gradients("two_pass", "float32", ("table", "q"))
     out, lse = cupyfa.attention(q, k, v, return_lse=True, kernel="fa2", **on)
@@ -188,12 +161,9 @@ def test_vjp_prepared_calls_and_grads():
 
 
 def test_infinite_and_nan_terms_stay_where_they_are(backend):
-    (dout, q, k, v), read = drawn("float32")
-    dout[0, 1, 5] = np.nan
-    on = {"backend": backend, "bias": read["bias"], "kernel": "fa2"}
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, **on)
-    on["kernel"] = "two_pass"
-    (found,) = cupyfa.backward(dout, q, k, v, out, lse, wrt=("bias",), **on)
+    arrays, read = arrays_of("float32")
+    arrays[0][0, 1, 5] = np.nan
+    (found,) = gradients_of(("bias",), "two_pass", arrays, backend, bias=read["bias"])
     assert np.isnan(found[0, 1, 5]).all()
     found[0, 1, 5] = 0
     assert np.isfinite(found).all()
@@ -209,7 +179,7 @@ def test_bounds_allow_for_arrays_of_a_narrower_dtype():
 
 @pytest.mark.gpu
 def test_every_run_gives_the_same_bits(cuda):
-    first = gradients("two_pass", "float32", ARRAYS, cuda, deterministic=True)
+    first = gradients("two_pass", "float32", ARRAYS, cuda, {"deterministic": True})
     for _ in range(20):
         for x, y in zip(gradients("two_pass", "float32", ARRAYS, cuda), first):
             np.testing.assert_array_equal(x, y)
@@ -230,14 +200,14 @@ def test_every_run_gives_the_same_bits(cuda):
 def test_wrong_names_are_refused(wrt, message):
     with pytest.raises((TypeError, ValueError), match=message):
         gradients("two_pass", "float32", wrt)
-    (_, *qkv), read = drawn("float32")
+    (_, *qkv), read = arrays_of("float32")
     with pytest.raises((TypeError, ValueError), match=message):  # before anything is computed
         cupyfa.vjp(*qkv, wrt=wrt, kernel="does not exist", **options(read))
 
 
 @pytest.mark.slow
 def test_captured_arrays_may_be_called_like_inputs():
-    (dout, q, k, v), read = drawn("float64")
+    (dout, q, k, v), read = arrays_of("float64")
     how = {"causal": True, "backend": "simulator", "kernel": "fa2", "backward_kernel": "two_pass"}
 
     def gradients_with(name):
@@ -249,12 +219,7 @@ def test_captured_arrays_may_be_called_like_inputs():
 
 
 def test_a_pullback_says_where_gradients_are_written_to_arrays():
-    (dout, q, k, v), _ = drawn("float32")
+    (dout, q, k, v), _ = arrays_of("float32")
     _, pullback = cupyfa.vjp(q, k, v, backend="simulator", kernel="fa2")
     with pytest.raises(TypeError, match=r"pullback\(\) has no argument 'grads'.*backward writes"):
         pullback(dout, grads=(None, None, None))
-
-
-def test_kernels_without_gradients_of_arrays_are_refused():
-    with pytest.raises(cupyfa.Unsupported, match="does not support places"):
-        gradients("baseline_backward", "float32", ("bias",))

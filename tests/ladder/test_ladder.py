@@ -27,18 +27,11 @@ WHERE = {
 PAGE = "# Title\n<!-- measured forward -->\nold\n<!-- /measured forward -->\nrest\n"
 
 
-def measured(name, ms, M=2048, factors=None, **more):
+def measured(name, ms, M=2048, factors=None):
     problem = Problem.of_sizes(batch=4, heads=16, M=M, d=64, dtype="float16")
-    return Measurement(
-        name,
-        "forward",
-        problem,
-        {},
-        [ms] * 3 if ms else [],
-        True,
-        peak=700.0,
-        factors=factors or {},
-    )
+    times = [ms] * 3 if ms else []
+    how = {"peak": 700.0, "factors": factors or {}}
+    return Measurement(name, "forward", problem, {}, times, True, **how)
 
 
 ROWS = [
@@ -76,40 +69,35 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
+def published(checkout, rows=ROWS, **where):
+    """The texts of the pages after these rows are published."""
+    pages.publish(checkout, Results({**WHERE, **where}, rows), rows)
+    return [(checkout / name).read_text(encoding="utf-8") for name in pages.PAGES]
+
+
 def test_the_table_is_written_between_the_markers_of_every_page(checkout):
-    english, chinese = pages.PAGES
+    _, chinese = pages.PAGES
     (checkout / chinese).write_text(PAGE.replace("Title", "标题"), encoding="utf-8")
-    assert len(pages.publish(checkout, Results(WHERE, ROWS), ROWS)) == 2
-    for name, title in ((english, "Title"), (chinese, "标题")):
-        text = (checkout / name).read_text(encoding="utf-8")
-        assert text.startswith(
-            f"# {title}\n<!-- measured forward -->\n| rung | adds | ms | TFLOP/s |"
-        )
+    texts = published(checkout)
+    for text, title in zip(texts, ("Title", "标题")):
+        head = f"# {title}\n<!-- measured forward -->\n| rung | adds | ms | TFLOP/s |"
+        assert text.startswith(head)
         assert text.endswith(".\n<!-- /measured forward -->\nrest\n")
-        assert "old" not in text
-        assert "| fa2 | " in text
+        assert "old" not in text and "| fa2 | " in text
         line = text.splitlines()[-3]
         for word in ("a card", "cuda 12.9", "M=2048", "d=64 float16", "`cupyfa ladder`"):
             assert word in line
-
-
-def test_publishing_again_changes_nothing(checkout):
-    pages.publish(checkout, Results(WHERE, ROWS), ROWS)
-    once = (checkout / pages.PAGES[0]).read_bytes()
-    pages.publish(checkout, Results(WHERE, ROWS), ROWS)
-    assert (checkout / pages.PAGES[0]).read_bytes() == once
+    assert published(checkout) == texts, "publishing again changes nothing"
 
 
 def test_gradients_have_their_own_markers(checkout):
     gradients = [replace(row, kernel="rows", operation="backward") for row in ROWS[1:2]]
     with pytest.raises(ValueError, match="needs one <!-- measured backward -->"):
-        pages.publish(checkout, Results(WHERE, gradients), gradients)
+        published(checkout, gradients)
     for name in pages.PAGES:
         both = PAGE + PAGE.replace("forward", "backward")
         (checkout / name).write_text(both, encoding="utf-8")
-    pages.publish(checkout, Results(WHERE, gradients), gradients)
-    written = (checkout / pages.PAGES[0]).read_text(encoding="utf-8")
-    before, after = written.split("rest\n")[:2]
+    before, after = published(checkout, gradients)[0].split("rest\n")[:2]
     assert before == PAGE.removesuffix("rest\n")
     assert "| rows |" in after
 
@@ -118,22 +106,19 @@ def test_no_page_is_written_unless_all_can_be(checkout):
     english, chinese = pages.PAGES
     (checkout / chinese).write_text("no markers")
     with pytest.raises(ValueError, match=r"zh/ladder\.md needs one <!-- measured forward -->"):
-        pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+        published(checkout)
     assert (checkout / english).read_text() == PAGE
     (checkout / english).unlink()
     with pytest.raises(ValueError, match="has no docs/ladder.md; run this in a checkout"):
-        pages.publish(checkout, Results(WHERE, ROWS), ROWS)
+        published(checkout)
 
 
-def test_times_of_the_simulator_are_not_published(checkout, monkeypatch):
-    where = {**WHERE, "backend": "simulator"}
-    with pytest.raises(
-        ValueError, match="times of the simulator must not be written to docs/ladder.md"
-    ):
-        pages.publish(checkout, Results(where, ROWS), ROWS)
-    Results(where, ROWS).save(checkout / "a.json")
-    message = refused("ladder", "--from", checkout / "a.json", "--docs", code=2)
-    assert "times of the simulator" in message
+def test_times_of_the_simulator_are_not_published(checkout):
+    message = "times of the simulator must not be written to docs/ladder.md"
+    with pytest.raises(ValueError, match=message):
+        published(checkout, backend="simulator")
+    Results({**WHERE, "backend": "simulator"}, ROWS).save(checkout / "a.json")
+    assert message in refused("ladder", "--from", checkout / "a.json", "--docs", code=2)
     assert (checkout / pages.PAGES[0]).read_text() == PAGE
 
 
@@ -246,18 +231,17 @@ def test_curves_of_a_panel_differ_without_colour():
 
 def test_a_curve_that_ends_early_says_why(tmp_path):
     rows = sweep(fa2=6, v1=2)
-    short = [x for x in rows if (x.kernel, x.problem.N) != ("v1", 1024)]
-    short = [x for x in short if x.kernel != "v1" or x.problem.N < 1024]
-    plotting.draw(short, tmp_path / "a.svg", "a title")
-    text = (tmp_path / "a.svg").read_text()
-    end = max(x.problem.N for x in short if x.kernel == "v1")
-    last = min(x.problem.N for x in rows if end < x.problem.N)
-    assert text.count(f"v1 ends at {end}: a launch at {last} would take about ") == 2  # and <desc>
-    refused_row = [replace(x, milliseconds=[], note="no room") for x in rows if x not in short]
-    plotting.draw([*short, *refused_row], tmp_path / "a.svg", "a title")
-    assert f"v1 ends at {end}: no room" in (tmp_path / "a.svg").read_text()
-    plotting.draw(rows, tmp_path / "a.svg", "a title")
-    assert " ends at " not in (tmp_path / "a.svg").read_text()
+    short = [x for x in rows if x.kernel != "v1" or x.problem.N < 1024]
+    refused_rows = [replace(x, milliseconds=[], note="no room") for x in rows if x not in short]
+
+    def drawn(rows):
+        plotting.draw(rows, tmp_path / "a.svg", "a title")
+        return (tmp_path / "a.svg").read_text()
+
+    said = "v1 ends at 512: a launch at 1024 would take about "
+    assert drawn(short).count(said) == 2  # and in <desc>
+    assert "v1 ends at 512: no room" in drawn([*short, *refused_rows])
+    assert " ends at " not in drawn(rows)
 
 
 def test_data_of_a_ladder_is_not_rounded(tmp_path):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import sloped as scripts
 from helpers.cli import cli
+from helpers.problems import qkv
 
 import cupyfa
 from cupyfa import Input, Launch, Limits
@@ -25,12 +26,10 @@ SLOPED, SCRIPT = scripts.sloped, Path(scripts.__file__)
 FULL = SCRIPT.with_suffix(".cu").read_text()
 
 
-def arrays(M=20, N=33, d=8, heads=2, dtype="float32"):
+def arrays(M=20, N=33, dtype="float32"):
     rng = np.random.default_rng(0)
-    of = cupyfa.Problem.of_sizes(M=1, d=1, dtype=dtype).dtype.numpy
-    q, k, v = (rng.standard_normal((2, heads, n, d)).astype(of) for n in (M, N, N))
-    own = {"slopes": rng.random(heads).astype("f4"), "is_shown": rng.random((2, N)) < 0.8}
-    return q, k, v, own
+    own = {"slopes": rng.random(2).astype("f4"), "is_shown": rng.random((2, N)) < 0.8}
+    return *qkv(M, N, dtype, heads=2, d=8), own
 
 
 def right(q, k, v, own, cap=30.0):

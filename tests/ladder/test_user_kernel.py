@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import own_kernel
 from helpers.cli import cli
-from helpers.problems import DTYPES
+from helpers.problems import DTYPES, qkv
 
 import cupyfa
 from cupyfa import Kernel, Launch
@@ -30,11 +30,8 @@ def bare(folder, helper=HELPER):
     return cupyfa.Kernel(**{**vars(kernel), "features": ()})
 
 
-def arrays(M=70, N=45, d=20, dv=20, heads=2, dtype="float32"):
-    generator = np.random.default_rng(0)
-    shapes = ((2, heads, M, d), (2, heads, N, d), (2, heads, N, dv))
-    dtype = cupyfa.Problem.of_sizes(M=1, d=1, dtype=dtype).dtype.numpy
-    return [generator.standard_normal(shape, np.float32).astype(dtype) for shape in shapes]
+def arrays(M=70, N=45, d=20, dv=20, dtype="float32"):
+    return qkv(M, N, dtype, heads=2, d=d, dv=dv)
 
 
 def close(o, q, k, v):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import sloped as sloped_scripts, squared_relu as scripts
 from helpers.cli import SIMULATOR, cli
+from helpers.problems import qkv
 
 import cupyfa
 from cupyfa.lab.verify import failures
@@ -17,14 +18,6 @@ FORWARD, BACKWARD = scripts.squared_relu, scripts.squared_relu_backward
 SCRIPT = Path(scripts.__file__)
 SLOPED = sloped_scripts.sloped_backward
 SIZES = {"M": 9, "N": 7, "d": 4, "heads": 2, "kv_heads": 1}
-
-
-def drawn(dtype="float32", M=9, N=7):
-    rng = np.random.default_rng(0)
-    of = cupyfa.Problem.of_sizes(M=1, d=1, dtype=dtype).dtype.numpy
-    return [
-        rng.standard_normal((2, heads, n, 4)).astype(of) for heads, n in ((4, M), (2, N), (2, N))
-    ]
 
 
 CASE = Case("backward", cupyfa.Problem.of_sizes(**SIZES, causal=True))
@@ -47,7 +40,7 @@ def right(q, k, v, dout, **options):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_gradients_of_attention_without_a_softmax(backend, dtype, causal):
-    q, k, v = drawn(dtype)
+    q, k, v = qkv(9, 7, dtype, d=4)
     how = {"backend": backend, "causal": causal, "check": True}
     kernels = {"kernel": FORWARD, "backward_kernel": BACKWARD}
     out, pullback = cupyfa.vjp(q, k, v, **kernels, **how)
@@ -61,7 +54,7 @@ def test_gradients_of_attention_without_a_softmax(backend, dtype, causal):
 
 
 def test_an_lse_that_is_given_is_not_read():
-    q, k, v = drawn()
+    q, k, v = qkv(9, 7, d=4)
     out = cupyfa.attention(q, k, v, kernel=FORWARD, backend="simulator")
     how = {"kernel": BACKWARD, "backend": "simulator"}
     lse = np.full(q.shape[:-1], np.nan, np.float32)
@@ -73,7 +66,7 @@ def test_an_lse_that_is_given_is_not_read():
 
 
 def test_prepared_gradients_without_an_lse(backend):
-    q, k, v = drawn()
+    q, k, v = qkv(9, 7, d=4)
     how = {"kernel": BACKWARD, "backend": backend}
     out = cupyfa.attention(q, k, v, kernel=FORWARD, backend=backend)
     expected = cupyfa.backward(out, q, k, v, out, None, **how)
@@ -93,7 +86,7 @@ def test_prepared_gradients_without_an_lse(backend):
 
 
 def test_a_kernel_that_reads_lse_needs_one():
-    q, k, v = drawn()
+    q, k, v = qkv(9, 7, d=4)
     how = {"backend": "simulator"}
     for kernel in ("columns", "auto", SLOPED.bind(slopes=np.ones(4, "f4"))):
         with pytest.raises(TypeError, match="lse is None"):

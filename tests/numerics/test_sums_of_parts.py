@@ -6,64 +6,11 @@ The kernels are emulated in NumPy, with tensor cores that cut sums off; the simu
 import numpy as np
 import pytest
 from helpers import parts
-from helpers.parts import Parts
+from helpers.parts import HELD, NOT_HELD, normal
 
 from cupyfa.numerics import tolerance
 
 F = np.float32
-
-
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(F)
-
-
-def power(rng, *shape, low=-20, high=20):
-    return (10.0 ** rng.uniform(low, high, shape)).astype(F)
-
-
-def one_hot(rng, q, k, v, size):
-    row = np.arange(len(k))
-    return size * q, size * k, (row[:, None] % v.shape[1] == np.arange(v.shape[1])).astype(F)
-
-
-def cancelling(rng, q, k, v):
-    """Pairs of equal keys with opposite values: O is 0."""
-    signs = np.resize([1, -1], (len(v), 1))
-    return q, np.repeat(k[::2], 2, 0), np.repeat(v[::2], 2, 0) * signs
-
-
-def of_columns(rng, q, k, v):
-    u = power(rng, q.shape[1])
-    return q * u, k / u, v
-
-
-# Inputs of one head, made of normal ones, which parts hold.
-HELD = {
-    "normal": lambda rng, q, k, v: (q, k, v),
-    "large": lambda rng, q, k, v: (30 * q, 30 * k, v),
-    "huge": lambda rng, q, k, v: (50 * q, 50 * k, v),
-    "uniform": lambda rng, q, k, v: tuple(rng.random(x.shape, F) for x in (q, k, v)),
-    "equal": lambda rng, q, k, v: (q, np.repeat(k[:1], len(k), 0), v),
-    "outliers": lambda rng, q, k, v: tuple(
-        x + 10 * normal(rng, *x.shape) * (rng.random(x.shape) < 0.001) for x in (q, k, v)
-    ),
-    "columns of V": lambda rng, q, k, v: (q, k, v * power(rng, v.shape[1])),
-    "columns of Q and K": of_columns,
-    "small Q and K": lambda rng, q, k, v: (
-        *(x * power(rng, *x.shape, high=0) for x in (q, k)),
-        v,
-    ),
-    "rows of K": lambda rng, q, k, v: (q, k * power(rng, len(k), 1, low=-8, high=0), v),
-    "one_hot": lambda rng, q, k, v: one_hot(rng, q, k, v, 1),
-    "cancelling": cancelling,
-}
-# Inputs of which parts do not hold some rows.
-NOT_HELD = {
-    "one_hot, twice": lambda rng, q, k, v: one_hot(rng, q, k, v, 2),
-    "elements of V": lambda rng, q, k, v: (q, k, v * power(rng, *v.shape)),
-    "one_hot, 6 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 6),
-    "one_hot, 8 times": lambda rng, q, k, v: one_hot(rng, q, k, v, 8),
-}
 
 
 def drawn(make, M=32, N=320, d=64, seed=0):
@@ -117,70 +64,13 @@ def test_hidden_keys_that_are_larger_cost_flags_at_most(size):
 
 
 def test_long_sums_are_added_in_registers():
-    """Sums over all keys on tensor cores, which cut off, would miss the bound by a factor of 4."""
+    """Of numbers above 0, whose sums over all keys tensor cores would cut off far too much."""
     rng = np.random.default_rng(0)
     N, d = 16384, 16
     q, k, v = (rng.random((rows, d), F) for rows in (4, N, N))
     *found, flags = parts.attention(q, k, v, d**-0.5)
     of_O, _ = errors(q, k, v, found, d**-0.5)
     assert not flags.any() and of_O.max() <= 0.2
-    # P of almost equal scores, all products of V added up where they are made.
-    of = parts.split(q, k, v, d**-0.5)
-    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5
-    weights = F(np.exp(scores - scores.max(1, keepdims=True)) * 2.0**15)
-    total = weights.sum(1, keepdims=True, dtype=float)
-    sums = F(parts.multiply_parts(Parts.of(weights), of.V) / total)
-    on_cores = parts.times_two_to(sums, of.V_exponents - 14)
-    assert errors(q, k, v, (on_cores, found[1]), d**-0.5)[0].max() > 2
-
-
-def test_sums_of_sections_lose_less():
-    rng = np.random.default_rng(0)
-    N, d = 16384, 16
-    q, k, v = (rng.random((rows, d), F) for rows in (8, N, N))
-    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5
-    weights = np.exp(scores - scores.max(1, keepdims=True))
-    expected = weights @ v.astype(float) / weights.sum(1, keepdims=True)
-    in_eight, in_one = (
-        np.abs(parts.attention(q, k, v, d**-0.5, section=size)[0] - expected).mean()
-        for size in (N // 8, N)
-    )
-    assert in_eight < in_one
-
-
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_scores_get_back_what_is_cut_off(d):
-    """They would be smaller on average, by what they are off after that at most."""
-    q, k, v = drawn(HELD["normal"], N=512, d=d)
-    of = parts.split(q, k, v, d**-0.5)
-    products = parts.multiply_parts(of.Q, Parts(of.K.high.T, of.K.low.T)).astype(float)
-    scores = (q.astype(float) @ k.T.astype(float)) * d**-0.5 * np.log2(np.e)
-
-    def share(found):
-        return ((found - scores) * scores).sum() / (scores**2).sum()
-
-    kept = share(products * of.scale2[:, None])
-    without = share(products * (of.scale2[:, None] / (1 + parts.mean_cut(d))))
-    assert without < 0 and abs(kept) < 0.5 * abs(without)
-
-
-def test_low_parts_need_their_own_exponents():
-    """A low part that is not 2**11 times larger runs out of exponents where weights are small."""
-    q, k, v = drawn(lambda rng, q, k, v: one_hot(rng, q, k, v, 2.5))
-    *found, _ = parts.attention(q, k, v, 0.125)
-    assert errors(q, k, v, found, 0.125)[0].max() <= 0.5
-
-    class Small(Parts):
-        @classmethod
-        def of(cls, x):
-            high = x.astype(np.float16)
-            low = (x - high.astype(F)).astype(np.float16)
-            return cls(high, low.astype(float) * parts.LOW)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "Parts", Small)
-        *found, _ = parts.attention(q, k, v, 0.125)
-    assert errors(q, k, v, found, 0.125)[0].max() > 1
 
 
 def test_the_model_of_tensor_cores():
@@ -235,10 +125,3 @@ def test_gradients_are_right_or_have_flags(kind):
     ]
     assert max(share for share, _ in flagged) <= 0.5
     assert [found for _, found in flagged] == FLAGGED.get(kind, [False, False, False])
-
-
-def test_each_key_needs_a_power_of_two():
-    """One for all keys of a tile leaves no bits for those whose weights are far below others."""
-    inputs = drawn_gradients(HELD["large"])
-    found = parts.gradients(*inputs, 0.125, one_power=True)
-    assert max(share.max() for share, _ in shares_of_gradients(inputs, found)) > 10

@@ -36,8 +36,8 @@ def test_bounds_take_a_scale_for_each_head(scale):
 
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-HEAD_DIMS = (1, 3, 16, 64, 128, 256, 512, 1024)
-LENGTHS = ((1, 1), (2, 3), (7, 45), (33, 203), (3, 799), (5, 1024))
+HEAD_DIMS = (1, 16, 64, 256, 1024)
+LENGTHS = ((1, 1), (7, 45), (33, 203), (3, 799))
 DISTRIBUTIONS = ("normal", "uniform", "peaky")
 INF, NAN = np.inf, np.nan
 
@@ -55,19 +55,23 @@ class Case:
     name: str = ""
 
     def verdicts(self, results, rounding=None):
-        return attention_verdicts(
-            results,
-            self.q,
-            self.k,
-            self.v,
-            scale=self.scale,
-            causal_offset=self.causal_offset,
-            dtype=self.dtype,
-            rounding=rounding,
-        )
+        how = {"scale": self.scale, "causal_offset": self.causal_offset, "dtype": self.dtype}
+        return attention_verdicts(results, self.q, self.k, self.v, rounding, **how)
 
     def worst(self, results, rounding=None):
         return max(verdict.ratio for verdict in self.verdicts(results, rounding))
+
+    def accepted(self, **how):
+        """The results of a correct kernel, which are within the bounds."""
+        results = kernel(self, **how)
+        require(self.verdicts(results, how.get("rounding")), self.name)
+        return results
+
+    def worst_with(self, results, index, value, rounding=None):
+        """The largest ratio when one element of O has another value."""
+        out = results["O"].astype(np.float64)
+        out[index] = value
+        return self.worst({"O": out}, rounding)
 
 
 def case(dtype, distribution, M, N, d, dv=None, *, heads=2, kv_heads=1, causal_offset=None, seed=0):
@@ -157,7 +161,7 @@ def test_a_correct_kernel_is_accepted(dtype, d):
         for distribution in DISTRIBUTIONS:
             causal_offset = N - M if number % 2 else None
             c = case(dtype, distribution, M, N, d, min(d, 64), causal_offset=causal_offset)
-            require(c.verdicts(kernel(c, base2=bool(number % 3))), c.name)
+            c.accepted(base2=bool(number % 3))
 
 
 @pytest.mark.parametrize("rounding", ["float16", "tf32", "bfloat16"])
@@ -165,8 +169,7 @@ def test_a_correct_kernel_is_accepted(dtype, d):
 def test_a_kernel_that_rounds_by_design_is_accepted(dtype, rounding):
     for d in (1, 16, 59, 256):
         for distribution in DISTRIBUTIONS:
-            c = case(dtype, distribution, 17, 203, d, 16)
-            require(c.verdicts(kernel(c, rounding=rounding), rounding), f"{rounding} {c.name}")
+            case(dtype, distribution, 17, 203, d, 16).accepted(rounding=rounding)
 
 
 @settings(max_examples=300, deadline=None)
@@ -189,35 +192,38 @@ def test_correct_kernels_are_accepted_on_small_problems(
     """With few outputs the error of the plain computation may be zero by chance."""
     c = case(dtype, distribution, M, N, d, dv, heads=heads[0], kv_heads=heads[1], seed=seed)
     c.scale, c.causal_offset = scale, causal_offset
-    require(c.verdicts(kernel(c, rounding=rounding, base2=seed % 2), rounding), c.name)
+    c.accepted(rounding=rounding, base2=seed % 2)
     c.causal_offset = None
     require(c.verdicts(baseline(c)), f"baseline, {c.name}")
 
 
 FAULTS = {
     "last key dropped": lambda c: kernel(c, keys=c.k.shape[2] - 1),
-    "lse in base 2": lambda c: {"lse": kernel(c)["lse"] / np.log(2)},
-    "lse off by 1e-3": lambda c: {"lse": kernel(c)["lse"] + 1e-3},
+    "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
+}
+FAULTS_OF_MASKS = {
     "mask one key short": lambda c: kernel(c, causal_offset=c.causal_offset - 1),
     "mask one key long": lambda c: kernel(c, causal_offset=c.causal_offset + 1),
-    "scale off by 1e-3": lambda c: kernel(c, scale=c.scale * 1.001),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("causal_offset, faults", [(None, FAULTS), (1024 - 16, FAULTS_OF_MASKS)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_faults_among_1024_keys_are_rejected(dtype, fault):
-    causal_offset = 1024 - 16 if "mask" in fault else None
+def test_faults_among_1024_keys_are_rejected(dtype, causal_offset, faults):
     c = case(dtype, "uniform", 16, 1024, 64, causal_offset=causal_offset)
-    assert c.worst(kernel(c)) < 0.7
-    assert c.worst(FAULTS[fault](c)) > 1
+    good = kernel(c)
+    assert c.worst(good) < 0.7
+    assert c.worst({"lse": good["lse"] / np.log(2)}) > 1
+    assert c.worst({"lse": good["lse"] + 1e-3}) > 1
+    for fault, wrong in faults.items():
+        assert c.worst(wrong(c)) > 1, fault
 
 
-@pytest.mark.parametrize("fault", ["last key dropped", "mask one key short", "mask one key long"])
+@pytest.mark.parametrize("fault", ["last key dropped", *FAULTS_OF_MASKS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_missing_key_of_45_is_rejected_by_the_output(dtype, fault):
-    c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if "mask" in fault else None)
-    assert c.worst({"O": FAULTS[fault](c)["O"]}) > 1
+    c = case(dtype, "normal", 7, 45, 16, causal_offset=38 if fault in FAULTS_OF_MASKS else None)
+    assert c.worst({"O": (FAULTS | FAULTS_OF_MASKS)[fault](c)["O"]}) > 1
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
@@ -233,16 +239,8 @@ def test_equal_rounding_errors_are_accepted(dtype, value):
     c = case(dtype, "normal", 2, 4096, 3)
     c.q[...], c.v[...] = 0, value
     c.v = reference.rounded(c.v, dtype)
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
+    good = c.accepted()
     assert c.worst({"O": good["O"] * 1.02}) > 1
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_scale_of_large_scores_is_checked_in_float32(dtype):
-    c = case("float32", "peaky", 9, 203, 64)
-    assert c.worst(kernel(c, scale=c.scale * 1.001)) > 1
-    assert c.worst(kernel(c, rounding=dtype)) > 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -261,8 +259,7 @@ def test_one_wrong_or_unwritten_element_is_found(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_a_key_are_exact(dtype):
     c = case(dtype, "normal", 9, 5, 16, causal_offset=-4)
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
+    good = c.accepted()
     for name, value in (("O", 1e-30), ("O", NAN), ("lse", -1e30), ("lse", INF)):
         bad = {key: array.astype(np.float64) for key, array in good.items()}
         bad[name][0, 0, 1, ...] = value
@@ -274,33 +271,26 @@ def test_rows_without_a_key_are_exact(dtype):
 def test_nan_and_infinity_stand_where_the_reference_has_them(dtype, rounding):
     c = case(dtype, "normal", 6, 6, 16, causal_offset=0)
     c.q[0, 0, 2], c.k[0, 0, 4, 0], c.v[0, 0, 5, 3] = NAN, NAN, INF
-    good = kernel(c, rounding=rounding)
+    good = c.accepted(rounding=rounding)
     assert np.isnan(good["lse"][0]).sum() == 5  # row 2 of one head, rows 4 and 5 of both
-    require(c.verdicts(good, rounding), c.name)
     for row, value in ((2, 0.0), (2, INF), (1, NAN), (1, INF)):
-        bad = {"O": good["O"].copy()}
-        bad["O"][0, 0, row, 0] = value
-        assert c.worst(bad, rounding) == INF
+        assert c.worst_with(good, (0, 0, row, 0), value, rounding) == INF
 
 
 def test_infinite_values_must_have_their_sign():
     c = case("float32", "normal", 2, 3, 4)
     c.v[0, 0, 1, 2] = INF
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
+    good = c.accepted()
     assert np.all(good["O"][..., 2] == INF)
-    good["O"][0, 0, 0, 2] = -INF
-    assert c.worst(good) == INF
+    assert c.worst_with(good, (0, 0, 0, 2), -INF) == INF
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_of_minus_infinity_do_not_widen_the_bound(dtype):
     c = case(dtype, "uniform", 4, 5, 16)
     c.k[0, 0, 2] = -INF
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
-    good["O"][0, 0, 0, 0] += 0.1
-    assert c.worst(good) > 1
+    good = c.accepted()
+    assert c.worst_with(good, (0, 0, 0, 0), good["O"][0, 0, 0, 0] + 0.1) > 1
 
 
 def test_subnormal_numbers_may_be_flushed_to_zero():
@@ -316,13 +306,9 @@ def test_subnormal_numbers_may_be_flushed_to_zero():
 def test_scores_beyond_float16_must_be_right():
     """Scores are sums, and those are float32: only the plain computation overflows."""
     c = case("float16", "normal", 5, 45, 64)
-    c.q *= 300
-    c.k *= 300
-    c.q, c.k = (reference.rounded(x, "float16") for x in (c.q, c.k))
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
-    good["O"][0, 0, 0, 0] = NAN
-    assert c.worst(good) == INF
+    c.q, c.k = (reference.rounded(300 * x, "float16") for x in (c.q, c.k))
+    good = c.accepted()
+    assert c.worst_with(good, (0, 0, 0, 0), NAN) == INF
 
 
 @pytest.mark.parametrize("signs", [(1, 1), (-1, -1), (1, -1)], ids=str)
@@ -334,17 +320,13 @@ def test_sums_of_scores_that_overflow_leave_their_row_without_bounds(dtype, sign
     c.q /= large
     c.q[:, :, 1], c.k[:, :, 2:] = large, large * np.array(signs, c.k.dtype)
     c.v[..., 0] = 0
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
+    good = c.accepted()
     good["O"][:, :, 1], good["lse"][:, :, 1] = NAN, -INF
     require(c.verdicts(good), c.name)
     good["O"][0, 0, 2, 1] += 0.5
     assert c.worst(good) > 1
     c.causal_offset = 0
-    hidden = kernel(c)
-    require(c.verdicts(hidden), c.name)
-    hidden["O"][0, 0, 1, 0] = NAN
-    assert c.worst(hidden) == INF
+    assert c.worst_with(c.accepted(), (0, 0, 1, 0), NAN) == INF
 
 
 @pytest.mark.parametrize("q", [(1e19, 1e19), (NAN, 1e20)], ids=str)
@@ -352,10 +334,8 @@ def test_scores_that_are_the_same_in_every_order_keep_their_bounds(q):
     """No partial sum of 2e38 - 1.9e38 overflows, and NaN takes part in every sum."""
     c = case("float32", "normal", 3, 4, 2)
     c.q[:, :, 1], c.k[:, :, 2] = q, (2e19, -1.9e19)
-    good = kernel(c)
-    require(c.verdicts(good), c.name)
-    good["O"][0, 0, 1, 0] = NAN if np.isfinite(q).all() else 7
-    assert c.worst(good) == INF
+    good = c.accepted()
+    assert c.worst_with(good, (0, 0, 1, 0), NAN if np.isfinite(q).all() else 7) == INF
 
 
 def test_a_row_without_bounds_does_not_widen_those_of_others():
@@ -415,23 +395,13 @@ def test_results_that_cannot_be_compared_are_refused(results, options, message):
 def test_any_size_may_be_zero(dtype, axis):
     M, N, d, dv = (0 if number == axis else 3 for number in range(4))
     q, k, v = (np.zeros((1, 2, *shape)) for shape in ((M, d), (N, d), (N, dv)))
-    lse = np.full((1, 2, M), -INF if N == 0 else np.log(3))
-    verdicts = attention_verdicts(
-        {"O": np.zeros((1, 2, M, dv)), "lse": lse},
-        q,
-        k,
-        v,
-        scale=1.0,
-        causal_offset=None,
-        dtype=dtype,
-    )
-    require(verdicts, "zeros")
-    require(
-        softmax_verdicts(
-            {"P": np.zeros((M, 0)), "lse": np.full(M, -INF)}, q[0, 0, :, :0], dtype=dtype
-        ),
-        "an empty softmax",
-    )
+    results = {
+        "O": np.zeros((1, 2, M, dv)),
+        "lse": np.full((1, 2, M), -INF if N == 0 else np.log(3)),
+    }
+    require(attention_verdicts(results, q, k, v, scale=1.0, dtype=dtype), "zeros")
+    empty = {"P": np.zeros((M, 0)), "lse": np.full(M, -INF)}
+    require(softmax_verdicts(empty, q[0, 0, :, :0], dtype=dtype), "an empty softmax")
 
 
 def softmax_kernel(x, dtype, base2=False, seed=0):
@@ -456,7 +426,7 @@ def softmax_kernel(x, dtype, base2=False, seed=0):
 def test_a_correct_softmax_is_accepted_and_faults_are_not(dtype, base2):
     for N in (1, 2, 45, 1024):
         for spread in (0.01, 1, 30, 1000):
-            x = spread * np.random.default_rng(N).normal(size=(2, 200, N))
+            x = spread * np.random.default_rng(N).normal(size=(2, 40, N))
             x = reference.rounded(x, dtype)
             x[0, 0], x[0, 1, : N - 1], x[0, 2, N // 2] = -INF, -INF, NAN
             good = softmax_kernel(x, dtype, base2)

@@ -15,16 +15,14 @@ from helpers import own_kernel
 
 import cupyfa
 from cupyfa import Dropout, Problem, Simulator, Unsupported, api
-from cupyfa.lab.bench import peers, sweeps, trial
+from cupyfa.lab.bench import peers, sweeps
 from cupyfa.lab.bench.results import Measurement
 from cupyfa.lab.commands.command_options import attention_options, with_flag_values
-from cupyfa.lab.verify import case as case_module, failures, grids, workers
+from cupyfa.lab.verify import failures, grids, workers
 from cupyfa.lab.verify.case import Case
 from cupyfa.lab.verify.failures import RIGHT, WRONG_RESULT, Outcome
 from cupyfa.lab.verify.fuzz import Fuzz
 from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
-from cupyfa.ladder import operations
-from cupyfa.ladder.operations import Input
 from cupyfa.planner import choose_kernel as planning, source as sources
 from cupyfa.planner.source import ROOT
 from cupyfa.problem.options import DROPOUT, OPTIONS, AttentionOptions
@@ -183,71 +181,20 @@ STRUCTS = Path(own_kernel.__file__).with_name("structs.cu").read_text()
 
 
 def structs(folder):
-    args = "O sizes mods causal_offset window_offset gate"
-    text = own_kernel.SCRIPT.replace("Q K V O M N scale", args).replace(
-        '"strides", "dv"', '"strides", "dv", "causal", "window"'
-    )
+    text = own_kernel.SCRIPT.replace(
+        "Q K V O M N scale", "O sizes mods causal_offset window_offset"
+    ).replace('"strides", "dv"', '"strides", "dv", "causal", "window"')
     script = own_kernel.write(folder, STRUCTS, text)
     return cupyfa.kernel(f"{script}:mine")
 
 
-@pytest.fixture
-def gated(monkeypatch):
-    """The forward operation with an input that causal problems have."""
-    plain = operations.OPERATIONS["forward"]
-    gate = Input("batch heads M", "real", when=lambda p: p.causal is not None)
-    changed = replace(plain, inputs={**plain.inputs, "gate": gate})
-    monkeypatch.setitem(operations.OPERATIONS, "forward", changed)
-    return changed
-
-
-def test_structs_reach_a_kernel_and_an_absent_input_is_null(gated, tmp_path):
+def test_structs_reach_a_kernel(tmp_path):
     p = Problem.of_sizes(M=5, N=7, d=4, dv=6, window=(1, 2))
-    engine, case = Simulator(), Case("forward", p)
+    engine, inputs = Simulator(), Case("forward", p).inputs()
     plan = planning.plan(structs(tmp_path), p, engine.limits)
-    inputs = case.inputs()
-    assert list(inputs) == ["Q", "K", "V"] == list(gated.inputs_of(p))
     out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
     expected = (5, 7, p.causal_offset, p.window_offset, p.causal_offset, p.window_offset)
     np.testing.assert_array_equal(out[0, 0], [expected] * 5)
-
-
-def test_an_optional_input_reaches_a_kernel(gated, tmp_path):
-    p = Problem.of_sizes(M=5, N=7, d=4, dv=6, causal=True)
-    engine, case = Simulator(), Case("forward", p)
-    plan = planning.plan(structs(tmp_path), p, engine.limits)
-    inputs = case.inputs()
-    assert inputs["gate"].shape == (1, 1, 5) and inputs["gate"].dtype == np.float32
-    assert gated.bytes(p) == sum(x.nbytes for x in inputs.values()) + 4 * (5 * 6 + 5)
-    out = run_guarded(engine, plan, readable_inputs(plan, inputs), {})["O"]
-    np.testing.assert_array_equal(out[0, 0], np.repeat(inputs["gate"][0, 0, :, None], 6, 1))
-
-
-def test_an_optional_input_reaches_references_and_layouts(gated, monkeypatch):
-    gate = {"gate": Input("heads", "real"), "some": Input("batch heads M dv", "bool")}
-    for name in ("forward", "backward"):
-        plain = operations.OPERATIONS[name]
-        changed = replace(plain, inputs={**plain.inputs, **gate})
-        monkeypatch.setitem(operations.OPERATIONS, name, changed)
-    seen = []
-
-    def exact(inputs, p):
-        seen.append(set(inputs))
-        return operations.exact_attention(inputs, p)
-
-    def fill(engine, plan, inputs, outputs):
-        seen.append(set(inputs))
-
-    for module in (trial, case_module):
-        monkeypatch.setattr(module, "exact_attention", exact)
-    monkeypatch.setattr(case_module, "fill", fill)
-    p = Problem.of_sizes(M=6, N=6, d=4, heads=2)
-    packed = Case("backward", p, layout="packed").inputs()
-    assert packed["Q"].base is packed["V"].base is packed["dO"].base is not None
-    trial.accuracy(["fa2"], values=("normal",), backend="simulator", M=6, d=4)
-    monkeypatch.setattr(case_module, "_WORK", 0)
-    Case("backward", p).inputs(Simulator())
-    assert len(seen) == 3 and all({"Q", "K", "V", *gate} <= names for names in seen)
 
 
 def test_attention_takes_every_option(monkeypatch):
@@ -264,7 +211,7 @@ def test_options_as_one_value_are_refused():
         cupyfa.attention(1, 2, 3, options=AttentionOptions(causal=True))
 
 
-def test_the_numbers_of_texts_are_members_of_mods(gated, tmp_path):
+def test_the_numbers_of_texts_are_members_of_mods(tmp_path):
     p = Problem.of_sizes(M=5, N=7, d=4, dv=6)
     kernel = structs(tmp_path)
     kernel, limits = replace(kernel, features=(*kernel.features, "score")), Simulator().limits

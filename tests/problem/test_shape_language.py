@@ -197,25 +197,6 @@ def test_forms_of_a_seed_replace_those_of_a_grid():
         Problem.of_sizes(**SIZES, dropout=0.1, dropout_seed="f32[1]")
 
 
-@pytest.mark.parametrize(
-    "kernel, wrt, message",
-    [
-        (
-            "two_pass",
-            "bias,slop",
-            "wrt names slop; of these arrays it can name q, k, v, bias, slope",
-        ),
-        ("fa2", "bias", "fa2 .* does not support wrt \\(gradients of arrays"),
-    ],
-)
-def test_wrong_gradients_are_refused(kernel, wrt, message):
-    given = ("--bias", "--score-mod", "score * slope[head]", "--captured", "slope=f32[heads]")
-    code = 3 if kernel == "fa2" else 2
-    assert re.search(
-        message, cli("run", kernel, *SIMULATOR, *given, "--wrt", wrt, code=code).stderr
-    )
-
-
 def test_rows_of_all_commands_have_the_arrays():
     p = Problem.of_sizes(**{**SIZES, "dtype": "float32"}, bias="1hmn", sink="h", wrt="bias")
     shown = "bias=f32[1hmn] sink=f32[h] wrt=bias"
@@ -230,16 +211,23 @@ def test_rows_of_all_commands_have_the_arrays():
     assert Problem.of_sizes(M=8, d=8).row()["arrays"] is None
 
 
-def test_missing_arrays_of_a_text_are_options_on_the_command_line():
-    done = cli("run", "fa2", *SIMULATOR, "--mask-mod", "doc[query] == doc[key]", code=2)
-    assert "give it by --captured doc=VALUE" in done.stderr
+SLOPES = ("--captured", "slope=f32[heads]")
+OF_ARRAYS = ("--bias", "--score-mod", "score * slope[head]", *SLOPES)
+WRONG_WORDS = [
+    ("fa2", ("--mask-mod", "doc[query] == doc[key]"), 2, "give it by --captured doc=VALUE"),
+    *(
+        ("fa2", ("--score-mod", text, *SLOPES), 2, f"\n    {text}\n            ^\n")
+        for text in ("score + slop[head]", "score + slope[head, key]")
+    ),
+    ("fa2", ("--bias", "wide"), 2, "--bias takes axes, as 1hmn"),
+    ("two_pass", (*OF_ARRAYS, "--wrt", "bias,slop"), 2, "it can name q, k, v, bias, slope"),
+    ("fa2", (*OF_ARRAYS, "--wrt", "bias"), 3, "does not support wrt (gradients of arrays"),
+]
 
 
-@pytest.mark.parametrize("text", ["score + slop[head]", "score + slope[head, key]"])
-def test_errors_in_a_text_point_at_the_place(text):
-    given = ("--score-mod", text, "--captured", "slope=f32[heads]")
-    error = cli("run", "fa2", *SIMULATOR, "-M", 8, *given, code=2).stderr
-    assert f"\n    {text}\n            ^\n" in error
+@pytest.mark.parametrize("kernel, words, code, message", WRONG_WORDS)
+def test_wrong_arrays_are_refused_on_the_command_line(kernel, words, code, message):
+    assert message in cli("run", kernel, *SIMULATOR, *words, code=code).stderr
 
 
 def test_numbers_of_the_command_line():
@@ -252,8 +240,6 @@ def test_options_that_stand_alone_have_the_usual_shape():
     words = ("--mask", "--alibi-slopes", "--bias", "--sink", "fa2", "-M", 8, "-H", 2)
     row = cli("run", *words, *SIMULATOR, "--format", "json").stdout
     assert '"arrays": "alibi_slopes=f32[h] bias=f32[1hmn] mask=11mn sink=f32[h]"' in row
-    error = cli("run", "fa2", "--bias", "wide", *SIMULATOR, code=2).stderr
-    assert "--bias takes axes, as 1hmn" in error
 
 
 @pytest.mark.slow

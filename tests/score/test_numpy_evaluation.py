@@ -7,7 +7,7 @@ import pytest
 from helpers import float32
 
 from cupyfa.numerics import reference, tolerance
-from cupyfa.score.expressions import Expression
+from cupyfa.score.expressions import TRACEABLE, Expression
 from cupyfa.score.functions import DIFFERENTIABLE, FUNCTIONS, RECIPROCAL
 from cupyfa.score.numpy_evaluation import Modifications, complex_step
 
@@ -38,38 +38,36 @@ MASK_TEXTS = {
 }
 
 
-def texts(option, *names, given=None):
-    given = given or (SCORE_TEXTS if option == "score_mod" else MASK_TEXTS)
-    return tuple(Expression.of(option, given[name]) for name in names)
-
-
-def modifications(scores=(), masks=(), names=NAMES, **more):
+def modifications(scores=(), masks=(), **more):
     """Those of a problem of the sizes above; `more` replaces what is given."""
     how = {"position": N - M, "queries": M, "keys": N, **more}
-    return Modifications(texts("score_mod", *scores), texts("mask_mod", *masks), names, **how)
+    of_scores = tuple(Expression.of("score_mod", SCORE_TEXTS[x]) for x in scores)
+    return Modifications(
+        of_scores, tuple(Expression.of("mask_mod", MASK_TEXTS[x]) for x in masks), NAMES, **how
+    )
 
 
-def score_by_hand(name, s, b, h, i, j):
-    """What a text says, one number at a time."""
-    x, p = NAMES, i + N - M
-    if name == "softcap":
-        return 2.5 * math.tanh(s / 2.5)
-    if name == "alibi":
-        return s - x["slopes"][h] * abs(p - j)
-    if name == "table":
-        return s + float(x["table"][h, abs(p - j)])
-    if name == "bias":
-        return s + x["bias"][0, h, i, j]
-    if name == "curved":
-        return math.log1p(math.exp(s)) if j % 2 == b else min(s * s, 3) - 0.1 * M / N
-    return max(s, -0.5) + x["hole"][j] if i // 2 != 1 else math.erf(s)
+def of_texts(score=None, mask=None, keys=N, **names):
+    """The same of other texts, and of arrays that they read."""
+    scores = (Expression.of("score_mod", score),) if score else ()
+    masks = (Expression.of("mask_mod", mask),) if mask else ()
+    return Modifications(scores, masks, names, N - M, M, keys)
 
 
-def seen_by_hand(name, b, h, i, j):
-    p = i + N - M
-    if name == "documents":
-        return NAMES["doc"][min(p, N - 1)] == NAMES["doc"][j]
-    return j <= p and i != 3 if name == "causal" else NAMES["seen"][b, 0, 0, j] or j < 2
+def bounds(q, k, v, **how):
+    return tolerance.expected_attention(q, k, v, dtype="float32", **how)[None]
+
+
+def gradients(q, k, v, out, lse, dout, **how):
+    return tolerance.expected_gradients(q, k, v, out, lse, dout, dtype="float32", **how)[None]
+
+
+def in_python(text, b, h, i, j, **names):
+    """What a text says of one pair, by Python's own numbers."""
+    place = {"batch": b, "head": h, "query": i, "key": j, "position": i + N - M}
+    functions = {**TRACEABLE, "min": min, "max": max, "abs": abs}
+    others = {"queries": M, "keys": N, "table": NAMES["table"].astype(float)}
+    return eval(text, {"__builtins__": {}, **functions, **NAMES, **others, **place, **names})
 
 
 def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
@@ -80,11 +78,11 @@ def by_hand(q, k, v, scale, scores=(), masks=(), causal_offset=None, sink=None):
         for j in range(N):
             if causal_offset is not None and j > i + causal_offset:
                 continue
-            if not all(seen_by_hand(name, b, h, i, j) for name in masks):
+            if not all(in_python(MASK_TEXTS[name], b, h, i, j) for name in masks):
                 continue
             s = scale * float(q[b, h, i] @ k[b, h // (H // HK), j])
             for name in scores:
-                s = score_by_hand(name, s, b, h, i, j)
+                s = in_python(SCORE_TEXTS[name], b, h, i, j, score=s)
             weights[j] = math.exp(s)
         total = sum(weights.values()) + (0 if sink is None else math.exp(sink[h]))
         if total:
@@ -153,13 +151,11 @@ def test_a_sink_of_each_head_is_that_of_all_batch_elements():
     q, k, v, dout, dlse = inputs()
     sink = np.random.default_rng(2).normal(size=H).astype(np.float32)
     each = np.broadcast_to(sink, (B, H))
-    results = [
-        tolerance.expected_gradients(
-            *(q, k, v, *reference.attention(q, k, v, scale=0.5, sink=x), dout),
-            **{"dlse": dlse, "dtype": "float32", "scale": 0.5, "sink": x},
-        )[None]["dsink"]
-        for x in (sink, each)
-    ]
+    results = []
+    for x in (sink, each):
+        how = {"scale": 0.5, "sink": x}
+        forward = reference.attention(q, k, v, **how)
+        results.append(gradients(q, k, v, *forward, dout, dlse=dlse, **how)["dsink"])
     assert results[0].value.shape == (H,) and results[1].value.shape == (B, H)
     np.testing.assert_allclose(results[0].value, results[1].value.sum(0), rtol=1e-12)
 
@@ -171,14 +167,12 @@ def test_a_row_with_a_sink_alone():
     out, lse = reference.attention(q, k, v, **how)
     assert (out[:, :, :2] == 0).all()
     np.testing.assert_array_equal(lse[:, :, :2], np.broadcast_to(sink[:, None], (B, H, 2)))
-    expected = tolerance.expected_attention(q, k, v, dtype="float32", **how)[None]
+    expected = bounds(q, k, v, **how)
     assert (expected["O"].bound[:, :, :2] == 0).all() and (expected["O"].bound[:, :, 2:] > 0).all()
     assert (expected["lse"].bound[:, 1, :2] == 0).all()
     assert (expected["lse"].bound[:, [0, 2, 3], :2] > 0).all()
     dout[:, 1, :2] = NAN  # without effect, where the sink is -inf
-    found = tolerance.expected_gradients(
-        q, k, v, out, lse, dout, dlse=dlse, dtype="float32", **how
-    )[None]
+    found = gradients(q, k, v, out, lse, dout, dlse=dlse, **how)
     assert np.isfinite(found["dsink"].value).all() and found["dsink"].value[1] == 0
     assert (found["dQ"].value[:, :, :2] == 0).all()
 
@@ -197,77 +191,63 @@ def test_texts_apply_in_every_precision(precision):
 def test_a_hidden_pair_is_as_if_it_were_masked():
     """Neither NaN in it, nor a text that reads beyond its array there, matters."""
     q, k, v, dout, _ = inputs()
-    names = {**NAMES, "short": np.arange(6.0), "bias": np.full((1, H, M, N), NAN)}
-    names["bias"][..., :6] = 0.5
+    bias = np.full((1, H, M, N), NAN)
+    bias[..., :6] = 0.5
     k[:, :, 6:], v[:, :, 6:] = NAN, INF
-    hides = Expression.of("mask_mod", "key < 6 and query != 2")
-    changes = Expression.of("score_mod", "score + short[key] + bias[0, head, query, key]")
-    mods = Modifications((changes,), (hides,), names, N - M, M, N)
-    out, lse = reference.attention(q, k, v, scale=0.5, mods=mods)
-    few = Modifications(
-        (Expression.of("score_mod", "score + short[key] + 0.5"),), (), names, N - M, M, 6
-    )
+    arrays, hides = {"short": np.arange(6.0)}, "key < 6 and query != 2"
+    text = "score + short[key] + bias[0, head, query, key]"
+    how = {"scale": 0.5, "mods": of_texts(text, hides, **arrays, bias=bias)}
+    out, lse = reference.attention(q, k, v, **how)
+    few = of_texts("score + short[key] + 0.5", keys=6, **arrays)
     others = np.arange(M) != 2
     expected = reference.attention(q, k[:, :, :6], v[:, :, :6], scale=0.5, mods=few)
     for x, y in zip((out, lse), expected):
         np.testing.assert_allclose(x[:, :, others], y[:, :, others], rtol=1e-12)
     assert (out[:, :, 2] == 0).all() and (lse[:, :, 2] == -INF).all()
     dout[:, :, 2] = NAN
-    found = tolerance.expected_gradients(
-        q, k, v, out, lse, dout, dtype="float32", scale=0.5, mods=mods
-    )[None]
+    found = gradients(q, k, v, out, lse, dout, **how)
     for name, hidden in (("dQ", np.s_[:, :, 2]), ("dK", np.s_[:, :, 6:]), ("dV", np.s_[:, :, 6:])):
         assert np.isfinite(found[name].value).all()
         assert (found[name].value[hidden] == 0).all() and (found[name].bound[hidden] == 0).all()
-    bounds = tolerance.expected_attention(q, k, v, dtype="float32", scale=0.5, mods=mods)[None]
-    assert all(np.isfinite(x.bound).all() for x in bounds.values())
-    assert (bounds["O"].bound[:, :, 2] == 0).all()
+    expected = bounds(q, k, v, **how)
+    assert all(np.isfinite(x.bound).all() for x in expected.values())
+    assert (expected["O"].bound[:, :, 2] == 0).all()
 
 
 def test_minus_infinity_from_a_text_is_weight_0_and_not_hidden():
     q, k, v, dout, _ = inputs()
     v[:, :, 4, 0] = NAN
     hole = np.where(np.arange(N) == 4, -INF, 0.0)
-    mods = modifications((), names={"hole": hole})
-    mods = Modifications((Expression.of("score_mod", "score + hole[key]"),), (), {"hole": hole})
-    out, lse = reference.attention(q, k, v, scale=0.5, mods=mods)
+    how = {"scale": 0.5, "mods": of_texts("score + hole[key]", hole=hole)}
+    out, lse = reference.attention(q, k, v, **how)
     assert np.isnan(out[..., 0]).all() and np.isfinite(out[..., 1:]).all()
     rest = np.arange(N) != 4
     fewer = reference.attention(q, k[:, :, rest], v[:, :, rest], scale=0.5)
     np.testing.assert_allclose(out[..., 1:], fewer[0][..., 1:], rtol=1e-12)
     np.testing.assert_allclose(lse, fewer[1], rtol=1e-12)
     v[:, :, 4, 0] = 0
-    found = tolerance.expected_gradients(
-        q, k, v, *reference.attention(q, k, v, scale=0.5, mods=mods), dout,
-        dtype="float32", scale=0.5, mods=mods,
-    )[None]  # fmt: skip
+    found = gradients(q, k, v, *reference.attention(q, k, v, **how), dout, **how)
     assert all(np.isfinite(x.value).all() and np.isfinite(x.bound).all() for x in found.values())
     assert (found["dK"].value[:, :, 4] == 0).all()
 
 
 def test_an_index_out_of_range_and_a_divisor_of_0_name_the_pair():
-    q, k, v, _, _ = inputs()
+    q = inputs()[0]
+    k, v = (np.zeros((B, HK, 12, x)) for x in (D, DV))
+    table = np.zeros((H, 16))
     for text, index, pair in (
         ("score + table[head, key + 5]", 16, "batch 0, head 0, query 0, key 11"),
         ("score + table[head - 1, key]", -1, "batch 0, head 0, query 0, key 0"),
     ):
-        table = np.zeros((H, 16))
-        mods = Modifications((Expression.of("score_mod", text),), (), {"table": table})
         with pytest.raises(ValueError) as error:
-            k, v = (np.zeros((B, HK, 12, x)) for x in (D, DV))
-            reference.attention(q, k, v, scale=1.0, mods=mods)
+            reference.attention(q, k, v, scale=1.0, mods=of_texts(text, table=table))
         axis, size = (0, H) if index < 0 else (1, 16)
         message = f"score_mod: index {index} of axis {axis} of table is out of range, for {pair}; "
         assert str(error.value) == message + f"the axis has size {size}: give 0 to {size - 1}"
-    mods = Modifications((Expression.of("score_mod", "score + query % (key - 3)"),), (), {})
     with pytest.raises(ValueError, match="divides by 0, for batch 0, head 0, query 0, key 3; let"):
-        reference.attention(q, k, v, scale=1.0, mods=mods)
+        reference.attention(q, k, v, scale=1.0, mods=of_texts("score + query % (key - 3)"))
     # A pair that the mask hides is not read.
-    mods = Modifications(
-        (Expression.of("score_mod", "score + table[head, key + 5]"),),
-        (Expression.of("mask_mod", "key < 11"),),
-        {"table": table},
-    )
+    mods = of_texts("score + table[head, key + 5]", "key < 11", table=table)
     reference.attention(q, k, v, scale=1.0, mods=mods)
 
 
@@ -287,24 +267,15 @@ def test_tiles_and_excerpts_have_true_indices(monkeypatch, tile):
     part = reference.attention(q[rows], k[1:, 1:], v[1:, 1:], mods=at, **how)
     for x, y in zip(part, whole):
         np.testing.assert_allclose(x, y[rows], rtol=1e-12, atol=1e-14)
-    grads = {}
-    for name, mods, queries, keys in (
-        ("whole", modifications(scores, masks), np.s_[1:, 2:], np.s_[1:, 1:]),
-        (
-            "part",
-            modifications(scores, masks, first=(1, 2, 0, 4)),
-            np.s_[1:, 2:],
-            np.s_[1:, 1:, 4:7],
-        ),
-    ):
-        first = mods.first if name == "part" else (1, 2, 0, 0)
-        mods = modifications(scores, masks, first=first)
-        grads[name] = tolerance.expected_gradients(
-            q[queries], k[keys], v[keys], whole[0][queries], whole[1][queries], dout[queries],
-            dlse=dlse[queries], dtype="float32", mods=mods, **how,
-        )[None]  # fmt: skip
+    queries, keys = np.s_[1:, 2:], np.s_[1:, 1:]
+    grads = []
+    for first_key, of_keys in ((0, slice(None)), (4, slice(4, 7))):
+        mods = modifications(scores, masks, first=(1, 2, 0, first_key))
+        read = (x[keys][:, :, of_keys] for x in (k, v))
+        of_rows = (x[queries] for x in (*whole, dout))
+        grads.append(gradients(q[queries], *read, *of_rows, dlse=dlse[queries], mods=mods, **how))
     for name in ("dK", "dV"):
-        for x, y in zip(grads["part"][name], grads["whole"][name]):
+        for x, y in zip(grads[1][name], grads[0][name]):
             np.testing.assert_allclose(x, y[:, :, 4:7], rtol=1e-9, atol=1e-12)
 
 
@@ -314,10 +285,10 @@ def test_scores_of_a_whole_problem():
     visible = np.tril(np.ones((M, N), bool), 1)
     found = modifications(("alibi",), ("documents",)).applied_to(scores, visible)
     for b, h, i, j in np.ndindex(found.shape):
-        if j > i + 1 or not seen_by_hand("documents", b, h, i, j):
+        if j > i + 1 or not in_python(MASK_TEXTS["documents"], b, h, i, j):
             assert found[b, h, i, j] == -INF
         else:
-            by_loop = score_by_hand("alibi", scores[b, h, i, j], b, h, i, j)
+            by_loop = in_python(SCORE_TEXTS["alibi"], b, h, i, j, score=scores[b, h, i, j])
             assert found[b, h, i, j] == pytest.approx(by_loop, rel=1e-13)
     assert Modifications().applied_to(scores) is scores
 
@@ -509,16 +480,11 @@ def test_a_comparison_that_rounding_may_turn_has_the_distance_as_its_error():
 
 def test_a_pair_that_rounding_may_hide_leaves_its_row_without_bounds():
     q, k, v, dout, _ = inputs()
-    hides = Expression.of("mask_mod", "key * 0.1 < query * 0.1 + 0.3")
-    mods = Modifications((), (hides,), {}, N - M, M, N)
-    expected = tolerance.expected_attention(q, k, v, dtype="float32", scale=0.5, mods=mods)[None]
+    how = {"scale": 0.5, "mods": of_texts(mask="key * 0.1 < query * 0.1 + 0.3")}
+    expected = bounds(q, k, v, **how)
     lost = np.isinf(expected["lse"].bound)
     assert lost.any() and not lost.all() and (np.isinf(expected["O"].bound).all(-1) == lost).all()
-    found = tolerance.expected_gradients(
-        q, k, v, *(x.value for x in expected.values()), dout,
-        dtype="float32", scale=0.5, mods=mods,
-    )[None]  # fmt: skip
+    found = gradients(q, k, v, *(x.value for x in expected.values()), dout, **how)
     assert (np.isinf(found["dQ"].bound).all(-1) == lost).all()
-    whole = Modifications((), (Expression.of("mask_mod", "key < query + 3"),), {}, N - M, M, N)
-    bounds = tolerance.expected_attention(q, k, v, dtype="float32", scale=0.5, mods=whole)[None]
-    assert all(np.isfinite(x.bound).all() for x in bounds.values())
+    whole = bounds(q, k, v, scale=0.5, mods=of_texts(mask="key < query + 3"))
+    assert all(np.isfinite(x.bound).all() for x in whole.values())

@@ -1,14 +1,31 @@
-"""Every rung of the forward ladder is right: ragged shapes, both backends, every dtype."""
+"""Every rung is right: ragged shapes, layouts, both backends, every dtype."""
 
 import numpy as np
 import pytest
-from helpers.problems import FORWARD, RAGGED, check_case, in_turn, inputs_of, name, planned
+from helpers.gradients import BACKWARD, tiles_of
+from helpers.problems import (
+    FORWARD,
+    RAGGED,
+    WINDOWED,
+    check_case,
+    in_turn,
+    inputs_of,
+    name,
+    planned,
+    require_same_bits,
+)
 
 import cupyfa
 from cupyfa.numerics import tolerance
 from cupyfa.runtime import guard
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.simulator import Simulator
+
+EVERY = (*FORWARD.values(), *BACKWARD.values())
+LAYOUTS = pytest.mark.parametrize(
+    "layout", ["bshd", "packed", "reversed", "gaps", "unaligned", "columns"]
+)
+SMALL = {"batch": 2, "heads": 2, "kv_heads": 1, "M": 19, "N": 23, "d": 8, "causal": True}
 
 
 @pytest.mark.usefixtures("every_check")
@@ -18,41 +35,53 @@ def test_ragged_shapes(backend, kernel, dtype, sizes):
     check_case(kernel, backend, sizes, dtype)
 
 
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.each_choice
+@pytest.mark.parametrize("kernel, dtype, sizes", in_turn(BACKWARD, (*RAGGED, *WINDOWED)), ids=name)
+def test_gradients_of_ragged_shapes(backend, kernel, dtype, sizes):
+    check_case(kernel, backend, sizes, dtype, **tiles_of(kernel))
+
+
+@pytest.mark.usefixtures("every_check")
 @pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
-def test_token_major_layout_is_read_in_place(backend, kernel):
-    plan = planned(kernel, backend, {**RAGGED[0], "d": 24})
-    inputs = inputs_of(plan, layout="bshd")
-    assert inputs["Q"].strides[1] < inputs["Q"].strides[2]
-    guard.checked(backend, plan, inputs, {})
+@LAYOUTS
+def test_layouts(backend, kernel, layout):
+    check_case(kernel, backend, SMALL, layout=layout)
+
+
+@pytest.mark.usefixtures("every_check")
+@pytest.mark.each_choice
+@pytest.mark.parametrize("kernel", BACKWARD.values(), ids=name)
+@LAYOUTS
+def test_layouts_of_gradients(backend, kernel, layout):
+    check_case(kernel, backend, SMALL, layout=layout, **tiles_of(kernel))
 
 
 @pytest.mark.each_choice
 @pytest.mark.parametrize("kernel", FORWARD.values(), ids=name)
-def test_negative_and_zero_strides_are_read_in_place(backend, kernel):
+def test_strides_of_zero_are_read_in_place(backend, kernel):
     plan = planned(kernel, backend, {"batch": 2, "heads": 2, "M": 19, "N": 23, "d": 8})
-    inputs = {x: array[:, ::-1, ::-1] for x, array in inputs_of(plan).items()}
+    inputs = inputs_of(plan)
     inputs["K"] = np.broadcast_to(inputs["K"][:1], inputs["K"].shape)
     if plan.boxed:
-        inputs = readable_inputs(plan, inputs)  # the copy engine cannot go backwards
+        inputs = readable_inputs(plan, inputs)  # which the copy engine can read
     guard.checked(backend, plan, inputs, {})
+
+
+@pytest.mark.each_choice("kernel")
+@pytest.mark.parametrize(
+    "kernel, d", [(k, d) for k in EVERY for d in (256, 1024) if d <= (k.largest_d or d)], ids=name
+)
+def test_large_head_dimensions(backend, kernel, d):
+    M, N = (33, 35) if kernel.operation == "forward" else (9, 11)
+    check_case(kernel, backend, {"heads": 1, "M": M, "N": N, "d": d})
 
 
 @pytest.mark.parametrize("kernel", ["mma_async", "mma_pipelined", "mma_split_kv"])
 def test_rows_of_one_column_that_are_copied_by_chunks(backend, kernel):
     """Most chunks of a product lie beyond the column, though rows begin at 16 bytes."""
-    plan = planned(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16")
-    guard.checked(backend, plan, inputs_of(plan, layout="gaps"), {})
-
-
-@pytest.mark.each_choice
-@pytest.mark.parametrize(
-    "kernel, d",
-    [(k, d) for k in FORWARD.values() for d in (256, 1024) if d <= (k.largest_d or d)],
-    ids=name,
-)
-def test_large_head_dimensions(backend, kernel, d):
-    check_case(kernel, backend, {"heads": 1, "M": 33, "N": 35, "d": d})
+    check_case(FORWARD[kernel], backend, {"M": 2, "N": 3, "d": 1}, "float16", layout="gaps")
 
 
 @pytest.mark.parametrize(
@@ -114,6 +143,4 @@ def test_another_order_of_threads_gives_the_same_bits(kernel):
         guard.checked(Simulator(schedule=schedule, workers=workers), plan, inputs, {})
         for schedule, workers in ((None, 1), (1, 2), (2, 1))
     ]
-    for result in results[1:]:
-        for key, array in result.items():
-            np.testing.assert_array_equal(array, results[0][key])
+    require_same_bits(*results)
