@@ -137,11 +137,6 @@ def test_unaligned_memory_is_copied(backend):
     close(cupyfa.attention(q, k, v, backend=backend), expected(*aligned)[0])
 
 
-def test_numpy_in_numpy_out(backend):
-    o, lse = cupyfa.attention(*arrays(4, 8), backend=backend, return_lse=True)
-    assert type(o) is type(lse) is np.ndarray
-
-
 @pytest.mark.gpu
 def test_cupy_in_cupy_out_on_the_current_stream(cuda):
     import cupy
@@ -240,16 +235,11 @@ def test_scale(backend, scale):
     close(o, expected(q, k, v, scale)[0])
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.each_choice
-@KERNELS
 @pytest.mark.parametrize("M, N", [(9, 9), (9, 14), (14, 9), (70, 3)])
 @pytest.mark.parametrize("causal", [True, "bottom-right", "top-left"])
-def test_causal_alignments(backend, kernel, M, N, causal):
-    q, k, v = arrays_for(kernel, 1, 1, M, 8, N=N)
-    o, lse = cupyfa.attention(
-        q, k, v, kernel=kernel, causal=causal, backend=backend, return_lse=True, check=True
-    )
+def test_causal_alignments(backend, M, N, causal):
+    q, k, v = arrays(1, 1, M, 8, N=N)
+    o, lse = cupyfa.attention(q, k, v, causal=causal, backend=backend, return_lse=True, check=True)
     diagonal = 0 if causal == "top-left" else N - M
     for row in range(M):
         seen = max(0, min(N, row + diagonal + 1))
@@ -257,10 +247,7 @@ def test_causal_alignments(backend, kernel, M, N, causal):
             assert (o[..., row, :] == 0).all() and (lse[..., row] == NEG).all()
         else:
             alone = expected(q[:, :, row : row + 1], k[:, :, :seen], v[:, :, :seen])
-            tolerance = max(5e-3, precision_of(kernel))
-            np.testing.assert_allclose(
-                o[:, :, row : row + 1], alone[0], rtol=tolerance, atol=tolerance
-            )
+            close(o[:, :, row : row + 1], alone[0])
 
 
 @pytest.mark.each_choice
@@ -337,14 +324,6 @@ def test_a_check_does_not_judge_scores_beyond_float32(backend, signs):
 
 
 @KERNELS
-def test_weights_sum_to_1(backend, kernel):
-    q, k, _ = arrays_for(kernel, 1, 1, 9, 8, N=40)
-    v = np.tile(np.eye(8, dtype=q.dtype), (1, 1, 5, 1))
-    weights = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, check=True)
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=max(2e-3, precision_of(kernel) / 2))
-
-
-@KERNELS
 def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
     q, k, v = arrays_for(kernel, 3, 2, 40, 8, N=50)
     first, lse = cupyfa.attention(q, k, v, kernel=kernel, backend=backend, return_lse=True)
@@ -355,17 +334,6 @@ def test_results_repeat_and_do_not_depend_on_the_batch(backend, kernel):
     if not kernel.name.startswith(("baseline", "fa2_split_kv")):
         alone = cupyfa.attention(q[1:2], k[1:2], v[1:2], kernel=kernel, backend=backend)
         np.testing.assert_array_equal(first[1:2], alone)
-
-
-@KERNELS
-def test_inputs_are_never_written(backend, kernel):
-    inputs = arrays_for(kernel, 2, 2, 40, 8)
-    before = [x.copy() for x in inputs]
-    for x in inputs:
-        x.flags.writeable = False
-    cupyfa.attention(*inputs, kernel=kernel, backend=backend)
-    for x, y in zip(inputs, before):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -426,14 +394,14 @@ def test_auto_without_a_device_takes_the_simulator_and_says_so_once(no_device):
 
 def test_several_threads_at_once(backend):
     q, k, v = arrays(2, 2, 40, 8)
-    want = {d: cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend) for d in range(1, 9)}
+    want = {d: cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend) for d in (7, 8)}
 
     def work(d):
         for _ in range(5):
             got = cupyfa.attention(q[..., :d], k[..., :d], v, backend=backend)
             np.testing.assert_array_equal(got, want[d])
 
-    in_threads(work, want)
+    in_threads(work, 4 * [*want])
 
 
 def test_kernels_lists_every_record():

@@ -5,7 +5,6 @@ import pytest
 
 import cupyfa
 from cupyfa import Packed, Padded
-from cupyfa.errors import Unsupported
 from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
@@ -113,68 +112,11 @@ def test_auto_takes_a_kernel_that_can(dtype):
     cupyfa.attention(*pack(*arrays, *offsets), backend="simulator", check=True)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"cu_seqlens_q": [0, 5, 4, 17]}, r"q.offsets\[2\] is 4, below 5 before it"),
-        ({"cu_seqlens_q": [0, 5, 5, 18]}, "q.offsets go from 0 to 18, and q has 17 rows"),
-        ({"cu_seqlens_k": [-1, 7, 10, 10]}, "k.offsets go from -1 to 10, and k has 10 rows"),
-        ({"cu_seqlens_k": [0, 10]}, r"k.offsets has shape \(2,\); its shape must be that of"),
-        ({"cu_seqlens_q": [0]}, r"k.offsets has shape \(4,\); .* here \(0 \+ 1,\)"),
-        ({"cu_seqlens_q": []}, r"q.offsets has shape \(0,\); it must have one axis"),
-        ({"seqused_q": [5, 0, 13]}, r"q.used\[2\] is 13, and sequence 2 has 12 rows"),
-        ({"seqused_k": [5, 0]}, r"k.used has shape \(2,\); it must be one number for each"),
-    ],
-    ids=str,
-)
-def test_wrong_lengths_are_refused(change, message):
-    q, k, v, rows, keys = packed()
-    given = {"cu_seqlens_q": rows, "cu_seqlens_k": keys, **change}
-    given = {name: np.array(x, "i4") for name, x in given.items()}
-    with pytest.raises(ValueError, match=message):
-        cupyfa.attention(*wrap(q, k, v, given), backend="simulator")
-
-
 def test_lengths_are_whole_numbers():
     q, k, v, rows, keys = packed()
     with pytest.raises(TypeError, match="q.offsets is float64; it must be of whole numbers"):
         cupyfa.attention(*pack(q, k, v, rows.astype(float), keys), backend="simulator")
     cupyfa.attention(*pack(q, k, v, rows.astype("i8"), list(keys)), backend="simulator")
-
-
-@pytest.mark.parametrize(
-    "given, remedy",
-    [
-        ({"bias": np.zeros((17, 10), F)}, "give an expression that reads captured"),
-        ({"mask": np.ones((17, 10), bool)}, "give an expression that reads captured"),
-        (
-            {"mask": cupyfa.block_mask(np.ones((1, 1, 17, 10), bool))},
-            "give its expression as mask=",
-        ),
-    ],
-    ids=["bias", "mask", "block_mask"],
-)
-def test_arrays_of_pairs_are_refused(given, remedy):
-    with pytest.raises(Unsupported, match=f"cannot be used with a ragged batch; {remedy}"):
-        cupyfa.attention(*pack(*packed()), backend="simulator", **given)
-
-
-def test_packed_arrays_have_three_axes():
-    q, k, v, *offsets = packed()
-    with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
-        cupyfa.attention(*pack(q[None], k, v, *offsets), backend="simulator")
-
-
-def test_wrong_lists_are_refused():
-    q, k, v = drawn()
-    with pytest.raises(ValueError, match="q has 2 arrays, k has 3 arrays"):
-        cupyfa.attention(q[:2], k, v, backend="simulator")
-    with pytest.raises(TypeError, match="give arrays of one kind"):
-        cupyfa.attention([q[0], *(x.astype("f8") for x in q[1:])], k, v, backend="simulator")
-    with pytest.raises(ValueError, match=r"q\[1\] has shape .*; only the numbers of rows may"):
-        cupyfa.attention([q[0], q[1][..., :4], q[2]], k, v, backend="simulator")
-    with pytest.raises(TypeError):
-        cupyfa.attention(*(x[0].tolist() for x in (q, k, v)), backend="simulator")
 
 
 USED = np.array([5, 0, 9], "i4"), np.array([7, 2, 0], "i4")
@@ -211,28 +153,6 @@ def test_prepared_calls_of_packed_arrays(backend, of_shapes):
     found = backward(*map(put, (*given, sink, dlse, *offsets, *USED)))
     wanted = cupyfa.backward(out, *arrays, out, lse, sink=sink, dlse=dlse, **how)
     assert [backend.download(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
-
-
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"cu_seqlens_k": None}, TypeError, "q is Packed and k is not; give q, k and v as Packed"),
-        ({"lengths_k": np.ones(3, "i4")}, TypeError, "k is Packed and Padded; give k as Packed"),
-        ({"cu_seqlens_q": np.zeros(4)}, TypeError, "q.offsets is float64; it must be of whole"),
-        (
-            {"seqused_q": np.zeros(4, "i4")},
-            ValueError,
-            r"q.used has shape \(4,\); .* here \(3,\)",
-        ),
-    ],
-)
-def test_what_prepared_calls_of_packed_arrays_refuse(change, error, message):
-    q, k, v, *offsets = packed()
-    given = {**dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets)), **change}
-    with pytest.raises(error, match=message):
-        cupyfa.compile(*wrap(q, k, v, given), backend="simulator")
-    with pytest.raises(ValueError, match=r"q has shape \(1, 17, 2, 24\); packed arrays are"):
-        cupyfa.compile(*pack(q[None], k, v, *offsets))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Keywords of all functions: given or not, of which type, and for which kernel."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import Devices, Dropout, Packed, Padded, Problem
+from cupyfa import Dropout, Packed, Padded, Problem
 from cupyfa.lab.bench import sweeps
 from cupyfa.problem.options import OPTIONS, AttentionOptions
 
@@ -14,7 +16,6 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(F)
 LSE = np.ones((1, 2, 5), F)
 ROWS, OFFSETS = Q[0].swapaxes(0, 1), np.array([0, 2, 5], np.int32)
 SIM = {"backend": "simulator", "kernel": "fa2"}
-SIM_ALONE = {"backend": "simulator"}
 BACK = {"backend": "simulator", "kernel": "columns"}
 
 
@@ -94,20 +95,28 @@ def test_problems_take_none_for_the_default_of_an_option():
 
 # What stands in the place of former keywords.
 FORMER = {
-    "options": "options takes them from a dictionary",
-    "mask_mod": "write mask=",
-    "dropout_seed": r"dropout=Dropout\(rate, seed, offset\)",
-    "out_dtype": 'write out="float32"',
-    "lengths_q": r"write q as Padded\(q, lengths_q\)",
-    "lengths_k": r"write k and v as Padded\(k, lengths_k\) and Padded\(v, lengths_k\)",
-    "cu_seqlens_q": r"write q as Packed\(q, cu_seqlens_q\)",
-    "v_descale": r"write v as Scaled\(v, v_descale\)",
-    "own": r"kernel=kernel.bind\(",
-    "return_own": r"kernel=kernel.bind\(",
-    "devices": r'backend=Devices\("all"\)',
-    "progress": r"backend=Devices\(progress=function\)",
+    "mask_mod": 'mask="key <= query"',
+    "out_dtype": 'out="float32"',
+    "dropout_seed": "Dropout(rate, seed, offset)",
+    "dropout_offset": "Dropout(rate, seed, offset)",
+    "options": "**options",
+    "own": "kernel.bind(",
+    "return_own": "kernel.bind(",
+    "devices": 'backend=Devices("all")',
+    "progress": "backend=Devices(progress=",
+    "lengths_q": "Padded(q, lengths_q)",
+    "lengths_k": "Padded(k, lengths_k)",
+    "cu_seqlens_q": "Packed(q, cu_seqlens_q)",
+    "cu_seqlens_k": "Packed(k, cu_seqlens_k)",
+    "seqused_q": "Packed(q, offsets, used=",
+    "seqused_k": "Padded(k, lengths)",
+    "q_descale": "Scaled(q, q_descale)",
+    "k_descale": "Scaled(k, k_descale)",
+    "v_descale": "Scaled(v, v_descale)",
+    "rotary": "KVCache(…, rotary=",
+    "prefix": "KVCache(…, prefix=",
+    "interleaved": "Rotary(cos, sin, interleaved=True)",
     "splits": 'tiles={"splits": n}',
-    "prefix": r"KVCache\(…, prefix=\(k, v\)\)",
 }
 
 
@@ -115,14 +124,8 @@ FORMER = {
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", FORMER)
 def test_a_former_keyword_shows_what_to_write(function, name):
-    with pytest.raises(TypeError, match=rf"no argument '{name}'; .*{FORMER[name]}"):
+    with pytest.raises(TypeError, match=f"no argument '{name}'; .*{re.escape(FORMER[name])}"):
         FUNCTIONS[function](**{name: 1})
-
-
-@pytest.mark.parametrize("name, there", [("decode", "append="), ("tune", "cupyfa.lab.tune")])
-def test_a_former_function_shows_what_to_write(name, there):
-    with pytest.raises(TypeError, match=rf"cupyfa.{name} was replaced; write .*{there}"):
-        getattr(cupyfa, name)
 
 
 # Types
@@ -144,33 +147,11 @@ def test_flags_are_true_or_false(name, function, value):
         FUNCTIONS[function](**{name: value})
 
 
-def test_other_functions_have_such_flags():
-    for call in (
-        lambda: cupyfa.softmax(Q, check="no", backend="simulator"),
-        lambda: cupyfa.softmax(Q, return_lse=3, backend="simulator"),
-        lambda: cupyfa.merge([(Q, LSE)], check="no", backend="simulator"),
-        lambda: cupyfa.merge_vjp([(Q, LSE)], check="no", backend="simulator"),
-        lambda: cupyfa.KVCache(Q, Q, [1], rotary=cupyfa.Rotary(Q[0, 0], Q[0, 0], "no")),
-    ):
-        with pytest.raises(TypeError, match="give True or False"):
-            call()
+def test_flags_may_be_of_numpy():
     assert cupyfa.attention(Q, Q, Q, check=np.bool_(False), **SIM).shape == Q.shape
 
 
-@pytest.mark.parametrize("value", [3, "bar", True])
-def test_progress_is_a_function(value):
-    with pytest.raises(TypeError, match=r"progress is .*; give a function of \(done, total"):
-        how = {**SIM, "backend": Devices(progress=value, backend="simulator")}
-        cupyfa.attention(Q, Q, Q, **how)
-
-
-NUMBERS = {
-    "scale": 0.5,
-    "softcap": 3,
-    "rate": 0.25,
-    "offset": 3,
-    "causal": True,
-}
+NUMBERS = {"scale": 0.5, "softcap": 3, "rate": 0.25, "offset": 3, "causal": True}
 
 
 @pytest.mark.parametrize(
@@ -245,15 +226,6 @@ def test_lists_of_lengths_are_arrays():
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sink", "captured"])
-@pytest.mark.parametrize("value", [[1.0, [2.0]], ["a", "b"], [None, 1.0]], ids=str)
-def test_lists_that_are_no_arrays_are_refused(name, value):
-    given = {"captured": {"x": value}, "score_mod": "score * x[head]"}
-    given = given if name == "captured" else {name: value}
-    with pytest.raises(TypeError, match="that is no array|must be of"):
-        cupyfa.attention(Q, Q, Q, **given, **SIM)
-
-
 def test_caches_take_lists_of_numbers():
     k = np.random.default_rng(1).standard_normal((3, 16, 2, 16)).astype(F)
     results = []
@@ -265,12 +237,6 @@ def test_caches_take_lists_of_numbers():
         ):
             results.append(cupyfa.attention(np.ones((2, 2, 1, 16), F), cache, backend="simulator"))
     np.testing.assert_array_equal(results[:2], results[2:])
-    for lengths, error, message in (
-        ([1.5, 2.0], TypeError, "lengths has numbers of float64; give whole numbers"),
-        ([2**40, 1], ValueError, "lengths has numbers from 1 to 1099511627776; they are int32"),
-    ):
-        with pytest.raises(error, match=message):
-            cupyfa.KVCache(k, k, lengths, [[0], [1]], layout="bshd")
 
 
 # Kernels as records, and numbers in keys of calls
@@ -379,56 +345,9 @@ def test_gradients_are_deterministic_if_asked_for_everywhere():
 # Messages
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q), "arrays q, k, v; v is missing"),
-        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q), "k, v are missing"),
-        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, Q), "there is 1 more"),
-        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, v=Q), "v is given twice"),
-        (lambda: cupyfa.compile(Q, Q, Q, **SIM)(Q, Q, Q, sink=Q), "sink is unknown"),
-        (
-            lambda: cupyfa.compile(
-                Q, Q, Q, score_mod="score * c", captured={"c": 2.0}, **SIM
-            )(Q, Q, Q, c=2.0),
-            "c is compiled in, so to be left out",
-        ),
-    ],
-)  # fmt: skip
-def test_a_prepared_call_says_which_array_is_missing(call, message):
-    with pytest.raises(TypeError, match=message):
-        call()
-
-
-def test_a_grid_beyond_the_limit_says_why_no_kernel_can():
-    sizes = {"M": 1, "d": 1, "batch": 2**16, "heads": 2**16, "backend": "simulator"}
-    for kernel in ("fa2", "minimal"):
-        with pytest.raises(cupyfa.Unsupported, match=r"can either: too many blocks \(.*v2, .*\)$"):
-            cupyfa.plan(kernel=kernel, **sizes)
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: cupyfa.empty_pinned(2.5, **SIM_ALONE), TypeError, "shape is 2.5; give whole"),
-        (lambda: decoded(tiles={"splits": 2.0}), ValueError, "splits is 2.0; give a whole number"),
-        (lambda: decoded(tiles={"splits": True}), ValueError, "splits is True; give a whole"),
-        (
-            lambda: cupyfa.attention(Q, Q, Q, backend=Devices(3, backend="simulator")),
-            TypeError,
-            "devices is 3; give",
-        ),
-        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": 64.0}, **SIM), ValueError, "Br=64.0 must"),
-        (lambda: cupyfa.attention(Q, Q, Q, tiles={"Br": True}, **SIM), ValueError, "Br=True must"),
-        (lambda: cupyfa.kernel("fa2").bind(returns=3), TypeError, "returns is 3; give names"),
-        (lambda: cupyfa.attention(Q, Q, Q, layout=["bhsd"], **SIM), ValueError, "layout is"),
-        (lambda: cupyfa.attention(Q, Q, Q, dropout=0.5, **SIM), TypeError, "dropout is 0.5; give"),
-        (lambda: decoded(append=Q), TypeError, r"append is .*; give .*\(k, v\)"),
-        (lambda: cupyfa.vjp(Q, Q, Q, wrt=3, **SIM), TypeError, "wrt is 3; give names"),
-    ],
-)
-def test_other_arguments_of_wrong_types_are_refused(call, error, message):
-    """Twice: the call before is not known."""
+@pytest.mark.parametrize("wrong", [{"tiles": {"Br": 64.0}}, {"layout": ["bhsd"]}, {"dropout": 0.5}])
+def test_a_refused_call_is_refused_again(wrong):
+    """What the first one was given is not known afterwards."""
     for _ in range(2):
-        with pytest.raises(error, match=message):
-            call()
+        with pytest.raises((TypeError, ValueError), match="Br=64.0|layout is|dropout is"):
+            cupyfa.attention(Q, Q, Q, **wrong, **SIM)

@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 import cupyfa
-from cupyfa import Packed, Padded
-from cupyfa.errors import Unsupported
+from cupyfa import Padded
 from cupyfa.lab.verify import transforms
-from cupyfa.problem.structured_arrays import wrap
 
 F = np.float32
 ROWS, KEYS = (9, 0, 4), (5, 11, 0)
@@ -64,39 +62,6 @@ def test_batch_axes_are_one(backend):
     assert none.shape == (0, 2, 9, 16)
 
 
-@pytest.mark.parametrize(
-    "given, error, message",
-    [
-        (
-            {"lengths_k": [3, 12, 0]},
-            ValueError,
-            r"k.lengths\[1\] is 12, and batch element 1 has 11",
-        ),
-        (
-            {"lengths_q": [3, 0, -1]},
-            ValueError,
-            r"q.lengths\[2\] is -1, .*; give a number from 0 to",
-        ),
-        ({"lengths_q": [9, 9]}, ValueError, r"q.lengths has shape \(2,\); .* here \(3,\)"),
-        ({"lengths_q": [[9, 9, 9]]}, ValueError, r"q.lengths has shape \(1, 3\); .* here \(3,\)"),
-        ({"lengths_k": [1.0, 2.0, 3.0]}, TypeError, "k.lengths is float64; it must be of whole"),
-        ({"lengths_k": 3}, TypeError, "k.lengths is 3; give a NumPy or CuPy array of int32"),
-        ({"lengths_k": [True] * 3}, TypeError, "k.lengths is bool; it must be of whole numbers"),
-    ],
-    ids=str,
-)
-def test_wrong_lengths_are_refused(given, error, message):
-    q, k, v = drawn()
-    arrays = wrap(q, k, v, given)
-    with pytest.raises(error, match=message):
-        cupyfa.attention(*arrays, **HOW)
-    out, lse = cupyfa.attention(q, k, v, return_lse=True, **HOW)
-    with pytest.raises(error, match=message):
-        cupyfa.backward(out, *arrays, out, lse, backend="simulator")
-    with pytest.raises(error, match=message):
-        cupyfa.compile(*arrays, **HOW)
-
-
 def test_auto_takes_a_kernel_that_can():
     sizes = {"d": 64, "batch": 3, "heads": 2, "dtype": "float16", "backend": "simulator"}
     few, many = (cupyfa.plan(M=M, N=4096, **sizes, lengths_k=True).kernel for M in (1, 4096))
@@ -110,12 +75,6 @@ def test_plans_have_forms_of_lengths(form):
     assert [(x.name, x.dtype, x.shape) for x in p.operands] == [("lengths_k", "int32", (3,))]
     assert "lengths_k=i32[3]" in str(p)
     assert transforms.resize(p, batch=5).operands[0].shape == (5,)
-
-
-@pytest.mark.parametrize("form", ["batch", "i32[rows]"])
-def test_wrong_forms_are_refused(form):
-    with pytest.raises(ValueError, match=r"lengths_k is .*; give its dtype and size, i32\[batch\]"):
-        cupyfa.plan(M=9, d=16, batch=3, lengths_k=form, **HOW)
 
 
 def test_prepared_calls_take_lengths_in_order_or_by_name(backend):
@@ -159,29 +118,6 @@ def test_pullbacks_have_the_lengths_of_the_call(backend):
     dq, dk, dv = pullback(np.ones_like(out))
     assert not (np.any(dq[1]) or np.any(dq[2]) or np.any(dk[1:]) or np.any(dv[0, :, 5:]))
     assert np.any(dq[0]) and np.any(dk[0, :, :5])
-
-
-def test_what_else_cannot_be_given():
-    q, k, v = drawn()
-    blocks = cupyfa.block_mask(np.ones((9, 11), bool), backend="simulator")
-    with pytest.raises(Unsupported, match="a block mask cannot be used with lengths_q and "):
-        cupyfa.attention(*padded(q, k, v), backend="simulator", mask=blocks)
-    with pytest.raises(Unsupported, match="wrt=bias cannot be used with lengths_q and lengths_k; "):
-        bias = np.zeros((9, 11), F)
-        how = {"backend": "simulator", "bias": bias, "wrt": "q,bias"}
-        _, pullback = cupyfa.vjp(*padded(q, k, v), **how)
-        pullback(np.ones_like(q))
-    with pytest.raises(TypeError, match="q is of type list"):
-        cupyfa.attention(*padded([q[0]], [k[0]], [v[0]], [3], [3]), backend="simulator")
-    with pytest.raises(TypeError, match="q is Packed and Padded; give q as Packed"):
-        packed = Packed(Padded(q[0], [3]), [0, 9]), Packed(k[0], [0, 11]), Packed(v[0], [0, 11])
-        cupyfa.attention(*packed, backend="simulator")
-    with pytest.raises(TypeError, match="k is Padded and v is not; every key has a value"):
-        cupyfa.attention(q, Padded(k, KEYS), v, backend="simulator")
-    with pytest.raises(ValueError, match="k and v have different lengths; every key has a value"):
-        cupyfa.attention(q, Padded(k, KEYS), Padded(v, ROWS), backend="simulator")
-    with pytest.raises(TypeError, match="q is Padded twice; give it once"):
-        cupyfa.attention(Padded(Padded(q, ROWS), ROWS), k, v, backend="simulator")
 
 
 @pytest.mark.gpu

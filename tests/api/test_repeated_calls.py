@@ -3,9 +3,11 @@
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from helpers.far_device import FarDevice
 
 import cupyfa
 from cupyfa import KVCache, distributed
@@ -15,8 +17,9 @@ Q, K, V = (RNG.standard_normal((2, 4, 64, 32)).astype(np.float32) for _ in range
 TOKENS = [np.ascontiguousarray(x[:, :, :2]) for x in (Q, K, V)]
 
 
-def count_calls(call):
-    """How many functions of the library the call enters, in all threads."""
+@contextmanager
+def counted():
+    """A list that gets the names of the library's functions that this thread enters."""
     entered = []
 
     def profile(frame, event, argument):
@@ -26,10 +29,18 @@ def count_calls(call):
     threading.setprofile(profile)
     sys.setprofile(profile)
     try:
-        call()
+        yield entered
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+
+
+def repeated(call):
+    """How many functions of the library a call enters after three others, in all its threads."""
+    for _ in range(3):
+        call()
+    with counted() as entered:
+        call()
     return len(entered)
 
 
@@ -45,11 +56,16 @@ def decode():
 CACHE = KVCache(K.copy(), V.copy(), np.array([10, 60], np.int32))
 
 
-@pytest.mark.parametrize(("call", "most"), [(attend, 50), (decode, 120)])
+FAR = FarDevice()
+
+
+def transfer():
+    cupyfa.attention(Q, K, V, kernel="fa2", backend=FAR)
+
+
+@pytest.mark.parametrize(("call", "most"), [(attend, 50), (decode, 120), (transfer, 240)])
 def test_a_repeated_call_enters_few_functions(call, most):
-    for _ in range(3):
-        call()
-    assert count_calls(call) <= most
+    assert 5 < repeated(call) <= most
 
 
 def test_a_repeated_call_of_ranks_enters_few_functions():
@@ -57,24 +73,7 @@ def test_a_repeated_call_of_ranks_enters_few_functions():
         q, k, v = (
             distributed.Sharded(np.ascontiguousarray(x[:, :, :32]), group, 64) for x in (Q, K, V)
         )
-
-        def call():
-            cupyfa.attention(q, k, v, kernel="fa2", backend="simulator")
-
-        for _ in range(3):
-            call()
-        entered = []
-
-        def profile(frame, event, argument):
-            if event == "call" and "cupyfa" in frame.f_globals.get("__name__", ""):
-                entered.append(frame.f_code.co_name)
-
-        sys.setprofile(profile)  # of this thread
-        try:
-            call()
-        finally:
-            sys.setprofile(None)
-        return len(entered)
+        return repeated(lambda: cupyfa.attention(q, k, v, kernel="fa2", backend="simulator"))
 
     assert sum(distributed.threads(2, run)) <= 600
 

@@ -30,12 +30,7 @@ LENGTHS = np.array([0, 1, SIZE + 5, N], "i4")
 COUNT = BATCH * MOST + 3  # of pages
 DTYPE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SMALL = {"Br": 16, "Bc": 32, "Wr": 16, "stages": 2}  # two pages in a tile of keys
-SCALES = {
-    None: None,
-    "heads": (KV_HEADS,),
-    "batch": (BATCH, KV_HEADS),
-    "pages": (COUNT, KV_HEADS),
-}
+SCALES = {None: None, "heads": (KV_HEADS,), "batch": (BATCH, KV_HEADS), "pages": (COUNT, KV_HEADS)}
 
 
 def drawn(shape, seed=0, dtype=np.float32):
@@ -54,18 +49,17 @@ def scaled(arrays, scales):
     return [x if of is None else Scaled(x, of) for x, of in zip(arrays, scales, strict=True)]
 
 
+def tokens(count, dtype=np.float16):
+    """Queries, and new keys and values."""
+    sizes = (HEADS, D), (KV_HEADS, D), (KV_HEADS, DV)
+    return tuple(drawn((BATCH, h, count, x), x, dtype) for h, x in sizes)
+
+
 class Filled:
     """A cache, and the numbers that it stands for: k and v [batch, rows, kv_heads, columns]."""
 
     def __init__(
-        self,
-        *,
-        pages=False,
-        layout="bshd",
-        forms=(None, None),
-        lengths=LENGTHS,
-        room=0,
-        **how,
+        self, *, pages=False, layout="bshd", forms=(None, None), lengths=LENGTHS, room=0, **how
     ):
         self.lengths = lengths
         table = np.random.default_rng(5).permutation(COUNT)[: BATCH * MOST].reshape(BATCH, MOST)
@@ -192,10 +186,7 @@ NEW_LENGTHS = np.array([0, 1, SIZE - 2, N - 3], "i4")
 def test_new_rows_are_divided_and_rounded(backend, pages, layout, forms, dtype):
     """Also numbers beyond the largest one, which become that, and NaN."""
     filled = Filled(pages=pages, layout=layout, forms=forms, lengths=NEW_LENGTHS, room=3)
-    q, new_k, new_v = (
-        drawn((BATCH, h, 3, x), x, DTYPE[dtype])
-        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
-    )
+    q, new_k, new_v = tokens(3, DTYPE[dtype])
     new_v *= np.asarray(2.0**9, new_v.dtype)
     new_v[0, 0, 0, :2] = np.inf, -np.inf
     new_k[1, 1, 2, 5] = np.nan
@@ -220,10 +211,7 @@ def test_keys_are_turned_before_they_are_rounded(backend, interleaved):
     rotary = [f(angles).astype("f4") for f in (np.cos, np.sin)]
     how = {"forms": ("pages", "heads"), "rotary": Rotary(*rotary, interleaved)}
     filled = Filled(pages=True, lengths=NEW_LENGTHS, room=2, **how)
-    q, new_k, new_v = (
-        drawn((BATCH, h, 2, x), x, np.float16)
-        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
-    )
+    q, new_k, new_v = tokens(2)
     out, lse = decoded(backend, q, filled, append=(new_k, new_v), check=True)
     turned = np.empty_like(q)
     for b, n in enumerate(NEW_LENGTHS):
@@ -240,10 +228,7 @@ def test_keys_are_turned_before_they_are_rounded(backend, interleaved):
 
 def test_a_check_finds_a_row_that_is_rounded_wrongly(monkeypatch):
     filled = Filled(forms=("heads", "heads"), lengths=NEW_LENGTHS)
-    q, new_k, new_v = (
-        drawn((BATCH, h, 1, x), x, np.float16)
-        for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
-    )
+    q, new_k, new_v = tokens(1)
     write = kv_cache._New.write
 
     def wrongly(self):
@@ -262,10 +247,7 @@ def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
     for backend in (FarDevice(), "simulator"):
         forms = ("pages", "batch") if pages else ("heads", None)
         filled = Filled(pages=pages, forms=forms, lengths=NEW_LENGTHS, room=2)
-        q, new_k, new_v = (
-            drawn((BATCH, h, 2, x), x, np.float16)
-            for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
-        )
+        q, new_k, new_v = tokens(2)
         results.append(decoded(backend, q, filled, append=(new_k, new_v)))
         caches.append(filled.bits())
     for one, other in zip(*results):
@@ -274,74 +256,8 @@ def test_numpy_caches_are_copied_to_a_device_and_new_rows_back(pages):
         np.testing.assert_array_equal(one.view("u1"), other.view("u1"))
 
 
-# What is refused
-
-
-def cache_with(**change):
-    filled = Filled(pages=change.pop("pages", False))
-    cache = filled.cache
-    scales = [change.pop(x, None) for x in optional_inputs.SCALES]
-    k, v = scaled((change.pop("k", cache.k), change.pop("v", cache.v)), scales)
-    return cupyfa.KVCache(k, v, LENGTHS, cache.pages, layout="bshd")
-
-
-@pytest.mark.parametrize(
-    "change, error, words",
-    [
-        (
-            {"k_scale": np.ones(3, "f4")},
-            ValueError,
-            r"\(3,\); its shape must be \[kv_heads\], here \(2,\)",
-        ),
-        ({"v_scale": np.ones((COUNT, 2), "f4")}, ValueError, r"v_scale has shape \(27, 2\)"),
-        ({"k_scale": np.ones(2)}, TypeError, "k_scale is float64; it must be float32"),
-        ({"k_scale": {1, 2}}, TypeError, "give a NumPy or CuPy array"),
-        ({"k_scale": [1, 1, 1]}, ValueError, r"k_scale has shape \(3,\)"),
-        (
-            {"k_scale": np.ones((4, 4), "f4")[:, ::2]},
-            ValueError,
-            "its last axis must be contiguous",
-        ),
-        (
-            {"pages": True, "k_scale": np.ones((5, 2), "f4")},
-            ValueError,
-            r"\[pages, kv_heads\], \(27, 2\)",
-        ),
-        (
-            {"k": np.ones((BATCH, N, 2, D), "f2"), "v": np.ones((BATCH, N, 2, DV), "f2")}
-            | {"v_scale": np.ones(2, "f4")},
-            ValueError,
-            "v is Scaled, and k is float16; scales are for float8_e4m3fn: give the array alone",
-        ),
-        ({"v": np.ones((BATCH, N, 2, DV), "f2")}, TypeError, "k is float8_e4m3fn and v is float16"),
-        ({"k": np.ones((BATCH, N, 2, 7), E4M3)}, ValueError, "an even number of bytes"),
-        ({"k": np.ones((BATCH, N, 2, 7), E4M3)[..., :6]}, ValueError, "begin at even ones"),
-    ],
-    ids=str,
-)
-def test_wrong_scales_are_refused(change, error, words):
-    with pytest.raises(error, match=words):
-        cache_with(**change)
-
-
-def test_scales_of_as_many_pages_as_sequences_are_ambiguous():
-    k = np.ones((2, KV_HEADS, SIZE, D), E4M3)
-    cache = k, np.ones(2, "i4"), np.zeros((2, 1), "i4")
-    with pytest.raises(ValueError, match="as many pages as sequences; give k and v a page more"):
-        cupyfa.KVCache(Scaled(k, np.ones((2, KV_HEADS), "f4")), *cache)
-    cupyfa.KVCache(Scaled(k, np.ones(KV_HEADS, "f4")), *cache)
-
-
-def test_wrong_calls_are_refused(monkeypatch):
-    filled = Filled()
-    q, new = drawn((BATCH, HEADS, 1, D), 7, np.float16), drawn((BATCH, KV_HEADS, 1, D), 8)
-    for error, words, given, how in (
-        (TypeError, "q is float32; with a cache of", q.astype("f4"), {}),
-        (ValueError, "k is float32 .* must be float16", q, {"append": (new, new[..., :DV])}),
-        (Unsupported, "only mma_split_kv takes a cache of e4m3", q, {"kernel": "fa2"}),
-    ):
-        with pytest.raises(error, match=words):
-            decoded("simulator", given, filled, **how)
+def test_devices_before_sm_89_are_refused(monkeypatch):
+    filled, q = Filled(), drawn((BATCH, HEADS, 1, D), 7, np.float16)
     limits = limits_of("80")
     monkeypatch.setattr(Simulator, "limits", limits)
     with pytest.raises(Unsupported, match="is sm_80, and a cache of float8_e4m3fn needs sm_89"):
@@ -351,41 +267,42 @@ def test_wrong_calls_are_refused(monkeypatch):
 # Compilation, and a device
 
 
-def launches(dtype, arch, *, size, by_page, M=1, d=128, N=8192):
+def launches(dtype, arch, *, cached=E4M3, size, by_page=False, M=1, d=128, N=8192):
     """What decoding launches for a cache of such a form."""
     count = N // size if size else 0
-    shape = (count, 1, 8) if by_page else (1, 8)
-    scales = [np.zeros(shape, "f4")] * 2
     rows = (count, 8, size, d) if size else (1, 8, N, d)
+    q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, cached)
     lengths, table = np.zeros(1, "i4"), np.zeros((1, max(count, 1)), "i4")
-    operands = [optional_inputs.of_value("lengths_k", lengths)]
-    operands += [optional_inputs.of_value("page_table", table)] if size else []
-    operands += [optional_inputs.of_value(*x) for x in zip(optional_inputs.SCALES, scales)]
-    q, k = np.zeros((1, 32, M, d), DTYPE[dtype]), np.zeros(rows, E4M3)
-    p = Problem.of(q, k, k, causal=True, operands=tuple(operands))
-    kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=True)
+    read = {"lengths_k": lengths} | ({"page_table": table} if size else {})
+    scales = np.zeros((count, 1, 8) if by_page else (1, 8), "f4")
+    read |= dict.fromkeys(optional_inputs.SCALES, scales) if cached == E4M3 else {}
+    operands = tuple(optional_inputs.of_value(*x) for x in read.items())
+    p = Problem.of(q, k, k, causal=True, operands=operands)
+    kernel = for_decoding("auto", "auto", dtype, 4, is_e4m3=cached == E4M3)
+    kernel = planning.select(kernel, "forward", p, limits_of(arch))
+    assert kernel.name.startswith("mma_split_kv")
     yield from planning.plan(kernel, p, limits_of(arch)).programs
     cache = cupyfa.KVCache(k, k, lengths, table if size else None)
     new, angles = np.zeros((1, 8, M, d), DTYPE[dtype]), np.zeros((N, d // 2), DTYPE[dtype])
     arrays = {"q": q, "cache.k": k, "cache.v": k, "lengths": lengths}
     arrays |= {"pages": table} if size else {}
-    arrays |= {**dict(zip(optional_inputs.SCALES, scales)), "k": new, "v": new}
-    arrays |= {"cos": angles, "sin": angles, "used": lengths, "turned": q}
+    arrays |= {x: y for x, y in read.items() if x in optional_inputs.SCALES}
+    arrays |= {"k": new, "v": new, "cos": angles, "sin": angles, "used": lengths, "turned": q}
     yield from kv_cache._plan(arrays, cache).programs
 
 
 @pytest.mark.parametrize(
     "arch, dtype, form",
     [
-        ("90", "bfloat16", {"size": 0, "by_page": False}),
+        ("90", "float16", {"size": 0, "cached": np.float16}),
+        ("90", "float16", {"size": 16, "cached": np.float16}),
+        ("90", "bfloat16", {"size": 0}),
         pytest.param("90", "bfloat16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
         pytest.param("89", "float16", {"size": 16, "by_page": True}, marks=pytest.mark.slow),
-        pytest.param("89", "bfloat16", {"size": 0, "by_page": False}, marks=pytest.mark.slow),
+        pytest.param("89", "bfloat16", {"size": 0}, marks=pytest.mark.slow),
         pytest.param("100", "bfloat16", {"size": 64, "by_page": True}, marks=pytest.mark.slow),
-        pytest.param("120", "float16", {"size": 64, "by_page": False}, marks=pytest.mark.slow),
-        pytest.param(
-            "90", "float16", {"size": 0, "by_page": False, "d": 64}, marks=pytest.mark.slow
-        ),
+        pytest.param("120", "float16", {"size": 64}, marks=pytest.mark.slow),
+        pytest.param("90", "float16", {"size": 0, "d": 64}, marks=pytest.mark.slow),
     ],
 )
 def test_nvrtc_compiles_what_decoding_launches(arch, dtype, form):
@@ -407,9 +324,7 @@ def test_arrays_in_gpu_memory_and_a_captured_call(cuda, forms):
     there = scaled(there, map(cupy.asarray, (host.k_scale, host.v_scale)))
     table = None if host.pages is None else cupy.asarray(host.pages)
     cache = cupyfa.KVCache(*there, cupy.asarray(host.lengths), table, layout="bshd")
-    q, new_k, new_v = (
-        drawn((BATCH, h, 1, x), x, dtype) for h, x in ((HEADS, D), (KV_HEADS, D), (KV_HEADS, DV))
-    )
+    q, new_k, new_v = tokens(1, dtype)
     out = cupy.empty((BATCH, HEADS, 1, DV), dtype)
     new = cupy.asarray(new_k), cupy.asarray(new_v)
     how = {"append": new, "out": out, "return_lse": True}

@@ -238,57 +238,6 @@ def test_what_is_refused_is_not_begun(backend):
     assert case.given[0].tobytes() == before
 
 
-WRONG = (
-    (ValueError, "prefix is an empty list", lambda k, v: []),
-    (TypeError, "prefix is of type ndarray; give a cupyfa.KVCache, a tuple", lambda k, v: k),
-    (TypeError, r"prefix\[1\] is 3; give a cupyfa.KVCache", lambda k, v: [(k, v), 3]),
-    (ValueError, "^prefix: k has shape", lambda k, v: (k[0], v)),
-    (ValueError, "both must be", lambda k, v: (k, v[:, :, :3])),
-    (
-        TypeError,
-        r"prefix is a tuple of prefixes; several prefixes are a list: \[\(k, v\), ...\]",
-        lambda k, v: ((k, v), (k, v)),
-    ),
-    (TypeError, "prefix.v is 5; give a NumPy or CuPy array", lambda k, v: (k, 5)),
-    (TypeError, r"prefix\[0\].k is None; give", lambda k, v: [(None, v)]),
-    (
-        ValueError,
-        "prefix has 3 sequences, and the cache 4; .* a number that divides 4$",
-        lambda k, v: (k.repeat(3, 0), v.repeat(3, 0)),
-    ),
-    (
-        ValueError,
-        r"prefix\[1\] has 1 sequences.* divides 4 and is a multiple of the 2 of the prefix before",
-        lambda k, v: [(k.repeat(2, 0), v.repeat(2, 0)), (k, v)],
-    ),
-    (ValueError, "k of 1 heads and 24 columns.* of 2 and 24", lambda k, v: (k[:, :1], v[:, :1])),
-    (
-        ValueError,
-        "v of 2 heads and 8 columns",
-        lambda k, v: (k, np.ascontiguousarray(v[..., :8])),
-    ),
-    (
-        TypeError,
-        "prefix is float16 and the cache float32",
-        lambda k, v: (k.astype("f2"), v.astype("f2")),
-    ),
-)
-
-
-@pytest.mark.parametrize("error, words, prefix", WRONG, ids=lambda x: x if type(x) is str else "")
-def test_wrong_prefixes_are_refused(error, words, prefix):
-    case = Case()
-    with pytest.raises(error, match=words):
-        case.decoded("simulator", prefix(*case.shared[0]))
-
-
-def test_names_that_texts_of_prefixes_use_are_refused():
-    case = Case()
-    taken = {"prefix_keys": np.zeros(3, "f4")}
-    with pytest.raises(ValueError, match="captured has 'prefix_keys'.*rename it"):
-        case.decoded("simulator", score_mod="score + prefix_keys[head]", captured=taken)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS[:2] + OPTIONS[-1:], ids=str)
 def test_a_captured_call_takes_other_lengths(cuda, options):

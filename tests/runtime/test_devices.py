@@ -68,15 +68,36 @@ def arrays(batch, heads, M, kv_heads=None, N=None, dtype=np.float32):
     return [rng.standard_normal(shape).astype(dtype) for shape in ((batch, heads, M, 16), kv, kv)]
 
 
-def same(far, q, k, v, numbers, progress=None, **options):
-    """Checks that devices together give the bits of one; returns them."""
-    several = cupyfa.Devices(numbers, progress, far)
-    options = {"kernel": "fa2", "tiles": {"Br": 16, "Bc": 16}, "return_lse": True} | options
-    there = cupyfa.attention(q, k, v, backend=several, **options)
-    here = cupyfa.attention(q, k, v, backend="simulator", **options)
-    for got, right in zip(there, here):
+def compare(far, numbers, call, progress=None):
+    """Checks that a call has the same bits on several devices as in the simulator.
+
+    Returns the numbers of the devices that worked.
+    """
+    there = [np.array(x) for x in call(cupyfa.Devices(numbers, progress, far))]
+    for got, right in zip(there, call("simulator"), strict=True):
         np.testing.assert_array_equal(got, right)
-    return there
+    return set(hosts[far])
+
+
+def same(far, q, k, v, numbers, progress=None, **options):
+    """The same of attention; returns the numbers of the devices that worked."""
+    options = {"kernel": "fa2", "tiles": {"Br": 16, "Bc": 16}, "return_lse": True} | options
+
+    def attend(backend):
+        return cupyfa.attention(q, k, v, backend=backend, **options)
+
+    return compare(far, numbers, attend, progress)
+
+
+def with_gradients(q, k, v):
+    """A call on a backend that returns the output and its gradients."""
+    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
+
+    def call(backend):
+        out, pullback = cupyfa.vjp(q, k, v, **how, backend=backend)
+        return out, *pullback(np.cos(out))
+
+    return call
 
 
 def of_form(*shape):
@@ -96,44 +117,32 @@ SHARED = {  # a problem, and what three devices get of it
 @pytest.mark.parametrize("what", SHARED)
 def test_results_have_the_bits_of_one_device(far, what):
     sizes, options = SHARED[what]
-    same(far, *arrays(*sizes), "all", **options)
-    assert set(hosts[far]) == {0, 1, 2}
+    assert same(far, *arrays(*sizes), "all", **options) == {0, 1, 2}
     assert far.device == 0
 
 
 def test_padded_batches_have_the_bits_of_one_device(far):
     q, k, v = arrays(3, 2, 40)
     k, v = (cupyfa.Padded(x, [3, 40, 40]) for x in (k, v))
-    same(far, cupyfa.Padded(q, [40, 0, 7]), k, v, "all")
-    assert set(hosts[far]) == {0, 1, 2}
+    assert same(far, cupyfa.Padded(q, [40, 0, 7]), k, v, "all") == {0, 1, 2}
 
 
 def test_results_are_written_into_arrays_of_the_caller(far):
-    q, k, v = arrays(2, 3, 40)
     memory = np.full((2, 3, 80, 16), 7, np.float32)
-    out, _ = same(far, q, k, v, [2, 0], out=memory[:, :, ::2])
-    assert np.shares_memory(out, memory) and (memory[:, :, 1::2] == 7).all()
-    assert set(hosts[far]) == {2, 0}
+    out = memory[:, :, ::2]
+    assert same(far, *arrays(2, 3, 40), [2, 0], out=out) == {2, 0}
+    assert (out != 7).any() and (memory[:, :, 1::2] == 7).all()
 
 
 def test_gradients_have_the_bits_of_one_device(far):
-    q, k, v = arrays(1, 6, 40, 3)
-    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
-    made = []
-    for backend in (cupyfa.Devices([1, 2], backend=far), "simulator"):
-        out, pullback = cupyfa.vjp(q, k, v, **how, backend=backend)
-        made.append((out, *pullback(np.cos(out))))
-    for got, right in zip(*made):
-        np.testing.assert_array_equal(got, right)
-    assert set(hosts[far]) == {1, 2}
+    assert compare(far, [1, 2], with_gradients(*arrays(1, 6, 40, 3))) == {1, 2}
 
 
 @pytest.mark.parametrize(
     "options", [{"dropout": cupyfa.Dropout(0.5, 7)}, {"score_mod": "score - 0.1 * head"}], ids=str
 )
 def test_what_counts_heads_runs_on_the_first_device(far, options):
-    same(far, *arrays(2, 2, 60), [2, 1], **options)
-    assert set(hosts[far]) == {2}
+    assert same(far, *arrays(2, 2, 60), [2, 1], **options) == {2}
 
 
 @pytest.mark.parametrize("heads, M, N", [(3, 40, 50), (1, 8, 50), (1, 8, 100), (1, 1, 100)])
@@ -161,48 +170,14 @@ def test_buffers_may_be_freed_while_a_call_begins(far, monkeypatch):
 @pytest.mark.parametrize("device", [0, 1])
 def test_one_device_goes_the_usual_way(far, monkeypatch, device):
     monkeypatch.setattr(devices, "_run_in_turns", None)
-    same(far, *arrays(2, 2, 60), [device])
-    assert set(hosts[far]) == {device} and far.device == 0
+    assert same(far, *arrays(2, 2, 60), [device]) == {device} and far.device == 0
 
 
-def test_the_simulator_is_one_device():
+@pytest.mark.parametrize("numbers", ["all", [0]])
+def test_the_simulator_is_one_device(numbers):
     q, k, v = arrays(1, 2, 20)
-    for numbers in ("all", [0]):
-        on = cupyfa.Devices(numbers, backend="simulator")
-        cupyfa.attention(q, k, v, kernel="fa2", backend=on)
-    with pytest.raises(
-        ValueError, match="there is no device 1: simulator has device 0; give numbers"
-    ):
-        cupyfa.attention(q, k, v, backend=cupyfa.Devices([0, 1], backend="simulator"))
-
-
-@pytest.mark.parametrize(
-    "given, error, words",
-    [
-        (
-            [3],
-            ValueError,
-            'there is no device 3: simulator has devices 0, 1, 2; give numbers of these, or "all"',
-        ),
-        ([0, -1], ValueError, "there is no device -1: simulator has devices 0, 1, 2"),
-        ([0, 1, 0], ValueError, r"devices is \[0, 1, 0\]; give at least one, and each once"),
-        (
-            [],
-            ValueError,
-            r"devices is \[\]; give at least one, and each once: simulator has devices 0, 1",
-        ),
-        (1, TypeError, r'devices is 1; give "all", or numbers as \[0, 1\]'),
-        ("both", TypeError, r"devices is 'both'; give"),
-        ([True], TypeError, r"devices is \[True\]; give"),
-        ([0, 1.0], TypeError, r"devices is \[0, 1.0\]; give"),
-        ([1, 2], ValueError, r"of several models \(1 is A, 2 is B\); give those of one model"),
-    ],
-    ids=str,
-)
-def test_wrong_devices(far, given, error, words):
-    far.models = ("A", "A", "B")
-    with pytest.raises(error, match=words):
-        cupyfa.attention(*arrays(1, 2, 20), backend=cupyfa.Devices(given, backend=far))
+    on = cupyfa.Devices(numbers, backend="simulator")
+    assert cupyfa.attention(q, k, v, kernel="fa2", backend=on).shape == q.shape
 
 
 def test_all_devices_are_those_like_the_current_one(far):
@@ -218,33 +193,18 @@ OFFSETS = np.array([0, 30, 31, 65, 71, 120, 124], np.int32)
 @pytest.mark.parametrize("heads, kv_heads", [(2, 1), (4, 4)])
 def test_devices_share_sequences(far, heads, kv_heads):
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((124, n, 16), np.float32) for n in (heads, kv_heads, kv_heads))
-    how = {"kernel": "fa2", "backward_kernel": "two_pass", "causal": True}
-    made = []
-    packed = [cupyfa.Packed(x, OFFSETS) for x in (q, k, v)]
-    for backend in (cupyfa.Devices("all", backend=far), "simulator"):
-        out, back = cupyfa.vjp(*packed, **how, backend=backend)
-        made.append((out, *back(np.cos(out))))
-    for got, right in zip(*made):
-        np.testing.assert_array_equal(got, right)
-    assert set(hosts[far]) == {0, 1, 2}
+    drawn = (rng.standard_normal((124, n, 16), np.float32) for n in (heads, kv_heads, kv_heads))
+    packed = [cupyfa.Packed(x, OFFSETS) for x in drawn]
+    assert compare(far, "all", with_gradients(*packed)) == {0, 1, 2}
 
 
 def test_devices_share_lists(far):
     q, k, v = ([x[0], x[0, :, :9]] for x in arrays(1, 4, 40))
-    there, here = (
-        cupyfa.attention(q, k, v, kernel="fa2", backend=backend)
-        for backend in (cupyfa.Devices([1, 2], backend=far), "simulator")
-    )
-    for got, right in zip(there, here):
-        np.testing.assert_array_equal(got, right)
-    assert set(hosts[far]) == {1, 2}
 
+    def attend(backend):
+        return cupyfa.attention(q, k, v, kernel="fa2", backend=backend)
 
-def test_calls_without_devices_say_so():
-    q, k, v = arrays(1, 2, 20)
-    with pytest.raises(TypeError, match="backend is Devices, and a prepared call runs on one"):
-        cupyfa.compile(q, k, v, backend=cupyfa.Devices("all"))
+    assert compare(far, [1, 2], attend) == {1, 2}
 
 
 def test_progress_is_that_of_all_devices(far):

@@ -163,14 +163,6 @@ def test_the_exit_code_says_whether_anything_can_run(monkeypatch, hinders, place
     assert f"can run on: {', '.join(places) or 'nothing'}" in done.stderr
 
 
-@pytest.mark.slow
-def test_without_a_gpu_and_without_a_compiler_nothing_runs():
-    env = {"CUPYFA_COMPILER": "no-such-compiler", "CUDA_VISIBLE_DEVICES": ""}
-    found = as_json(env=env, code=3)
-    assert found["simulator"]["state"] == MISSING
-    assert "CUPYFA_COMPILER" in found["simulator"]["found"]
-
-
 @pytest.mark.parametrize("thing, name", [("cache", "CUPYFA"), ("CuPy's cache", "CUPY")])
 def test_a_cache_that_cannot_be_written_is_a_fault(monkeypatch, tmp_path, thing, name):
     (tmp_path / "file").write_text("")

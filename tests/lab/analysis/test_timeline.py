@@ -11,7 +11,7 @@ import click
 import numpy as np
 import pytest
 from helpers import own_kernel
-from helpers.cli import SIMULATOR, cli, refused, strict
+from helpers.cli import SIMULATOR, cli, strict
 
 import cupyfa
 from cupyfa import Unsupported
@@ -33,12 +33,8 @@ from cupyfa.runtime.simulator import Simulator
 SIZES = {"batch": 1, "heads": 1, "M": 192, "N": 384, "d": 16, "dtype": "float16"}
 ODD_WINDOWS = ("12", "0:inf", "5:2", "nan:3", "a:b")
 ODD_MEMBERS = (
-    "int x : 3;",
-    "int f() { return 1; }",
-    "int (*x)(int);",
-    "struct X;",
-    "MORE",
-    "#if 1",
+    *("int x : 3;", "int f() { return 1; }", "int (*x)(int);"),
+    *("struct X;", "MORE", "#if 1"),
 )
 OPTIONS = ("-B", 1, "-H", 1, "-M", 192, "-N", 384, "-d", 16, "--dtype", "float16", *SIMULATOR)
 
@@ -74,18 +70,14 @@ def without_marks(folder):
     return copied
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "wgmma_overlap",
-        "fa2",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("mma_split_kv", "wgmma_two_pass")),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("softmax_safe", "softmax_online")),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("minimal", "v1", "v2", "v3")),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("fa2_coalesced", "fa2_split_kv")),
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("columns", "rows", "two_pass")),
-    ],
+WITHOUT_RECORDING = (
+    *("wgmma_overlap", "fa2", "mma_split_kv", "wgmma_two_pass", "softmax_safe", "softmax_online"),
+    *("minimal", "v1", "v2", "v3", "fa2_coalesced", "fa2_split_kv", "columns", "rows", "two_pass"),
 )
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", WITHOUT_RECORDING)
 def test_without_a_recording_the_code_is_that_without_marks(name, tmp_path):
     compiler = pytest.importorskip("cupyfa.runtime.cuda.compiler")
     kernel, bare = record_named(name), without_marks(tmp_path)
@@ -184,8 +176,7 @@ def test_all_warps_wait_together_in_a_kernel_of_ones_own(tmp_path):
     names = "cycles", "nanoseconds", "multiprocessor", "record", "record_at", "record_place"
     own_names = "".join(f"__device__ void {x}(unsigned, unsigned);\n" for x in names)
     script = own_kernel.write(
-        tmp_path,
-        cu=('extern "C"', f'#include <timeline.cuh>\n{own_names}\nextern "C"'),
+        tmp_path, cu=('extern "C"', f'#include <timeline.cuh>\n{own_names}\nextern "C"')
     )
     cu = tmp_path / "mine.cu"
     text = cu.read_text()
@@ -544,17 +535,11 @@ def test_the_command(tmp_path):
     assert strict(printed)["traceEvents"] == json.loads(trace.read_text())["traceEvents"]
 
 
-def test_arguments_of_the_command_that_are_refused(tmp_path, overlap):
-    said = refused("timeline", "fa2", "--block", "x", *SIMULATOR, code=2)
-    assert "'x' is neither a number from 0 nor all" in said
+def test_blocks_and_windows_that_are_refused(tmp_path, overlap):
     assert "4 (1 in the simulator)" in " ".join(cli("timeline", "--help").stdout.split())
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
-    both = ("--save", tmp_path / "x.svg", "--plot", tmp_path / "x.svg")
-    assert "x.svg; name two files" in refused("timeline", "fa2", *both, *SIMULATOR, code=2)
-    said = refused("timeline", "fa2", "--save", "/proc/x.json", *SIMULATOR, code=2)
-    assert "cannot be written in the folder /proc; name another one" in said
     with pytest.raises(ValueError, match="is empty; its end comes last"):
         draw(overlap, tmp_path / "x.png", (5, 5))
     with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} steps; give"):

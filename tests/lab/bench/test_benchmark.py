@@ -288,6 +288,11 @@ def names(rows):
     return [row.kernel for row in rows]
 
 
+def quick(kernels, backend="simulator", **options):
+    """Measurements on a tiny problem, which take no longer than two launches."""
+    return bench(kernels, backend=backend, budget=0, **{**TINY, **options})
+
+
 def test_a_kernel_is_measured_beside_its_baseline_and_the_rung_before():
     rows = bench("v2", backend=Paced(baseline=10, v1=40, v2=20), budget=0.01, **TINY)
     assert names(rows) == ["baseline", "v1", "v2"]
@@ -320,7 +325,7 @@ def test_kernels_that_are_measured_by_default(kernels, options, expected):
 
 
 def test_auto_is_measured_as_what_it_chooses():
-    (row,) = bench("auto", backend="simulator", alone=True, budget=0, **TINY)
+    (row,) = quick("auto", alone=True)
     assert row.kernel == "fa2_coalesced"
 
 
@@ -389,12 +394,12 @@ def test_registers_are_the_largest_of_all_launches():
             wanting = "repair_rows" in str(vars(prepared).values())
             return {"registers": 168 if wanting else 40, "spilled bytes": 8 if wanting else 0}
 
-    (row,) = bench("baseline", backend=Telling(), budget=0, causal=True, **TINY)
+    (row,) = quick("baseline", backend=Telling(), causal=True)
     assert (row.registers, row.spilled_bytes) == (168, 8)
 
 
 def test_the_simulator_has_no_share_of_a_peak(facts):
-    (row,) = bench("fa2", backend="simulator", alone=True, budget=0, **TINY)
+    (row,) = quick("fa2", alone=True)
     assert (row.peak, row.percent_of_peak, row.row()["%_of_peak"]) == (None, None, None)
     assert not facts.exists()
 
@@ -404,7 +409,7 @@ def test_the_peak_is_that_of_what_the_kernel_multiplies_in(facts):
     facts.with_name("a-paced-simulator.json").write_text(
         '{"float16": 7.0, "float32": 3.0, "copy": 5.0}'
     )
-    rows = bench(["v3", "fa2"], backend=Card(), budget=0, **TINY)
+    rows = quick(["v3", "fa2"], backend=Card())
     assert [row.peak for row in rows] == [7.0, 3.0]
     (row,) = bench("softmax_safe", backend=Card(), budget=0, M=5, N=5)
     assert row.peak == 5.0
@@ -427,12 +432,12 @@ def test_kernels_of_the_same_name_are_shown_by_their_scripts(two_of_a_name, tmp_
     compared = strict(cli("compare", file, file, "--format", "json").stdout)
     assert [row["kernel"] for row in compared] == two_of_a_name
     old = two_of_a_name[0]
-    assert names(bench([old, old], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
+    assert names(quick([old, old])) == ["mine", "mine"]
 
 
 def test_a_users_kernel_named_like_the_baseline(tmp_path):
     script = own_kernel.write(tmp_path, py=('name="mine"', 'name="baseline"'))
-    rows = bench(f"{script}:mine", backend="simulator", budget=0, **TINY)
+    rows = quick(f"{script}:mine")
     assert names(rows) == ["baseline", f"{script}:mine"]
     assert rows[1].factors["baseline"] > 0
 
@@ -440,13 +445,13 @@ def test_a_users_kernel_named_like_the_baseline(tmp_path):
 def test_different_records_of_the_same_name_are_refused(two_of_a_name):
     one, other = map(records.record_named, two_of_a_name)
     with pytest.raises(ValueError, match="two kernels have the name 'mine'; give a rec"):
-        bench([one, other], backend="simulator", budget=0, **TINY)
-    assert names(bench([one, one], backend="simulator", budget=0, **TINY)) == ["mine", "mine"]
+        quick([one, other])
+    assert names(quick([one, one])) == ["mine", "mine"]
 
 
 def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():
     tiles = {"Br": [8, 16], "Bc": 4}
-    rows = bench(["v1", "fa2"], backend="simulator", budget=0, tiles=tiles, **TINY)
+    rows = quick(["v1", "fa2"], tiles=tiles)
     assert [(row.kernel, row.constants) for row in rows] == [
         ("v1", {"Bc": 4}),
         ("fa2", {"Br": 8, "Bc": 4}),
@@ -455,9 +460,7 @@ def test_all_constants_of_a_kernel_are_measured_in_the_same_rounds():
 
 
 def test_unsupported_problems_are_rows_with_a_note():
-    rows = bench(
-        "v3", backend="simulator", budget=0, alone=True, dtype=["float64", "float16"], **TINY
-    )
+    rows = quick("v3", alone=True, dtype=["float64", "float16"])
     assert [row.time is None for row in rows] == [True, False]
     assert rows[0].note == "its dtypes are float16, bfloat16, float32"
     assert rows[0].passed is None
@@ -465,7 +468,7 @@ def test_unsupported_problems_are_rows_with_a_note():
 
 def test_constants_that_break_a_rule_are_rows_with_a_note():
     tiles = {"Br": [32, 8], "Bc": 24}
-    rows = bench(["v1", "fa2"], backend="simulator", budget=0, tiles=tiles, **TINY)
+    rows = quick(["v1", "fa2"], tiles=tiles)
     rule = "fa2 with Br={}, Bc=24 breaks its rule: Bc is below 16 or a multiple of it"
     assert [(row.time is not None, row.note.partition(";")[0]) for row in rows] == [
         (True, ""),
@@ -473,7 +476,7 @@ def test_constants_that_break_a_rule_are_rows_with_a_note():
         (False, rule.format(8)),
     ]
     with pytest.raises(ValueError, match="Br=32, Bc=24 breaks its rule"):
-        bench("fa2", backend="simulator", budget=0, tiles=tiles, **TINY)
+        quick("fa2", tiles=tiles)
 
 
 class Cramped(Simulator):
@@ -521,7 +524,7 @@ BEYOND = ("O.row(batch, head, row)[i]", "O.row(batch, head, row)[i + (row == M -
 )
 def test_a_wrong_kernel_is_not_timed(tmp_path, fault, note):
     script = own_kernel.write(tmp_path, cu=fault)
-    rows = bench([f"{script}:mine", "fa2"], backend="simulator", budget=0, **TINY)
+    rows = quick([f"{script}:mine", "fa2"])
     assert [row.passed for row in rows] == [False, True]
     assert rows[0].milliseconds == () and re.match(note, rows[0].note)
 
@@ -572,7 +575,7 @@ def attention(q, k, v):
 
 def test_a_peer_takes_part_in_all_rounds(peer, recwarn):
     peer(attention)
-    rows = bench(["v2", "fa2"], backend="simulator", against=["fa2"], budget=0, **TINY)
+    rows = quick(["v2", "fa2"], against=["fa2"])
     assert names(rows) == ["v2", "fa2", "torch fa2"]
     assert all(row.factors["torch fa2"] > 0 for row in rows[:2])
     assert rows[2].factors["torch fa2"] is None
@@ -592,7 +595,7 @@ def test_a_wrong_peer_is_named(peer, monkeypatch, at_once):
     peer(wrong)
     message = r"torch math and fa2 differ by 1 at \[0, 1, 7, 3\] of .*: torch math is farther"
     with pytest.warns(UserWarning, match=message):
-        rows = bench("fa2", backend="simulator", against="math", alone=True, budget=0, **TINY)
+        rows = quick("fa2", against="math", alone=True)
     assert [row.time is not None for row in rows] == [True, True]
 
 
@@ -630,7 +633,7 @@ def gradients(Q, K, V, O, lse, dO):  # noqa: E741
 
 def test_a_peer_takes_part_in_gradients(peer, recwarn):
     peer(gradients)
-    rows = bench("columns", backend="simulator", against=["cudnn"], causal=True, budget=0, **TINY)
+    rows = quick("columns", against=["cudnn"], causal=True)
     assert names(rows) == ["baseline_backward", "columns", "torch cudnn"]
     assert rows[1].factors["torch cudnn"] > 0 and rows[1].factors["baseline"] > 0
     assert not [w for w in recwarn if "torch" in str(w.message)]
@@ -646,15 +649,7 @@ def test_a_wrong_gradient_of_a_peer_is_named(peer, output):
     peer(wrong)
     message = rf"torch math and rows differ by 1 at \[0, 1, 7, 3\] of {output} of .*: torch math is"
     with pytest.warns(UserWarning, match=message):
-        rows = bench(
-            *("rows",),
-            backend="simulator",
-            against=["math"],
-            alone=True,
-            causal=True,
-            budget=0,
-            **TINY,
-        )
+        rows = quick("rows", against=["math"], alone=True, causal=True)
     assert [row.time is not None for row in rows] == [True, True]
 
 

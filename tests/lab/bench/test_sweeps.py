@@ -9,7 +9,6 @@ from helpers.cli import table
 from cupyfa.lab.bench import sweeps
 from cupyfa.lab.bench.sweeps import parsed, problems
 from cupyfa.lab.verify.problem_records import problem_of_record, record_of_problem
-from cupyfa.problem.options import AttentionOptions
 
 
 @pytest.mark.parametrize("text, name, values", table("lab/bench/sweeps.txt"))
@@ -53,56 +52,6 @@ def test_a_cache_takes_options_that_change_nothing_in_decoding():
     plain = {"cache": "contiguous", "heads": 2, "d": 8, "lengths": "40,0,7", "M": 7}
     others = {"causal": True, "dropout": 0.0, "bias": None, "block_mask": False}
     assert problems("forward", {**plain, **others}) == problems("forward", plain)
-
-
-@pytest.mark.parametrize(
-    "sizes, words",
-    [
-        ({"page": 16}, "page is 16, and there is no cache; give cache='paged' too"),
-        ({"cache": "contiguous", "page": 16}, "the cache is contiguous; give cache='paged'"),
-        ({"cache": "paged", "page": 24}, "page is 24; use one of 16, 32, 64, 128, 256"),
-        ({"cache": "ring"}, "cache is 'ring'; use one of contiguous, paged"),
-        ({"cache": "paged", "lengths": "5", "batch": 2}, "lengths and batch are given"),
-        (
-            {"cache": "paged", "lengths": "3/5"},
-            "lengths are '3/5'; the lengths of a cache are whole numbers, one for each sequence, "
-            "as 20,5",
-        ),
-        (
-            {"cache": "paged", "page_size": 32},
-            "page_size is 32, and cache is 'paged'; the pages of a cache are page=$",
-        ),
-        (
-            {"cache": "contiguous", "causal": "top-left"},
-            "causal is 'top-left', and new tokens are the last ones of a cache; leave causal out",
-        ),
-        (
-            {"cache": "contiguous", "options": AttentionOptions(causal="top-left")},
-            "causal is 'top-left', and new tokens",
-        ),
-        *(
-            ({"cache": "contiguous", **asked}, f"decoding has no {name}; leave it out, or leave c")
-            for name, asked in (
-                ("bias", {"bias": "1hmn"}),
-                ("mask", {"mask": "11mn"}),
-                ("mask", {"mask": "11mn", "block_mask": True}),
-                ("block_mask", {"mask_mod": "key > 3", "block_mask": True}),
-                ("dropout", {"dropout": 0.1, "dropout_seed": 1}),
-                ("precision", {"precision": "tf32"}),
-            )
-        ),
-        (
-            {"cache": "paged", "lengths": "40,0,5", "M": 30},
-            "M is 30, and a sequence has 5 keys, the new ones included; give at most that many",
-        ),
-        ({"cache": "contiguous", "N": 20, "M": 30}, "M is 30, and a sequence has 20 keys"),
-    ],
-)
-def test_caches_that_are_refused(sizes, words):
-    with pytest.raises(ValueError, match=words):
-        problems("forward", sizes)
-    with pytest.raises(ValueError, match="decoding has no backward kernels"):
-        problems("backward", {"cache": "contiguous"})
 
 
 def test_the_default_grid():

@@ -17,8 +17,7 @@ from cupyfa.lab.report.tables import measurements
 
 # Waits for ever if laps is 1 and there are more than 8 rows.
 WAITING = own_kernel.MINE.replace(
-    "  real maximum",
-    "  while (laps == 1 && M > 8) __threadfence();\n  real maximum",
+    "  real maximum", "  while (laps == 1 && M > 8) __threadfence();\n  real maximum"
 )
 RECORD = own_kernel.SCRIPT.replace(
     "    features=", '    tiles=({"laps": 200},),\n    candidates={"laps": (1, 2)},\n    features='

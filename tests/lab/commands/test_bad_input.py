@@ -6,7 +6,7 @@ and the next call finds everything as it was.
 import gc
 import json
 import math
-import re
+import operator
 import shlex
 import sys
 import tempfile
@@ -21,15 +21,33 @@ import numpy as np
 import pytest
 from helpers import own_kernel
 from helpers.cli import SIMULATOR, SMALL, cli, files, line_of, says, still_works, table
+from helpers.far_device import FarDevice
 from helpers.private_cache import with_runtime
 from helpers.problems import FORWARD
 
 import cupyfa
-from cupyfa import DeviceError, Kernel, Launch, Problem, Simulator, Unsupported
+from cupyfa import (
+    DeviceError,
+    Devices,
+    Dropout,
+    Kernel,
+    Launch,
+    Packed,
+    Padded,
+    Problem,
+    Scaled,
+    Simulator,
+    Unsupported,
+)
+from cupyfa.lab.bench import sweeps
 from cupyfa.lab.verify import failures
 from cupyfa.lab.verify.case import Case
 from cupyfa.ladder.kernel import Matmul
+from cupyfa.problem.dtypes import E4M3
+from cupyfa.problem.lengths import lengths_of
+from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import MOST
+from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime import transfer
 
 
@@ -71,12 +89,114 @@ def backward(**change):
     return cupyfa.backward(**given)
 
 
+def of_gradients():
+    """The arrays that gradients take."""
+    return [*(a(4, 8) for _ in range(5)), a(4)]
+
+
+def prepared(**options):
+    q, k, v = (a(4, 8) for _ in range(3))
+    return cupyfa.compile(q, k, v, backend="simulator", kernel="fa2", **options)
+
+
+def prepared_gradients():
+    return cupyfa.compile(*of_gradients(), backend="simulator", kernel="rows")
+
+
 def softmax(x, **options):
     return cupyfa.softmax(x, backend="simulator", **options)
 
 
+def part(out=(2, 3, 4, 8), lse=(2, 3, 4)):
+    return a(*out), a(*lse)
+
+
+def merge(*parts, **options):
+    return cupyfa.merge(list(parts), **{"backend": "simulator", **options})
+
+
+def blocks(text="key <= query", captured=None, **sizes):
+    sizes = {"M": 150, "N": 170, **sizes}
+    return cupyfa.block_mask(mask_mod=text, captured=captured, **sizes, backend="simulator")
+
+
+def updated(captured):
+    """A block mask with other arrays."""
+    before = {"doc": a(170, dtype=int), "n": 0}
+    return blocks("doc[query] == doc[key] + n", before).update(captured)
+
+
+def packed(options=None, function=attention, **change):
+    """A call on three packed sequences, of which some lengths are replaced."""
+    given = {"cu_seqlens_q": [0, 5, 5, 17], "cu_seqlens_k": [0, 7, 10, 10], **change}
+    given = {x: np.array(y, getattr(y, "dtype", "i4")) for x, y in given.items() if y is not None}
+    return function(*wrap(a(17, 2, 24), a(10, 1, 24), a(10, 1, 24), given), **options or {})
+
+
+def padded(function=attention, **lengths):
+    """A call on padded arrays."""
+    return function(*wrap(a(3, 2, 9, 16), a(3, 1, 11, 16), a(3, 1, 11, 16), lengths))
+
+
+def compiled(q, k, v):
+    return cupyfa.compile(q, k, v, kernel="fa2", backend="simulator")
+
+
+def gradients(q, k, v):
+    out, lse = a(3, 2, 9, 16), a(3, 2, 9)
+    return cupyfa.backward(out, q, k, v, out, lse, backend="simulator")
+
+
+def boxes(rows):
+    """The plan of a launch with boxes of so many rows."""
+    step = launch(args="Q.map K", boxes={"Q": lambda p, c: rows})
+    record = own(launches=(step,), arch="90")
+    return cupyfa.planner.choose_kernel.plan(record, problem(), Simulator().limits)
+
+
+def e4m3(options=None, **given):
+    """A call on arrays in e4m3 with the given descales and lengths."""
+    q, k, v = (a(2, heads, 8, 16, dtype=E4M3) for heads in (4, 2, 2))
+    return attention(*wrap(q, k, v, given), **options or {})
+
+
 def cache():
     return cupyfa.KVCache(a(1, 1, 8, 8), a(1, 1, 8, 8), a(1, dtype=np.int32))
+
+
+def kv(last=61, **change):
+    """A cache of six sequences, the last one of this length, with some arguments replaced."""
+    given = {"k": a(6, 64, 2, 24), "v": a(6, 64, 2, 16), "layout": "bshd"}
+    given["lengths"] = np.array([0, 1, 15, 16, 17, last], np.int32)
+    return cupyfa.KVCache(**{**given, **change})
+
+
+def kv_e4m3(rows=(6, 64), k_scale=None, v_scale=None, **change):
+    """The same in e4m3."""
+    arrays = {x: a(*rows, 2, columns, dtype=E4M3) for x, columns in (("k", 24), ("v", 16))}
+    scales = {x: of for x, of in (("k", k_scale), ("v", v_scale)) if of is not None}
+    arrays |= {x: Scaled(arrays[x], of) for x, of in scales.items()}
+    return kv(**{**arrays, **change})
+
+
+def keys(batch=1, heads=2, dtype=np.float32):
+    """A prefix of five keys."""
+    return tuple(a(batch, heads, 5, columns, dtype=dtype) for columns in (24, 16))
+
+
+def new_tokens():
+    return a(6, 2, 2, 24), a(6, 2, 2, 16)
+
+
+def decode(cache=None, q=(6, 4, 2, 24), **options):
+    """A call on a cache."""
+    cache = kv() if cache is None else cache
+    q = a(*q) if isinstance(q, tuple) else q
+    return cupyfa.attention(q, cache, backend="simulator", **options)
+
+
+def sweep(operation="forward", **sizes):
+    return sweeps.problems(operation, sizes)
 
 
 def view(strides, shape=(4, 8)):
@@ -110,6 +230,13 @@ def gpu_array():
     return Foreign(__cuda_array_interface__={"shape": (4, 8), "typestr": "<f4", "version": 3})
 
 
+def several(numbers):
+    """A call on some of three devices, of which the last one is of another model."""
+    far = FarDevice()
+    far.models = ("A", "A", "B")
+    return attention(backend=Devices(numbers, backend=far))
+
+
 def launch(grid=lambda p, c: 1, threads=lambda p, c: 32, args="Q K V O M N scale", **more):
     return Launch("own", args, grid, threads, **more)
 
@@ -128,6 +255,7 @@ def problem(**sizes):
 
 
 WIDE = np.broadcast_to(np.float32(0), (100, MOST, 256))  # 200 TiB, were it all there
+BF16 = ml_dtypes.bfloat16
 ONE_OF = "float16, bfloat16, float32, float64"
 
 
@@ -216,28 +344,14 @@ def refused(args, code, words):
     still_works()
 
 
-BODY = "const int row"
-# What is replaced in the kernel's file, and what the compilers say of it.
-SIZE = 'struct Shared { real x[8]; }; static_assert(sizeof(Shared) == shared_bytes, "shared=");'
-TEXTS = (
-    ("if (row >= M) return;", "if (row >= M return;", 9, "expected"),
-    ("real score = 0;", "real score = nought;", 12, "nought"),
-    (BODY, f'static_assert(d % 2 == 0, "even"); {BODY}', 8, "static assertion failed.*even"),
-    (BODY, f"{SIZE} {BODY}", 8, "static assertion failed.*shared="),
-    ("<tile/math.cuh>", "<nothing.cuh>", 2, r"nothing\.cuh"),
-    (BODY, f"#error not today\n  {BODY}", 8, "not today"),
-)
-
-
-@pytest.mark.parametrize("right, wrong, line, words", TEXTS)
+@pytest.mark.parametrize("right, wrong, line, words", table("lab/commands/bad_kernels.txt", 3))
 @pytest.mark.parametrize("how", ["run", "compile"])
 def test_compiler_errors_name_file_and_line(tmp_path, right, wrong, line, words, how):
-    script = own_kernel.write(tmp_path, cu=(right, wrong))
+    script = own_kernel.write(tmp_path, cu=(right, wrong.replace("\\n", "\n")))
     rest = [*SIMULATOR, *SMALL] if how == "run" else ["--arch", "90", "--dtype", "float32", "-d", 3]
     before = files()
     stderr = cli(how, f"{script}:mine", *rest, code=2).stderr
-    place = rf"{tmp_path}/mine\.cu[:(]{line}[:)]"
-    assert re.search(rf"{place}.*error.*{words}", stderr), stderr
+    says(stderr, rf"{tmp_path}/mine\.cu[:(]{line}[:)]", "error", *words)
     assert "Traceback" not in stderr
     assert files() == before
     still_works()
@@ -305,7 +419,7 @@ def stored(folder, kernel):
     return failures.write(folder, failures.Stored(case, outcome, made_with=made_with), "")
 
 
-@pytest.mark.few(120)
+@pytest.mark.few(134)
 @pytest.mark.parametrize("args, code, words", table("lab/commands/bad_commands.txt"))
 def test_errors_of_command_lines_are_one_line(results, monkeypatch, no_device, args, code, words):
     monkeypatch.chdir(results)

@@ -116,9 +116,3 @@ def test_benchmarks_show_both():
     shown = cli("bench", "fa2", "--alone", *SIMULATOR, *given, *swept)
     assert ["block_mask" in row for row in shown.stdout.splitlines()] == [False, False, True]
     assert "count the pairs that mask and mask_mod hide, too" in shown.stderr
-
-
-def test_a_block_mask_needs_a_mask():
-    for command in ("run", "check"):
-        error = cli(command, "fa2", *SIMULATOR, "--block-mask", code=2).stderr
-        assert "block_mask is for masks, and there is none" in error

@@ -118,21 +118,6 @@ def test_a_fault_of_gradients_of_sequences_is_found(tmp_path, monkeypatch):
     assert first.outcome.kind == "wrong result" and "--lengths=40/40,20/50" in first.command
 
 
-@pytest.mark.slow
-def test_a_fault_of_block_masks_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(checking, "_SHRINKING", 0.0)
-    right, wrong = (
-        "line[first / size] == first / size * 2",
-        "line[first / size] >> 1 == first / size",
-    )
-    file, what = "attention/tile_map.cuh", "partial tiles count as full"
-    fault = broken_kernels.Fault("mma_swizzled", file, what, right, wrong, "", None)
-    how = {"mask_mod": "doc[query] == doc[key]", "captured": {"doc": "u8[M|N]"}, "samples": 2}
-    assert cupyfa.check("mma_swizzled", backend="simulator", block_mask=True, **how).right == 2
-    first = found(broken_kernels.broken(tmp_path, fault), block_mask=True, **how)
-    assert first.outcome.kind == "wrong result" and "--block-mask" in first.command
-
-
 def test_there_are_faults_of_every_family(tmp_path):
     for i, fault in enumerate(FAULTS):  # raises for a text that the kernels no longer have
         folder = tmp_path / str(i)

@@ -207,13 +207,8 @@ def test_the_eighth_group_is_of_ragged_batches(kernel):
 OF_EVERY_SEED = {
     "mma_split_kv": ("pages", "new tokens", "sink", "packed heads", "dropout", "largest scores"),
     "fa2": (
-        "pages",
-        "new tokens",
-        "sequences",
-        "sink",
-        "mask array",
-        "score_mod",
-        "largest scores",
+        *("pages", "new tokens", "sequences", "sink"),
+        *("mask array", "score_mod", "largest scores"),
     ),
     "mma_pipelined": ("lengths", "packed heads", "sink", "sequences", "score_mod"),
     "wgmma_fp8": ("descales", "sink", "score_mod"),
@@ -231,6 +226,7 @@ def counted(name, seed):
     return found
 
 
+@pytest.mark.each_choice
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", OF_EVERY_SEED)
 def test_the_default_samples_cover_what_a_kernel_has(name, seed):
@@ -238,6 +234,7 @@ def test_the_default_samples_cover_what_a_kernel_has(name, seed):
     assert [x for x in OF_EVERY_SEED[name] if not found[x]] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_default_samples_reach_every_schedule(seed):
     """Merging in rounds, blocks without a tile, counters of heads and of tiles."""
@@ -261,6 +258,7 @@ def has_a_block_without_a_tile(plan):
     return p.causal and p.dv > 64 and 0 < rest <= blocks / 32 and p.batch * p.heads >= blocks // 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_one_group_has_every_function_of_texts(seed):
     """In gradients, too."""
@@ -273,6 +271,7 @@ def test_one_group_has_every_function_of_texts(seed):
         assert any(f"0.2 * {name}(" in text for text in texts), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_of_a_bias_alone_is_drawn(seed):
     plans = [planned(drawn) for drawn in samples("wgmma_columns", SAMPLES["simulator"], seed=seed)]
