@@ -247,6 +247,14 @@ def mma_delta(floats: Formula) -> Launch:
     )
 
 
+MMA_ROUND = Launch(
+    "mma_round",
+    args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
+    grid=row_tiles,
+    threads=lambda p, c: WARP * c.warps,
+)
+
+
 def mma_columns_launch(name: str, outputs: str) -> Launch:
     """A block of `warps` warps for each tile of K and V."""
     return columns_launch(
@@ -264,12 +272,7 @@ MMA_COLUMNS = Kernel(
     (
         mma_delta(sums_of_tile),
         mma_columns_launch("mma_columns", "dQ_sum.data dK dV"),
-        Launch(
-            "mma_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        MMA_ROUND,
     ),
     operation="backward",
     tiles=TileChoice.of(
@@ -338,12 +341,7 @@ MMA_F64_COLUMNS = rung(
             shared=mma_f64_columns_shared,
             constants={"sharing": lambda p, c: mma_f64_sharing(c)},
         ),
-        Launch(
-            "mma_f64_round",
-            args=f"{INPUTS} dQ_sum.data dQ sizes heads group scale mods",
-            grid=row_tiles,
-            threads=lambda p, c: WARP * c.warps,
-        ),
+        MMA_ROUND,
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages",
