@@ -334,7 +334,7 @@ MMA_F64_COLUMNS = rung(
             shared=mma_f64_columns_shared,
             constants={"sharing": lambda p, c: mma_f64_sharing(c)},
         ),
-        replace(MMA_ROUND, entry="mma_f64_round"),
+        MMA_ROUND,
     ),
     tiles=TileChoice.of(
         "Br Bc warps stages",

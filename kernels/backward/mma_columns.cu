@@ -10,11 +10,15 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
-#include <backward/parts/mma_gradients.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/query_partition.cuh>
+#include <backward/parts/row_range.cuh>
+#include <backward/parts/row_tile_loads.cuh>
 #include <backward/parts/store_or_repair.cuh>
+#include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/red.cuh>
+#include <tile/own_lane.cuh>
 #include <tile/shared.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
@@ -42,42 +46,7 @@ static_assert(Scores::whole, "warps divide S evenly");
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
-// The block's tiles of rows, head by head, from the last of each to the first: blocks that begin
-// together are at the same rows, under a causal mask too.
-struct Walk {
-  Tensor<const operand> Q, dO;
-  StatsInMemory stats;
-  int M, batch, head, first_row, first, last, left;
-  const Extent* extent;
-  int first_key;
-
-  __device__ __forceinline__ auto map() const {
-    return extent->of_head(head).row_tiles(first_key / Bc);
-  }
-  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
-  __device__ __forceinline__ void go_to(int row) {
-    for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
-      if (--left == 0) return;
-      ++head;
-    }
-  }
-  __device__ __forceinline__ void advance() {
-    if constexpr (has_row_tiles) return go_to(map().template after<Br>(first_row));
-    --left;
-    first_row -= Br;
-    if (first_row >= first) return;
-    first_row = last;
-    ++head;
-  }
-  // The addresses of heads are computed here again: registers do not keep them.
-  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
-    copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
-    copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
-  }
-  __device__ __forceinline__ void load_stats(Loads& loads) const {
-    loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
-  }
-};
+using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
 // Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
 constexpr int query_slices = depth > 128 ? 2 : 1;
@@ -149,7 +118,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
   const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
   if (!extent.has_tile_of_keys(first_key)) return;
   const Scorer<float> scorer = {scale, mods};
-  const int start = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
+  const int start = row_begin(extent, first_key) / Br * Br, end = row_end(extent, first_key, Bc);
   const int tiles = end > start ? cdiv(end - start, Br) : 0;
   const int last = start + (tiles - 1) * Br;
   const StatsInMemory stats = {lse, delta, batch};
@@ -173,7 +142,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_columns(
     __syncthreads();  // the tiles have arrived
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
-    const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
+    const TilePair<Br, Bc> pair = {extent_of_head(extent, walk.head), walk.first_row, first_key};
     const int head = walk.head;
     if (first_key + Bc <= extent.N && pair.reaches_all())
       step_down<false>(shared, walk, pair, sums_K, sums_V, turn, scorer);

@@ -15,6 +15,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, row_slabs (those of
 //   row_maxima), d, dv, threads, shared_bytes and options (score.cuh)
+#include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <backward/parts/split_f32/split_row_iterator.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
@@ -199,7 +200,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_col
     cp_async_commit_group();
   }
   for (int turn = 0; walk.left > 0; turn = 1 - turn) {
-    const TilePair<Br, Bc> pair = {extent.of_head(walk.head), walk.first_row, first_key};
+    const TilePair<Br, Bc> pair = {extent_of_head(extent, walk.head), walk.first_row, first_key};
     if (pair.is_whole() && pair.reaches_all())
       step_down<false>(shared, walk, pair, sums_K, sums_V, largest, turn, scorer);
     else

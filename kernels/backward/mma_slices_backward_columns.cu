@@ -12,7 +12,10 @@
 #include <attention/extent.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>
+#include <backward/parts/row_range.cuh>
 #include <backward/parts/store_gradient.cuh>
+#include <backward/parts/tile_products.cuh>
+#include <tile/own_lane.cuh>
 
 using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;
@@ -83,9 +86,9 @@ __device__ void repair(Tensor<result> gradient, const operand* left, Tensor<cons
       const int head = round.first_head + local;
       const Head rows = round.of(left, local);
 #pragma unroll 1
-      for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
+      for (int row = row_begin(extent, key); row < row_end(extent, key, 1); ++row) {
         if (*lse.row(head / heads, head % heads, row) == -infinity ||
-            !extent.of_head(head % heads).sees(row, key))
+            !extent_of_head(extent, head % heads).sees(row, key))
           continue;
         sum += float(rows.row<1>(row)[key - round.first_key]) *
                float(right.row(head / heads, head % heads, row)[col]);
@@ -103,8 +106,8 @@ __device__ __forceinline__ void sum_tile(Shared& shared, const operand* left,
                                          int local_kv_head, int key, int col, float factor) {
   constexpr int width = own_width<cols>;
   const int first = local_kv_head * group;
-  const int start = extent.row_begin(key) / Bd * Bd, end = extent.row_end(key, Br);
-  const bool some = key < extent.N && extent.row_begin(key) < end;
+  const int start = row_begin(extent, key) / Bd * Bd, end = row_end(extent, key, Br);
+  const bool some = key < extent.N && row_begin(extent, key) < end;
   const int count = some ? cdiv(end - start, Bd) : 0;
   const RowWalk all = {first, start, start, end, count * group};
   Ring<Source<cols>, Stage, stages> ring = {shared.ring,

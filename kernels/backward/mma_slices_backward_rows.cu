@@ -13,6 +13,8 @@
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/store_gradient.cuh>
+#include <backward/parts/tile_products.cuh>
+#include <tile/own_lane.cuh>
 
 using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;

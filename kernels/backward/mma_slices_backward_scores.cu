@@ -13,6 +13,8 @@
 #include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_slices.cuh>
 #include <backward/parts/mma_gradients.cuh>
+#include <backward/parts/tile_products.cuh>
+#include <tile/own_lane.cuh>
 #include <tile/store.cuh>
 #include <timeline.cuh>
 

@@ -9,10 +9,13 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
 //   and options (score.cuh)
+#include <attention/row_tile.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/mma_gradients.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/store_gradient.cuh>
+#include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <tile/shared.cuh>
 #include <timeline.cuh>

@@ -9,6 +9,8 @@
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <attention/row_tile.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/gradients.cuh>
 #include <tile/shared.cuh>
 

@@ -8,7 +8,9 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <attention/tile_index.cuh>
 #include <backward/parts/gradients.cuh>
+#include <backward/parts/row_range.cuh>
 #include <tile/shared.cuh>
 
 struct Shared {
@@ -35,7 +37,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   if (!extent.has_tile_of_keys(first_key)) return;
   const int M = extent.M, N = extent.N;
   const Scorer<real> scorer = {scale, mods};
-  const int first = extent.row_begin(first_key) / Br * Br, end = extent.row_end(first_key, Bc);
+  const int first = row_begin(extent, first_key) / Br * Br, end = row_end(extent, first_key, Bc);
 
   load_tile<threads, d>(shared.K, K, batch, kv_head, first_key, N);
   load_tile<threads, dv>(shared.V, V, batch, kv_head, first_key, N);
@@ -43,7 +45,7 @@ extern "C" __global__ __launch_bounds__(threads) void two_pass_columns(
   share_out<threads, Bc * dv, 4>([&](int i, int) { shared.dV[i / dv][i % dv] = 0; });
 
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const Extent& own = extent.of_head(head);
+    const Extent& own = extent_of_head(extent, head);
     const auto map = own.row_tiles(at.tile);
     for (int first_row = map.from<Br>(first); first_row < end;
          first_row = map.after<Br>(first_row)) {

@@ -17,11 +17,13 @@
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
 //   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (score.cuh)
+#include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/load_rows.cuh>
 #include <backward/parts/register_operands.cuh>
 #include <backward/parts/tile_queue.cuh>
 #include <tile/shared.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
@@ -102,7 +104,7 @@ struct Consumer {
       if constexpr (keeps_V) load_operands(shared.V, V, own.first_key());
     }
     task.for_tiles([&](int head, int row, long long) {
-      const TilePair<Br, Bc> pair = {task.extent.of_head(head), row, task.first_key};
+      const TilePair<Br, Bc> pair = {extent_of_head(task.extent, head), row, task.first_key};
       if (task.is_first(head, row)) shared.bias.own().load(pair, row, own.first_key());
       advance(pair, task.after(head, row));
     });

@@ -13,8 +13,10 @@
 //   shared_bytes and options (score.cuh)
 #include <backward/parts/column_partition.cuh>
 #include <ptx/bulk_copy.cuh>
+#include <ptx/bulk_store.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <tile/shared.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
@@ -198,7 +200,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns_wide(
     ValueConsumer values(shared, scorer);
     if (any) shared.K_pipeline.wait();
     task.for_tiles([&](int head, int row, long long) {
-      values.advance({task.extent.of_head(head), row, task.first_key});
+      values.advance({extent_of_head(task.extent, head), row, task.first_key});
     });
     store_or_repair<true>(values.dV, dV, values.own, task, repair);
   } else {

@@ -115,7 +115,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     shared.V_pipeline.wait();
   }
   task.for_tiles([&](int head, int row, long long) {
-    consumer.advance({task.extent.of_head(head), row, task.first_key});
+    consumer.advance({extent_of_head(task.extent, head), row, task.first_key});
   });
   const int lane = threadIdx.x % warp_size;
   const int first = task.first_key + warpgroup * warpgroup_rows + own_first();

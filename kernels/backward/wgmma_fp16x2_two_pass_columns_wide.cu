@@ -136,7 +136,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2_two_pass_c
     ValueConsumer values(shared, scorer);
     if (any) shared.K_pipeline.wait();
     task.for_tiles([&](int head, int row, long long) {
-      values.advance({task.extent.of_head(head), row, task.first_key});
+      values.advance({extent_of_head(task.extent, head), row, task.first_key});
     });
     keys.store<true>(values.dV, values.largest, dV, dV_flags, V_exponents, scale, first, lane);
   } else {

@@ -8,6 +8,8 @@
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, stages, V_stages, d, dv, threads,
 //   shared_bytes and options (score.cuh)
+#include <attention/row_tile.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <tile/shared.cuh>

@@ -10,6 +10,7 @@
 //   (score.cuh)
 #include <backward/parts/load_rows.cuh>
 #include <tile/shared.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
 constexpr int width = cdiv(dv, step) * step;  // of dO and V
@@ -110,7 +111,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_columns(
     shared.V_pipeline.wait();
   }
   task.for_tiles([&](int head, int row, long long) {
-    consumer.advance({task.extent.of_head(head), row, task.first_key});
+    consumer.advance({extent_of_head(task.extent, head), row, task.first_key});
   });
 
   const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};

@@ -10,13 +10,19 @@
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bk, stages, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <attention/row_tile.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
 #include <backward/parts/longest_first.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <backward/parts/sees_distance.cuh>
+#include <backward/parts/store_gradient.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
+#include <tile/warpgroup_products.cuh>
 #include <timeline.cuh>
 
 constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
@@ -76,7 +82,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
 #pragma unroll
   for (int i = 0; i < Bk / 2; ++i) {
     const int more = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
-    const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down);
+    const bool seen = key + more < extent.N && sees_distance(extent, distance + more - down);
     if (!seen) P[i] = 0;
   }
 }
@@ -97,7 +103,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
     const float p = exp2f(exponent - rows.lse2[i / 2 % 2]);
     S[i] = !is_full && extent.hides(row, key) ? 0 : score_gradient(p, 1.0f, slope);
   }
-  if (extent.is_masked(task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
+  if (is_masked(extent, task.row, own_rows, first_key, Bk)) mask(S, rows, first_key, extent);
   mark(S, extent, rows.first, own_key);
 }
 

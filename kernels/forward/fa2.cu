@@ -11,7 +11,9 @@
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/online_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_index.cuh>
 #include <forward/parts/seen_keys.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>

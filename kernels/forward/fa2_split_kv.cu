@@ -45,7 +45,7 @@ struct Rows {
   __device__ int query(int i) const { return (first + i) / pack_gqa; }
   __device__ int own_head(int i) const { return head + (first + i) % pack_gqa; }
   __device__ bool exists(int i) const { return query(i) < extent.M; }
-  __device__ decltype(auto) context(int i) const { return extent.of_head(own_head(i)); }
+  __device__ decltype(auto) context(int i) const { return extent_of_head(extent, own_head(i)); }
   __device__ bool sees(int i, int key) const { return exists(i) && context(i).sees(query(i), key); }
 };
 

@@ -16,6 +16,8 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/f64_tiles.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/opaque.cuh>
@@ -167,7 +169,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const Task task = {map, shared, scorer, keys, values, warp, lane, end};
   int buffer = 0;
   for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+    if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else
       attend<false>(task, first_key, buffer, sums, rows);

@@ -10,9 +10,11 @@
 #include <attention/exp2_f64.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
-#include <attention/row_softmax.cuh>
+#include <attention/row_maxima.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/f64_tiles.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/named_barrier.cuh>
@@ -219,7 +221,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const Task task = {map, shared, scorer, keys, values, own_team, turn, warp, lane, end};
   const int last_row = first_row + (own_team + 1) * team_rows - 1;
   for (int first_key = start; first_key < end; first_key = task.after<Bc>(first_key)) {
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+    if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, sums, own_rows, last_row);
     else
       attend<false>(task, first_key, sums, own_rows, last_row);

@@ -10,6 +10,8 @@
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/split_f32/sectioned_output.cuh>
 #include <forward/parts/split_f32/split_head.cuh>
 #include <forward/parts/split_f32/split_output.cuh>
@@ -127,7 +129,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       earlier.add<true, dv>(sums, rows, O, lse, own.batch, own.head, lane);
       section_end = end_of_section(first_key);
     }
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+    if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else
       attend<false>(task, first_key, buffer, sums, rows);

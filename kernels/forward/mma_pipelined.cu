@@ -16,6 +16,8 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/mma_products.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
@@ -114,7 +116,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_pipelined(
   const Task task = {map, shared, scorer, keys, values, own_row, lane, extent.kv_end(last_query)};
   int buffer = 0;
   for (int first_key = start; first_key < task.end; first_key = task.after<Bc>(first_key)) {
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+    if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else
       attend<false>(task, first_key, buffer, sums, rows);

@@ -13,7 +13,9 @@
 //   dv, threads, shared_bytes and options (score.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/multiply_fragments.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
@@ -341,7 +343,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
         stream.done(shared);
       }
       scorer.apply(S, rows, first_key + key + own.col_warp * Wc);
-      if (extent.is_masked(first_row, Br, first_key + key, Bc))
+      if (is_masked(extent, first_row, Br, first_key + key, Bc))
         softmax<true>(shared, S, rows, first_key, key, own);
       else
         softmax<false>(shared, S, rows, first_key, key, own);

@@ -21,6 +21,7 @@
 #include <attention/row_softmax.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/stored_products.cuh>
 #include <forward/parts/warp_split_kv.cuh>
 #include <ptx/cp_async.cuh>
@@ -176,7 +177,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
                index / tiles == 0 && key_warp == 0);
   int buffer = 0;
   for (int first_key = split.first_key; first_key < split.end; first_key += Bc) {
-    if (extent.is_masked(first_query, last_query + 1 - first_query, first_key, Bc))
+    if (is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc))
       attend<true>(task, first_key, buffer, sums, rows);
     else
       attend<false>(task, first_key, buffer, sums, rows);

@@ -12,8 +12,11 @@
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <ptx/mma.cuh>
 #include <tile/share_out_rows.cuh>
 #include <tile/shared.cuh>
@@ -134,7 +137,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_q(
     Fragments<Wr, Bc> S = {};
     multiply_scores(shared.Q, shared.K, S, own_row, lane);
     scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));
-    if (extent.is_masked(tile.row, Br, first_key, Bc))
+    if (is_masked(extent, tile.row, Br, first_key, Bc))
       rescale<true>(S, sums, rows, first_key, lane);
     else
       rescale<false>(S, sums, rows, first_key, lane);

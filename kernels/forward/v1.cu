@@ -10,6 +10,7 @@
 //   the host sets: scalar, result, real, Bc, d, dv, threads, shared_bytes and options (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/last_tile.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>

@@ -11,6 +11,7 @@
 //   (score.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/last_tile.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>

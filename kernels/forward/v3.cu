@@ -12,6 +12,7 @@
 #include <cuda_fp16.h>
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
+#include <forward/parts/last_tile.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>
 #include <tile/block_copy.cuh>

@@ -12,12 +12,15 @@
 //   shared_bytes and options (score.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_index.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/pack_weights.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
@@ -106,7 +109,7 @@ struct Consumer {
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
     const int lane = threadIdx.x % warp_size;
     scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
-    if (rows.extent.is_masked(task.row, Br, first_key, Bc))
+    if (is_masked(rows.extent, task.row, Br, first_key, Bc))
       rescale<true>(S, O, rows, first_key, lane);
     else
       rescale<false>(S, O, rows, first_key, lane);

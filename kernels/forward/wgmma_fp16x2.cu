@@ -11,8 +11,10 @@
 #include <attention/bias_tile.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/register_budget.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
 #include <forward/parts/split_f32/sectioned_output.cuh>
@@ -139,7 +141,7 @@ struct Consumer {
       apply_scorer(scorer, S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
-    if (rows.extent.is_masked(task.row, Br, first_key, Bc))
+    if (is_masked(rows.extent, task.row, Br, first_key, Bc))
       weigh<true>(S, O, rows, first_key, lane, weight);
     else
       weigh<false>(S, O, rows, first_key, lane, weight);

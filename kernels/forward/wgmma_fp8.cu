@@ -18,8 +18,11 @@
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
+#include <attention/row_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/lazy_row_max.cuh>
 #include <forward/parts/ping_pong.cuh>
@@ -28,7 +31,7 @@
 #include <ptx/setmaxnreg.cuh>
 #include <tile/powers.cuh>
 #include <tile/shared.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
@@ -189,7 +192,7 @@ struct Consumer {
   __device__ __forceinline__ bool softmax_in_halves(int row, int first_key, float (&factor)[1][2]) {
     using Half = float (&)[1][Bc / 16][4];
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);
-    if (rows.extent.is_masked(row, Br, first_key, Bc)) hide_masked(S, rows, first_key);
+    if (is_masked(rows.extent, row, Br, first_key, Bc)) hide_masked(S, rows, first_key);
     const int above = scales.take(units.V);
     const int lowered = min(max(-above, 0), 40);  // e4m3 has nothing left of 2^-40 P
     float own[2], again[1][2];
@@ -227,7 +230,7 @@ struct Consumer {
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
     if constexpr (in_halves) return softmax_in_halves(task.row, first_key, factor);
-    bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
+    bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
                      ? raise_maxima<true>(S, rows, first_key, lane, factor, tolerated)
                      : raise_maxima<false>(S, rows, first_key, lane, factor, tolerated);
     rows.scale(factor);

@@ -10,14 +10,16 @@
 #include <attention/bias_tile.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/pack_weights.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <forward/parts/schedule.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int width = cdiv(dv, step) * step;    // of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
@@ -128,7 +130,7 @@ struct Consumer {
       scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key), shared.bias.own());
     if (const int next = task.after<Bc>(first_key); next < task.kv_end)
       shared.bias.own().load(rows, next);
-    const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
+    const bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
                            ? raise_maxima<true>(S, rows, first_key, lane, factor, slack)
                            : raise_maxima<false>(S, rows, first_key, lane, factor, slack);
     rows.scale(factor);

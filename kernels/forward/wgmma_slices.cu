@@ -14,12 +14,16 @@
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_mask.cuh>
 #include <forward/parts/epilogue.cuh>
 #include <forward/parts/pack_weights.cuh>
 #include <forward/parts/ping_pong.cuh>
 #include <ptx/opaque.cuh>
 #include <ptx/setmaxnreg.cuh>
+#include <ptx/wgmma.cuh>
+#include <tile/pipeline.cuh>
 #include <tile/shared.cuh>
 #include <tile/warpgroup.cuh>
 
@@ -264,7 +268,7 @@ struct Consumer {
       multiply_scores(slices, S, warpgroup);
       const int first_key = keys.first_key + tile * Bc;
       scorer.apply(S, rows, first_key);
-      const bool risen = rows.extent.is_masked(task.row, Br, first_key, Bc)
+      const bool risen = is_masked(rows.extent, task.row, Br, first_key, Bc)
                              ? raise_maxima<true, true>(S, rows, first_key, lane, factor, slack)
                              : raise_maxima<false, true>(S, rows, first_key, lane, factor, slack);
       rows.scale(factor);

@@ -6,11 +6,12 @@ using real = float;
 #include <cuda_fp16.h>
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
+#include <ptx/bulk_copy.cuh>
 #include <ptx/tma_store.cuh>
 #include <ptx/setmaxnreg.cuh>
 #include <ptx/stmatrix.cuh>
 #include <ptx/e4m3.cuh>
-#include <ptx/wgmma.cuh>
+#include <ptx/wgmma_columns.cuh>
 
 template <class T>
 __device__ void fill(void* to, const T* from, int count) {

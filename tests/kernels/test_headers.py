@@ -39,6 +39,10 @@ MAY_READ = {
     "gradient_of_lse.cuh": {"has_dlse"},
     "extent.cuh": {"causal", "windowed", "has_mask_mod", "ragged"},
     "batch.cuh": {"ragged", "packed", "windowed", "page_size"},
+    "tile_index.cuh": {"packed"},
+    "tile_mask.cuh": {"windowed"},
+    "sees_distance.cuh": {"causal", "windowed"},
+    "row_range.cuh": {"causal", "windowed"},
     "tile_pair.cuh": {"has_row_tiles", "causal", "windowed", "has_mask_mod"},
     "key_head.cuh": {"page_size"},
     "seen_keys.cuh": {"windowed"},
@@ -47,7 +51,7 @@ MAY_READ = {
     "kv_dtype.cuh": {"has_e4m3", "page_size"},
     "descales.cuh": {"has_q_descale", "has_k_descale", "has_v_descale"},
     "longest_first.cuh": {"causal", "packed"},
-    "row_sums.cuh": {"packed"},
+    "row_tile_number.cuh": {"packed"},
     "place_of_sums.cuh": {"ragged", "packed"},
     "sum_tile.cuh": {"packed"},
     "score.cuh": {
@@ -61,7 +65,8 @@ MAY_READ = {
     "dropped_weights.cuh": {"has_dropout"},
     "row_state.cuh": {"has_sink", "has_dropout", "has_score_mod", "of_products"},
     "nonfinite.cuh": {"has_sink", "of_products"},
-    "schedule.cuh": {"causal", "has_key_tiles", "ragged", "packed"},
+    "static_schedule.cuh": {"causal", "has_key_tiles"},
+    "schedule.cuh": {"causal", "ragged", "packed"},
     "pack_weights.cuh": {"has_dropout"},
     "split_output.cuh": {"has_mask_mod"},
     "split_softmax.cuh": {"has_score_mod"},
@@ -69,6 +74,7 @@ MAY_READ = {
     "store_split_dK_dV.cuh": {"has_score_mod"},
     "cancellation.cuh": {"ragged", "has_sink", "has_dropout"},
     "row_tile_iterator.cuh": {"has_row_tiles"},
+    "row_tile_loads.cuh": {"has_row_tiles"},
 }
 NOT_CODE = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:[^\n]*\\\n)*[^\n]*', re.MULTILINE)
 # A name that is a parameter or a variable where it stands, and one of another scope.

@@ -188,8 +188,8 @@ FAULTS = {
     "unmasked tiles": (
         "mma_pipelined",
         (
-            "is_masked(first_query, last_query + 1 - first_query, first_key, Bc)",
-            "is_masked(first_query, 1, first_key, Bc)",
+            "is_masked(extent, first_query, last_query + 1 - first_query, first_key, Bc)",
+            "is_masked(extent, first_query, 1, first_key, Bc)",
         ),
     ),
     "another first tile": ("mma_pipelined", ("K[0], keys, start)", "K[0], keys, 0)")),

@@ -60,7 +60,7 @@ def test_headers_of_plain_problems_are_replaced_where_a_problem_needs_more(optio
 
 def test_a_header_that_replaces_another_has_its_functions_and_types():
     defined = re.compile(
-        r"^(?:struct|using|__device__[^;{=]*?) ?(\w+)(?:\(| =| [:{])", re.MULTILINE
+        r"^(?:struct|using|__device__[^;{=]*?) ?(\w+)(?:\(| =| [:{]|;)", re.MULTILINE
     )
     for path in sources.WITH.rglob("*.cuh"):
         plain = next(

@@ -6,10 +6,12 @@
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/transposed_softmax.cuh>
-#include <ptx/bulk_copy.cuh>
+#include <ptx/bulk_store.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
 #include <ptx/stmatrix.cuh>
+#include <ptx/wgmma_columns.cuh>
+#include <tile/tma_tile.cuh>
 
 // Named barriers: a warpgroup's part is written; it was read; all additions have ended.
 __device__ __forceinline__ int dQ_full(int warpgroup) {

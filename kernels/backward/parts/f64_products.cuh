@@ -1,5 +1,5 @@
 #pragma once
-// Products of the backward pass of doubles on tensor cores, and what becomes of their sums.
+// Products of the backward pass of doubles on tensor cores.
 
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/repair_gradients.cuh>
@@ -72,26 +72,6 @@ __device__ __forceinline__ void store_doubles(operand (&tile)[rows][keys],
     for (int j = 0; j < n; ++j) {
       operand* to = at(tile, own.row + lane / 4, own.col / in_chunk + j * 4 + lane % 4, i * 8);
       *reinterpret_cast<double2*>(to) = {part[i / 2][j][i % 2 * 2], part[i / 2][j][i % 2 * 2 + 1]};
-    }
-  }
-}
-
-// Writes m times 16 rows of a gradient times a factor: columns from first_col on, before `end_col`,
-// of rows before `end`.
-template <int m, int n>
-__device__ __forceinline__ void write_gradient(const double (&sums)[m][n][4], double factor,
-                                               Tensor<result> gradient, int batch, int head,
-                                               int first_row, int end, int lane, int first_col,
-                                               int end_col) {
-#pragma unroll
-  for (int i = 0; i < 2 * m; ++i) {
-    const int row = first_row + i * 8 + lane / 4;
-    if (row >= end) continue;
-    result* to = gradient.row(batch, head, row);
-#pragma unroll
-    for (int j = 0; j < 2 * n; ++j) {
-      const int col = first_col + j / 2 * 8 + 2 * (lane % 4) + j % 2;
-      if (col < end_col) to[col] = sums[i / 2][j / 2][i % 2 * 2 + j % 2] * factor;
     }
   }
 }

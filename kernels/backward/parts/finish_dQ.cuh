@@ -9,6 +9,7 @@
 #include <backward/parts/register_tile.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <backward/parts/store_gradient.cuh>
 
 // The sums, and the inputs for recomputing rows that are not finite.
 template <int Br, int d, int dv>

@@ -4,7 +4,9 @@
 
 #include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
+#include <ptx/opaque.cuh>
 #include <tile/shared.cuh>
+#include <tile/warp.cuh>
 
 // The warps of a block own Wr x Wc each of a tile of Br x Bc scores. Slices have a depth of Bd, and
 // `stages` of them a place in shared memory.

@@ -1,8 +1,9 @@
 #pragma once
 // Gradients of warpgroups that own 64 rows or keys each, and are fed by one more that loads.
 
-#include <backward/parts/store_gradient.cuh>
+#include <ptx/pack.cuh>
 #include <ptx/setmaxnreg.cuh>
+#include <tile/warp.cuh>
 #include <tile/warpgroup.cuh>
 
 template <int columns>

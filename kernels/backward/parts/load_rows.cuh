@@ -6,6 +6,7 @@
 #include <ptx/bulk_copy.cuh>
 #include <ptx/dependent_launch.cuh>
 #include <ptx/named_barrier.cuh>
+#include <tile/pipeline.cuh>
 
 constexpr int reading_threads = consuming_threads + warp_size;
 

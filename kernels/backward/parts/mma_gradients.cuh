@@ -5,7 +5,8 @@
 #include <attention/dropped_weights.cuh>
 #include <attention/tile_pair.cuh>
 #include <backward/parts/stats_in_memory.cuh>
-#include <backward/parts/tile_products.cuh>
+#include <ptx/opaque.cuh>
+#include <tile/share_out_rows.cuh>
 #include <timeline.cuh>
 
 // S becomes P = 2^(S * scale2 - lse2), or 0 where masked or dropped; PS is P times the
@@ -62,21 +63,6 @@ __device__ __forceinline__ void compute_dS(real (&dP)[m][n][4], const real (&PS)
     for (int j = 0; j < 2 * n; ++j) {
       real& x = dP[i / 2][j / 2][i % 2 * 2 + j % 2];
       x = weighted_gradient(PS[i / 2][j / 2][i % 2 * 2 + j % 2], x, delta, factor);
-    }
-  }
-}
-
-// Writes a warp's part of P or dS, rounded to 16 bits.
-template <class Own, int m, int n, int rows, int keys>
-__device__ __forceinline__ void store_tile(operand (&tile)[rows][keys], const real (&part)[m][n][4],
-                                           const Own& own, int lane) {
-#pragma unroll
-  for (int i = 0; i < 2 * m; ++i) {
-#pragma unroll
-    for (int j = 0; j < n; ++j) {
-      operand* to = at(tile, own.row + lane / 4, own.col / 8 + j, i * 8) + 2 * (lane % 4);
-      *reinterpret_cast<unsigned*>(to) =
-          pack<operand>(part[i / 2][j][i % 2 * 2], part[i / 2][j][i % 2 * 2 + 1]);
     }
   }
 }

@@ -2,6 +2,7 @@
 // The tile of rows that a block sums up.
 
 #include <attention/batch.cuh>
+#include <attention/tile_index.cuh>
 
 // The tile of a block. M becomes the rows of its batch element, if launches go by lengths.
 template <int Br, class Arrays>

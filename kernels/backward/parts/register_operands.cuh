@@ -2,7 +2,7 @@
 // Rows of a tile in registers, as operands of S = A B^T.
 
 #include <ptx/wgmma_rows.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 // The row statistics of a tile from a row on.
 struct SumsOfRows {

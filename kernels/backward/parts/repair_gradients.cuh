@@ -7,6 +7,7 @@
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
 #include <backward/parts/all_finite.cuh>
+#include <backward/parts/row_range.cuh>
 #include <backward/parts/row_stats.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -56,7 +57,7 @@ struct alignas(16) Repair {
     real product = 0, dP = 0;
     for (int j = threadIdx.x % warp_size; j < d; j += warp_size) product += real(q[j]) * real(k[j]);
     for (int j = threadIdx.x % warp_size; j < dv; j += warp_size) dP += real(grad[j]) * real(v[j]);
-    const Extent& of_head = extent.of_head(head);
+    const Extent& of_head = extent_of_head(extent, head);
     const auto [score, slope] = scorer.with_slope(warp_sum(product), of_head, row, key);
     const real p = weight_of(score, own.lse);
     const real kept_dP = of_head.dropped(warp_sum(dP), row, key);
@@ -72,7 +73,7 @@ struct alignas(16) Repair {
       RowSum<width> sum(col, min(d, col_end));
       const int last = own.lse != -infinity ? extent.kv_end(row) : 0;
       for (int key = extent.kv_begin(row); key < last; ++key)
-        if (extent.of_head(head).shown(row, key))
+        if (extent_of_head(extent, head).shown(row, key))
           sum.add(pair(head, row, key, own).dS, K.row(batch, kv_head, key));
       sum.store(dQ.row(batch, head, row), scorer.scale);
     }
@@ -85,9 +86,9 @@ struct alignas(16) Repair {
     for (int key = first; key < min(end, extent.N); ++key) {
       RowSum<width> sum(first_col, of_V ? dv : d);
       for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
+        for (int row = row_begin(extent, key); row < row_end(extent, key, 1); ++row) {
           const RawStats own = stats(head, row);
-          if (own.lse == -infinity || !extent.of_head(head).sees(row, key)) continue;
+          if (own.lse == -infinity || !extent_of_head(extent, head).sees(row, key)) continue;
           const Pair made = pair(head, row, key, own);
           sum.add(of_V ? made.p : made.dS, (of_V ? dO : Q).row(batch, head, row));
         }

@@ -2,6 +2,7 @@
 // Iterates over the tiles of rows that see some key of a block's tile.
 
 #include <attention/extent.cuh>
+#include <backward/parts/row_range.cuh>
 
 // From the last tile of each head to the first: blocks that begin together are at the same rows,
 // under a causal mask too.
@@ -14,8 +15,8 @@ struct RowTileIterator {
   __device__ __forceinline__ RowTileIterator(const Extent& extent, int first_key, int kv_head,
                                              int group)
       : head(kv_head * group), extent(&extent), first_key(first_key) {
-    const int end = extent.row_end(first_key, Bc);
-    first = extent.row_begin(first_key) / Br * Br;
+    const int end = row_end(extent, first_key, Bc);
+    first = row_begin(extent, first_key) / Br * Br;
     const int tiles = end > first ? cdiv(end - first, Br) : 0;
     first_row = last = first + (tiles - 1) * Br;
     left = tiles * group;
@@ -25,7 +26,7 @@ struct RowTileIterator {
     }
   }
   __device__ __forceinline__ auto map() const {
-    return extent->of_head(head).row_tiles(first_key / Bc);
+    return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
   // With the map of a block mask, from the first tile of rows to the last; `left` counts heads.
   __device__ __forceinline__ void go_to(int row) {

@@ -2,18 +2,11 @@
 // Products of the backward pass on tensor cores, of 16-bit tiles in shared memory.
 
 #include <ptx/mma.cuh>
-#include <ptx/opaque.cuh>
 #include <tile/async_copy.cuh>
 #include <tile/chunk_addresses.cuh>
-#include <tile/warp.cuh>
 #include <timeline.cuh>
 
 static_assert(sizeof(operand) != 4, "these tensor-core products take 16-bit numbers or doubles");
-
-// The thread's lane, from which the compiler precomputes nothing.
-__device__ __forceinline__ int own_lane() {
-  return opaque(int(threadIdx.x)) % warp_size;
-}
 
 // D += A B for one step of the sum, of A's fragments and B's by columns of 16.
 template <int rows, int blocks, class Own, class Load>
@@ -76,5 +69,20 @@ __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],
       const int chunk = own.col / 8 + 2 * n + lane / 16;
       ldmatrix_trans(b, at(B, lane % 16, chunk, k * step));
     });
+  }
+}
+
+// Writes a warp's part of P or dS, rounded to 16 bits.
+template <class Own, int m, int n, int rows, int keys>
+__device__ __forceinline__ void store_tile(operand (&tile)[rows][keys], const real (&part)[m][n][4],
+                                           const Own& own, int lane) {
+#pragma unroll
+  for (int i = 0; i < 2 * m; ++i) {
+#pragma unroll
+    for (int j = 0; j < n; ++j) {
+      operand* to = at(tile, own.row + lane / 4, own.col / 8 + j, i * 8) + 2 * (lane % 4);
+      *reinterpret_cast<unsigned*>(to) =
+          pack<operand>(part[i / 2][j][i % 2 * 2], part[i / 2][j][i % 2 * 2 + 1]);
+    }
   }
 }

@@ -2,63 +2,18 @@
 // The softmax of transposed tiles: a block owns Bc keys and goes through tiles of Br rows. A thread
 // has two keys of each tile, and two of each 8 rows.
 
-#include <attention/bias_tile.cuh>
+#include <attention/no_bias.cuh>
 #include <attention/dropped_weights.cuh>
 #include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_warpgroups.cuh>
-#include <backward/parts/longest_first.cuh>
+#include <backward/parts/key_tile.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <backward/parts/sees_distance.cuh>
+#include <backward/parts/store_gradient.cuh>
 #include <ptx/opaque.cuh>
+#include <ptx/wgmma.cuh>
 #include <timeline.cuh>
-
-// A block's keys, and the tiles of rows that see some of them, in each head of the group.
-template <int Br, int Bc>
-struct KeyTile {
-  Extent extent;
-  int first_key, kv_head, batch, first_row, end_row, group;
-  TilesOfRows<Br> number;
-
-  // body(head, first row, number of the tile) for each tile.
-  template <class Body>
-  __device__ __forceinline__ void for_tiles(Body body) const {
-#pragma unroll 1
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      const auto map = map_of(head);
-#pragma unroll 1
-      for (int row = map.template from<Br>(first_row); row < end_row;
-           row = map.template after<Br>(row))
-        body(head, row, number(head, row));
-    }
-  }
-  // Whether it is a head's first tile; where the next one begins, or -1 if there is none.
-  __device__ __forceinline__ int after(int head, int row) const {
-    const int next = map_of(head).template after<Br>(row);
-    return next < end_row ? next : -1;
-  }
-  __device__ __forceinline__ bool is_first(int head, int row) const {
-    return row == map_of(head).template from<Br>(first_row);
-  }
-  __device__ __forceinline__ auto map_of(int head) const {
-    return extent.of_head(head).row_tiles(first_key / Bc);
-  }
-};
-
-// The tile with a number, of `all`; by default that of a block which has one.
-template <int Br, int Bc, bool batch_first = false>
-__device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
-                                                    int kv_heads, int group, int heads,
-                                                    int number = blockIdx.x, int all = gridDim.x) {
-  const int tiles = max(cdiv(sizes.N, Bc), 1), batches = all / (tiles * kv_heads);
-  const auto [tile, first, second] = place_of_keys<Bc>(longest_first(number, all, tiles), sizes,
-                                                       mods, batch_first ? batches : kv_heads);
-  const int kv_head = batch_first ? second : first, batch = batch_first ? first : second;
-  const Extent extent = extent_of(sizes, mods, batch, kv_head * group);
-  const int first_key = tile * Bc, first_row = extent.row_begin(first_key) / Br * Br;
-  const int end_row = extent.N > 0 ? extent.row_end(first_key, Bc) : 0;
-  const auto numbers = tiles_of<Br>(mods, batch, heads, sizes.M);
-  return {extent, first_key, kv_head, batch, first_row, end_row, group, numbers};
-}
 
 // Whether causal masks, windows or the end of the keys hide some of the pairs.
 template <int Br, int Bc>
@@ -181,7 +136,7 @@ struct KeyRows {
 #pragma unroll
     for (int i = 0; i < Br / 2; ++i) {
       const int more = i / 2 % 2 * 8, down = i / 4 * 8 + i % 2;
-      const bool seen = first + more < extent.N && extent.sees_distance(distance + more - down);
+      const bool seen = first + more < extent.N && sees_distance(extent, distance + more - down);
       if (!seen) P[i] = 0;
     }
   }

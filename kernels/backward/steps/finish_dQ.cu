@@ -6,6 +6,7 @@
 //   grid (cdiv(M, Br) * heads * batch, parts)    block (threads)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
 //   (score.cuh)
+#include <attention/tile_index.cuh>
 #include <backward/parts/finish_dQ.cuh>
 #include <ptx/dependent_launch.cuh>
 

@@ -1,13 +1,16 @@
-// mma_round: dQ from its finished sums, which lie in the order of mma_columns's registers.
+// mma_round: dQ from its finished sums, which lie in the order of the registers of mma_columns or
+// mma_f64_columns.
 //
 //   dQ_sum: the tiles of rows, as red.cuh has them    lse, delta [batch, heads, M]
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
 //   options (score.cuh)
+#include <attention/tile_index.cuh>
 #include <backward/parts/query_partition.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <backward/parts/stats_in_memory.cuh>
+#include <backward/parts/store_doubles.cuh>
 #include <backward/parts/store_gradient.cuh>
 #include <ptx/red.cuh>
 
@@ -19,13 +22,13 @@ using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
 extern "C" __global__ __launch_bounds__(threads) void mma_round(
     Tensor<const operand> Q, Tensor<const operand> K, Tensor<const operand> V,
-    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const float* dQ_sum,
+    Tensor<const operand> dO, Tensor<const real> lse, Tensor<const real> delta, const real* dQ_sum,
     Tensor<result> dQ, Sizes sizes, int heads, int group, real scale, Mods mods) {
   const auto [tile, head, batch] = place_of_rows<Br>(blockIdx.x, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   if (!extent.has_tile_of_rows(tile * Br)) return;
   constexpr int fours = Queries::fours, blocks = Queries::cols / 8;
-  const float* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
+  const real* from = dQ_sum + (long long)blockIdx.x * (query_slices * fours * 4 * threads);
   for (int slice = 0; slice < query_slices; ++slice) {
     const Queries own(slice);
     Queries::Sums sums;

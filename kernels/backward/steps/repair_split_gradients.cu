@@ -12,7 +12,9 @@
 //   the host sets: scalar, result, real, rows_of_block, d, dv, threads, shared_bytes and options
 //   (score.cuh)
 #include <attention/dropped_weights.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/repair_gradients.cuh>
+#include <backward/parts/row_range.cuh>
 #include <backward/parts/stats_in_memory.cuh>
 #include <tile/shared.cuh>
 
@@ -77,7 +79,7 @@ struct Pairs {
       products[i] = warp_sum(products[i]);
       if (of != 'V') dP[i] = warp_sum(dP[i]);
     }
-    const Extent& of_head = inputs.extent.of_head(head);
+    const Extent& of_head = extent_of_head(inputs.extent, head);
     real weights[together] = {};
     bool seen[together];
 #pragma unroll
@@ -141,11 +143,11 @@ template <bool of_V>
 __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result> gradient,
                            int group, int key) {
   constexpr int cols = of_V ? dv : d;
-  const int first = inputs.extent.row_begin(key) + threadIdx.x / warp_size;
+  const int first = row_begin(inputs.extent, key) + threadIdx.x / warp_size;
   RowSum<cols> sum(0, cols);
   for (int head = inputs.kv_head * group; head < (inputs.kv_head + 1) * group; ++head) {
-    const Extent& extent = inputs.extent.of_head(head);
-    const int end = extent.row_end(key, 1);
+    const Extent& extent = extent_of_head(inputs.extent, head);
+    const int end = row_end(extent, key, 1);
     for (int row = first; row < end; row += together * warps_of_block) {
       Pairs pairs;
 #pragma unroll

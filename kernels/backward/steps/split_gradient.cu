@@ -23,6 +23,7 @@
 //   the host sets: scalar, result, operand, real, slabs, rows_of_block, d, dv, threads,
 //   shared_bytes, has_dlse and options (extent.cuh)
 #include <attention/score.cuh>
+#include <attention/tile_index.cuh>
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/split_f32/split_exponents.cuh>
 #include <forward/parts/split_f32/split_row.cuh>

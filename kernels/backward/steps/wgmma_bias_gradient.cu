@@ -14,11 +14,13 @@
 //   grid (min(multiprocessors, tiles))    block (384)
 //   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, bias_bytes (0:
 //   the bias is read from global memory), d, dv, threads, shared_bytes and options (score.cuh)
-#include <attention/bias_tile.cuh>
+#include <attention/no_bias.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_mask.cuh>
 #include <backward/parts/all_finite.cuh>
 #include <backward/parts/row_sums.cuh>
+#include <backward/parts/sees_distance.cuh>
 #include <ptx/cp_async.cuh>
 #include <ptx/mma.cuh>
 #include <ptx/opaque.cuh>
@@ -26,7 +28,7 @@
 #include <tile/shared.cuh>
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 constexpr int consumers = 2;  // warpgroups
 constexpr int chunk = 64, chunks = 4;
@@ -275,7 +277,8 @@ struct Consumer {
   // Values read for a warp whose rows are all past the end are not used.
   __device__ __forceinline__ OwnStats stats(const Task& task, const Share& share) const {
     const int M = tasks.sizes.M, existing = min(row(task), M - 1);
-    const RowSums<Br>& all = row_sums[tile_of<Br>(share.batch, share.head, heads, existing, M)];
+    const long long first = ((long long)share.batch * heads + share.head) * cdiv(M, Br);
+    const RowSums<Br>& all = row_sums[first + existing / Br];
     const int own = (row(task) + int(threadIdx.x) % warp_size / 4) % unsigned(Br);
     return {{{all.lse2[own], all.delta[own]}, {all.lse2[own + 8], all.delta[own + 8]}}};
   }
@@ -355,14 +358,14 @@ struct Consumer {
     for (int i = 0; i < chunk / 2; ++i)
       flat(S)[i] = exp2f(flat(S)[i] * scorer.scale2() - rows.stats.rows[i / 2 % 2].lse2);
     const Extent& extent = rows.extent;
-    if (!extent.is_masked(task.row, own_rows, first_key, chunk)) return;
+    if (!is_masked(extent, task.row, own_rows, first_key, chunk)) return;
     // The mask depends only on the distance of a key from a row.
     const int key = first_key + 2 * (opaque(int(threadIdx.x)) % 4);
     const int distance = key - opaque(rows.first);
 #pragma unroll
     for (int i = 0; i < chunk / 2; ++i) {
       const int more = i / 4 * 8 + i % 2, down = i / 2 % 2 * 8;
-      const bool seen = key + more < extent.N && extent.sees_distance(distance + more - down);
+      const bool seen = key + more < extent.N && sees_distance(extent, distance + more - down);
       if (!seen) flat(S)[i] = 0;
     }
   }

@@ -3,6 +3,7 @@
 
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
+#include <attention/row_tile.cuh>
 #include <attention/score.cuh>
 #include <tile/store.cuh>
 #include <timeline.cuh>

@@ -1,7 +1,8 @@
 #pragma once
 // Lazy row maxima of a warp's 16 rows: lanes compare their own scores, and exchange them only in
 // the few tiles where one exceeds the maximum of its row by more than `slack`.
-#include <attention/row_softmax.cuh>
+#include <attention/row_maxima.cuh>
+#include <timeline.cuh>
 
 // Scores of masked keys become -infinity.
 template <int n>

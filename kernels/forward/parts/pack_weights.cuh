@@ -1,7 +1,7 @@
 #pragma once
 // P as operands of the product with V, rounded to T, without the weights that dropout drops.
 #include <attention/row_state.cuh>
-#include <tile/warpgroup.cuh>
+#include <tile/warpgroup_products.cuh>
 
 template <class T, int steps, int count, int pack_gqa>
 __device__ __forceinline__ void pack_weights(const float (&S)[count], unsigned (&P)[steps][4],

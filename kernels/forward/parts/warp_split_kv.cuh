@@ -3,6 +3,7 @@
 // the end these are added up in shared memory, for the first of the warps.
 
 #include <attention/row_state.cuh>
+#include <tile/warp.cuh>
 #include <timeline.cuh>
 
 // `count` keys of a tile from `first` on, a multiple of 16: the swizzle repeats.

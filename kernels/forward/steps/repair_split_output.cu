@@ -13,6 +13,7 @@
 //   shared_bytes and options (score.cuh)
 #include <attention/row_max.cuh>
 #include <attention/score.cuh>
+#include <attention/tile_index.cuh>
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <tile/shared.cuh>
 #include <tile/tensor.cuh>

@@ -28,6 +28,7 @@
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
 #include <attention/score.cuh>
+#include <attention/tile_index.cuh>
 #include <forward/parts/split_f32/cancellation.cuh>
 #include <forward/parts/split_f32/split_row.cuh>
 #include <ptx/resident_threads.cuh>

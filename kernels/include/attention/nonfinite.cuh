@@ -110,7 +110,7 @@ __device__ void repair_rows(T Q, Keys K, Keys V, Tensor<result> O, Tensor<real> 
   const int first = __shfl_sync(full_warp, rows.first, 0);
   for (int row = first; row < min(first + Wr, rows.extent.M * pack_gqa); ++row) {
     const int query = row / pack_gqa, own = head * pack_gqa + row % pack_gqa;
-    const Extent& extent = rows.extent.of_head(own);
+    const Extent& extent = extent_of_head(rows.extent, own);
     if constexpr (by_call)
       call_repair_row<d, dv>(Q, K, V, O, lse, extent, query, batch, own, kv_head, scorer);
     else

@@ -1,38 +1,9 @@
 #pragma once
-// The online softmax of a warp's rows. A lane holds a quarter of two rows in each 16, so two
-// shuffles reach all of a row.
+// The online softmax of a warp's rows.
 
-#include <attention/row_state.cuh>
+#include <attention/row_maxima.cuh>
 #include <tile/warp.cuh>
 #include <timeline.cuh>
-
-// The maximum of a tile's scores in each row, in all lanes; masked scores become -infinity. Each
-// fmax waits for the one before it: a warp with only 16 rows takes even and odd keys apart, so that
-// twice as many are under way.
-template <bool masked, int m, int n, int pack_gqa>
-__device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
-                                            const Rows<m * step, pack_gqa>& rows, int first_key,
-                                            int lane, real (&maximum)[m][2]) {
-  constexpr int parts = m == 1 && sizeof(real) == 4 ? 2 : 1;
-  real part[m][2][parts];
-#pragma unroll
-  for (int j = 0; j < n; ++j) {
-#pragma unroll
-    for (int i = 0; i < m * 4; ++i) {
-      const int half = i % 4 / 2, key = first_key + j * 8 + 2 * (lane % 4) + i % 2;
-      real &score = S[i / 4][j][i % 4], &x = part[i / 4][half][i % parts];
-      if (masked && !rows.in_reach(i / 4, half, key)) score = -infinity;
-      x = j * 8 + i % 2 < parts ? score : fmax(x, score);  // the first key of a part begins it
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2 * m; ++i) {
-    auto& own = part[i / 2][i % 2];
-    if constexpr (parts == 2) own[0] = fmax(opaque(own[0]), opaque(own[1]));
-    const real x = fmax(own[0], __shfl_xor_sync(full_warp, own[0], 1));
-    maximum[i / 2][i % 2] = fmax(x, __shfl_xor_sync(full_warp, x, 2));
-  }
-}
 
 // Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale earlier sums;
 // returns whether one of the warp is not 1. A maximum exceeded by no more than `slack` stays: P is
@@ -57,13 +28,6 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
     rows.maximum[i / 2][i % 2] = now;
   }
   return __any_sync(full_warp, risen);
-}
-
-template <int m, int n>
-__device__ __forceinline__ void scale_rows(real (&O)[m][n][4], const real (&factor)[m][2]) {
-#pragma unroll
-  for (int i = 0; i < m * n * 4; ++i)
-    O[i / (4 * n)][i / 4 % n][i % 4] *= factor[i / (4 * n)][i % 4 / 2];
 }
 
 // Raises the maxima to those of a tile of scores. Where one rises, rescales O and the sums.

@@ -45,7 +45,6 @@ struct KeyTiles {
 // The batch element and head of a score.
 struct Context {
   __device__ __forceinline__ void take(int, int, int, int, const Mods&) {}
-  __device__ __forceinline__ void move_to(int) {}
   template <class Products, class T>
   __device__ __forceinline__ void cap(Products&, T) const {}
   __device__ __forceinline__ bool shows(int, int, int) const { return true; }
@@ -59,3 +58,9 @@ struct Context {
   __device__ __forceinline__ KeyTiles row_tiles(int) const { return {}; }
   __device__ __forceinline__ int longest(int, int rank) const { return rank; }
 };
+
+// The extent of another head: the same.
+template <class Extent>
+__device__ __forceinline__ const Extent& extent_of_head(const Extent& extent, int) {
+  return extent;
+}

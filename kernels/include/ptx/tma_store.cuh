@@ -1,6 +1,6 @@
 #pragma once
 // Stores of boxes by the tensor memory accelerator.
-#include <ptx/bulk_copy.cuh>
+#include <ptx/bulk_store.cuh>
 
 // Starts to copy a box from shared memory.  cp.async.bulk.tensor.4d.global.shared::cta.tile
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* shared, int column,

@@ -122,19 +122,13 @@ __device__ __forceinline__ void wgmma_wait_group() {
   else                                      \
     WGMMA(n, "16.f32.bf16.bf16", A, columns)
 
-// D [64][n] = A B, or D += A B if it is to be `added`, for each n. A and B are by_rows; or B is
-// by_columns; or A is in registers and B by_columns, but by_rows for e4m3.
+// D [64][n] = A B, or D += A B if it is to be `added`, for each n. A and B are by_rows; or A is in
+// registers and B by_columns, but by_rows for e4m3.
 #define WGMMA_PRODUCTS(n)                                                                       \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b, int added) {  \
     unsigned r[4] = {};                                                                         \
     WGMMA_OF_TYPE(n, "%0", ",0,0");                                                             \
-  }                                                                                             \
-  template <class T>                                                                            \
-  __device__ __forceinline__ void multiply_columns(float (&d)[n / 2], Matrix a, Matrix b,       \
-                                                   int added) {                                 \
-    unsigned r[4] = {};                                                                         \
-    WGMMA_OF_TYPE(n, "%0", ",0,1");                                                             \
   }                                                                                             \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], const unsigned (&A)[4], Matrix b, \

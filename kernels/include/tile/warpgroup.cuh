@@ -1,10 +1,5 @@
 #pragma once
-// Products of warpgroups that own 64 rows each, 16 of them a warp. They are asynchronous: each
-// function commits a group, and wgmma_wait_group comes before a result is read or an operand
-// overwritten.
-
-#include <ptx/wgmma.cuh>
-#include <tile/pipeline.cuh>
+// The accumulators of warpgroups that own 64 rows each, 16 of them a warp.
 
 constexpr int warpgroup_rows = 64;
 
@@ -12,39 +7,3 @@ constexpr int warpgroup_rows = 64;
 template <int blocks>
 __device__ __forceinline__ float (&flat(float (&fragments)[1][blocks][4]))
     [blocks * 4] { return reinterpret_cast<float (&)[blocks * 4]>(fragments); }
-
-// Starts S = A B^T for 64 rows of A, from `first_row` on, and rows of B, from `first` on.
-template <class T, int A_rows, int B_rows, int columns, int count>
-__device__ __forceinline__ void begin_scores(const TmaTile<T, A_rows, columns>& A,
-                                             const TmaTile<T, B_rows, columns>& B,
-                                             float (&S)[count], int first_row = 0, int first = 0) {
-  const Matrix a = by_rows(A.box[0][first_row]), b = by_rows(B.box[0][first]);
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < cdiv(columns * int(sizeof(T)), wgmma_bytes); ++k) {
-    const int box = k / 4, col = k % 4 * wgmma_bytes;
-    multiply<T>(S, a + (box * int(sizeof A.box[0]) + col), b + (box * int(sizeof B.box[0]) + col),
-                k > 0);
-  }
-  wgmma_commit_group();
-}
-
-// Starts O += P V, or O = P V if it is not `added`; P is in registers, V from a row on.
-template <class T, int rows, int columns, int steps, int count>
-__device__ __forceinline__ void begin_output(const TmaTile<T, rows, columns>& V,
-                                             const unsigned (&P)[steps][4], float (&O)[count],
-                                             bool added = true, int row = 0) {
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < steps; ++k)
-    multiply<T>(O, P[k], by_columns(V.box[0][row], rows) + k * 16 * box_row_bytes, added || k > 0);
-  wgmma_commit_group();
-}
-
-// S as operands of the next product, rounded to T.
-template <class T, int steps, int count>
-__device__ __forceinline__ void pack_operands(const float (&S)[count], unsigned (&P)[steps][4]) {
-  static_assert(count == 8 * steps, "all of S");
-#pragma unroll
-  for (int i = 0; i < count / 2; ++i) P[i / 4][i % 4] = pack<T>(S[2 * i], S[2 * i + 1]);
-}

@@ -9,7 +9,7 @@
 // and what score_context.cuh says. Where an argument is __grid_constant__, the compiler makes no
 // copy of it.
 
-#include <attention/bias_tile.cuh>
+#include <attention/no_bias.cuh>
 #include <attention/extent.cuh>
 #include <attention/tile_pair.cuh>
 

@@ -56,7 +56,6 @@ struct Scored {
 template <bool used, class Arrays = Mods>
 struct HeadContext {
   __device__ __forceinline__ void take(int, int, int, int, const Arrays&) {}
-  __device__ __forceinline__ void move_to(int) {}
   template <class Products, class T>
   __device__ __forceinline__ void cap(Products&, T) const {}
   template <bool is_capped = false, class T, class Key>
@@ -84,3 +83,16 @@ struct HeadContext {
 
 using Context = HeadContext<has_context>;
 using KeyTiles = TileMap<has_key_tiles>;
+
+// The extent of another head. Without expressions, sinks and dropout no copy is made.
+template <class Extent>
+__device__ __forceinline__ auto extent_of_head(const Extent& extent, [[maybe_unused]] int head)
+    -> decltype(auto) {
+  if constexpr (has_context) {
+    Extent moved = extent;
+    moved.move_to(head);
+    return moved;
+  } else {
+    return (extent);
+  }
+}

@@ -251,7 +251,7 @@ def test_default_samples_reach_every_schedule(seed):
 
 
 def has_a_block_without_a_tile(plan):
-    """By schedule.cuh, above d = 64: heads of a few tiles are dealt out in turn."""
+    """By static_schedule.cuh, above d = 64: heads of a few tiles are dealt out in turn."""
     p, blocks = plan.problem, plan.launches[0].grid[0]
     tiles = -(-p.M // plan.constants["Br"])
     rest = blocks % tiles if 2 <= tiles <= 8 else 0

@@ -1,9 +1,9 @@
 #pragma once
 // The pass for dK and dV of warpgroups with split operands: its loads, and a thread's scores.
 
+#include <backward/parts/key_tile.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
-#include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
 
 // The thread's scores of a tile. Its warpgroup's keys begin with first_key.

@@ -1,8 +1,8 @@
 #pragma once
 // The softmax between two products of split float32 operands (split_pair.cuh).
 
-#include <attention/bias_tile.cuh>
-#include <attention/row_softmax.cuh>
+#include <attention/no_bias.cuh>
+#include <attention/row_maxima.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
 #include <timeline.cuh>

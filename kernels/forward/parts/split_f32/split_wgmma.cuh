@@ -3,6 +3,8 @@
 // accumulators of their own, which are 2^11 times larger.
 
 #include <forward/parts/split_f32/split_pair.cuh>
+#include <ptx/wgmma.cuh>
+#include <tile/pipeline.cuh>
 #include <tile/warpgroup.cuh>
 
 // Each box has rows of high parts, then as many of low ones.

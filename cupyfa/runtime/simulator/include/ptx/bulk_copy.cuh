@@ -1,9 +1,5 @@
 #pragma once
-// Copies of the tensor memory accelerator of bytes as they lie, and what waits for stores.
-//
-// A store reads shared memory in the wait for it; an earlier write is reported as a race. Floats
-// are added later: with a seed at any such wait, without one in bulk_wait_group or at the block's
-// end.
+// Copies of the tensor memory accelerator of bytes as they lie.
 #include <ptx/tma.cuh>
 
 // Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
@@ -11,34 +7,4 @@
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
                       simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);
-}
-
-// Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in
-// any order. It counts as a store.
-inline void bulk_add(float* memory, const float* shared, int count, simulator::Here here = {}) {
-  simulator_add_floats(memory, shared, count, here.file, here.line);
-}
-
-// Ends a group of this thread's stores.
-inline void bulk_commit_group() {
-  simulator_commit_stores();
-}
-
-// Waits until this thread's stores have read shared memory.
-inline void bulk_wait_group_read(simulator::Here here = {}) {
-  const timeline::Phase waiting(timeline::store_wait);
-  simulator_end_stores(here.file, here.line);
-}
-
-// Waits until this thread's stores are complete and visible to it.
-inline void bulk_wait_group(simulator::Here here = {}) {
-  const timeline::Phase waiting(timeline::store_wait);
-  simulator_end_stores(here.file, here.line);
-  simulator_make_additions();
-}
-
-// Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
-// it lets another thread start them.
-inline void fence_proxy_async() {
-  simulator_fence_for_copies();
 }

@@ -103,18 +103,6 @@ inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulato
                      here.file, here.line);
 }
 
-// The same with B by_columns.
-template <class T, int count>
-inline void multiply_columns(float (&d)[count], Matrix a, Matrix b, bool added,
-                             simulator::Here here = {}) {
-  simulator::check_columns<2 * count>();
-  timeline::event(timeline::worked_wgmma, 0, 2 * count);
-  if (a.rows != 0) simulator::fault("multiplies A by_columns", here);
-  if (b.rows == 0) simulator::fault("multiplies columns of B by_rows", here);
-  simulator_multiply(d, nullptr, a.address, b.address, b.rows, 2 * count, simulator::format<T>,
-                     added, here.file, here.line);
-}
-
 // The same with A in registers and B by_columns, or of e4m3 by_rows.
 template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,

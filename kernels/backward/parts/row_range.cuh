@@ -1,0 +1,17 @@
+#pragma once
+// The rows that see a key of first_key … first_key + keys - 1: row_begin … row_end - 1.
+
+#include <attention/extent.cuh>
+
+__device__ __forceinline__ int row_begin(const Extent& extent, int first_key) {
+  if constexpr (causal)
+    return int(max(0LL, min((long long)extent.M, first_key - (long long)extent.causal_offset)));
+  return 0;
+}
+
+__device__ __forceinline__ int row_end(const Extent& extent, int first_key, int keys) {
+  const long long last_key = min(first_key + keys, extent.N) - 1;
+  if constexpr (windowed)
+    return int(max(0LL, min((long long)extent.M, last_key - extent.window_offset + 1)));
+  return extent.M;
+}

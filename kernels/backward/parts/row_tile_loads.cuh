@@ -1,0 +1,44 @@
+#pragma once
+// The tiles of rows that see a block's keys, and copies of their Q, dO and row statistics.
+
+#include <backward/parts/mma_gradients.cuh>
+#include <tile/async_copy.cuh>
+
+// Head by head, from the last tile of each to the first: blocks that begin together are at the same
+// rows, under a causal mask too.
+template <int Br, int Bc, int d, int dv, int threads>
+struct RowTileLoads {
+  Tensor<const operand> Q, dO;
+  StatsInMemory stats;
+  int M, batch, head, first_row, first, last, left;
+  const Extent* extent;
+  int first_key;
+
+  __device__ __forceinline__ auto map() const {
+    return extent_of_head(*extent, head).row_tiles(first_key / Bc);
+  }
+  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  __device__ __forceinline__ void go_to(int row) {
+    for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
+      if (--left == 0) return;
+      ++head;
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (has_row_tiles) return go_to(map().template after<Br>(first_row));
+    --left;
+    first_row -= Br;
+    if (first_row >= first) return;
+    first_row = last;
+    ++head;
+  }
+  // The addresses of heads are computed here again: registers do not keep them.
+  template <class Shared>
+  __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
+    copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);
+    copy_rows<threads, dv>(shared.dO[stage], Head(dO, opaque(batch), opaque(head), M), first_row);
+  }
+  __device__ __forceinline__ void load_stats(RowLoads<threads, Br>& loads) const {
+    loads.load({stats.lse, stats.delta, opaque(batch)}, opaque(head), first_row, M);
+  }
+};

@@ -1,0 +1,111 @@
+#pragma once
+// The static tile scheduler: the row tiles of a persistent block.
+
+#include <attention/extent.cuh>
+#include <attention/row_tile.cuh>
+#include <ptx/opaque.cuh>
+
+// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of as
+// many heads as make two rounds are assigned together, the longest first, and the second round goes
+// from the last block to the first. All blocks then have about the same work, and heads whose K and
+// V are in the cache are finished before others. With the map of a block mask, which has the order
+// of the tiles, it is the same. Where batch elements share an array that an expression reads, the
+// batch elements of a head follow each other.
+//
+// Heads of few tiles are assigned one by one, and a block moves on to the next tile index in each
+// round: after as many rounds as a head has tiles, all blocks have done the same work. Long and
+// short tiles then share the memory bandwidth (even a short one loads Q and stores O), and the
+// tiles of a head its K. With `may_skip` the tiles of a head need not divide the number of blocks,
+// a few of which have no tile in such rounds: up to d = 64 this is slower.
+template <int Br, int Bc, bool by_length, bool batch_first, bool may_skip>
+struct StaticSchedule {
+  Sizes sizes;
+  const Mods* mods;
+  int heads, all_heads, tiles, together, slots, turned, first;
+  int round = 0, slot = blockIdx.x, index = 0;
+
+  __device__ __forceinline__ StaticSchedule(const Sizes& sizes, const Mods& mods, int heads,
+                                            int batch)
+      : sizes(sizes),
+        mods(&mods),
+        heads(heads),
+        all_heads(heads * batch),
+        tiles(cdiv(sizes.M, Br)),
+        together(by_length ? max(1, 2 * int(gridDim.x) / tiles) : all_heads),
+        slots(may_skip ? gridDim.x / tiles * tiles : gridDim.x),
+        turned(heads_in_turn()),
+        first(may_skip && blockIdx.x >= slots ? turned : 0) {}
+
+  // The number of heads that are assigned one by one (no faster with more tiles): whole groups of
+  // an even number of rounds, after which a block has the same slot. The last may lack a 32nd of
+  // heads.
+  __device__ __forceinline__ int heads_in_turn() const {
+    const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
+    if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
+    if (blocks % tiles > (may_skip ? blocks / 32 : 0)) return 0;
+    return (all_heads + all_heads / 32) / group * group;
+  }
+
+  __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
+
+  // The number of heads that are assigned together, from `first` on.
+  __device__ __forceinline__ int count() const {
+    return min(by_length && in_turn() ? turned : together, all_heads - first);
+  }
+
+  // Goes to the block's next row tile, if there is one.
+  __device__ __forceinline__ bool advance() {
+    if constexpr (!by_length) {
+      index = round++ * gridDim.x + blockIdx.x;
+      return index < all_heads * tiles;
+    } else {
+      for (; first < all_heads; first += count(), round = 0) {
+        const int blocks = in_turn() ? slots : gridDim.x;
+        index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
+        round += 1;
+        if (index < count() * tiles) return true;
+        // The blocks that had one tile less begin with the next heads.
+        const int left = count() * tiles % blocks;
+        slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
+      }
+      return false;
+    }
+  }
+
+  // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
+  // take a while, and an opaque divisor keeps them where they are called: between products.
+  __device__ __forceinline__ RowTile task() const {
+    const int size = opaque(by_length && !in_turn() ? count() : tiles);
+    const int all = opaque(batch_first ? all_heads / heads : heads);
+    int tile = by_length ? tiles - 1 - index / size : index % size;
+    int of_all = first + (by_length ? index % size : index / size);
+    if constexpr (by_length) {
+      if (in_turn()) {
+        tile = (index + round) % size;
+        of_all = index / size;
+      }
+    }
+    const int batch = batch_first ? of_all % all : of_all / all;
+    const int head = batch_first ? of_all / all : of_all % all;
+    Extent extent = extent_of(sizes, batch);
+    if constexpr (has_key_tiles) {
+      extent.take(batch, head, sizes.M, sizes.N, *mods);
+      tile = extent.longest(cdiv(sizes.N, Bc), index / size);
+    }
+    RowTile task = row_tile<Br, Bc>(extent, tile * Br, head, batch);
+    if (extent.N == 0) task.kv_begin = 1;
+    if constexpr (has_key_tiles) task.kv_begin = min(task.kv_begin, (cdiv(sizes.N, Bc) - 1) * Bc);
+    task.kv_end = max(task.kv_end, task.kv_begin + 1);
+    return task;
+  }
+
+  // Where the keys end that a warpgroup sees which has `rows` of the tile's rows. It may skip the
+  // tiles after that, but at most `most` of them.
+  template <int rows>
+  __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
+    if constexpr (!causal) return task.kv_end;
+    const Extent extent = extent_of(sizes, task.batch);
+    const int own = extent.kv_end(min(task.row + (warpgroup + 1) * rows, extent.M) - 1);
+    return max(max(own, task.kv_end - most * Bc), task.kv_begin + 1);
+  }
+};

@@ -1,0 +1,22 @@
+#pragma once
+// A tile of rows of one head, and the keys that some of its rows see.
+
+#include <attention/extent.cuh>
+
+// kv_begin is rounded down to the first key of a tile. From one tile of keys to the next goes
+// after().
+struct RowTile : KeyTiles, Origin {
+  int row, head, batch, kv_begin, kv_end;
+};
+
+template <int rows, int keys>
+__device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int head, int batch) {
+  const auto map = extent.key_tiles(row / rows);
+  return {map,
+          extent,
+          row,
+          head,
+          batch,
+          map.template from<keys>(extent.kv_begin(row) / keys * keys),
+          extent.kv_end(min(row + rows, extent.M) - 1)};
+}

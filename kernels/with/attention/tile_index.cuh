@@ -1,0 +1,75 @@
+#pragma once
+// Tile indices over all heads and batch elements, which may be packed sequences.
+//
+// Tiles of rows are counted without a sum over lengths. An element's place has all its tiles; those
+// of sequence b begin with number cu_seqlens[b] / size + b, which leaves room for its last tile.
+// Some numbers have no tile.
+
+#include <attention/batch.cuh>
+
+// The number of a sequence's first tile of `size` rows, where `together` rows come of each.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ int first_tile_number(const Offsets& offsets, int sequence, int total) {
+  return max(0, min(offsets.data[sequence], total)) * together / size + sequence;
+}
+
+// The numbers of tiles of a head.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ int tile_numbers(const Offsets& offsets, int total) {
+  return total * together / size + offsets.size[0] - 1;
+}
+
+// The sequence and its tile that a number of a tile of all heads stands for.
+template <int size, int together, class Offsets>
+__device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets, int total,
+                                              int heads) {
+  const Place all = place(index, tile_numbers<size, together>(offsets, total), heads);
+  int sequence = 0, last = offsets.size[0] - 2;
+  while (sequence < last) {
+    const int middle = (sequence + last + 1) / 2;
+    if (first_tile_number<size, together>(offsets, middle, total) <= all.tile)
+      sequence = middle;
+    else
+      last = middle - 1;
+  }
+  return {all.tile - first_tile_number<size, together>(offsets, sequence, total), all.head,
+          sequence};
+}
+
+// Converts between a tile index over all heads and the tile, head and batch element; counts the
+// tiles of a head. A tile has `size` rows; `together` heads share it.
+template <int size, int together = 1, class Arrays>
+__device__ __forceinline__ Place place_of_rows(int index, const Sizes& sizes,
+                                               [[maybe_unused]] const Arrays& mods, int heads) {
+  if constexpr (packed)
+    return ragged_place<size, together>(index, mods.cu_seqlens_q_, sizes.M, heads);
+  else
+    return place(index, cdiv(sizes.M * together, size), heads);
+}
+template <int size, class Arrays>
+__device__ __forceinline__ long long tile_of_rows(const Sizes& sizes,
+                                                  [[maybe_unused]] const Arrays& mods, int batch,
+                                                  int head, int heads, int row) {
+  if constexpr (packed)
+    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M) * (long long)head +
+           first_tile_number<size, 1>(mods.cu_seqlens_q_, batch, sizes.M) + row / size;
+  else
+    return ((long long)batch * heads + head) * cdiv(sizes.M, size) + row / size;
+}
+template <int size, class Arrays>
+__device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
+                                             [[maybe_unused]] const Arrays& mods) {
+  if constexpr (packed)
+    return tile_numbers<size, 1>(mods.cu_seqlens_q_, sizes.M);
+  else
+    return cdiv(sizes.M, size);
+}
+// Converts an index of a tile of keys.
+template <int size, class Arrays>
+__device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
+                                               [[maybe_unused]] const Arrays& mods, int heads) {
+  if constexpr (packed)
+    return ragged_place<size, 1>(index, mods.cu_seqlens_k_, sizes.N, heads);
+  else
+    return place(index, max(cdiv(sizes.N, size), 1), heads);
+}
