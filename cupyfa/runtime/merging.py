@@ -20,7 +20,7 @@ from cupyfa.runtime import workspace
 from cupyfa.runtime.arrays import address_of, columns_contiguous, require_one_device, target
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, writable_view
-from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.launcher import find_launcher
 
 Arrays = dict[str, Any]  # by the names that launches know
 Pullback = Callable[..., list[tuple[Any, Any]]]
@@ -42,8 +42,6 @@ GRADIENTS = Launch(
     threads=lambda p, c: _THREADS,
     file="merge/merge_parts_gradients.cu",
 )
-_MOST_KNOWN = 256  # launchers that are kept, each for arrays of the same forms
-_known: dict[Any, Launcher] = {}
 
 
 def merge(
@@ -346,17 +344,14 @@ def _launch(
     steps: Callable[[Problem, Mapping[str, int]], Iterator[PlannedLaunch]],
 ) -> None:
     """Launches steps in the current stream, without waiting for that."""
-    forms = tuple((name, backend.form(x)) for name, x in arrays.items())
-    key = backend, backend.device, steps, p, tuple(constants.items()), forms
-    launcher = _known.get(key)
-    if launcher is None:
+
+    def make_plan() -> Plan:
         made = tuple(steps(p, constants))
         kernel = Kernel("merge", "merges attentions over parts of the keys", (made[0].launch,))
         outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
-        launcher = Launcher(backend, Plan(kernel, p, {}, made, {}, outputs), arrays)
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = launcher
+        return Plan(kernel, p, {}, made, {}, outputs)
+
+    launcher = find_launcher(backend, (steps, p, *constants.items()), arrays, make_plan)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
     if backend.stream and backend.is_capturing:  # the graph may be launched at any time
         own = set(map(backend.address, given))

@@ -42,10 +42,10 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend, Form
+from cupyfa.runtime.call_cache import Repeats, shape_of
 from cupyfa.runtime.choose_backend import adopt, as_array, writable_view
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
-from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 from cupyfa.score.dropout import Dropout
 

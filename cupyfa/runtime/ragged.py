@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyfa.errors import described
 from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
+from cupyfa.runtime.arrays import require_form
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
@@ -221,11 +222,7 @@ def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> l
     if not isinstance(out, list | tuple) or len(out) != len(found):
         raise TypeError(f"out is {described(out)}; give a list of {len(found)} arrays")
     for i, (x, y) in enumerate(zip(out, found)):
-        if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
-            raise ValueError(
-                f"out[{i}] is {x.dtype} {tuple(x.shape)}, the result is {y.dtype} "
-                f"{tuple(y.shape)}; give an array like that"
-            )
+        require_form(f"out[{i}]", x, y.shape, y.dtype)
     _copy_all(zip(out, found))
     return list(out)
 
