@@ -117,18 +117,14 @@ class KVCache(Structured):
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
         self.layout, self.prefix = layout, prefix
         self.rotary = None if rotary is None else _read_rotary(rotary)
-        scales = {}
-        for name, x in zip(SCALES, (k, v)):
-            scales[name] = x.scale if isinstance(x, Scaled) else None
+        self.last_call: Any = None  # kept by ``call/decode.py``
+        scales = [x.scale if isinstance(x, Scaled) else None for x in (k, v)]
         k, v = (x.array if isinstance(x, Scaled) else x for x in (k, v))
         self.k, self.v = seen("k", k), seen("v", v)
-        self.lengths = _there("lengths", lengths, self.k)
-        self.last_call: Any = None  # kept by ``call/decode.py``
-        self.pages = None if pages is None else _there("pages", pages, self.k)
         check_keys(self.k, self.v, layout)
-        _check_whole("lengths", self.lengths, 1)
+        self.lengths = _read_whole("lengths", lengths, self.k, axes=1)
+        self.pages = None if pages is None else _read_whole("pages", pages, self.k, axes=2)
         if self.pages is not None:
-            _check_whole("pages", self.pages, 2)
             self._check_pages()
         wanted = len(self.k) if self.pages is None else len(self.pages)
         if len(self.lengths) != wanted:
@@ -137,9 +133,10 @@ class KVCache(Structured):
                 f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
                 "sequences; give a number for each"
             )
-        given = {x: y if y is None else _there(x, y, self.k) for x, y in scales.items()}
-        self.k_scale, self.v_scale = given.values()
-        self._scales = tuple(self._seen_scale(*x) for x in given.items())
+        self.k_scale, self.v_scale = (
+            None if x is None else _there(name, x, self.k) for name, x in zip(SCALES, scales)
+        )
+        self._scales = tuple(map(self._seen_scale, SCALES, (self.k_scale, self.v_scale)))
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last call's launches, which belong to this process."""
@@ -169,15 +166,9 @@ class KVCache(Structured):
         table has a column for each of ``indices``.
         """
         keys = seen("k", k.array if isinstance(k, Scaled) else k)
-        starts, listed, last = (
-            _there(name, x, keys)
-            for name, x in (
-                *(("indptr", indptr), ("indices", indices)),
-                ("last_page_len", last_page_len),
-            )
-        )
-        for name, x in (("indptr", starts), ("indices", listed), ("last_page_len", last)):
-            _check_whole(name, x, 1)
+        starts = _read_whole("indptr", indptr, keys, axes=1)
+        listed = _read_whole("indices", indices, keys, axes=1)
+        last = _read_whole("last_page_len", last_page_len, keys, axes=1)
         if len(starts) != len(last) + 1:
             raise ValueError(
                 f"indptr has {len(starts)} numbers and last_page_len {len(last)}; give one more "
@@ -426,11 +417,10 @@ def step(
     cache.last_call = None  # the next step may have its memory
     with where.working_on(given["q"]):
         if count:
-            known = (lengths + count).astype("i4") if on_host else None
             made["used"] = (
-                where.empty((cache.batch,), np.dtype(np.int32))
-                if known is None
-                else where.upload(known)
+                where.upload((lengths + count).astype("i4"))
+                if on_host
+                else where.empty((cache.batch,), np.dtype(np.int32))
             )
         if rotary is not None:
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
@@ -516,7 +506,9 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
             )
 
 
-def _check_whole(name: str, array: Any, axes: int) -> None:
+def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
+    """Whole numbers as an array of int32; a list becomes one in the memory of keys."""
+    array = _there(name, given, keys)
     if len(array.shape) != axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
     if str(array.dtype) != "int32":
@@ -526,6 +518,7 @@ def _check_whole(name: str, array: Any, axes: int) -> None:
         )
     if not columns_contiguous(array):
         raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
+    return array
 
 
 def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
