@@ -74,8 +74,9 @@ def run_call(
         targets = prepared.targets(out, grads)
         if before is not None:
             before()
-        how: Any = {"check": check, "progress": devices.progress}
-        return prepared.run(arrays, targets, devices=several if len(several) > 1 else (), **how)
+        shared_by = several if len(several) > 1 else ()
+        progress = devices.progress
+        return prepared.run(arrays, targets, check=check, progress=progress, devices=shared_by)
 
 
 def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:
