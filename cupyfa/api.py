@@ -190,6 +190,8 @@ def attention(
         kernel, backend, layout, tiles, return_lse, return_max, captured,
     )
     # fmt: on
+    # Apart, as an array for the output decides its dtype, which others have from q.
+    repeated_as = "attention" if out is None or dtype is not None else "attention into out"
     arrays: Sequence[Any] = (q, k, v)
     if structure or not (alibi_slopes is bias is mask is sink is dropout is None):
         kept, dense = (mask, None) if isinstance(mask, _NOT_DENSE) else (None, mask)
@@ -198,7 +200,7 @@ def attention(
         fixed += kept, *map(is_none, read), *structure, *numbers
         arrays = *arrays, *filterfalse(is_none, read), *structure.values()
     if not check:
-        repeated = repeat_call("attention", fixed, arrays, out if dtype is None else None)
+        repeated = repeat_call(repeated_as, fixed, arrays, out if dtype is None else None)
         if repeated is not None:
             return repeated
     here = locals()
@@ -219,7 +221,7 @@ def attention(
     if isinstance(backend, Devices):
         where, devices = read_devices(backend)
     call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse, return_max)
-    how: Any = {"check": check, "repeat": ("attention", fixed), "devices": devices}
+    how: Any = {"check": check, "repeat": (repeated_as, fixed), "devices": devices}
     return run_call(call, (q, k, v), {**given, **structure}, target, **how)
 
 

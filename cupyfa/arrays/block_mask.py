@@ -186,7 +186,7 @@ class BlockMask:
                 f"a block mask cannot be used with {p.ragged_by}; give its expression as mask="
             )
         self._check(p)
-        text = _renamed(self.text.text, {x: _PREFIX + x for x in self.captured})
+        text = rename_in_text(self.text.text, {x: _PREFIX + x for x in self.captured})
         if p.options.mask_mod is not None:
             text = f"({text}) and ({p.options.mask_mod.text})"
         options = replace(p.options, mask_mod=Expression.of("mask_mod", text))
@@ -368,7 +368,7 @@ class BlockMask:
                     if new not in captured and new not in other.captured
                 )
             captured[names.get(name, name)] = x
-        text = f"({self.text.text}) {sign} ({_renamed(other.text.text, names)})"
+        text = f"({self.text.text}) {sign} ({rename_in_text(other.text.text, names)})"
         batch, heads = sizes
         return BlockMask(_expression(text), captured, (batch, heads, self.M, self.N), self.backend)
 
@@ -440,7 +440,7 @@ def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[st
 def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> BlockMask:
     """The block mask of all masks of a problem."""
     texts, own = p.modifiers.mask, {optional_inputs.MASK: f"{_PREFIX}array"}
-    text = _expression(" and ".join(f"({_renamed(x.text, own)})" for x in texts))
+    text = _expression(" and ".join(f"({rename_in_text(x.text, own)})" for x in texts))
     captured = {
         own.get(x.name, x.name): _copied(x.name, inputs[x.input]) if x.is_array else x.value
         for x in p.modifiers.operands
@@ -465,6 +465,17 @@ def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend)
         sizes.append(max(n, asked or 1) if n else 0)
     text = _expression(f"array[{optional_inputs.indices(array.shape)}]")
     return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
+
+
+def rename_in_text(text: str, names: Mapping[str, str]) -> str:
+    """An expression with other names, or expressions, in place of names."""
+    trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
+
+    class Renaming(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return trees.get(node.id, node)
+
+    return ast.unparse(Renaming().visit(ast.parse(text, mode="eval")))
 
 
 def _expression(text: str) -> Expression:
@@ -531,11 +542,3 @@ class _HostMap:
     def _found(self) -> np.ndarray:
         states = self._find()
         return map_of(states if self._by_keys else states.swapaxes(2, 3), self._alone)
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    tree = ast.parse(text, mode="eval")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            node.id = names.get(node.id, node.id)
-    return ast.unparse(tree)

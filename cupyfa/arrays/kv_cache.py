@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
-from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from cupyfa.errors import Unsupported, described
 from cupyfa.ladder.kernel import Kernel, Launch, cdiv
 from cupyfa.numerics import tolerance
 from cupyfa.numerics.tolerance import Expected
-from cupyfa.planner.plan import TENSOR, Argument, Plan, PlannedLaunch
+from cupyfa.planner.plan import FIRST_AXES, TENSOR, Argument, Plan, PlannedLaunch
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import DTYPES, E4M3
 from cupyfa.problem.options import read_flag
@@ -30,7 +30,7 @@ from cupyfa.runtime.arrays import (
 )
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt
-from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.launcher import find_launcher
 from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 
 LAYOUTS = ("bshd", "bhsd")
@@ -39,7 +39,6 @@ E4M3_SINCE = 89
 _IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
 THREADS = 128  # of a block, of which each warp writes a row
 _MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps until its next step
-_MOST_KNOWN = 64  # launchers, of which each is for arrays of other forms
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
@@ -118,19 +117,14 @@ class KVCache(Structured):
             raise ValueError(f"layout is {described(layout)}; use one of {', '.join(LAYOUTS)}")
         self.layout, self.prefix = layout, prefix
         self.rotary = None if rotary is None else _read_rotary(rotary)
-        scales = {}
-        for name, x in zip(SCALES, (k, v)):
-            scales[name] = x.scale if isinstance(x, Scaled) else None
+        self.last_call: Any = None  # kept by ``call/decode.py``
+        scales = [x.scale if isinstance(x, Scaled) else None for x in (k, v)]
         k, v = (x.array if isinstance(x, Scaled) else x for x in (k, v))
         self.k, self.v = seen("k", k), seen("v", v)
-        self.lengths = _there("lengths", lengths, self.k)
-        self._last: _Last | None = None
-        self._prepared: Any = None  # the call of the last step, kept by ``call/decode.py``
-        self.pages = None if pages is None else _there("pages", pages, self.k)
         check_keys(self.k, self.v, layout)
-        _check_whole("lengths", self.lengths, 1)
+        self.lengths = _read_whole("lengths", lengths, self.k, axes=1)
+        self.pages = None if pages is None else _read_whole("pages", pages, self.k, axes=2)
         if self.pages is not None:
-            _check_whole("pages", self.pages, 2)
             self._check_pages()
         wanted = len(self.k) if self.pages is None else len(self.pages)
         if len(self.lengths) != wanted:
@@ -139,13 +133,14 @@ class KVCache(Structured):
                 f"lengths has shape {tuple(self.lengths.shape)}, and {whose} has {wanted} "
                 "sequences; give a number for each"
             )
-        given = {x: y if y is None else _there(x, y, self.k) for x, y in scales.items()}
-        self.k_scale, self.v_scale = given.values()
-        self._scales = tuple(self._seen_scale(*x) for x in given.items())
+        self.k_scale, self.v_scale = (
+            None if x is None else _there(name, x, self.k) for name, x in zip(SCALES, scales)
+        )
+        self._scales = tuple(map(self._seen_scale, SCALES, (self.k_scale, self.v_scale)))
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the last call's launches, which belong to this process."""
-        return {**self.__dict__, "_last": None, "_prepared": None}
+        return {**self.__dict__, "last_call": None}
 
     @classmethod
     def from_csr(
@@ -171,15 +166,9 @@ class KVCache(Structured):
         table has a column for each of ``indices``.
         """
         keys = seen("k", k.array if isinstance(k, Scaled) else k)
-        starts, listed, last = (
-            _there(name, x, keys)
-            for name, x in (
-                *(("indptr", indptr), ("indices", indices)),
-                ("last_page_len", last_page_len),
-            )
-        )
-        for name, x in (("indptr", starts), ("indices", listed), ("last_page_len", last)):
-            _check_whole(name, x, 1)
+        starts = _read_whole("indptr", indptr, keys, axes=1)
+        listed = _read_whole("indices", indices, keys, axes=1)
+        last = _read_whole("last_page_len", last_page_len, keys, axes=1)
         if len(starts) != len(last) + 1:
             raise ValueError(
                 f"indptr has {len(starts)} numbers and last_page_len {len(last)}; give one more "
@@ -332,29 +321,14 @@ class KVCache(Structured):
 KINDS[KVCache] = "cupyfa.call.decode"
 
 
-def keep_call(cache: KVCache, step: Step, call: Any) -> None:
-    """Keeps the call of a step for the next one on the same arrays, if the step is kept."""
-    if cache._last is not None and cache._last.step is step:
-        cache._prepared = call
-
-
-class _Last(NamedTuple):
-    """The last step of a cache, for a call on the very same arrays."""
-
-    arrays: list[Any]
-    shapes: list[Any]
-    backend: Any  # as the caller names it
-    where: tuple[int, int | None]  # device and stream
-    step: Step
-
-
 @dataclass(frozen=True)
 class Step:
     """Queries and a cache in a backend's memory, with new tokens that may have to be written.
 
     q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
     columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved:
-    whether the caller's arrays are NumPy's, and these are copies.
+    whether the caller's arrays are NumPy's, and these are copies. may_repeat: whether a cache may
+    keep it for a call on the very same arrays in the same stream.
     """
 
     backend: Backend
@@ -365,6 +339,7 @@ class Step:
     pages: Any
     scales: tuple[Any, Any]
     is_moved: bool
+    may_repeat: bool
     _new: _New | None = None
 
     @property
@@ -392,36 +367,13 @@ class Step:
             self._new.check()
 
 
-def last_step(q: Any, cache: KVCache, new: Any, backend: Any) -> Step | None:
-    """The last step of a cache, if that was on these very arrays in the current stream.
-
-    new: keys and values of the new tokens, if there are any. backend: as the caller names it.
-    """
-    last = cache._last
-    if last is None or backend is not last.backend:
-        return None
-    backend, given = last.step.backend, _identified(q, cache, new)
-    if not all(map(is_, given, last.arrays)) or _shapes_of(given) != last.shapes:
-        return None
-    if isinstance(cache.lengths, np.ndarray):  # its numbers may be others
-        last.step.read_lengths(cache)
-        return last.step
-    if backend.current() != last.where or backend.is_capturing:  # a graph has arrays of its own
-        return None
-    return last.step
-
-
-def _identified(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> list[Any]:
+def list_arrays(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> list[Any]:
     """All arrays of a call, each None if it is not given, and how rotary pairs columns."""
     rotary = cache.rotary or _NO_ROTARY
     return [q, cache.lengths, cache.pages, *(new or (None, None)), *rotary, cache.k, cache.v]
 
 
 _NO_ROTARY = Rotary(None, None)
-
-
-def _shapes_of(arrays: Iterable[Any]) -> list[Any]:
-    return [getattr(x, "shape", None) for x in arrays]
 
 
 def step(
@@ -462,22 +414,25 @@ def step(
     tokens = given["q"].shape[2]
     count = tokens if "k" in given else 0
     made = {}
-    cache._last = cache._prepared = None  # the next step may have its memory
+    cache.last_call = None  # the next step may have its memory
     with where.working_on(given["q"]):
         if count:
-            known = (lengths + count).astype("i4") if on_host else None
             made["used"] = (
-                where.empty((cache.batch,), np.dtype(np.int32))
-                if known is None
-                else where.upload(known)
+                where.upload((lengths + count).astype("i4"))
+                if on_host
+                else where.empty((cache.batch,), np.dtype(np.int32))
             )
         if rotary is not None:
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
         if made and where.is_capturing:  # a graph writes there whenever it is launched
             of_graphs.append(made)
+        for name in ("k", "v") if rotary is None else ("q", "k", "v", "cos", "sin"):
+            if name in given and not columns_contiguous(given[name]):
+                given[name] = given[name].copy()
         alike = copy(cache)  # the step refers to this one, and the cache to the step
-        new_tokens = _New(where, given, made, alike, is_moved) if made else None
-    found = Step(
+        new_tokens = _New(where, {**given, **made}, alike, is_moved) if made else None
+    may_repeat = not is_moved if on_host else where.stream not in (None, PER_THREAD)
+    return Step(
         backend=where,
         q=made.get("turned", given["q"]),
         k=given["cache.k"],
@@ -486,23 +441,22 @@ def step(
         pages=given.get("pages"),
         scales=(given.get("k_scale"), given.get("v_scale")),
         is_moved=is_moved,
+        may_repeat=may_repeat
+        and prefix_keys is None
+        and not where.is_capturing
+        and _may_keep(given, list_arrays(q, cache, new)),
         _new=new_tokens,
     )
-    may_repeat = not is_moved if on_host else where.stream not in (None, PER_THREAD)
-    if may_repeat and prefix_keys is None and not where.is_capturing:
-        arrays = _identified(q, cache, new)
-        if _may_keep(given, arrays):
-            cache._last = _Last(arrays, _shapes_of(arrays), backend, where.current(), found)
-    return found
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: the new tokens are few, and no array is a view.
+    """Whether a cache may keep a step: the new tokens are few, and no array is a copy or a view.
 
-    A view would not follow another library's array that gets other memory.
+    A copy would not follow what the caller writes, and a view not another library's array that gets
+    other memory.
     """
-    are_seen = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
-    return are_seen and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
+    are_given = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
+    return are_given and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
 
 
 def _read_rotary(given: Any) -> Rotary:
@@ -552,7 +506,9 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
             )
 
 
-def _check_whole(name: str, array: Any, axes: int) -> None:
+def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
+    """Whole numbers as an array of int32; a list becomes one in the memory of keys."""
+    array = _there(name, given, keys)
     if len(array.shape) != axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
     if str(array.dtype) != "int32":
@@ -562,6 +518,7 @@ def _check_whole(name: str, array: Any, axes: int) -> None:
         )
     if not columns_contiguous(array):
         raise ValueError(f"{name} has strides {array.strides}; its last axis must be contiguous")
+    return array
 
 
 def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
@@ -659,21 +616,12 @@ class _New:
     """New tokens: the launch that writes them, and the arrays that it reads and writes."""
 
     def __init__(
-        self,
-        backend: Backend,
-        given: Mapping[str, Any],
-        made: Mapping[str, Any],
-        cache: KVCache,
-        is_moved: bool,
+        self, backend: Backend, arrays: Mapping[str, Any], cache: KVCache, is_moved: bool
     ) -> None:
         self._backend, self._cache, self._is_moved = backend, cache, is_moved
-        read = {
-            name: x if columns_contiguous(x) else x.copy()
-            for name, x in given.items()
-            if name in ("q", "k", "v", "cos", "sin")
-        }
-        self._arrays = {**given, **read, **made}
-        self._launcher = _launcher(backend, self._arrays, cache)
+        self._arrays = arrays
+        key = APPEND.entry, cache.is_interleaved
+        self._launcher = find_launcher(backend, key, arrays, lambda: _plan(arrays, cache))
 
     def write(self) -> None:
         backend = self._backend
@@ -752,21 +700,6 @@ class _New:
             cache.rows_of(array).swapaxes(1, 2)[places] = written
 
 
-_launchers: dict[Any, Launcher] = {}
-
-
-def _launcher(backend: Backend, arrays: Mapping[str, Any], cache: KVCache) -> Launcher:
-    """The launch for arrays of these forms; they are given to it in this order."""
-    forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
-    key = backend, backend.device, cache.is_interleaved, forms
-    found = _launchers.get(key)
-    if found is None:
-        if len(_launchers) >= _MOST_KNOWN:
-            _launchers.clear()
-        found = _launchers[key] = Launcher(backend, _plan(arrays, cache), arrays)
-    return found
-
-
 def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
     """The launch that writes and turns new tokens."""
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
@@ -782,7 +715,8 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
         {
             **{"d": p.d, "dv": p.dv, "appends": appends, "rotates": rotates, "angles": angles},
             **{"interleaved": cache.is_interleaved, "page_size": cache.page_size or 0},
-            **{"has_e4m3": cache.is_e4m3, **_scales_by_page(arrays)},
+            **{"has_e4m3": cache.is_e4m3},
+            **{f"{x}_by_page": x in arrays and len(arrays[x].shape) == 3 for x in SCALES},
             **{"angles_of_sums": rotates and arrays["cos"].dtype != q.dtype},
             **{"has_prefix": "prefix_keys" in arrays},
             **{"ragged": False, "packed": False, "windowed": False, "threads": THREADS},
@@ -794,36 +728,9 @@ def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
     return Plan(_KERNEL, p, {}, (one,), {}, outputs)
 
 
-def _scales_by_page(arrays: Mapping[str, Any]) -> dict[str, bool]:
-    """Which scales are those of pages."""
-    return {f"{name}_by_page": name in arrays and len(arrays[name].shape) == 3 for name in SCALES}
-
-
 def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
-    q, kv_heads, tokens = arrays["q"], arrays["cache.k"].shape[1], arrays["q"].shape[2]
-    table, appends = arrays.get("pages"), "used" in arrays
-    tensors: Sequence[tuple[str, bool]] = (
-        *(("q", "turned" in arrays), ("turned", "turned" in arrays)),
-        *(("k", appends), ("v", appends), ("cache.k", appends), ("cache.v", appends)),
-    )
-    made = [
-        Argument(name) if given else Argument(name, value=np.zeros((), TENSOR))
-        for name, given in tensors
-    ]
-    for name in ("cos", "sin"):
-        made.append(
-            Argument(name, strides=(None, None, 0))
-            if name in arrays
-            else Argument(name, value=np.zeros((), TENSOR))
-        )
-    none = np.uint64(0)
-    made += [
-        Argument("positions", value=np.int32(len(arrays["cos"]) if "cos" in arrays else 0)),
-        Argument("lengths", "data"),
-        Argument("used", "data", None if appends else none),
-        Argument("pages", "data", none if table is None else None),
-        Argument("number_stride", value=np.int64(0 if table is None else table.strides[0] // 4)),
-    ]
+    q, table = arrays["q"], arrays.get("pages")
+    tokens, appends, rotates = q.shape[2], "used" in arrays, "turned" in arrays
     numbers = {
         "most": 0 if table is None else table.shape[1],
         "page_count": 0 if table is None else len(arrays["cache.k"]),
@@ -831,12 +738,39 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
         "shift": 0 if appends else -tokens,
         "tokens": tokens,
         "heads": q.shape[1],
-        "kv_heads": kv_heads,
+        "kv_heads": arrays["cache.k"].shape[1],
         "batches": q.shape[0],
     }
-    made += [Argument(name, value=np.int32(x)) for name, x in numbers.items()]
-    made.append(Argument("prefix_keys", "data", None if "prefix_keys" in arrays else none))
-    return [*made, *(_scale_argument(name, arrays.get(name)) for name in SCALES)]
+    return [
+        *(_tensor(name, rotates) for name in ("q", "turned")),
+        *(_tensor(name, appends) for name in ("k", "v", "cache.k", "cache.v")),
+        *(_tensor(name, rotates, (None, None, 0)) for name in ("cos", "sin")),
+        Argument("positions", value=np.int32(len(arrays["cos"]) if rotates else 0)),
+        *(_pointer(name, name in arrays) for name in ("lengths", "used", "pages")),
+        Argument("number_stride", value=np.int64(0 if table is None else table.strides[0] // 4)),
+        *(Argument(name, value=np.int32(x)) for name, x in numbers.items()),
+        _pointer("prefix_keys", "prefix_keys" in arrays),
+        *(_scale_argument(name, arrays.get(name)) for name in SCALES),
+    ]
+
+
+def _tensor(name: str, is_given: bool, axes: tuple[int | None, ...] = FIRST_AXES) -> Argument:
+    """An array as a Tensor, which is null if it is not given."""
+    value = None if is_given else np.zeros((), TENSOR)
+    return Argument(name, value=value, strides=axes)
+
+
+def _pointer(name: str, is_given: bool) -> Argument:
+    return Argument(name, "data", None if is_given else np.uint64(0))
+
+
+def _scale_argument(name: str, scale: Any) -> Argument:
+    """A scale as a Tensor [batch or pages, kv_heads]; one element serves a whole axis."""
+    if scale is None:
+        return _tensor(name, False)
+    axes = (0, len(scale.shape) - 1)
+    strides = (x if scale.shape[x] > 1 else None for x in axes)
+    return _tensor(name, True, (*strides, None))
 
 
 def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
@@ -846,32 +780,21 @@ def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dic
     """
     if k.dtype != E4M3:
         return {}
+    one: Any = _ONE
+    if not isinstance(like, np.ndarray):
+        with backend.working_on(like):
+            one = _make_unit_scale(backend, backend.device)
     given = (None, None) if cache is None else cache._scales
-    return {name: _one(backend, like) if x is None else x for name, x in zip(SCALES, given)}
-
-
-def _scale_argument(name: str, scale: Any) -> Argument:
-    """A scale as a Tensor [batch or pages, kv_heads]; one element serves a whole axis."""
-    if scale is None:
-        return Argument(name, value=np.zeros((), TENSOR))
-    axes = (0, len(scale.shape) - 1)
-    strides = (x if scale.shape[x] > 1 else None for x in axes)
-    return Argument(name, strides=(*strides, None))
+    return {name: one if x is None else x for name, x in zip(SCALES, given)}
 
 
 _ONE = np.ones((1, 1), np.float32)  # the scale of all heads
-_ones: dict[Any, Any] = {}  # the same in the memory of devices
 
 
-def _one(backend: Backend, like: Any) -> Any:
-    """A scale of 1 for all heads, in the kind of memory of an array."""
-    if isinstance(like, np.ndarray):
-        return _ONE
-    with backend.working_on(like):
-        key = backend, backend.device
-        if key not in _ones:
-            _ones[key] = backend.upload(_ONE)
-        return _ones[key]
+@lru_cache
+def _make_unit_scale(backend: Backend, device: int) -> Any:
+    """A scale of 1 for all heads in the memory of a device."""
+    return backend.upload(_ONE)
 
 
 def _check_arch(backend: Backend) -> None:

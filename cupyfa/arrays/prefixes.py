@@ -9,7 +9,6 @@ A captured graph writes to fixed addresses, so every array is kept and written i
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyfa.arrays.block_mask import rename_in_text
 from cupyfa.arrays.kv_cache import KVCache, Step, check_keys, scales_of, seen
 from cupyfa.errors import described
 from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE
@@ -103,7 +103,7 @@ class Prefixes:
         """
         names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
         texts: dict[str, Any] = {
-            name: Expression.of(name, _renamed(text.text, names))
+            name: Expression.of(name, rename_in_text(text.text, names))
             for name in ("score_mod", "mask_mod")
             if (text := getattr(options, name)) is not None
         }
@@ -315,7 +315,7 @@ def _texts(
     if axes_of_slopes:
         slope = f"{SLOPES}[{'head' if axes_of_slopes == 1 else 'batch, head'}]"
         alibi = f"score - {slope} * abs(position - key)"
-        score = alibi if score is None else _renamed(alibi, {"score": score})
+        score = alibi if score is None else rename_in_text(alibi, {"score": score})
     masks = []
     if options.left is not None:
         masks.append(f"position - key <= {options.left}")
@@ -325,18 +325,7 @@ def _texts(
         masks.append(options.mask_mod.text)
     mask = " and ".join(f"({x})" for x in masks) or None
     return {
-        name: Expression.of(name, _renamed(text, places))
+        name: Expression.of(name, rename_in_text(text, places))
         for name, text in (("score_mod", score), ("mask_mod", mask))
         if text is not None
     }
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """An expression with other expressions in place of names."""
-    trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
-
-    class Renaming(ast.NodeTransformer):
-        def visit_Name(self, node: ast.Name) -> ast.expr:
-            return trees.get(node.id, node)
-
-    return ast.unparse(Renaming().visit(ast.parse(text, mode="eval")))

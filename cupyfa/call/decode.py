@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import filterfalse
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyfa.arrays.kv_cache import KVCache, Step, keep_call, last_step, step as make_step
+from cupyfa.arrays.kv_cache import KVCache, Step, list_arrays, step as make_step
 from cupyfa.arrays.prefixes import Prefixes
 from cupyfa.call.call import BackendName, Call
-from cupyfa.call.execution import Repeatable, run_call
+from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import add_inputs
 from cupyfa.call.keywords import DTYPES, read_out, read_tiles, split_keywords, unknown_argument
 from cupyfa.errors import described
@@ -22,9 +21,9 @@ from cupyfa.ladder.kernel import Kernel
 from cupyfa.problem import optional_inputs
 from cupyfa.problem.dtypes import E4M3, dtype_named
 from cupyfa.problem.options import AttentionOptions, read_flag
-from cupyfa.runtime.arrays import target
+from cupyfa.runtime.arrays import require_form, target
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.call_cache import is_none, repeat_call
+from cupyfa.runtime.call_cache import LastCall
 from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
@@ -89,54 +88,74 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
         raise TypeError(f"q is a KVCache, and k is {described(cache)}; write attention(q, cache)")
     new, out, check = given["append"], given["out"], given["check"]
     scores = given["alibi_slopes"], given["sink"]
-    fixed = (*(given[name] for name in _FIXED), out if isinstance(out, DTYPES) else None)
-    last = None
+    fixed = *_FIXED(given), out if isinstance(out, DTYPES) else None
+    arrays = None
     if cache.prefix is None and not check and (new is None or type(new) is tuple):
-        last = last_step(q, cache, new, given["backend"])
-    if last is not None:
-        repeated = _repeat(last, fixed, scores, None if isinstance(out, DTYPES) else out)
-        if repeated is not None:
-            return repeated
-        kept = cache._prepared
-        if kept is not None and _is_usual(out, q) and kept.is_alike(last, fixed, scores):
-            return _run_prepared(kept, out)
-    return _run(_read(attention, q, cache, given), fixed, last)
+        arrays = [*scores, *list_arrays(q, cache, new)]
+        last = cache.last_call
+        if last is not None and last.is_repeated(fixed, arrays, cache):
+            repeated = last.repeat(None if isinstance(out, DTYPES) else out)
+            if repeated is not None:
+                return repeated
+    return _run(_read(attention, q, cache, given), fixed, arrays)
 
 
-def _is_usual(out: Any, q: Any) -> bool:
-    """Whether no array decides that the output has another dtype than the queries."""
-    return out is None or isinstance(out, DTYPES) or out.dtype == q.dtype
-
-
-class _Prepared(NamedTuple):
-    """The call of a step, for another one with the very same arguments."""
-
-    step: Step
-    fixed: tuple[Any, ...]
-    scores: tuple[Any, Any]
-    call: Call
-    arrays: Sequence[Any]
-    repeat: Repeatable
-
-    def is_alike(self, step: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any]) -> bool:
-        known = (self.step, *self.fixed, *self.scores)
-        return all(map(is_, known, (step, *fixed, *scores)))
-
-
-def _run_prepared(kept: _Prepared, out: Any) -> Any:
-    step = kept.step
-    before = step.write if step.writes else None
-    out = None if isinstance(out, DTYPES) else out
-    return run_call(kept.call, kept.arrays, out=out, before=before, repeat=kept.repeat)
-
-
-# Types of arguments that cannot change between two calls, and of scores that are not copied.
-_UNCHANGED = {type(None), bool, int, float, str, tuple, np.ndarray}
-_FIXED = (
+# The arguments that are no arrays, by which a call is known again.
+_FIXED = itemgetter(
     *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
     *("backend", "tiles", "return_lse", "return_max", "offset", "dropout", "precision"),
     *("bias", "layout"),
 )
+
+
+class LastStep(NamedTuple):
+    """The last call on a cache, for one with the very same arguments.
+
+    given: all arrays, each None if it is not given. shapes: theirs. where: the device and stream.
+    arrays: those that the kernel reads.
+    """
+
+    call: LastCall
+    given: list[Any]
+    shapes: list[Any]
+    where: tuple[int, int | None]
+    step: Step
+    arrays: Sequence[Any]
+
+    def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
+        """Whether these are the arguments of the call, in the current stream.
+
+        Looks again at lengths and pages of the host, which may have been changed.
+        """
+        if not all(map(is_, self.call.fixed, fixed)) or not all(map(is_, self.given, given)):
+            return False
+        if _shapes_of(given) != self.shapes:
+            return False
+        if isinstance(cache.lengths, np.ndarray):
+            self.step.read_lengths(cache)
+            return True
+        backend = self.step.backend  # a captured graph has arrays of its own
+        return backend.current() == self.where and not backend.is_capturing
+
+    def repeat(self, out: Any) -> Any:
+        """The results of the call; None if ``out`` has another dtype, so that it is another one."""
+        step, prepared = self.step, self.call.prepared
+        before, targets = step.write if step.writes else None, prepared.targets(out, None)
+        found = prepared.again(self.arrays, targets, shapes=True, before=before)
+        if found is not None or not _is_usual(out, step.q):
+            return found
+        if before is not None:
+            before()
+        return prepared.run(self.arrays, targets)
+
+
+def _is_usual(out: Any, q: Any) -> bool:
+    """Whether no array decides that the output has another dtype than the queries."""
+    return out is None or isinstance(out, DTYPES) or getattr(out, "dtype", None) == q.dtype
+
+
+def _shapes_of(arrays: Sequence[Any]) -> list[Any]:
+    return [getattr(x, "shape", None) for x in arrays]
 
 
 def append_tokens(
@@ -203,40 +222,22 @@ _SCORES = (
 )
 
 
-def _split_fixed(
-    step: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What ``repeat_call`` knows a step by, and the arrays that it reads besides q, k and v."""
-    read = *scores, step.lengths, step.pages, *step.scales
-    return (*fixed, *map(is_none, read)), (*filterfalse(is_none, read),)
-
-
-def _repeat(last: Step, fixed: tuple[Any, ...], scores: tuple[Any, Any], out: Any) -> Any:
-    """The results of a call with the very arrays of the last step; None if there was none.
-
-    fixed: the arguments that are no arrays. scores: alibi_slopes and sink.
-    """
-    fixed, read = _split_fixed(last, fixed, scores)
-    before = last.write if last.writes else None
-    return repeat_call("decode", fixed, (last.q, last.k, last.v, *read), out, before=before)
-
-
-def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
+def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> Any:
     """The results of a call.
 
-    fixed: its arguments that are no arrays. last: the last step, if it was on the same arrays.
+    fixed, given: its arguments that are no arrays, and the arrays if the call may be repeated.
     """
     shared, options, cache = None, call.options, call.cache
     if cache.prefix is not None:
         shared = Prefixes(call.backend, cache.prefix, call.q, cache, look=call.check)
-    step = last or make_step(
+    step = make_step(
         *(call.backend, call.q, cache, call.new),
         look=call.check,
         prefix_keys=None if shared is None or cache.rotary is None else shared.keys,
     )
     if call.out is not None and step.is_moved:  # before anything is written
         shape = *step.q.shape[:3], step.v.shape[3]
-        _check_out(call.out, shape, _find_out_dtype(step, options))
+        require_form("out", call.out, shape, _find_out_dtype(step, options))
     if str(step.q.dtype) == "float32":  # also by a kernel that would round it
         options = replace(options, precision="float32")
     tiles = {name: x for name, x in call.tiles.items() if name != "splits"}
@@ -249,34 +250,40 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], last: Step | None) -> Any:
     cached, arrays = add_inputs(cached, step.backend, qkv, call.list_inputs(step))
     before = call.write(step)
     if not step.is_moved:
-        repeat = "decode", _split_fixed(step, fixed, call.scores)[0]
-        is_unchanged = {*map(type, (*fixed, *call.scores))} <= _UNCHANGED
-        if is_unchanged and _is_usual(call.out, step.q):
-            prepared = _Prepared(step, fixed, call.scores, cached, arrays, repeat)
-            keep_call(cache, step, prepared)
-        how: Any = {"check": call.check, "before": before, "repeat": repeat}
-        return run_call(cached, arrays, out=call.out, **how)
+        keep = _make_keeper(call, step, given, arrays)
+        how: Any = {"before": before, "repeat": None if keep is None else (keep, fixed)}
+        return run_call(cached, arrays, out=call.out, check=call.check, **how)
     found = run_call(cached, arrays, check=call.check, before=before)
     found = found if isinstance(found, tuple) else (found,)
     found = _copy_to_out(call.out, tuple(map(step.backend.download, found)))
     return found if len(found) > 1 else found[0]
 
 
+def _make_keeper(
+    call: DecodeCall, step: Step, given: list[Any] | None, arrays: Sequence[Any]
+) -> Callable[[LastCall], None] | None:
+    """What keeps a call in its cache; None if it may not be repeated, as where scores are copied.
+
+    given: all arrays of the caller's. arrays: those that the kernel reads.
+    """
+    scores_are_read = all(x is None or any(x is y for y in arrays) for x in call.scores)
+    if given is None or not (step.may_repeat and scores_are_read and _is_usual(call.out, step.q)):
+        return None
+    shapes, where = _shapes_of(given), step.backend.current()
+
+    def keep(last: LastCall) -> None:
+        call.cache.last_call = LastStep(last, given, shapes, where, step, arrays)
+
+    return keep
+
+
 def _copy_to_out(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
     """Results of which the first one is copied into an array of the caller's, if there is one."""
     if out is None:
         return results
-    _check_out(out, results[0].shape, results[0].dtype)
+    require_form("out", out, results[0].shape, results[0].dtype)
     out[...] = results[0]
     return (out, *results[1:])
-
-
-def _check_out(out: Any, shape: Sequence[int], dtype: Any) -> None:
-    if tuple(out.shape) != tuple(shape) or str(out.dtype) != str(dtype):
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}, the result is {dtype} {tuple(shape)}; "
-            "give an array like that"
-        )
 
 
 def _find_out_dtype(step: Step, options: AttentionOptions) -> np.dtype:

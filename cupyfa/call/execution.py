@@ -18,12 +18,13 @@ from cupyfa.call.prepare import find_prepared
 from cupyfa.errors import described
 from cupyfa.ladder.kernel import BoundKernel, Kernel
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.call_cache import last_calls
+from cupyfa.runtime.call_cache import LastCall, last_calls
 from cupyfa.runtime.choose_backend import adopt_all, devices_of
 from cupyfa.score.dropout import Dropout
 
-# What ``repeat_call`` knows a call by: its function, and all of its arguments that are no arrays.
-Repeatable = tuple[str, tuple[Any, ...]]
+# What a call is kept by for one with the very same arguments: its function, or what keeps the last
+# call on a KVCache; and all of its arguments that are no arrays.
+Repeatable = tuple[str | Callable[[LastCall], None], tuple[Any, ...]]
 # Types of arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask, Dropout}
 
@@ -43,7 +44,8 @@ def run_call(
     """The results of a call on arrays, some of them in the caller's ``out`` or ``grads``.
 
     given: what is read besides: arrays that change scores, lengths, captured numbers. before: what
-    is done when all arguments were checked, ahead of the launches. devices: as callers give them.
+    is done when all arguments were checked, ahead of the launches. repeat: by what the call is kept
+    if it is known and its arguments cannot change. devices: as callers give them.
     """
     call, check = read_call(call, check)
     names = call.callers_names if call.inputs else ARRAYS[call.operation]
@@ -59,15 +61,22 @@ def run_call(
     with backend.on(several[0]) if several else nullcontext():
         forms = backend.forms(arrays)
         prepared, is_known = find_prepared(call, backend, arrays, forms)
-        if is_known and repeat is not None and backend.stream is not None and not check:
-            function, fixed = repeat
-            if {*map(type, fixed)} - {type(backend)} <= _FIXED:
-                last_calls[function] = fixed, prepared
+        if is_known and repeat is not None and not check:
+            keep, fixed = repeat
+            # Where calls wait for their results, no launches are kept that a function could repeat.
+            may_repeat = backend.stream is not None or not isinstance(keep, str)
+            if may_repeat and {*map(type, fixed)} - {type(backend)} <= _FIXED:
+                last = LastCall(fixed, prepared)
+                if isinstance(keep, str):
+                    last_calls[keep] = last
+                else:
+                    keep(last)
         targets = prepared.targets(out, grads)
         if before is not None:
             before()
-        how: Any = {"check": check, "progress": devices.progress}
-        return prepared.run(arrays, targets, devices=several if len(several) > 1 else (), **how)
+        shared_by = several if len(several) > 1 else ()
+        progress = devices.progress
+        return prepared.run(arrays, targets, check=check, progress=progress, devices=shared_by)
 
 
 def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:

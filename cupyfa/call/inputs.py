@@ -65,8 +65,8 @@ def add_inputs(
         batch, _, M, _ = sizes_of("q", q, call.layout)
         most = 1 if table is None else table.shape[1]  # pages
         rows = M, sizes_of("k", by_name["k"], call.layout)[2] * most
-        how: Any = {"look": look, "download": backend.download}
-        found |= ragged.padded_lengths(lengths, batch, rows, **how)
+        download = backend.download if look else None
+        found |= ragged.padded_lengths(lengths, batch, rows, download)
     by_key = sorted(captured.items(), key=lambda item: str(item[0]))
     captured = {name: as_array(backend, f"captured {name}", x) for name, x in by_key}
     if optional_inputs.STARTS[0] in found:
@@ -91,8 +91,8 @@ def _read_offsets(
     offsets = {name: found[name] for name in names if name in found}
     if isinstance(by_name["q"], np.ndarray):  # sequences are copied piece by piece
         offsets = {name: backend.move_beside(by_name["q"], x) for name, x in offsets.items()}
-    how: Any = {"look": look, "download": backend.download}
-    return ragged.lengths(by_name["q"], by_name["k"], offsets, **how)
+    download = backend.download if look else None
+    return ragged.lengths(by_name["q"], by_name["k"], offsets, download)
 
 
 def check_packed(named: Mapping[str, Any]) -> None:

@@ -142,7 +142,7 @@ def split_keywords(
             asked["mask_mod"] = expression
     if (dropout := keywords.get("dropout")) is not None:
         asked |= _read_dropout(dropout)
-        seeds = select_arrays({name: asked[name] for name in optional_inputs.SEEDS})
+        seeds = {name: asked[name] for name in optional_inputs.SEEDS if is_array(asked[name])}
         given |= seeds
         asked |= dict.fromkeys(seeds, 0)
     return given, asked
@@ -204,10 +204,6 @@ def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(captured := made.get("captured"), Mapping):
         made["captured"] = {x: optional_inputs.of_list(str(x), y) for x, y in captured.items()}
     return made
-
-
-def select_arrays(seeds: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in seeds.items() if is_array(x)}
 
 
 def read_tiles(tiles: Tiles | None) -> Tiles:

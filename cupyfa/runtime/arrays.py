@@ -102,11 +102,7 @@ def target(
     if is_masked(given):
         raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; give its data")
     require_one_device(backend, {"the inputs": first, name: given})
-    if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
-        raise ValueError(
-            f"{name} is {given.dtype} {tuple(given.shape)}, the result is {dtype} {tuple(shape)}; "
-            "give an array like that"
-        )
+    require_form(name, given, shape, dtype)
     if _overlaps_itself(given):
         raise ValueError(
             f"{name} has strides {given.strides} for shape {given.shape}, so that elements share "
@@ -122,6 +118,15 @@ def target(
             )
     in_place = not backend.owns(first) or (backend.writes_in_place and columns_contiguous(given))
     return given if in_place and address_of(view(given)) == address_of(given) else None
+
+
+def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> None:
+    """Raises ValueError if a caller's array for a result has another shape or dtype."""
+    if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
+        raise ValueError(
+            f"{name} is {given.dtype} {tuple(given.shape)}, the result is {dtype} {tuple(shape)}; "
+            "give an array like that"
+        )
 
 
 def require_one_device(backend: Backend, arrays: Arrays) -> None:

@@ -22,6 +22,7 @@ from cupyfa.ladder.kernel import Matmul, cdiv
 from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
+from cupyfa.runtime.call_cache import make_room
 from cupyfa.runtime.kernel_arguments import arguments, mapped
 from cupyfa.runtime.workspace import allocated
 
@@ -59,6 +60,23 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
         launcher(addresses, backend.stream)
 
     return launch
+
+
+def find_launcher(
+    backend: Backend, key: tuple[Any, ...], arrays: Mapping[str, Any], make_plan: Callable[[], Plan]
+) -> Launcher:
+    """The launcher of a plan that is no rung's, for arrays of these forms in this order.
+
+    It is kept in the cache of calls. key: what decides the plan besides the forms.
+    """
+    known = backend.calls.launchers
+    forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
+    key = backend.device, *key, forms
+    launcher = known.get(key)
+    if launcher is None:
+        make_room(known)
+        launcher = known[key] = Launcher(backend, make_plan(), arrays)
+    return launcher
 
 
 def compiled(backend: Backend, plan: Plan) -> Kernels:

@@ -20,7 +20,7 @@ from cupyfa.runtime import workspace
 from cupyfa.runtime.arrays import address_of, columns_contiguous, require_one_device, target
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import adopt, writable_view
-from cupyfa.runtime.launcher import Launcher
+from cupyfa.runtime.launcher import find_launcher
 
 Arrays = dict[str, Any]  # by the names that launches know
 Pullback = Callable[..., list[tuple[Any, Any]]]
@@ -42,8 +42,6 @@ GRADIENTS = Launch(
     threads=lambda p, c: _THREADS,
     file="merge/merge_parts_gradients.cu",
 )
-_MOST_KNOWN = 256  # launchers that are kept, each for arrays of the same forms
-_known: dict[Any, Launcher] = {}
 
 
 def merge(
@@ -121,6 +119,8 @@ class _Parts:
         self._given = dict(zip(named, arrays))
         self._layout = layout
         self.outs, self.lses = arrays[::2], arrays[1::2]
+        names = [f"{name}{i}" for i in range(len(parts)) for name in ("out", "lse")]
+        self._parts: Arrays = dict(zip(names, arrays))
         first = self.outs[0]
         batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
         self.dtype = _dtype_of(first)
@@ -147,8 +147,9 @@ class _Parts:
             in_place = into is not None and not self._is_moved
             made = into if in_place else backend.empty(self._shape, self.dtype.numpy)
             lse = backend.empty(self._rows, self.dtype.sums)
-            arrays = {**self._parts_there(), "O": self._columns(made), "lse": _rows(lse)}
-            _merge(backend, self._problem, arrays, (*self.outs, *self.lses, made, lse))
+            arrays = self._there(self._parts)
+            arrays |= {"O": self._view("O", made), "lse": self._view("lse", lse)}
+            _merge(backend, self._problem, arrays, (*self._parts.values(), made, lse))
             result, lse = self._back(made), self._back(lse)
             if mine is not None and not in_place:
                 mine[...] = result
@@ -169,40 +170,33 @@ class _Parts:
             self._check_rows("dlse", dlse)
         require_one_device(backend, {"the parts": self.outs[0], **given})
         with backend.working_on(self.outs[0]):
-            arrays = self._parts_there()
-            for name, x in given.items():
-                arrays[name] = self._rows_there(x) if "lse" in name else self._columns_there(x)
-            made = [
-                (backend.empty(self._shape, self.dtype.numpy), backend.empty(self._rows, x.dtype))
-                for x in self.lses
-            ]
-            for i, (of_out, of_lse) in enumerate(made):
-                arrays |= {f"dout{i}": self._columns(of_out), f"dlse{i}": _rows(of_lse)}
-            own = (*self.outs, *self.lses, *given.values(), *(x for pair in made for x in pair))
+            made: Arrays = {}
+            for i, x in enumerate(self.lses):
+                made[f"dout{i}"] = backend.empty(self._shape, self.dtype.numpy)
+                made[f"dlse{i}"] = backend.empty(self._rows, x.dtype)
+            arrays = self._there({**self._parts, **given})
+            arrays |= {name: self._view(name, x) for name, x in made.items()}
+            own = (*self._parts.values(), *given.values(), *made.values())
             _differentiate(backend, self._problem, arrays, own)
-            results = [(self._back(x), self._back(y)) for x, y in made]
+            found = [*map(self._back, made.values())]
+            results = [*zip(found[::2], found[1::2])]
         if check:
             self._require_gradients(given, results)
         return results
 
-    def _parts_there(self) -> Arrays:
-        arrays: Arrays = {}
-        for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
-            arrays |= {f"out{i}": self._columns_there(x), f"lse{i}": self._rows_there(rows)}
-        return arrays
-
-    def _columns(self, array: Any) -> Any:
-        """Outputs as kernels see them, [batch, heads, M, dv]."""
+    def _view(self, name: str, array: Any) -> Any:
+        """An array as kernels see it: [batch, heads, M, dv], or [batch, heads, M, 1] of lse."""
+        if "lse" in name:
+            return four_axes(array[..., None], "bhsd")
         return four_axes(array, self._layout)
 
-    def _columns_there(self, array: Any) -> Any:
-        return _readable(self._columns(self._there(array)))
-
-    def _rows_there(self, array: Any) -> Any:
-        return _readable(_rows(self._there(array)))
-
-    def _there(self, array: Any) -> Any:
-        return self._backend.upload(array) if self._is_moved else array
+    def _there(self, given: Arrays) -> Arrays:
+        """Arrays as kernels see them, in the backend's memory; copies of those they cannot read."""
+        upload = self._backend.upload
+        return {
+            name: _readable(self._view(name, upload(x) if self._is_moved else x))
+            for name, x in given.items()
+        }
 
     def _back(self, array: Any) -> Any:
         return self._backend.download(array) if self._is_moved else array
@@ -239,38 +233,26 @@ class _Parts:
                 f"{self.dtype.sums}, as attention returns it: convert it"
             )
 
-    def _on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """Outputs [parts, batch, heads, M, dv] and lse [parts, batch, heads, M] as NumPy's."""
-        outs, lses = map(self._columns_on_host, self.outs), map(self._rows_on_host, self.lses)
-        return np.stack([*outs]), np.stack([*lses])
-
-    def _columns_on_host(self, array: Any) -> np.ndarray:
-        return self._columns(self._backend.download(array))
-
-    def _rows_on_host(self, array: Any) -> np.ndarray:
-        return _rows(self._backend.download(array))[..., 0]
+    def _on_host(self, name: str, *arrays: Any) -> np.ndarray:
+        """Arrays as NumPy's: [arrays, batch, heads, M, dv], or [arrays, batch, heads, M] of lse."""
+        seen = np.stack([self._view(name, self._backend.download(x)) for x in arrays])
+        return seen[..., 0] if "lse" in name else seen
 
     def _require_merged(self, out: Any, lse: Any) -> None:
         """Raises WrongResult if they are not the reference's."""
-        right = merge_bounds.expected_merge(*self._on_host(), dtype=self.dtype.name)
-        found = {"out": self._columns_on_host(out), "lse": self._rows_on_host(lse)}
+        parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
+        right = merge_bounds.expected_merge(*parts, dtype=self.dtype.name)
+        found = {"out": self._on_host("out", out)[0], "lse": self._on_host("lse", lse)[0]}
         tolerance.require(tolerance.compare(found, right), f"merge of {self._problem}")
 
     def _require_gradients(self, given: Arrays, results: Sequence[tuple[Any, Any]]) -> None:
-        on_host = {
-            name: self._rows_on_host(x) if "lse" in name else self._columns_on_host(x)
-            for name, x in given.items()
-        }
+        parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
+        on_host = {name: self._on_host(name, x)[0] for name, x in given.items()}
         dlse = on_host.get("dlse", np.zeros_like(on_host["lse"]))
-        right = merge_bounds.expected_gradients(
-            *(*self._on_host(), on_host["O"], on_host["lse"], on_host["dO"], dlse),
-            dtype=self.dtype.name,
-        )
-        outs, lses = zip(*results)
-        found = {
-            "dout": np.stack([*map(self._columns_on_host, outs)]),
-            "dlse": np.stack([*map(self._rows_on_host, lses)]),
-        }
+        merged = on_host["O"], on_host["lse"], on_host["dO"], dlse
+        right = merge_bounds.expected_gradients(*parts, *merged, dtype=self.dtype.name)
+        douts, dlses = zip(*results)
+        found = {"dout": self._on_host("dout", *douts), "dlse": self._on_host("dlse", *dlses)}
         tolerance.require(tolerance.compare(found, right), f"merge_vjp of {self._problem}")
 
 
@@ -301,11 +283,6 @@ def _dtype_of(array: Any) -> DType:
             f"parts[0][0] has dtype {name}, which is not supported; use one of {', '.join(DTYPES)}"
         )
     return DTYPES[name]
-
-
-def _rows(lse: Any) -> Any:
-    """lse as kernels see it, [batch, heads, M, 1]."""
-    return four_axes(lse[..., None], "bhsd")
 
 
 def _readable(array: Any) -> Any:
@@ -346,17 +323,14 @@ def _launch(
     steps: Callable[[Problem, Mapping[str, int]], Iterator[PlannedLaunch]],
 ) -> None:
     """Launches steps in the current stream, without waiting for that."""
-    forms = tuple((name, backend.form(x)) for name, x in arrays.items())
-    key = backend, backend.device, steps, p, tuple(constants.items()), forms
-    launcher = _known.get(key)
-    if launcher is None:
+
+    def make_plan() -> Plan:
         made = tuple(steps(p, constants))
         kernel = Kernel("merge", "merges attentions over parts of the keys", (made[0].launch,))
         outputs = {x: (arrays[x].shape, arrays[x].dtype) for x in written if x in arrays}
-        launcher = Launcher(backend, Plan(kernel, p, {}, made, {}, outputs), arrays)
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key] = launcher
+        return Plan(kernel, p, {}, made, {}, outputs)
+
+    launcher = find_launcher(backend, (steps, p, *constants.items()), arrays, make_plan)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
     if backend.stream and backend.is_capturing:  # the graph may be launched at any time
         own = set(map(backend.address, given))

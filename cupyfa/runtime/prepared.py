@@ -42,10 +42,10 @@ from cupyfa.runtime.arrays import (
     with_planned_shapes,
 )
 from cupyfa.runtime.backend import Backend, Form
+from cupyfa.runtime.call_cache import Repeats, shape_of
 from cupyfa.runtime.choose_backend import adopt, as_array, writable_view
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
-from cupyfa.runtime.repeats import Repeats, shape_of
 from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
 from cupyfa.score.dropout import Dropout
 
@@ -412,11 +412,10 @@ class Prepared(OfThisProcess):
         if not seen:
             return by_name
         p = self.plan.problem
-        how: Any = {"look": False, "download": None}
         if p.modifiers.is_packed:
             given = {x: by_name[x] for x in LENGTHS if x in by_name}
-            return by_name | ragged.lengths(by_name["q"], by_name["k"], given, **how)
-        return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N), **how)
+            return by_name | ragged.lengths(by_name["q"], by_name["k"], given)
+        return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
         """The arrays as the backend's; raises for arrays unlike those that this was made for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,20 +11,24 @@ import numpy as np
 
 from cupyfa.errors import described
 from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
+from cupyfa.runtime.arrays import require_form
 
 _ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
 _LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
 _AT_ONCE = 1 << 20  # bytes that a thread copies at a time
 
 
+Download = Callable[[Any], np.ndarray]
+
+
 def lengths(
-    q: Any, k: Any, given: Mapping[str, Any], *, look: bool, download: Any
+    q: Any, k: Any, given: Mapping[str, Any], download: Download | None = None
 ) -> dict[str, Any]:
     """The offsets and lengths of a ragged batch as int32 arrays, checked where they can be seen.
 
-    q, k: [rows, heads, d], the packed arrays. given: by the names of STARTS and USED. look: whether
-    to look at those in GPU memory too, by ``download``. Raises ValueError for wrong ones, TypeError
-    for what are no whole numbers.
+    q, k: [rows, heads, d], the packed arrays. given: by the names of STARTS and USED. download:
+    given to look at those in GPU memory too. Raises ValueError for wrong ones, TypeError for what
+    are no whole numbers.
     """
     made = {name: _whole(name, x) for name, x in given.items() if x is not None}
     for start, used, array, rows in zip(STARTS, USED, (q, k), ("q", "k")):
@@ -35,17 +39,15 @@ def lengths(
                 "each sequence begins, and then where the last one ends"
             )
         total = int(array.shape[0])
-        if look or isinstance(offsets, np.ndarray):
-            seen = offsets if isinstance(offsets, np.ndarray) else download(offsets)
+        if (seen := _look(offsets, download)) is not None:
             _check_offsets(start, seen, rows, total)
-            if counts is not None and (look or isinstance(counts, np.ndarray)):
-                counts = counts if isinstance(counts, np.ndarray) else download(counts)
+            if counts is not None and (counts := _look(counts, download)) is not None:
                 _check_counts(used, counts, np.diff(seen))
     return {name: _as_int32(x) for name, x in made.items()}
 
 
 def padded_lengths(
-    given: Mapping[str, Any], batch: int, rows: tuple[int, int], *, look: bool, download: Any
+    given: Mapping[str, Any], batch: int, rows: tuple[int, int], download: Download | None = None
 ) -> dict[str, Any]:
     """The lengths of padded batch elements as int32 arrays, checked where they can be seen.
 
@@ -54,11 +56,16 @@ def padded_lengths(
     made = {name: _whole(name, x) for name, x in given.items()}
     for name, array in made.items():
         most = rows[PADDED.index(name)]
-        on_host = isinstance(array, np.ndarray)
-        if tuple(array.shape) == (batch,) and (look or on_host):
-            seen = array if on_host else download(array)
+        if tuple(array.shape) == (batch,) and (seen := _look(array, download)) is not None:
             _check_counts(name, seen, np.full(batch, most), "batch element")
     return {name: _as_int32(x) for name, x in made.items()}
+
+
+def _look(array: Any, download: Download | None) -> np.ndarray | None:
+    """An array that can be seen on the host; None for one in GPU memory that is not looked at."""
+    if isinstance(array, np.ndarray):
+        return array
+    return None if download is None else download(array)
 
 
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,11 +228,7 @@ def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> l
     if not isinstance(out, list | tuple) or len(out) != len(found):
         raise TypeError(f"out is {described(out)}; give a list of {len(found)} arrays")
     for i, (x, y) in enumerate(zip(out, found)):
-        if tuple(x.shape) != tuple(y.shape) or x.dtype != y.dtype:
-            raise ValueError(
-                f"out[{i}] is {x.dtype} {tuple(x.shape)}, the result is {y.dtype} "
-                f"{tuple(y.shape)}; give an array like that"
-            )
+        require_form(f"out[{i}]", x, y.shape, y.dtype)
     _copy_all(zip(out, found))
     return list(out)
 

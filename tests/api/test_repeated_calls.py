@@ -95,6 +95,21 @@ def test_lengths_are_read_again_in_each_call():
         cupyfa.attention(q, cache, append=(k, v), backend="simulator")
 
 
+def test_new_tokens_that_have_to_be_copied_are_read_again_in_each_call():
+    every = RNG.standard_normal((3, 2, 4, 2, 64)).astype(np.float32)
+    angles = RNG.standard_normal((2, 64, 8)).astype(np.float32)
+    found = []
+    for arrays in (every[..., ::2], None):
+        cache = KVCache(K.copy(), V.copy(), np.array([10, 60], np.int32), rotary=tuple(angles))
+        for _ in range(4):
+            every += 1
+            q, k, v = np.ascontiguousarray(every[..., ::2]) if arrays is None else arrays
+            out = cupyfa.attention(q, cache, append=(k, v), backend="simulator")
+        found.append(out)
+        every -= 4
+    np.testing.assert_array_equal(*found)
+
+
 def test_a_cache_keeps_the_arrays_of_its_last_call_alone():
     cache = KVCache(K.copy(), V.copy(), np.array([10, 60], np.int32))
     queries = []

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cupyfa.arrays import kv_cache
 from cupyfa.ladder.kernel import Kernel, Launch
 from cupyfa.ladder.lookup import record_named
 from cupyfa.planner import evaluate, source as sources
 from cupyfa.planner.evaluate import source_path
+from cupyfa.runtime.choose_backend import backend_named
 
 SCRIPT = """\
 from dataclasses import replace
@@ -138,7 +138,7 @@ def put_in_place(folder: Path, fault: Fault, monkeypatch: Any) -> Kernel:
         monkeypatch.setattr(module, "KERNELS", root)
     monkeypatch.setattr(sources, "INCLUDE", root / "include")
     monkeypatch.setattr(sources, "WITH", root / "with")
-    monkeypatch.setattr(kv_cache, "_launchers", {})
+    monkeypatch.setattr(backend_named("simulator").calls, "launchers", {})
     return record_named(fault.kernel)
 
 

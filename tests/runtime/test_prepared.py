@@ -422,6 +422,15 @@ def test_repeated_arrays_are_not_checked_again(near, monkeypatch):
     assert call(q, k, v)
 
 
+def test_a_wide_array_for_the_output_leaves_other_calls_alone(near, monkeypatch):
+    monkeypatch.setattr(choose_backend, "_automatic", lambda: near)
+    q, k, v = arrays(2, 3, 20, 16, dtype=np.float16)
+    wide = near.empty(q.shape, np.float32)
+    for out, dtype in (("float32", "f4"), (wide, "f4"), (None, "f2")):
+        for _ in range(5):
+            assert cupyfa.attention(q, k, v, kernel="fa2", out=out).dtype == dtype
+
+
 def test_results_are_reused_only_if_nobody_holds_them(near, monkeypatch):
     monkeypatch.setattr(choose_backend, "_automatic", lambda: near)
     q, k, v = arrays(2, 3, 20, 16)

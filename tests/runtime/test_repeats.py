@@ -180,7 +180,7 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
             lengths += 2
         new_k += turn
         new_v -= turn
-    assert len(slow_calls) - 8 <= 5
+    assert len(slow_calls) <= 2 + 5  # of the host, and until all memory is known
 
     slow_calls.clear()
     device.stream = 9  # where other temporaries are
@@ -188,7 +188,7 @@ def test_decoding_is_repeated(device, slow_calls, is_paged, writes):
         cupyfa.attention(far_q, cache, **theirs, **how),
         cupyfa.attention(q, here, **ours, **how, backend="simulator"),
     )
-    assert len(slow_calls) == 2
+    assert len(slow_calls) == 1
 
 
 def test_a_cache_and_what_it_kept_are_freed_at_once(device):
