@@ -14,7 +14,14 @@ from cupyfa.arrays.prefixes import Prefixes
 from cupyfa.call.call import BackendName, Call
 from cupyfa.call.execution import run_call
 from cupyfa.call.inputs import add_inputs
-from cupyfa.call.keywords import DTYPES, read_out, read_tiles, split_keywords, unknown_argument
+from cupyfa.call.keywords import (
+    DTYPES,
+    OF_SCORES,
+    read_out,
+    read_tiles,
+    split_keywords,
+    unknown_argument,
+)
 from cupyfa.errors import described
 from cupyfa.ladder.forward import for_decoding
 from cupyfa.ladder.kernel import Kernel
@@ -28,12 +35,14 @@ from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
 _CAUSAL = AttentionOptions(causal="bottom-right")
-# Arguments of ``attention`` that a call on a cache cannot have, and why.
+_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # arrays of a call on a cache
+# Arguments of ``attention`` that such a call cannot have, and why.
 _REFUSED = {
-    **dict.fromkeys(
-        (optional_inputs.BIAS, optional_inputs.MASK),
-        "write score_mod= or an expression as mask=, which may read a captured array",
-    ),
+    **{
+        name: "write score_mod= or an expression as mask=, which may read a captured array"
+        for name in optional_inputs.OWN_ARRAYS
+        if name not in _READ
+    },
     "layout": "q is [batch, heads, new tokens, d], and the cache has its own layout",
     "offset": "new tokens are the last ones",
     "dropout": "there are no gradients",
@@ -173,7 +182,7 @@ def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
     """The arguments, checked. Raises ValueError and TypeError for what does not fit together."""
-    scores = {x: given[x] for x in _SCORES if given[x] is not None}
+    scores = {x: given[x] for x in OF_SCORES if given[x] is not None}
     arrays, asked = split_keywords(attention, scores)
     out, asked = read_out(given["out"], q, asked)
     refused = {x: arrays.get(x, asked.get(x)) for x in _REFUSED}
@@ -214,12 +223,6 @@ def _read(
         out=out,
         check=read_flag("check", given["check"]),
     )
-
-
-_SCORES = (
-    *("causal", "window", "offset", "scale", "softcap", "score_mod", "bias", "mask", "dropout"),
-    *("precision", "alibi_slopes", "sink", "captured"),
-)
 
 
 def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> Any:

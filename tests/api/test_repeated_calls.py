@@ -4,6 +4,7 @@ import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from helpers.far_device import FarDevice
 
 import cupyfa
 from cupyfa import KVCache, distributed
+from cupyfa.problem.optional_inputs import OWN_ARRAYS
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((2, 4, 64, 32)).astype(np.float32) for _ in range(3))
@@ -108,6 +110,35 @@ def test_new_tokens_that_have_to_be_copied_are_read_again_in_each_call():
         found.append(out)
         every -= 4
     np.testing.assert_array_equal(*found)
+
+
+def optional_arrays(name):
+    """An optional array of a call on Q, K and V, and another one."""
+    shapes = {"alibi_slopes": (4,), "sink": (4,), "bias": (1, 4, 64, 64), "mask": (1, 4, 64, 64)}
+    drawn = RNG.standard_normal((2, *shapes[name])).astype(np.float32)
+    return drawn > 0 if name == "mask" else drawn
+
+
+@pytest.mark.parametrize("name", OWN_ARRAYS)
+def test_another_optional_array_is_read_in_a_repeated_call(name):
+    one, other = optional_arrays(name)
+    attend = partial(cupyfa.attention, Q, K, V, kernel="fa2", backend=FAR)
+    before = [attend(**{name: one}) for _ in range(4)][-1]
+    found = attend(**{name: other})
+    assert not np.array_equal(found, before)
+    np.testing.assert_array_equal(found, attend(**{name: other.copy()}))
+
+
+@pytest.mark.parametrize("name", OWN_ARRAYS)
+def test_a_call_on_a_cache_reads_or_refuses_each_optional_array(name):
+    one, _ = optional_arrays(name)
+    plain = cupyfa.attention(TOKENS[0], CACHE, backend="simulator")
+    try:
+        found = cupyfa.attention(TOKENS[0], CACHE, backend="simulator", **{name: one})
+    except ValueError as error:
+        assert f"{name} is " in str(error) and "leave it out" in str(error)
+    else:
+        assert not np.array_equal(found, plain)
 
 
 def test_a_cache_keeps_the_arrays_of_its_last_call_alone():
