@@ -7,9 +7,8 @@ problem are, so every drawn expression has results that can be compared.
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from cupyfa.score.expressions import Expression
 from cupyfa.score.functions import FUNCTIONS
@@ -23,112 +22,15 @@ CAPTURED: Mapping[str, Form] = {
     **{"ulong": "u64[N]", "seen": "bool[batch,N]", "open": "bool[M]"},
     **{"gain": 0.75, "shift": -0.3, "count": 5, "distant": 2**40, "flag": True},
 }
+_PLACES: dict[str, tuple[str, ...]] = {
+    **{"batch": ("batch",), "heads": ("head",), "M": ("query",), "N": ("key",)},
+    "M|N": ("query", "key"),
+}
+_OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
 _DEEPEST = 3  # functions and operators inside each other
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
-_ARGUMENTS = dict.fromkeys(("sin", "cos"), "{frequency} * {number}")  # others have {number}
-# What each symbol may become, one as often as another. A symbol in braces is drawn once for a
-# template; what follows a slash tells several draws of a symbol apart.
-_GRAMMAR: Mapping[str, tuple[str, ...]] = {
-    # A number that names the score, and stays moderate.
-    "score": (
-        *("score + {number}",) * 2,
-        "score * sigmoid({number}) - {bounded}",
-        "where({condition}, score, {bounded})",
-        "score if {condition} else {bounded}",
-        "0.5 * score + {bounded}",
-        "where({maybe NaN} == {maybe NaN}, {number}, score - 1)",  # NaN is not equal to itself
-    ),
-    "bounded": ("max(min({number}, 20), -20)",),
-    "maybe NaN": ("{extreme}({NaN}, {beside NaN})", "{extreme}({beside NaN}, {NaN})"),
-    "NaN": ("log(-1 - abs(score))", "sqrt(-1 - abs(score))", "rsqrt(-1 - key)"),
-    "beside NaN": ("score", "0.5", "key"),
-    "extreme": ("min", "max"),
-    # A number of moderate size: below about 100.
-    "number": (
-        *("{function}",) * 4,
-        *("{function of a small number}",) * 2,
-        *("{arithmetic}",) * 3,
-        "{extreme}({number}, {simple number})",
-        "where({condition}, {number}, {simple number})",
-        "({simple number/1} if {condition} else {simple number/2})",
-        "({whole}) % {modulus} * 0.25",
-        "{simple number}",
-    ),
-    "function": tuple(
-        f"{x.name}({x.drawn.format(_ARGUMENTS.get(x.name, '{number}'))})" for x in _OF_ONE
-    ),
-    "frequency": ("1", "20"),
-    "function of a small number": tuple(
-        f"{{large}} * {x.name}(min(max({{number}}, -9), 9) / {{large}})"
-        for x in _OF_ONE
-        if x.small_near_0
-    ),
-    "large": ("1e3", "3e4", "1e6", "1e8"),
-    "arithmetic": (
-        "({number} {sign} {simple number})",
-        "0.5 * ({number} - {simple number}) * {simple number}",
-        "({number} / (2 + abs({simple number})))",
-        "tanh({number}) ** 2",
-        "-({number})",
-    ),
-    "simple number": (
-        *("score",) * 4,
-        *("{captured number}",) * 3,
-        "{constant}",
-        "min({simple whole}, 8)",
-    ),
-    "constant": ("0.1", "2.5", "1", "0.0", "-1.5", "1e-6", "3"),
-    "sign": ("+", "-"),
-    "modulus": ("3", "5", "8"),
-    # A whole number of any size that has fewer than 64 bits.
-    "whole": (
-        "({whole} {sign} {simple whole})",
-        "({whole} * {factor})",
-        "({whole}) {quotient} {divisor}",
-        "{extreme}({whole}, {simple whole})",
-        "abs({whole})",
-        "-({whole})",
-        "(({whole}) % 1000) ** 2",
-        "where({condition}, {whole}, {simple whole})",
-    ),
-    "factor": ("3", "-7", "(head - 1)"),
-    "quotient": ("//", "%"),
-    "divisor": ("(1 + abs({captured divisor}))", "2", "3", "-3", "8", "-5", "keys", "(key + 1)"),
-    "simple whole": ("{few wholes}", "{captured whole}"),
-    "few wholes": ("{place}", "(position - key)", "{digit}"),
-    "place": ("batch", "head", "query", "key", "position", "queries", "keys"),
-    "digit": tuple("12345678"),
-    # True of some pairs.
-    "condition": (
-        *("{comparison}",) * 3,
-        "({condition} {junction} {comparison})",
-        "{negation}({condition})",
-        "(({condition}) {equality} {flag})",
-        "({flag} {bits} {comparison})",
-        "where({comparison}, {flag}, {condition})",
-    ),
-    "comparison": (
-        "({whole/1} {relation} {whole/2})",
-        "({whole/1} {relation} {whole/2} < {whole/3} + 40)",
-        "(({whole}) % 5 {relation} {remainder})",
-        "({number} {relation} {simple number})",
-        "{flag}",
-    ),
-    "relation": ("<", "<=", ">", ">=", "==", "!="),
-    "remainder": tuple("01234"),
-    "junction": ("and", "or", "&", "|"),
-    "negation": ("not ", "~"),
-    "equality": ("==", "!="),
-    "bits": ("&", "|"),
-    "flag": (*("{captured bool}",) * 2, "True", "(key < query)"),
-    # An index of an axis.
-    **{"[batch]": ("batch",), "[heads]": ("head",), "[M]": ("query",), "[N]": ("key",)},
-    "[M|N]": ("query", "key"),
-}
-# What is drawn in their place inside _DEEPEST others.
-_SIMPLE = {"number": "simple number", "whole": "simple whole", "condition": "comparison"}
-_SYMBOL = re.compile("{([^}]*)}")
+_OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]
 
 
 def draw_expression(
@@ -150,49 +52,168 @@ def draw_expression(
     ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Elements of whole numbers have to
     be from 0 to 3, and those of floats moderate, as ``Case`` draws them.
     """
-    rules = _rules(names, has_score=kind == "score")
-    if kind == "score":
-        text = _drawn(rng, rules, "score", _DEEPEST)
-    else:
-        text = f"key == 0 or {_drawn(rng, rules, 'condition', _DEEPEST)}"
+    drawer = _Drawer(rng, names, has_score=kind == "score")
+    text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
     read = Expression.of(f"{kind}_mod", text).captured
     return text, {name: form for name, form in names.items() if name in read}
 
 
-def _rules(names: Mapping[str, Form], *, has_score: bool) -> dict[str, list[str]]:
-    """The grammar with these names, and without the score where there is none."""
-    rules = {symbol: list(templates) for symbol, templates in _GRAMMAR.items()}
-    captured: dict[str, list[str]] = {f"captured {x}": [] for x in (*_KINDS.values(), "divisor")}
-    for name, form in names.items():
+class _Drawer:
+    """Draws texts of numbers, of whole numbers and of conditions, up to a depth."""
+
+    def __init__(self, rng: random.Random, names: Mapping[str, Form], has_score: bool) -> None:
+        self.rng = rng
+        self.names = names
+        self.has_score = has_score
+
+    def score(self) -> str:
+        """A number of the score, which stays moderate."""
+        a = self.number(_DEEPEST)
+        whole = f"max(min({self.number(_DEEPEST)}, 20), -20)"
+        return self._any(
+            *[lambda: f"score + {a}"] * 2,
+            lambda: f"score * sigmoid({a}) - {whole}",
+            lambda: f"where({self.condition(2)}, score, {whole})",
+            lambda: f"score if {self.condition(2)} else {whole}",
+            lambda: f"0.5 * score + {whole}",
+            self._not_a_number,
+        )
+
+    def number(self, depth: int) -> str:
+        """A number of moderate size: below about 100."""
+        if depth <= 0:
+            return self._leaf()
+        return self._any(
+            *[lambda: self._function(depth)] * 4,
+            *[lambda: self._of_small(depth)] * 2,
+            *[lambda: self._arithmetic(depth)] * 3,
+            lambda: f"{self._pick(('min', 'max'))}({self.number(depth - 1)}, {self._leaf()})",
+            lambda: f"where({self.condition(depth - 1)}, {self.number(depth - 1)}, {self._leaf()})",
+            lambda: f"({self._leaf()} if {self.condition(depth - 1)} else {self._leaf()})",
+            lambda: f"({self.whole(depth - 1)}) % {self._pick((3, 5, 8))} * 0.25",
+            self._leaf,
+        )
+
+    def whole(self, depth: int) -> str:
+        """A whole number of any size that has fewer than 64 bits."""
+        if depth <= 0:
+            return self._whole_leaf()
+        a, b = self.whole(depth - 1), self._whole_leaf()
+        return self._any(
+            lambda: f"({a} {self._pick('+-')} {b})",
+            lambda: f"({a} * {self._pick(('3', '-7', '(head - 1)'))})",
+            lambda: f"({a}) {self._pick(('//', '%'))} {self._divisor()}",
+            lambda: f"{self._pick(('min', 'max'))}({a}, {b})",
+            lambda: f"abs({a})",
+            lambda: f"-({a})",
+            lambda: f"(({a}) % 1000) ** 2",
+            lambda: f"where({self.condition(depth - 1)}, {a}, {b})",
+        )
+
+    def condition(self, depth: int) -> str:
+        """True of some pairs."""
+        if depth <= 0:
+            return self._compared()
+        a, b = self.condition(depth - 1), self._compared()
+        return self._any(
+            *[self._compared] * 3,
+            lambda: f"({a} {self._pick(('and', 'or', '&', '|'))} {b})",
+            lambda: f"{self._pick(('not ', '~'))}({a})",
+            lambda: f"(({a}) {self._pick(('==', '!='))} {self._flag()})",
+            lambda: f"({self._flag()} {self._pick(('&', '|'))} {b})",
+            lambda: f"where({b}, {self._flag()}, {a})",
+        )
+
+    def _function(self, depth: int) -> str:
+        argument = self.number(depth - 1)
+        function = self._pick(_OF_ONE)
+        if function.name in ("sin", "cos"):
+            argument = f"{self._pick((1, 20))} * {argument}"
+        return f"{function.name}({function.drawn.format(argument)})"
+
+    def _of_small(self, depth: int) -> str:
+        """A function of a small argument, times the factor that makes it moderate again."""
+        large = self._pick(("1e3", "3e4", "1e6", "1e8"))
+        inner = f"min(max({self.number(depth - 1)}, -9), 9) / {large}"
+        return f"{large} * {self._pick(_OF_SMALL)}({inner})"
+
+    def _arithmetic(self, depth: int) -> str:
+        a, b = self.number(depth - 1), self._leaf()
+        return self._any(
+            lambda: f"({a} {self._pick('+-')} {b})",
+            lambda: f"0.5 * ({a} - {b}) * {b}",
+            lambda: f"({a} / (2 + abs({b})))",
+            lambda: f"tanh({a}) ** 2",
+            lambda: f"-({a})",
+        )
+
+    def _not_a_number(self) -> str:
+        """A choice that NaN decides: it is not equal to itself, and wins in min and max."""
+        lost = self._pick(("log(-1 - abs(score))", "sqrt(-1 - abs(score))", "rsqrt(-1 - key)"))
+        sides = self.rng.sample((lost, self._pick(("score", "0.5", "key"))), 2)
+        either = f"{self._pick(('min', 'max'))}({', '.join(sides)})"
+        return f"where({either} == {either}, {self.number(1)}, score - 1)"
+
+    def _leaf(self) -> str:
+        scores = ["score"] * 4 * self.has_score
+        whole = f"min({self._whole_leaf()}, 8)"
+        constant = self._pick(("0.1", "2.5", "1", "0.0", "-1.5", "1e-6", "3"))
+        return self._pick((*scores, *self._of_kind("number", 3), constant, whole))
+
+    def _whole_leaf(self) -> str:
+        places = self._pick(_OF_PLACES)
+        few = self._pick((places, "(position - key)", str(self.rng.randrange(1, 9))))
+        return self._pick((few, *self._of_kind("whole", 1)))
+
+    def _divisor(self) -> str:
+        of_arrays = self._of_kind("whole", 1, arrays=True)
+        positive = [f"(1 + abs({x}))" for x in of_arrays]
+        return self._pick((*positive, "2", "3", "-3", "8", "-5", "keys", "(key + 1)"))
+
+    def _flag(self) -> str:
+        return self._pick((*self._of_kind("bool", 2), "True", "(key < query)"))
+
+    def _compared(self) -> str:
+        sign = self._pick(("<", "<=", ">", ">=", "==", "!="))
+        a, b, c = (self.whole(1) for _ in range(3))
+        return self._any(
+            lambda: f"({a} {sign} {b})",
+            lambda: f"({a} {sign} {c} < {b} + 40)",
+            lambda: f"(({a}) % 5 {sign} {self.rng.randrange(5)})",
+            lambda: f"({self.number(1)} {sign} {self._leaf()})",
+            self._flag,
+        )
+
+    def _of_kind(self, kind: str, count: int, *, arrays: bool = False) -> list[str]:
+        """Readings of up to so many captured arrays and numbers of a kind."""
+        able = [
+            x
+            for x, form in self.names.items()
+            if _kind_of(form) == kind and (isinstance(form, str) or not arrays)
+        ]
+        return [self._reading(x) for x in self.rng.sample(able, min(count, len(able)))]
+
+    def _reading(self, name: str) -> str:
+        form = self.names[name]
         if not isinstance(form, str):
-            kind = {bool: "bool", int: "whole", float: "number"}[type(form)]
-            captured[f"captured {kind}"].append(name)
-            continue
-        dtype, _, axes = form.rstrip("]").partition("[")
-        sizes = axes.split(",")
-        reading = f"{name}[{', '.join(f'{{[{size}]}}' for size in sizes)}]"
-        kind = "number" if dtype == "bf16" else _KINDS[dtype[0]]
-        captured[f"captured {kind}"].append(reading)
-        if kind == "whole":
-            captured["captured divisor"].append(reading)
-        for size in filter(str.isdecimal, sizes):
-            rules[f"[{size}]"] = [f"min({{place}}, {int(size) - 1})", f"abs(position) % {size}"]
-    missing = [f"{{{symbol}" for symbol, readings in captured.items() if not readings]
-    missing += [] if has_score else ["score"]
-    for symbol, templates in rules.items():
-        rules[symbol] = [x for x in templates if not any(word in x for word in missing)]
-    return rules | captured
+            return name
+        axes = form[form.index("[") + 1 : -1].split(",")
+        return f"{name}[{', '.join(map(self._index, axes))}]"
+
+    def _index(self, axis: str) -> str:
+        if axis in _PLACES:
+            return self._pick(_PLACES[axis])
+        size = int(axis)
+        return self._pick((f"min({self._pick(_OF_PLACES)}, {size - 1})", f"abs(position) % {size}"))
+
+    def _any(self, *draw: Callable[[], str]) -> str:
+        return self.rng.choice(draw)()
+
+    def _pick(self, of: Any) -> Any:
+        return self.rng.choice(of)
 
 
-def _drawn(rng: random.Random, rules: Mapping[str, list[str]], symbol: str, depth: int) -> str:
-    """A text for a symbol; ``depth`` is how many more may be inside each other."""
-    if symbol in _SIMPLE and depth == 0:
-        symbol = _SIMPLE[symbol]
-    elif symbol in _SIMPLE:
-        depth -= 1
-    if symbol == "comparison":
-        depth = 1
-    template = rng.choice(rules[symbol])
-    found = dict.fromkeys(_SYMBOL.findall(template))
-    texts = {x: _drawn(rng, rules, x.partition("/")[0], depth) for x in found}
-    return _SYMBOL.sub(lambda match: texts[match[1]], template)
+def _kind_of(form: Form) -> str:
+    if isinstance(form, str):
+        return "number" if form.startswith("bf") else _KINDS[form[0]]
+    return {bool: "bool", int: "whole", float: "number"}[type(form)]
