@@ -157,24 +157,22 @@ class _Given:
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
         """What decides a call besides the elements of arrays; None if that can change."""
-        q, named = self.q, dict[str, Any]()
+        named: dict[str, Any] = {}
         for name, x in self.how.items():
             if isinstance(x, Mapping):
                 named |= {f"{name}.{y}": z for y, z in x.items()}
             elif name != "dlse":
                 named[name] = x
-        of_shards = q.rows, self.k.rows, q.order, q.schedule
-        values = *of_shards, *named.values()
+        of_shards = self.q.rows, self.k.rows, self.q.order, self.q.schedule
+        values = (*of_shards, *named.values())
         kinds = tuple(map(type, values))
         if not {*kinds} <= _FIXED:
             return None
-        every = *arrays, *self.of_rows.values()
-        forms = tuple((tuple(x.shape), x.dtype) for x in every)
-        key = (
-            *(self.operation, self.backend.limits, type(arrays[0]), forms, tuple(self.of_rows)),
-            # As numbers are written, too: 0.0 equals -0.0.
-            *(tuple(named), kinds, values, repr([x for x in values if type(x) is float])),
-        )
+        forms = tuple((tuple(x.shape), x.dtype) for x in (*arrays, *self.of_rows.values()))
+        # As numbers are written, too: 0.0 equals -0.0.
+        asked = tuple(named), kinds, values, repr([x for x in values if type(x) is float])
+        of_arrays = type(arrays[0]), forms, tuple(self.of_rows)
+        key = self.operation, self.backend.limits, *of_arrays, *asked
         try:
             hash(key)
         except TypeError:  # a tuple with a list, which is not checked yet

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from cupyfa.api import attention, backward
 from cupyfa.call.keywords import list_arguments
 from cupyfa.distributed.agreed_arguments import agree_on_call
 from cupyfa.partition.part_call import split_passes
@@ -14,38 +15,34 @@ Pullback = Callable[..., tuple[Any, ...]]
 Function = Callable[..., Any]
 
 
-def attention_of_others(attention: Function, arguments: Mapping[str, Any]) -> Any:
+def attention_of_others(function: Function, arguments: Mapping[str, Any]) -> Any:
     """``attention`` of this rank's rows. arguments: those of the call by name."""
-    call, arrays = agree_on_call(attention, "forward", arguments)
+    call, arrays = agree_on_call(function, "forward", arguments)
     with call.job.group.calling():
         out, lse = call.schedule.forward(call.job, *arrays)
     return (out, lse) if arguments["return_lse"] else out
 
 
-def backward_of_others(backward: Function, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+def backward_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """``backward`` of this rank's rows. arguments: those of the call by name."""
     of_rows = {x: arguments[x] for x in ("dout", "out", "lse", "dlse") if arguments[x] is not None}
-    call, (q, k, v, *rows) = agree_on_call(backward, "backward", arguments, of_rows)
+    call, (q, k, v, *rows) = agree_on_call(function, "backward", arguments, of_rows)
     with call.job.group.calling():
         dq, dk, dv = call.schedule.backward(call.job, (q, *rows), k, v)
     return dq, dk, dv
 
 
-def vjp_of_others(vjp: Function, arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
+def vjp_of_others(function: Function, arguments: Mapping[str, Any]) -> tuple[Any, Pullback]:
     """``vjp`` of this rank's rows. arguments: those of the call by name."""
-    from cupyfa.api import attention
-
-    return_lse, forward, backward, how = split_passes(list_arguments(vjp, arguments))
+    return_lse, of_forward, of_backward, how = split_passes(list_arguments(function, arguments))
     q, k, v = (arguments[name] for name in "qkv")
     dtype = how.pop("out", None)
-    out, lse = attention(q, k, v, return_lse=True, out=dtype, **forward, **how)
-    pull = partial(_pullback, (q, k, v, out, lse), {**backward, **how})
+    out, lse = attention(q, k, v, return_lse=True, out=dtype, **of_forward, **how)
+    pull = partial(_pullback, (q, k, v, out, lse), {**of_backward, **how})
     return ((out, lse) if return_lse else out), pull
 
 
 def _pullback(
     arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None
 ) -> tuple[Any, ...]:
-    from cupyfa.api import backward
-
     return backward(dout, *arrays, dlse=dlse, **how)

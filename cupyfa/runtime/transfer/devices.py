@@ -43,7 +43,7 @@ def spread(
         for device, share in zip(devices, made):
             with _working(backend, device):
                 lanes = stack.enter_context(backend.lanes())
-                calls[device] = Call(backend, lanes, share, inputs, outputs, free)
+                calls[device] = Call(backend, lanes, pieces, inputs, outputs, free, share)
         _run_in_turns(backend, calls, progress)
 
 

@@ -86,8 +86,8 @@ def configure(**changes: Any) -> Transfer:
 def held() -> int:
     """Bytes of page-locked memory in use for NumPy arrays: buffers, and results not yet freed.
 
-    Buffers take up to ``configure_transfer().most_held`` for each device. Buffers that calls of
-    other threads still use after ``free_buffers`` are not counted.
+    Buffers take up to ``configure().most_held`` for each device. Buffers that calls of
+    other threads still use after ``release`` are not counted.
     """
     with _lock:
         of_devices = [host.bytes for each in hosts.values() for host in each.values()]

@@ -51,22 +51,21 @@ class Piece:
     def problem(self, whole: Problem) -> Problem:
         return whole.part(len(self.batch), len(self.kv_heads), self.rows, self.keys)
 
-    @property
-    def ranges_of_numbers(self) -> dict[str, range]:
-        """Of the axes of lengths and of what else sequences have."""
-        return {}
-
     def of(self, array: np.ndarray, axes: Sequence[str], group: int) -> np.ndarray:
         """This part of an array with these axes."""
         return array[self.index(axes, group)]
 
     def index(self, axes: Sequence[str], group: int) -> tuple[slice, ...]:
         """Where the part of an array with these axes lies in it."""
-        heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
-        ranges = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
-        ranges |= {"M": self.rows, "N": self.keys, **self.ranges_of_numbers}
+        ranges = self.ranges(group)
         index = [ranges.get(axis) for axis in axes]
         return tuple(slice(None) if r is None else slice(r.start, r.stop) for r in index)
+
+    def ranges(self, group: int) -> dict[str, range]:
+        """The part of each axis that is cut."""
+        heads = range(self.kv_heads.start * group, self.kv_heads.stop * group)
+        of_batch = {"batch": self.batch, "kv_heads": self.kv_heads, "heads": heads}
+        return {**of_batch, "M": self.rows, "N": self.keys}
 
 
 @dataclass(frozen=True)
@@ -94,10 +93,10 @@ class PieceOfSequences(Piece):
     def _others(self) -> tuple[int, int]:
         return 0, self.most[0] - len(self.sequences)
 
-    @property
-    def ranges_of_numbers(self) -> dict[str, range]:
-        a, b = self.sequences.start, self.sequences.stop
-        return {"sequences": self.sequences, **dict.fromkeys(STARTS, range(a, b + 1))}
+    def ranges(self, group: int) -> dict[str, range]:
+        starts = range(self.sequences.start, self.sequences.stop + 1)
+        own = {"sequences": self.sequences, **dict.fromkeys(STARTS, starts)}
+        return super().ranges(group) | own
 
 
 def cut(
@@ -173,8 +172,12 @@ def _of_sequences(
     heads = [x.kv_heads for x in cut(part, plan_of, most if are_small else wanted, most)]
     return [
         PieceOfSequences(
-            *(range(1), h, range(rows[a], rows[b]), range(keys[a], keys[b])),
-            *(range(a, b), most_of_each),
+            batch=range(1),
+            kv_heads=h,
+            rows=range(rows[a], rows[b]),
+            keys=range(keys[a], keys[b]),
+            sequences=range(a, b),
+            most=most_of_each,
         )
         for a, b in groups
         for h in heads

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 
@@ -33,23 +33,10 @@ Unit = list[Piece]  # one piece, or those whose results are merged
 Axis = tuple[str, int]  # of a piece, and the multiple where it may be cut
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one device computes of a problem; takes the place of the problem's Pieces."""
-
-    plan: Plan  # of the whole problem
-    bytes: int  # on the device, of the whole problem
-    pieces: Cut
-
-    def cut(self, wanted: int, most: int, starts: Starts = ()) -> Cut:
-        """The same pieces for any sizes: what other devices compute depends on them."""
-        return self.pieces
-
-
 def shares(
     pieces: Pieces, devices: tuple[int, ...], wanted: int, most: int, starts: Starts = ()
-) -> list[Share]:
-    """A share for each device, or for the first ones if the problem has fewer parts.
+) -> list[Cut]:
+    """The pieces of each device, or of the first ones if the problem has fewer parts.
 
     ``wanted``, ``most`` and ``starts`` are those of ``cut``, for the device with the least memory.
     What is made for a device, such as its launches, is remembered.
@@ -62,7 +49,7 @@ def shares(
         if is_divisible(plan):
             parts = divided(plan, whole.pieces, len(devices), starts)
         whole.shares[devices] = [Cut(plan, part, pieces.plan_of) for part in parts]
-    return [Share(plan, pieces.bytes, cut) for cut in whole.shares[devices]]
+    return whole.shares[devices]
 
 
 def divided(
@@ -132,7 +119,7 @@ class _Work:
     def _flops_of_sequences(self, piece: Piece) -> int:
         """As if all queries saw all keys of their sequence: a mask hides a like share of each."""
         p, every = self.problem, range(len(self.lengths[0]))
-        some = piece.ranges_of_numbers.get("sequences", every)
+        some = piece.sequences if isinstance(piece, PieceOfSequences) else every
         rows, keys = (x[some.start : some.stop] for x in self.lengths)
         if p.left is not None and p.right is not None:
             keys = np.minimum(keys, p.left + p.right + 1)

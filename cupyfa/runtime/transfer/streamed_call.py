@@ -12,8 +12,7 @@ from cupyfa.problem.optional_inputs import ROW_MAX, STARTS
 from cupyfa.runtime.backend import Backend, Lane, Mark
 from cupyfa.runtime.environment import Progress
 from cupyfa.runtime.transfer.host import Copies, Move, Transfer, bring, host_of, send
-from cupyfa.runtime.transfer.pieces import Pieces, Place, Slot, Starts
-from cupyfa.runtime.transfer.shares import Share
+from cupyfa.runtime.transfer.pieces import Cut, Pieces, Place, Slot, Starts
 
 _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
@@ -38,21 +37,23 @@ class Call:
         self,
         backend: Backend,
         lanes: tuple[Lane, Lane, Lane],
-        pieces: Pieces | Share,
+        pieces: Pieces,
         inputs: Mapping[str, np.ndarray],
         outputs: Mapping[str, np.ndarray],
         free: int | None = None,
+        share: Cut | None = None,
     ) -> None:
         """Raises OutOfMemory, with the size, for a problem of which no piece fits the device.
 
-        free: bytes of the device's memory that the call may take, if they are known.
+        free: bytes of the device's memory that the call may take, if they are known. share: the
+        pieces of this device, if several share the problem.
         """
         self.backend, self.host, self.plan = backend, host_of(backend), pieces.plan
         self.up, self.work, self.down = lanes
         self.given, self.results = tuple(inputs), outputs
         chosen = self.host.chosen
         free = room(backend, chosen, pieces.bytes) if free is None else free
-        self.cut = pieces.cut(piece_bytes(chosen, free), free, starts_of(inputs))
+        self.cut = share or pieces.cut(piece_bytes(chosen, free), free, starts_of(inputs))
         self.axes = self.cut.axes
         there = {name: x for name, x in (*inputs.items(), *outputs.items()) if x.size}
         self.bits = {name: x.view(_BITS[x.itemsize]) for name, x in there.items()}
