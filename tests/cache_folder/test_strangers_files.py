@@ -223,6 +223,10 @@ def about_changed(path, place, to):
         (("kernel",), 3),
         (("kind",), "another"),
         (("case", "seed"), -1),
+        ((), [1]),
+        (("format",), "cupyfa failure 99"),
+        (("case", "layout"), "sideways"),
+        (("case", "problem", "M"), 6),
         (("case", "problem", "M"), 10**12),
         (("case", "problem", "N"), float("nan")),
         (("case", "problem", "operands", 0, 0), "x;system"),
@@ -311,6 +315,21 @@ def pickled(path):
     np.savez(path, about=np.array([{"a": 1}], object), allow_pickle=True)
 
 
+def array(path):
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+
+
+def without_an_input(path):
+    with np.load(path) as members:
+        np.savez(path, **{name: x for name, x in dict(members).items() if name != "K"})
+
+
+def another_archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme", "nothing")
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -321,12 +340,14 @@ def pickled(path):
         lambda path: header(path, (-1,), "<f8"),
         lambda path: header(path, (3,), "|O"),
         lambda path: header(path, (), [("a", "<f4", (2, 2))]),
-        overlapping,
-        pickled,
+        *(overlapping, pickled, array, without_an_input, another_archive),
     ],
-    ids=["bomb", "large", "overflow", "empty", "negative", "objects", "structs", "twice", "pickle"],
+    ids=[
+        *("bomb", "large", "overflow", "empty", "negative", "objects", "structs"),
+        *("overlapping", "pickled", "array", "without an input", "another archive"),
+    ],
 )
-def test_archives_that_promise_too_much_are_refused(tmp_path, spoil):
+def test_other_archives_are_refused(tmp_path, spoil):
     path = write_failure(tmp_path)
     spoil(path)
     with pytest.raises(ValueError, match="is damaged, or not a file of `cupyfa check`"):

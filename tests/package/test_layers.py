@@ -168,22 +168,6 @@ def test_contributing_lists_every_layer_in_its_order_and_every_folder_of_kernels
     assert {x for x in folders if not re.search(rf"[`/]{x}`", text)} == set()
 
 
-def test_cupy_is_imported_by_the_cuda_backend_alone():
-    others = [x for x in MODULES if not module_name(x).startswith("runtime.cuda")]
-    cupy = {"cupy", "cupyx", "cuda"}
-    assert not {module_name(x) for x in others if cupy & {y.split(".")[0] for y in imports(x)}}
-
-
-def test_only_the_command_line_prints():
-    found = {
-        f"{module_name(path)}, line {node.lineno}"
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
-    }
-    assert not found
-
-
 def launches():
     return [
         (kernel, launch)

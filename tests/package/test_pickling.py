@@ -3,11 +3,9 @@
 import copy
 import importlib
 import inspect
-import multiprocessing
 import pickle
 import pkgutil
 import re
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -27,14 +25,8 @@ from cupyfa.problem.options import AttentionOptions
 SIM = {"backend": "simulator"}
 SIZES = {"M": 6, "N": 6, "d": 8, "heads": 2}
 Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 6, 8)).astype(np.float32)
-NOT_IMPORTED = (
-    "cuda",
-    "__main__",
-    "templates",
-    "nccl",
-    ".mpi",
-    *([] if find_spec("dask") else [".dask"]),
-)
+NOT_IMPORTED = ["cuda", "__main__", "templates", "nccl", ".mpi"]
+NOT_IMPORTED += [] if find_spec("dask") else [".dask"]
 FAULT = errors.SimulatorFault("v1", (0, 1, 2), (3, 4, 5), "a race", "v1.cu:7")
 
 
@@ -252,19 +244,3 @@ def test_a_record_made_in_a_process_says_where_to_put_it(tmp_path):
         with pytest.raises(pickle.PicklingError, match="put the Kernel into a script"):
             pickle.dumps(x)
     assert copy.deepcopy(made) is made
-
-
-def fail(kind):
-    raise EXAMPLES[kind]()
-
-
-FORK = multiprocessing.get_context("fork")
-
-
-@pytest.mark.parametrize("kind", ["SimulatorFault", "Unsupported", "OutOfMemory", "WrongResult"])
-def test_exceptions_end_calls_of_pools(kind):
-    made = EXAMPLES[kind]()
-    with FORK.Pool(1) as pool, pytest.raises(type(made), match=re.escape(str(made))):
-        pool.apply_async(fail, (kind,)).get(timeout=30)
-    with ProcessPoolExecutor(1, FORK) as pool, pytest.raises(type(made)):
-        pool.submit(fail, kind).result(timeout=30)

@@ -108,23 +108,17 @@ def test_gradients_of_packed_sequences_are_repeated(device, slow_calls):
 
 
 def test_lengths_and_arrays_of_scores_are_repeated(device, slow_calls):
-    q, k, v, lengths, bias = there(
-        *(drawn(3, 2, 9, 16, seed=x) for x in range(3)), np.array([9, 0, 4], "i4"), drawn(9, 9)
-    )
+    def attend(q, k, v, lengths, bias, **how):
+        padded = cupyfa.Padded(k, lengths), cupyfa.Padded(v, lengths)
+        return cupyfa.attention(q, *padded, kernel="fa2", bias=bias, **how)
+
+    drawn_arrays = (drawn(3, 2, 9, 16, seed=x) for x in range(3))
+    far = there(*drawn_arrays, np.array([9, 0, 4], "i4"), drawn(9, 9))
     for _ in range(8):
-        found = cupyfa.attention(
-            q, cupyfa.Padded(k, lengths), cupyfa.Padded(v, lengths), kernel="fa2", bias=bias
-        )
-    wanted = cupyfa.attention(
-        q.host,
-        cupyfa.Padded(k.host, lengths.host),
-        cupyfa.Padded(v.host, lengths.host),
-        kernel="fa2",
-        backend="simulator",
-        bias=bias.host,
-    )
-    same([found], [wanted])
+        found = attend(*far)
+    same([found], [attend(*(x.host for x in far), backend="simulator")])
     assert len(slow_calls) <= 6
+    q, k, v, lengths, bias = far
     cupyfa.attention(cupyfa.Padded(q, lengths), k, v, kernel="fa2", bias=bias)
     assert len(slow_calls) <= 7
 

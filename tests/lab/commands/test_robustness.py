@@ -291,6 +291,14 @@ def full(*_, **__):
 GOOD = ("bench", "fa2", "--alone", "--budget", "0", *SIMULATOR, *SMALL)
 
 
+@pytest.fixture
+def results(own_folders, tmp_path):
+    """A file of results, whose folder has nothing else but the temporary directory."""
+    path = tmp_path / "results.json"
+    cli(*GOOD, "--save", path, code=0)
+    return path
+
+
 @pytest.mark.parametrize("call", ["replace", "chmod", "fdopen"])
 def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_path, call):
     target = tmp_path / "results.json"
@@ -304,31 +312,22 @@ def test_a_full_disk_leaves_the_old_results_whole(own_folders, monkeypatch, tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"results.json", "temporary"}
 
 
-def test_a_full_disk_leaves_the_old_picture_whole(own_folders, monkeypatch, tmp_path):
+@pytest.mark.parametrize("option, name", [("--save", "copy.json"), ("--plot", "picture.svg")])
+def test_a_full_disk_leaves_what_the_ladder_would_replace(results, monkeypatch, option, name):
     pytest.importorskip("matplotlib")
-    results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
-    cli(*GOOD, "--save", results, code=0)
-    picture.write_text("old")
+    target = results.with_name(name)
+    target.write_text("old")
     monkeypatch.setattr(cache_folder.os, "replace", full)
-    done = cli("ladder", "--from", results, "--plot", picture, code=3)
-    says(line_of(done.stderr), "No space left on device")
-    monkeypatch.undo()
-    assert picture.read_text() == "old"
-    assert {x.name for x in tmp_path.iterdir()} == {"results.json", "picture.svg", "temporary"}
-
-
-def test_a_full_disk_leaves_the_table_of_the_ladder(own_folders, monkeypatch, tmp_path):
-    results, copy = tmp_path / "results.json", tmp_path / "copy.json"
-    cli(*GOOD, "--save", results, code=0)
-    monkeypatch.setattr(cache_folder.os, "replace", full)
-    done = cli("ladder", "--from", results, "--save", copy, code=3)
-    assert line_of(done.stderr) == f"{copy}: No space left on device"
+    done = cli("ladder", "--from", results, option, target, code=3)
+    assert line_of(done.stderr) == f"{target}: No space left on device"
     says(done.stdout, "^the simulator: batch=1")
+    monkeypatch.undo()
+    assert target.read_text() == "old"
+    assert {x.name for x in results.parent.iterdir()} == {"results.json", name, "temporary"}
 
 
 @pytest.mark.parametrize("args", [GOOD, ("ladder", "--from", "results.json")])
-def test_results_are_saved_if_the_table_cannot_be_printed(own_folders, warm, tmp_path, args):
-    cli(*GOOD, "--save", tmp_path / "results.json", code=0)
+def test_results_are_saved_if_the_table_cannot_be_printed(results, warm, tmp_path, args):
     saves = (*args, "--save", "copy.json")
     env = {"CUPYFA_CACHE_DIR": warm}
     done = process(saves, begin=redirected(">/dev/full"), env=env, cwd=tmp_path)
@@ -376,11 +375,9 @@ def test_a_file_size_limit_in_the_cache(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "cache"]
 
 
-@pytest.mark.parametrize("suffix", ["json", "svg"])
-def test_a_saved_file_keeps_its_mode(own_folders, tmp_path, suffix):
-    target = tmp_path / f"file.{suffix}"
+def test_a_saved_file_keeps_its_mode(own_folders, tmp_path):
+    target, plain = tmp_path / "file", tmp_path / "plain"
     cache_folder.write_whole(target, b"new")
-    plain = tmp_path / "plain"
     plain.write_bytes(b"")
     assert target.stat().st_mode == plain.stat().st_mode
     target.chmod(0o640)
@@ -396,20 +393,6 @@ def test_links_are_followed_when_writing(own_folders, tmp_path):
         cache_folder.write_whole(link, content)
         assert (link.is_symlink(), target.read_bytes()) == (True, content)
     assert os.listdir(target.parent) == ["results.json"]
-
-
-@pytest.mark.parametrize("linked", [False, True])
-def test_pipes_are_written_into(own_folders, tmp_path, linked):
-    pipe, link = tmp_path / "pipe", tmp_path / "link"
-    os.mkfifo(pipe)
-    link.symlink_to(pipe)
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    cli(*GOOD, "--save", link if linked else pipe, code=0)
-    said = os.read(reader, 65536)
-    os.close(reader)
-    assert b'"kernel": "fa2"' in said
-    assert pipe.is_fifo()
-    assert link.is_symlink()
 
 
 def test_results_go_through_a_process_substitution(warm):
@@ -474,21 +457,6 @@ def test_temporary_files_of_a_compiler_are_removed(tmp_path):
     subprocess.run([*CLI, *RUN], cwd=tmp_path, env={**os.environ, **env}, check=True)
     assert len((tmp_path / "log").read_text().split()) == 4  # runtime and kernel, made and linked
     assert not list(tmp_path.rglob("left.o"))
-
-
-def test_a_compiler_without_execute_permission(own_folders, fresh, monkeypatch, tmp_path):
-    compiler(tmp_path, "exit 0").chmod(0o644)
-    with monkeypatch.context() as patch:
-        patch.setenv("CUPYFA_COMPILER", str(tmp_path / "compiler"))
-        says(line_of(cli(*RUN, code=3).stderr), "is not a program", "or unset it")
-    still_works()
-
-
-def test_invalid_compiler_flags(own_folders, fresh, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setenv("CUPYFA_COMPILER_FLAGS", '-O0 "-g')
-        says(line_of(cli(*RUN, code=2).stderr), "CUPYFA_COMPILER_FLAGS is '-O0", "or unset it")
-    still_works()
 
 
 def test_a_machine_without_a_compiler(own_folders, fresh, monkeypatch, tmp_path):
@@ -712,14 +680,18 @@ def test_results_are_in_the_file_after_each_problem(
     assert not list(tmp_path.glob(".results*"))
 
 
-def test_results_are_written_once_into_a_pipe(own_folders, tmp_path):
-    pipe = tmp_path / "pipe"
+@pytest.mark.parametrize("linked", [False, True])
+def test_results_are_written_once_into_a_pipe(own_folders, tmp_path, linked):
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
     os.mkfifo(pipe)
+    link.symlink_to(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     sizes = ("-B", 1, "-H", 1, "-N", 4, "-d", 3, "--budget", 0, "-p", "M=5,6")
-    cli("bench", "fa2", "--alone", *sizes, *SIMULATOR, "--save", pipe, code=0)
+    save = ("--save", link if linked else pipe)
+    cli("bench", "fa2", "--alone", *sizes, *SIMULATOR, *save, code=0)
     with os.fdopen(reader) as stream:
         assert len(json.loads(stream.read())["rows"]) == 2
+    assert pipe.is_fifo() and link.is_symlink()
 
 
 # A signal ends the command, and comes again while the process exits.
@@ -970,25 +942,23 @@ def test_a_check_survives_a_kernel_that_traps(cuda, tmp_path):
     says(" ".join(done.stdout.split()), "device lost", r"fa2 (\d+) \1 ")  # all its runs right
 
 
-REGISTERS = device_code.code("registers")
-
-
 @pytest.mark.gpu
-def test_more_registers_than_a_block_has(cuda, tmp_path):
-    change = (": 64,\n        ),", ": 1024,\n        ),")
-    script = own_kernel.write(tmp_path, cu=(BODY, f"{REGISTERS}  {BODY}"), py=change)
-    done = cli("run", f"{script}:mine", *CUDA, code=3)
-    says(
-        line_of(done.stderr), r"mine takes \d+ registers a thread", "1024 threads", "smaller tiles"
-    )
-    works_on(cuda)
-
-
-@pytest.mark.gpu
-def test_no_kernel_of_that_name_on_the_gpu(cuda, tmp_path):
-    script = own_kernel.write(tmp_path, cu=("void mine", "void yours"))
-    done = cli("run", f"{script}:mine", *CUDA, code=2)
-    says(line_of(done.stderr), r"mine\.cu has no kernel mine", "write there")
+@pytest.mark.parametrize(
+    "cu, py, code, words",
+    [
+        (
+            (BODY, f"{device_code.code('registers')}  {BODY}"),
+            (": 64,\n        ),", ": 1024,\n        ),"),
+            3,
+            (r"mine takes \d+ registers a thread", "1024 threads", "smaller tiles"),
+        ),
+        (("void mine", "void yours"), None, 2, (r"mine\.cu has no kernel mine", "write there")),
+    ],
+    ids=["registers", "name"],
+)
+def test_kernels_that_the_driver_refuses(cuda, tmp_path, cu, py, code, words):
+    script = own_kernel.write(tmp_path, cu=cu, py=py)
+    says(line_of(cli("run", f"{script}:mine", *CUDA, code=code).stderr), *words)
     works_on(cuda)
 
 

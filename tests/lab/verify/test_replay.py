@@ -2,7 +2,6 @@
 
 import json
 import re
-import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -136,62 +135,6 @@ def test_a_kernel_that_hangs_fails_in_time(tmp_path):
     kernel = broken_kernels.write(tmp_path, broken_kernels.HANGS)
     done = replay(file, file, "--kernel", kernel, "--timeout", 0.5, code=1)
     assert done.stdout.count("no answer within 0.5 s") == 2
-
-
-def damaged(file, what):
-    """Damages a file in one way."""
-    with np.load(file) as members:
-        arrays = dict(members)
-    about = json.loads(str(arrays["about"]))
-    if what == "cut off":
-        file.write_bytes(file.read_bytes()[:-200])
-        return
-    if what == "no archive":
-        file.write_bytes(b"no archive")
-        return
-    if what == "an array":
-        with file.open("wb") as opened:
-            np.save(opened, arrays["S"])
-        return
-    if what == "another archive":
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr("readme", "nothing")
-        return
-    if what == "another format":
-        about["format"] = "cupyfa failure 99"
-    elif what == "other sizes":
-        about["case"]["problem"]["M"] = 6
-    elif what == "unknown layout":
-        about["case"]["layout"] = "sideways"
-    elif what == "an input is missing":
-        del arrays["S"]
-    elif what == "no text":
-        about = [1]
-    np.savez(file, **{**arrays, "about": np.array(json.dumps(about))})
-
-
-@pytest.mark.parametrize(
-    "what",
-    [
-        "cut off",
-        "no archive",
-        "an array",
-        "another archive",
-        "another format",
-        "other sizes",
-        "unknown layout",
-        "an input is missing",
-        "no text",
-    ],
-)
-def test_damaged_and_foreign_files_are_refused_in_one_line(tmp_path, what):
-    file = stored(tmp_path, broken_kernels.LAST_COLUMN_DROPPED)
-    damaged(file, what)
-    with pytest.raises(ValueError, match="is damaged, or not a file of `cupyfa check`"):
-        cupyfa.lab.replay(file, backend="simulator")
-    done = replay(file, code=2)
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_kernel_that_cannot_run_the_case_is_refused(tmp_path):
