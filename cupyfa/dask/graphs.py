@@ -128,7 +128,7 @@ def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[d
                 made.append((f"{name}-part", b, h, i, x.chunks[0]))
                 graph[made[-1]] = attend, (q.name, b, h, i, 0), *of_keys, x.skipped, offset
             results[b, h, i] = _merge_all(graph, merged, (f"{name}-merge", b, h, i), made, fan_in)
-    tasks = HighLevelGraph.from_collections(name, graph, dependencies=arrays)
+    tasks = _graph_on(arrays, name, graph)
     dtype = parts.problem.out_dtype.numpy
     out = {(*place, 0): (output, x, dtype) for place, x in results.items()}
     lse = {place: (getitem, x, 1) for place, x in results.items()}
@@ -159,13 +159,17 @@ def backward(
             for n, x in enumerate(wrt):
                 own = rows if x == "q" else keys
                 results[x][b, h, own.chunks[0], 0] = getitem, key, n
-    taken = [*of_rows, parts.k, parts.v]
-    tasks = HighLevelGraph.from_collections(name, graph, dependencies=taken)
+    tasks = _graph_on([*of_rows, parts.k, parts.v], name, graph)
     dtype = parts.problem.out_dtype.numpy
     return tuple(
         _array(tasks, name, f"d{x}", results[x], array.chunks, dtype, array)
         for x, array in arrays.items()
     )
+
+
+def _graph_on(arrays: Sequence[Any], name: str, tasks: Graph) -> HighLevelGraph:
+    """Returns the graph of new tasks on Dask arrays, which Dask's types do not call collections."""
+    return HighLevelGraph.from_collections(name, tasks, dependencies=arrays)
 
 
 def _array(
