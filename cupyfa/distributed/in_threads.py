@@ -38,9 +38,7 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
             results.extend(pool.submit(run, x) for x in groups)
             wait(results)
         except BaseException as stop:  # no rank is at work any more when it is raised
-            for x in groups:
-                x.abort(f"threads() raised {type(stop).__name__}")
-            _wait_for_all(results)
+            _end_all(groups, results, f"threads() raised {type(stop).__name__}")
             raise
     if errors:
         del errors[1:]
@@ -48,12 +46,14 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     return [x.result() for x in results]
 
 
-def _wait_for_all(results: Sequence[Future[Any]]) -> None:
-    """Also if Ctrl-C comes again."""
+def _end_all(groups: Sequence[Group], results: Sequence[Future[Any]], reason: str) -> None:
+    """Aborts all ranks and waits until they have ended, also if Ctrl-C comes again."""
     try:
+        for x in groups:
+            x.abort(reason)
         wait(results)
     except KeyboardInterrupt:
-        _wait_for_all(results)
+        _end_all(groups, results, reason)
         raise
 
 

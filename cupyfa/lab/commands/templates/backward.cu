@@ -6,6 +6,7 @@
 //   columns: grid (cdiv(N, Bc) * kv_heads * batch)    block (Bc)
 //   the host sets: scalar, real, Br, Bc, d, dv, threads, causal, windowed
 #include <attention/extent.cuh>
+#include <backward/parts/row_range.cuh>
 #include <tile/tensor.cuh>
 
 // The modification of a scaled score, and its derivative. Change both, here and in the record's
@@ -76,7 +77,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_columns(
   const scalar *k = K.row(batch, kv_head, key), *v = V.row(batch, kv_head, key);
   real dK_sums[d] = {}, dV_sums[dv] = {};
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    for (int row = extent.row_begin(key); row < extent.row_end(key, 1); ++row) {
+    for (int row = row_begin(extent, key); row < row_end(extent, key, 1); ++row) {
       const scalar *q = Q.row(batch, head, row), *gradient = dO.row(batch, head, row);
       const auto [P, dS] = pair(q, k, v, gradient, *lse.row(batch, head, row),
                                 *delta.row(batch, head, row), scale, limit);
