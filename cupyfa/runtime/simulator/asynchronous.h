@@ -1289,7 +1289,7 @@ void make_product(Worker& worker, Warpgroup& group) {
 void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
   if (group.made >= end) return;
   while (group.made < end) make_product(worker, group);
-  // Products still in progress may read the same.
+  // Products still in progress may read the same bytes.
   for (Product* product = group.products; product != nullptr; product = product->next) {
     if (product->begun == warpgroup_size) mark_product(worker, group, *product);
   }
@@ -1720,7 +1720,7 @@ EXPORTED void simulator_set_registers(int count, bool increases, const char* fil
   set_registers(*self, count, increases, {file, line, CALLER});
 }
 
-// The lane that elect.sync chooses: always the same.
+// Returns the lane that elect.sync chooses, which is always the same.
 EXPORTED int simulator_elected_lane() {
   unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
   return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;

@@ -156,7 +156,7 @@ extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, 
 
 #if defined(__x86_64__)
 // Fibers mostly wait in the same calls, so the processor predicts this return, and those of the
-// calls around it, as if no stack had changed.
+// enclosing calls, as if the stack had not changed.
 asm(R"(
   .text
   .globl cupyfa_switch_stack
@@ -700,8 +700,8 @@ unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   return late;
 }
 
-// The next thread to run: of the same warp while it has one, then of the next warp; or any, by
-// the seed. nullptr when none can run.
+// Chooses the next thread to run: of the same warp while it has one, then of the next warp, or any
+// by the seed. Returns nullptr if none can run.
 inline Fiber* next_fiber(Worker& worker) {
   if (worker.ready_warps == 0) {
     wake_polling(worker);
@@ -1611,7 +1611,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
 
 void run_block(Worker& worker, std::uint64_t block) {
   prepare_block(worker, block);
-  Fiber start{};  // the turn before the first, so that thread 0 comes next
+  Fiber start{};  // precedes the first thread, so that thread 0 comes next
   worker.fiber = &start;
   Fiber* first = next_fiber(worker);
   enter(worker, first);

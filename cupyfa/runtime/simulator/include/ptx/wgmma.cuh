@@ -10,7 +10,8 @@
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp.
 //
-// Of e4m3, which is 8 bits (e4m3.cuh), a product takes as many bytes: A [64][32] B [32][n].
+// With e4m3, numbers of 8 bits (e4m3.cuh), a product takes the same number of bytes: A [64][32] B
+// [32][n].
 //
 //   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
 //
