@@ -1,9 +1,9 @@
 // mma_columns: `columns` on tensor cores, with asynchronous copies of Q and dO.
 //
-// A block's warps divide each of the five products of a step so that little of shared memory is
-// read. P and dS pass through it as 16-bit numbers, because other warps need them, and transposed.
-// dK and dV stay in registers. Each step's dQ is added to sums in memory, in the order of the
-// registers, four at once on sm_90.
+// A block's warps divide each of a step's five products so that they read little shared memory. P
+// and dS pass through it as 16-bit numbers, because other warps read them, and for dV and dK
+// transposed. dK and dV stay in registers. Each step's dQ is added to sums in memory, in the order
+// of the registers, four at a time on sm_90.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
@@ -21,8 +21,8 @@
 #include <tile/own_lane.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 
 struct Shared {
   operand K[Bc][depth];
@@ -41,14 +41,14 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// Steps of S and of dP that are unrolled, as many as there are registers for: with P there are
-// fewer, and tiles are largest up to d = 64.
+// How many steps of the products S and dP are unrolled, as far as registers allow: during dP they
+// also hold P, and tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
+// Adds dS K to the sums of dQ of a tile of rows, one slice of columns after the other.
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
@@ -68,9 +68,9 @@ __device__ __forceinline__ void add_dQ(Shared& shared, float* dQ_sum, long long 
   }
 }
 
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO
-// have arrived when it begins, and the next tile's when it ends. Unless it is `masked` every row
-// sees every key.
+// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
+// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
+// `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,

@@ -2,8 +2,8 @@
 //
 // Sums of doubles take twice the registers and tiles four times the shared memory, so that a tile
 // has few rows: above d = 64 there are more warps than squares of 16 x 16 scores. Then two or four
-// warps share a square. One half computes S, the other dP, and of four each takes half of the
-// depth. The first of them gets what the others have, and makes P and dS of it. Each step's dQ is
+// warps share a square: one half of them computes S, the other dP, and with four, each takes half
+// of the depth. The first warp gets the sums of the others and computes P and dS. Each step's dQ is
 // added to sums in memory, in the order of the registers.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
@@ -24,10 +24,10 @@
 #include <tile/shared.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 
-// A warp's part of S or dP: number `role` of the warps that share it.
+// The scores that a warp computes; it is number `role` of the warps that share them.
 struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   int role;
 
@@ -39,7 +39,7 @@ struct Scores : WarpPartition<Br, Bc, warps / sharing> {
   }
 };
 
-// What the other warps have of S and dP, in the order of their registers.
+// Sums of S and dP of the other warps, in the order of their registers.
 template <int others>
 struct Exchange {
   operand parts[others][Scores::fours * 4][warps / sharing * warp_size];
@@ -51,7 +51,7 @@ struct Exchange {
       parts[role - 1][i][threadIdx.x % (warps / sharing * warp_size)] =
           part[i / 4 / blocks][i / 4 % blocks][i % 4];
   }
-  // Adds what a role has to a sum.
+  // Adds the sums of the warp with this role.
   __device__ __forceinline__ void add(Scores::Sums& sum, int role) const {
     constexpr int blocks = Scores::cols / 8;
 #pragma unroll
@@ -86,7 +86,7 @@ static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// Adds dS K to the sums of dQ of a tile of rows, slice by slice of its columns.
+// Adds dS K to the sums of dQ of a tile of rows, one slice of columns after the other.
 constexpr int query_slices = depth > 128 ? 2 : 1;
 using Queries = QueryPartition<Br, depth, warps, query_slices>;
 
@@ -106,7 +106,7 @@ __device__ __forceinline__ void add_dQ(Shared& shared, real* dQ_sum, long long t
   }
 }
 
-// The part of a role in S, if it is even, or in dP: all of the depth, or half of it.
+// Computes the warp's part of S or dP, over all of the depth, or half of it if four warps share it.
 template <int length>
 __device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[Br][length],
                                               operand (&B)[Bc][length], const Scores& own) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ void multiply_part(Scores::Sums& part, operand (&A)[B
   multiply_rows(part, A, B, own, own_lane(), first, min(first + half, steps));
 }
 
-// S and dP in the first of the warps that share them.
+// Computes S and dP; the first of the warps that share them gets the sums.
 __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const Scores& own,
                                                 Scores::Sums& S, Scores::Sums& dP) {
   if constexpr (sharing == 1) {
@@ -135,9 +135,9 @@ __device__ __forceinline__ void multiply_scores(Shared& shared, int stage, const
   }
 }
 
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q, and dS K goes to dQ. Q and dO
-// have arrived when it begins, and the next tile's when it ends. Unless it is `masked` every row
-// sees every key.
+// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
+// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
+// `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,

@@ -1,12 +1,12 @@
-// mma_fp16x2_two_pass_columns: `mma_two_pass_columns` for float32 at its own accuracy. Operands are
-// two parts in float16 (split_pair.cuh).
+// mma_fp16x2_two_pass_columns: `mma_two_pass_columns` with float32 accuracy. Each operand is split
+// into two float16 numbers (split_pair.cuh).
 //
-// A warp owns 16 keys. Its products are transposed, S^T = K Q^T: so P^T and dS^T are operands of
-// dV += P^T dO and dK += dS^T Q right where they are computed. The rows of Q and dO have powers of
-// two, by which P and dS are multiplied; then each key gets one for each tile.
+// A warp owns 16 keys. Scores are transposed, S^T = K Q^T, so that P^T and dS^T are operands of dV
+// += P^T dO and dK += dS^T Q in the registers where they are computed. They are multiplied by the
+// powers of two that scale rows of dO and Q; then each key of a tile gets another one.
 //
-// Where 16 keys have several warps, each takes some rows of every tile, and their sums are added at
-// the end. Where dK and dV of 16 keys do not fit into registers, there is another launch.
+// Where several warps share 16 keys, each takes some rows of every tile, and their sums are added
+// at the end. Where dK and dV of 16 keys do not fit into registers, another kernel computes them.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -26,23 +26,23 @@
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
-constexpr int sharing = warps * step / Bc;    // warps of the same keys
-constexpr int own_rows = Br / sharing;        // of a tile
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+constexpr int sharing = warps * step / Bc;    // warps that share keys
+constexpr int own_rows = Br / sharing;        // rows of a tile for each warp
 // Whether fragments of S and dP are loaded ahead, which is 3 % faster. For sm_80 ptxas has no
 // registers left for that above d + dv = 128, and spills in the loop.
 constexpr bool looks_ahead =
     depth % 64 == 0 && width % 64 == 0 && (on_hopper || depth + width <= 128);
 constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
 
-struct Shared {  // high parts, then low ones
+struct Shared {  // high halves, then low ones
   operand K[2][Bc][depth];
   operand V[2][Bc][width];
   operand Q[stages][2][Br][depth];
   operand dO[stages][2][Br][width];
   SplitStats stats[2][Br];
-  float largest[2][sharing][Bc];  // weights of dK and dV
+  float largest[2][sharing][Bc];  // largest weights for dK and dV
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc % step == 0 && warps * step % Bc == 0, "a warp owns 16 keys");
@@ -69,7 +69,7 @@ struct Own {
   }
 };
 
-// S^T, or dP^T.
+// Computes S^T or dP^T.
 template <int columns>
 __device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
                                               operand (&rows)[2][Br][columns], Weights& products,
@@ -77,7 +77,7 @@ __device__ __forceinline__ void multiply_keys(operand (&keys)[2][Bc][columns],
   multiply_scores<at_once>(keys, rows, products, own.key, own.lane, own.row);
 }
 
-// sums += A^T B of a tile, of weights of a key for each of the warp's rows.
+// Adds the product of a tile's weights, P^T or dS^T, and the warp's rows of B to `sums`.
 template <int columns>
 __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weights,
                                             Largest<1>& largest, operand (&B)[2][Br][columns]) {
@@ -87,9 +87,10 @@ __device__ __forceinline__ void add_product(Sums<columns>& sums, Weights& weight
   multiply_output<true>(B, weights, sums, factor, own.lane, own.row);
 }
 
-// One tile of rows: P^T and dS^T, then dV += P^T dO and dK += dS^T Q. With two stages Q and dO have
-// arrived when it begins, and the next tile's when it ends. With one stage only Q has, and Q and dO
-// are each replaced while the other is read. Unless it is `masked` every row sees every key.
+// Computes P^T and dS^T of one tile of rows, then dV += P^T dO and dK += dS^T Q. With two stages Q
+// and dO have arrived when it begins, and the next ones when it ends. With one stage only Q has
+// arrived, and each of Q and dO is replaced while the other one is read. Unless the tile is
+// `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           Sums<depth>& dK, Sums<width>& dV,
@@ -127,15 +128,15 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   multiply_units<&SplitStats::dO_unit>(P, stats, Own().scores());
   add_product(dV, P, largest[1], shared.dO[stage]);
   if (more) next.store(shared.stats[1 - turn]);
-  meet();  // the next tile, or Q of it, has arrived
+  meet();  // the next tile has arrived; with one stage only its Q
   if (stages == 1) {
     if (more) walk.begin_dO(shared.dO[0]);
     cp_async_commit_group();
   }
 }
 
-// Adds up the sums and maxima of warps that share keys, in one order: those of the first one are
-// whole then. The tile of keys, which is no longer read, has those of the others.
+// Combines the sums and maxima of warps that share keys into those of the first one, in a fixed
+// order. The other warps' sums pass through the tile of keys, which is no longer read.
 template <int columns>
 __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
                                           float (&maxima)[sharing][Bc], Sums<columns>& sums,
@@ -147,7 +148,7 @@ __device__ __forceinline__ void join_sums(operand (&tile)[2][Bc][columns],
   float* place = reinterpret_cast<float*>(tile[0][0]) + group * count * warp_size + own.lane;
 #pragma unroll 1
   for (int other = 1; other < sharing; ++other) {
-    __syncthreads();  // the place is free
+    __syncthreads();  // the buffer is free
     if (turn == other) {
 #pragma unroll
       for (int i = 0; i < count; ++i) place[i * warp_size] = sums[0][i / 4][i % 4];

@@ -15,19 +15,19 @@
 #include <backward/parts/split_f32/team_gradients.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 constexpr int ahead_of_K = depth % 64 == 0 ? 4 : 1, ahead_of_V = width % 64 == 0 ? 4 : 1;
-constexpr int givens = Br == step ? 1 : 2;  // tiles of 16 rows are for little shared memory
+constexpr int givens = Br == step ? 1 : 2;  // tiles have 16 rows where shared memory is short
 using Given = TeamWeights<Bc, Br>;
 
-struct Shared {  // high parts, then low ones
+struct Shared {  // high halves, then low ones
   operand K[2][Bc][depth];
   operand V[2][Bc][width];
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   SplitStats stats[2][Br];
-  Given given[givens];  // dS and P, or one after the other
+  Given given[givens];  // dS and P at once, or one after the other
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
@@ -35,9 +35,9 @@ static_assert(warps == Bc / team_rows * team, "four warps own 32 keys");
 using Loads = SplitStatsLoads<threads, Br>;
 using Walk = SplitRowIterator<threads, Br, Bc, depth, width>;
 
-// One tile of rows: P^T and dS^T, then dK += dS^T Q and dV += P^T dO. Q has arrived when it begins.
-// Each of Q and dO is replaced while the other one is read. Unless it is `masked` every row sees
-// every key.
+// Computes P^T and dS^T of one tile of rows, then dK += dS^T Q and dV += P^T dO. Q has arrived when
+// it begins. Each of Q and dO is replaced while the other one is read. Unless the tile is `masked`,
+// every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           TeamSums<depth>& dK, TeamSums<width>& dV,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const Tile
   cp_async_commit_group();
 }
 
-// Stores the warp's columns of dK, or of dV, and the flags of keys, as SplitKeys::store().
+// Stores the warp's columns of dK, or of dV, and the flags of keys, like SplitKeys::store().
 template <bool of_V, int columns>
 __device__ __forceinline__ void store_keys(Shared& shared, const TeamSums<columns>& sums,
                                            const Largest<1>& largest,

@@ -1,6 +1,6 @@
-// mma_fp16x2_two_pass_rows: dQ of `mma_fp16x2_two_pass`, by a block for each tile of Q, which walks
-// along the tiles of K and V. It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P:
-// each row of dS gets a power of two for each tile.
+// mma_fp16x2_two_pass_rows: dQ of `mma_fp16x2_two_pass`; one block for each tile of Q loops over
+// the tiles of K and V. It is `mma_fp16x2` with dO V^T beside Q K^T, and dS in place of P: each row
+// of dS is scaled by a power of two in each tile.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -18,14 +18,14 @@
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
-// Whether fragments of S and dP are loaded ahead, which is 8 % faster at d = 128. With 32 rows of a
-// warp at d = 64 ptxas spills then, and it is 3 % slower.
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
+// Whether fragments of S and dP are loaded ahead, which is 8 % faster at d = 128. With 32 rows per
+// warp at d = 64 that makes ptxas spill, and is 3 % slower.
 constexpr bool looks_ahead = depth % 64 == 0 && width % 64 == 0 && Wr == step;
 constexpr int at_once = looks_ahead ? 4 : depth > 64 ? 1 : 2;  // steps that are unrolled
 
-struct Shared {  // high parts, then low ones
+struct Shared {  // high halves, then low ones
   operand Q[2][Br][depth];
   operand dO[2][Br][width];
   operand K[stages][2][Bc][depth];
@@ -39,8 +39,8 @@ static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole product
 using Weights = float[Wr / step][Bc / 8][4];
 using Queries = float[Wr / step][depth / 8][4];
 
-// The keys and values of a head. The addresses of heads are computed here again: registers do not
-// keep them.
+// The keys and values of a head. The addresses of heads are recomputed for each copy: registers do
+// not keep them.
 struct Keys {
   Tensor<const operand> K_high, K_low, V_high, V_low;
   int batch, head, N;
@@ -55,9 +55,9 @@ struct Keys {
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. With two stages K and V have arrived when it begins, and
-// the next ones when it ends. With one stage only V has, and K and V are each replaced while the
-// other is read. Unless it is `masked` every row sees every key.
+// Computes P, dS and dQ += dS K of one tile of keys. With two stages K and V have arrived when it
+// begins, and the next ones when it ends. With one stage only V has arrived, and each of K and V is
+// replaced while the other one is read. Unless the tile is `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -83,7 +83,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
   float factor[Wr / step][2];
   largest.raise(dS, factor);
   multiply_output<looks_ahead>(shared.K[buffer], dS, dQ, factor, lane);
-  meet();  // the next V has arrived, and these are no longer read
+  meet();  // the next V has arrived; all warps are done with the current K
   if (stages == 1) {
     if (more) keys.begin_K(shared, next, 0);
     cp_async_commit_group();
@@ -138,7 +138,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2_two_pass_row
       step_along<true>(shared, keys, pair, rows, buffer, sums, largest, scorer, own_row, lane);
     buffer = stages - 1 - buffer;
   }
-  cp_async_wait_group<0>();  // of a tile whose rows see no key
+  cp_async_wait_group<0>();  // the copies of a tile whose rows see no key
   const int* exponents = K_exponents + ((long long)batch * (heads / group) + kv_head) * d;
   store_dQ<d>(sums, largest, exponents, scale, dQ, flags, batch, head, first_row + own_row,
               extent.M, lane);

@@ -1,6 +1,6 @@
 // mma_slices_backward_columns: dV = P^T dO and dK = dS^T Q of a round, as plain products.
 //
-// A block owns a tile of one of them and walks down the rows that see its keys, of all heads that
+// A block owns a tile of dV or dK and loops over the rows that see its keys, of all heads that
 // share them, in slices of Bd rows.
 //
 //   Q, dO [batch, heads, M, d | dv]    dK, dV [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -36,7 +36,7 @@ struct Slice {
   operand right[Bd][tile_width<cols>];
 };
 
-// The rows of one head after the other.
+// Iterates over slices of rows, one head after the other.
 struct RowWalk {
   int local_head, row, start, end, left;
 
@@ -69,8 +69,8 @@ struct Source {
   }
 };
 
-// Writes the warp's keys of a gradient by the rows that see each: an infinity or NaN of another row
-// makes NaN of a product with 0.
+// Computes the warp's keys of a gradient from only the rows that see each key: an infinity or NaN
+// of another row, times a weight of 0, would be NaN.
 template <int cols>
 __device__ void repair(Tensor<result> gradient, const operand* left, Tensor<const operand> right,
                        Tensor<const real> lse, const Extent& extent, const Round& round, int heads,

@@ -1,7 +1,8 @@
-// mma_slices_backward_scores: P and dS of a round of heads, in 16 bits, to memory.
+// mma_slices_backward_scores: writes P and dS of a round of heads to memory, in 16 bits.
 //
-// S = Q K^T slice by slice of d; P is parked in shared memory in float32; then dP = dO V^T by
-// slices of dv in the same registers. Tiles that no row sees are neither written nor read.
+// S = Q K^T is summed over slices of d, and P is parked in shared memory in float32; then dP = dO
+// V^T is summed over slices of dv in the same registers. Tiles without a visible pair are neither
+// written nor read.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    P, dS: [heads of the round, M, stride], see gradient_slices.cuh
@@ -22,8 +23,8 @@ using Tiles = Slices<threads, Br, Bc, Wr, Wc, Bd, stages>;
 using Stage = Tiles::Stage;
 using Own = Tiles::Own;
 
-constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // that a thread holds
-constexpr int slices = cdiv(d, Bd);               // of Q and K; then those of dO and V follow
+constexpr int pairs_of_sums = Wr / 8 * (Wc / 8);  // of a thread
+constexpr int slices = cdiv(d, Bd);               // of Q and K, before those of dO and V
 
 struct Shared {
   Stage ring[stages];
@@ -44,7 +45,7 @@ struct Source {
   template <int cols>
   __device__ __forceinline__ void copy(Slice& to, Tensor<const operand> of_rows,
                                        Tensor<const operand> of_keys, int col) const {
-    const int b = opaque(batch);  // registers do not keep where heads begin
+    const int b = opaque(batch);  // addresses of heads are recomputed to save registers
     copy_tile<threads, Bd, cols % Bd == 0>(to.rows, Head(of_rows, b, head, M), first_row, col,
                                            cols - col);
     copy_tile<threads, Bd, cols % Bd == 0>(to.keys, Head(of_keys, b, kv_head, N), first_key, col,
@@ -72,19 +73,19 @@ __device__ __forceinline__ void multiply_slices(Ring<Source, Stage, stages>& rin
   }
 }
 
-// The keys of the tile that a row sees.
+// The range of a tile's keys that a row sees.
 struct RowMask {
-  int first, end;  // from the tile's first key on
+  int first, end;  // relative to the tile's first key
 
   __device__ __forceinline__ RowMask(const TilePair<Br, Bc>& pair, int row) {
-    const int key = opaque(pair.first_key);  // the mask takes no registers before
+    const int key = opaque(pair.first_key);  // so that the mask takes no registers earlier
     first = pair.extent.kv_begin(pair.first_row + row) - key;
     end = pair.extent.kv_end(pair.first_row + row) - key;
   }
   __device__ __forceinline__ bool reaches(int col) const { return col >= first && col < end; }
 };
 
-// Dropout: marks what is parked (dropout.cuh), and sets P to 0 where it is dropped.
+// Applies dropout: marks the parked weights (dropout.cuh) and sets dropped elements of P to 0.
 template <class Pair>
 __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, const Pair& pair,
                                      int lane) {
@@ -96,8 +97,8 @@ __device__ __forceinline__ void drop(Sums& P, Shared& shared, const Own& own, co
                   });
 }
 
-// S becomes P = 2^(S * scale2 - lse2). PS, P times the modification's slope, is parked. masked: a
-// key may be hidden, or a row's lse is huge: its lse2 is NaN, and lse_of(row) gives it.
+// Replaces S by P = 2^(S * scale2 - lse2), and parks PS, P times the slope of the modified score.
+// masked: a key may be hidden, or a row's lse is huge: lse2 is NaN, lse_of(row) is lse.
 template <bool masked, class LseOf>
 __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& own,
                                           const TilePair<Br, Bc>& pair, const Scorer<float>& scorer,
@@ -128,7 +129,7 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
   drop(S, shared, own, pair, lane);
 }
 
-// dP becomes dS = PS * (dP - delta), without the scale.
+// Replaces dP by dS = PS * (dP - delta), without the scale.
 template <bool masked>
 __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const Own& own,
                                            const TilePair<Br, Bc>& pair, int lane) {
@@ -149,7 +150,7 @@ __device__ __forceinline__ void compute_dS(Sums& dP, const Shared& shared, const
   }
 }
 
-// Writes a warp's part of P or dS to the tile at `to`: rows that exist, and columns by eights.
+// Writes a warp's part of P or dS to the tile at `to`: rows that exist, eight columns at once.
 __device__ __forceinline__ void write_tile(operand* to, int stride, const Sums& part,
                                            const Own& own, int rows, int cols, int lane) {
   const timeline::Phase phase(timeline::epilogue);
@@ -180,7 +181,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices_backward_sco
   const int first_row = tile % row_tiles * Br, col = tile / row_tiles * Bc;
   const int key = first_key + col, last_row = min(first_row + Br, M) - 1;
   if (key >= N || extent.kv_end(last_row) <= key || extent.kv_begin(first_row) >= key + Bc)
-    return;  // the whole block: no row of its tile sees a key of it
+    return;  // the whole block returns: no row of its tile sees any of its keys
 
   const TilePair<Br, Bc> pair = {extent, first_row, key};
   RowLoads<threads, Br> loads;

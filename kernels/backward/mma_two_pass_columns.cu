@@ -1,7 +1,7 @@
 // mma_two_pass_columns: `mma_columns` without dQ, which another pass sums.
 //
-// What is left stays on chip from the first row to the last, so nothing is added to memory, and
-// every sum has one order.
+// The sums of dK and dV stay on chip from the first row to the last, so nothing is added to memory,
+// and every sum has a fixed order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -17,8 +17,8 @@
 #include <tile/own_lane.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 
 struct Shared {
   operand K[Bc][depth];
@@ -37,15 +37,16 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Br % step == 0 && Bc % step == 0, "tiles are made of whole products");
 static_assert(Scores::whole, "warps divide S evenly");
 
-// Steps of S and of dP that are unrolled, as many as there are registers for: with P there are
-// fewer, and tiles are largest up to d = 64.
+// How many steps of the products S and dP are unrolled, as far as registers allow: during dP they
+// also hold P, and tiles are largest up to d = 64.
 constexpr int S_steps = depth > 64 ? 4 : 2;
 constexpr int dP_steps = depth > 128 || (depth > 64 && !has_mask) ? 4 : 2;
 
 using Walk = RowTileLoads<Br, Bc, d, dv, threads>;
 
-// One tile of rows: P and dS, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived when it
-// begins, and the next tile's when it ends. Unless it is `masked` every row sees every key.
+// Computes P and dS of one tile of rows, then dV += P^T dO and dK += dS^T Q. Q and dO have arrived
+// when it begins, and copies of the next tile are under way when it ends. Unless the tile is
+// `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_down(Shared& shared, Walk& walk, const TilePair<Br, Bc>& pair,
                                           KeyPart::Sums& dK, ValuePart::Sums& dV, int turn,

@@ -1,8 +1,8 @@
-// mma_two_pass_rows: dQ by a block for each tile of Q, which walks along the tiles of K and V.
+// mma_two_pass_rows: dQ; one block for each tile of Q loops over the tiles of K and V.
 //
-// As in the forward pass a warp owns its rows from start to end: dS of 16 keys is an operand of
-// dQ += dS K right where the products of S and dO V^T left it, and nothing passes through shared
-// memory but what copies bring.
+// As in the forward pass a warp owns its rows from start to end: dS of 16 keys is an operand of dQ
+// += dS K in the registers where S and dO V^T were summed, and no scores pass through shared
+// memory.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]
@@ -20,8 +20,8 @@
 #include <tile/shared.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 
 struct Shared {
   operand Q[Br][depth];
@@ -35,7 +35,7 @@ static_assert(threads == warp_size * Br / Wr, "each warp owns Wr rows");
 static_assert(Wr % step == 0 && Bc % step == 0, "tiles are made of whole products");
 
 using Scores = float[Wr / step][Bc / 8][4];      // a warp's rows of S, P or dS
-using Queries = float[Wr / step][depth / 8][4];  // and of dQ
+using Queries = float[Wr / step][depth / 8][4];  // a warp's rows of dQ
 
 // A warp's rows, with all keys of a tile.
 struct OwnRows {
@@ -45,7 +45,7 @@ struct OwnRows {
   __device__ __forceinline__ bool has(int) const { return true; }
 };
 
-// dQ += dS K, of dS in registers.
+// Computes dQ += dS K with dS in registers.
 __device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc][depth],
                                               Queries& dQ, const OwnRows& own, int lane) {
   const timeline::Phase phase(timeline::products);
@@ -66,8 +66,8 @@ __device__ __forceinline__ void multiply_keys(const Scores& dS, operand (&K)[Bc]
   }
 }
 
-// The keys and values of a head. The addresses of heads are computed here again: registers do not
-// keep them.
+// The keys and values of a head. The addresses of heads are recomputed for each copy: registers do
+// not keep them.
 struct Keys {
   Tensor<const operand> K, V;
   int batch, head, N;
@@ -78,8 +78,8 @@ struct Keys {
   }
 };
 
-// One tile of keys: P, dS and dQ += dS K. K and V have arrived when it begins, and the next when
-// it ends. Unless it is `masked` every row sees every key.
+// Computes P, dS and dQ += dS K of one tile of keys. K and V have arrived when it begins, and the
+// next ones when it ends. Unless the tile is `masked`, every row sees every key.
 template <bool masked>
 __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
                                            const TilePair<Br, Bc>& pair, const RowTile& rows,
@@ -101,7 +101,7 @@ __device__ __forceinline__ void step_along(Shared& shared, const Keys& keys,
     cp_async_commit_group();
   }
   cp_async_wait_group<0>();
-  __syncthreads();  // the next K and V have arrived, and these are no longer read
+  __syncthreads();  // the next K and V have arrived; all warps are done with the current ones
 }
 
 extern "C" __global__ __launch_bounds__(threads, 1) void mma_two_pass_rows(

@@ -1,8 +1,8 @@
-// rows: a block for each tile of Q, which walks along the tiles of K and V.
+// rows: one block for each tile of Q loops over the tiles of K and V.
 //
-// The mirror image of `columns`: dQ of a block's rows is summed on chip and written once, and what
-// each step knows of dK and dV is added to sums in memory. With shared key heads more blocks meet
-// there than in dQ, and there are two arrays to add to.
+// The mirror image of `columns`: dQ of a block's rows is summed on chip and written once, and each
+// step's parts of dK and dV are added to sums in memory. With shared key heads more blocks add to
+// the same sums than in `columns`, and there are two arrays of sums.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]    dK_sum, dV_sum [batch, kv_heads, N, d | dv]

@@ -1,7 +1,7 @@
 // two_pass_columns: `columns` without dQ, which another pass sums.
 //
-// What is left stays on chip from the first row to the last, so nothing is added to memory, and
-// every sum has one order.
+// The sums of dK and dV stay on chip from the first row to the last, so nothing is added to memory,
+// and every sum has a fixed order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]

@@ -1,7 +1,6 @@
 // two_pass_rows: `rows` without dK and dV, which another pass sums.
 //
-// S and dO V^T are computed once more than in one pass: seven products instead of five, and no
-// atomics.
+// Both passes compute S and dO V^T: seven products instead of five, but no atomics.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse, delta [batch, heads, M]

@@ -1,19 +1,19 @@
 // wgmma_columns: `columns` on Hopper's tensor cores. Two warpgroups own 64 keys each. One
 // warp loads Q, K and row sums, another V and dO; two more add to dQ, for which no warpgroup waits.
 //
-// Scores are computed transposed, S^T = K Q^T: in that form P^T and dS^T are operands in registers
-// of dV += P^T dO and dK += dS^T Q, and stay where they come out. Only dS for dQ = dS K, a sum over
-// the keys of both warpgroups, goes through shared memory. dQ leaves as the registers hold it: the
-// copy engine adds it to sums in memory, and the last block of a key head makes dQ of them.
+// Scores are computed transposed, S^T = K Q^T: so P^T and dS^T stay in the registers where they are
+// computed, as operands of dV += P^T dO and dK += dS^T Q. Only dS for dQ = dS K, a sum over the
+// keys of both warpgroups, goes through shared memory. dQ keeps the order of registers: the copy
+// engine adds it to sums in memory, and the last block of a key head converts them.
 //
-// A block has one tile of keys. Or it is `persistent`, where sequences are short: it goes from one
-// tile to the next, and loads that while it stores the gradients of the last one. The next tile is
-// the first that no block has; counts[0] counts them.
+// A block has one tile of keys. Where sequences are short it is `persistent` instead: it takes one
+// tile after the other, and loads the next while it stores the gradients of the last one. The next
+// tile is the first that no block has taken; counts[0] counts the tiles taken.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
 //   counts [batch, kv_heads]
-//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if blocks stay one for each multiprocessor
+//   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if persistent one for each multiprocessor
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
 //   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (score.cuh)
@@ -25,17 +25,17 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
 using Bias = OfWarps<StagedBiasColumns<bias_bytes, Br / 8>, 4 * consumers>;
 // Whether V stays in registers, so that it is read from shared memory once. An expression that
-// reads places or arrays leaves too few registers for it.
+// reads indices or arrays leaves too few registers for it.
 constexpr bool keeps_V = Layout::by_rows && dv <= 64 && unit_slope && !has_dropout &&
                          !(has_score_mod && reads_places && bias_bytes == 0);
-// Whether the quarter of a tile is left out that a causal mask hides.
+// Whether warpgroups skip the quarter of a tile that a causal mask hides.
 constexpr bool has_quarters = Layout::by_rows && dS_stages == 2 && causal && !windowed &&
                               !has_row_tiles && !has_dropout && bias_bytes == 0;
 
@@ -62,10 +62,10 @@ static_assert(dS_stages == 1 || dS_stages == 2, "one that is written while one i
 constexpr int dS_full = 1;   // both warpgroups have written dS
 constexpr int dS_empty = 2;  // both have read the previous dS
 
-// And one for each stage, from this on: both have read its row sums.
+// One for each stage, from this number on: both warpgroups have read its row sums.
 constexpr int sums_read = sums_left + 1;
-// In a tile whose quarter is left out a warpgroup waits for the other one's dS at a barrier of its
-// own, because each has its own code there.
+// In a tile with a skipped quarter each warpgroup waits for the other one's dS at a separate
+// barrier, because the two run different code.
 constexpr int dS_of = sums_read + stages;
 static_assert(dS_of + 2 * has_quarters <= 16, "a block has 16 named barriers");
 
@@ -93,7 +93,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), own(warpgroup), scorer(scorer) {}
 
-  // dK and dV of a tile of keys.
+  // Computes dK and dV of a tile of keys.
   __device__ __forceinline__ void run(const Task& task) {
     for (float& x : dK) x = 0;
     for (float& x : dV) x = 0;
@@ -114,7 +114,7 @@ struct Consumer {
     keys.advance();
   }
 
-  // Begins the warpgroup's part of dQ = dS K: of its rows, columns or keys.
+  // Begins the warpgroup's part of dQ = dS K: its rows, its columns, or the sum over its keys.
   template <int summed>
   __device__ __forceinline__ void begin_dQ(Sums<Layout::width>& dQ) const {
     const int first = own.warpgroup * warpgroup_rows;
@@ -122,10 +122,10 @@ struct Consumer {
                        Layout::count == 1 ? first : 0, Layout::by_columns ? own.warpgroup : 0);
   }
 
-  // A tile of rows. Its products with dS are under way while others are waited for. For tiles that
-  // are not masked there is a copy of this code without masks. There are two more for tiles whose
-  // first 64 rows see none of the last 64 keys: the keys' warpgroup leaves out these rows, and the
-  // one that has these rows of dQ the keys.
+  // Processes a tile of rows. Its products with dS run while it waits for others. Tiles that are
+  // not masked use a copy of this code without masks. Two more copies are for tiles whose first 64
+  // rows see none of the last 64 keys: the warpgroup of these keys skips the rows, and the one that
+  // has these rows of dQ skips the keys.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     constexpr int all = Layout::count == 1 ? warpgroup_rows : Bc, half = warpgroup_rows;
     if (!is_masked(pair)) return advance<false, 0, all>(pair, next_row);
@@ -136,8 +136,8 @@ struct Consumer {
       }
     advance<true, 0, all>(pair, next_row);
   }
-  // Waits until both warpgroups have stored dS. compute-sanitizer wants all that wait at a barrier
-  // to do so in one place.
+  // Waits until both warpgroups have stored dS. compute-sanitizer wants all threads that wait at a
+  // barrier to do so at one instruction.
   template <bool whole, int warpgroup>
   __device__ __forceinline__ void meet() const {
     if constexpr (whole) {
@@ -148,7 +148,7 @@ struct Consumer {
       if (warpgroup == 0) barrier_arrive(dS_of, consuming_threads);
     }
   }
-  // Of the tile's rows those from `first` on, and of dQ = dS K the sum over `summed` keys.
+  // Processes the tile's rows from `first` on, and sums dQ = dS K over `summed` keys.
   template <bool masks, int first, int summed>
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair, int next_row) {
     const auto& Q = shared.Q[rows.stage];
@@ -166,9 +166,9 @@ struct Consumer {
       begin_scores(V, dO, dP, first);
     else
       begin_scores(shared.V, dO, dP, own.warpgroup * warpgroup_rows, first);
-    // The compiler may move exponentials behind the wait for dP. With 128 rows half of them stay
-    // before it, because there is a branch: that of a barrier which is known to be complete. With
-    // 64 rows they are faster between the arithmetic of dS.
+    // The compiler may move exponentials behind the wait for dP. With 128 rows a branch keeps half
+    // of them before it: the wait for a barrier that is already complete. With 64 rows they are
+    // faster between the arithmetic of dS.
     constexpr bool overlaps = Br == 128;
     const auto branch = [&] {
       if constexpr (overlaps) shared.dO_pipeline.wait(rows);
@@ -246,13 +246,13 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_columns(
   for (auto own = own_tiles(); own.has_tile; own.advance()) {
     const Task task = task_of(own.number);
     consumer.run(task);
-    wait_for_launch_before();  // a block without rows has not
+    wait_for_launch_before();  // a block without rows has not waited yet
     const StatsOfTiles<Br> stats = {row_sums, task.number, lse, task.batch};
     const Repair<d, dv, scalar, StatsOfTiles<Br>> repair = {
         task.extent, Q, K, V, dO, stats, scorer, task.batch, task.kv_head};
     store_or_repair<false>(consumer.dK, dK, consumer.own, task, repair);
     store_or_repair<true>(consumer.dV, dV, consumer.own, task, repair);
-    __syncwarp();  // threads are together again, so that the next products take uniform registers
+    __syncwarp();  // reconverges, so that the next products take uniform registers
     if constexpr (finishes) {
       barrier_sync(sums_left, leaving_threads);
       if (shared.is_last[0] || shared.is_last[1])

@@ -2,8 +2,8 @@
 //
 // dK and dV of 64 keys fill the registers of two warpgroups, so a block has 64 keys. The first
 // warpgroup computes P^T and sums dV += P^T dO. The second gets P from it through shared memory,
-// computes dP^T and dS^T, and sums dK += dS^T Q: no product is computed twice. They divide
-// dQ = dS K by columns. The copies and the way of dQ to memory are as before.
+// computes dP^T and dS^T, and sums dK += dS^T Q: no product is computed twice. They divide dQ = dS
+// K by columns. Copies, and how dQ reaches memory, are the same.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]
@@ -18,8 +18,8 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 using Task = KeyTile<Br, Bc>;
 using Layout = QueryLayout<Br, d, dv>;
 using Part = RegisterTile<Layout::width>;
@@ -43,9 +43,9 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == warpgroup_rows && Layout::is_wide, "two warpgroups share 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads and adds");
 
-// Named barriers, each with one place where threads wait at it. If both warpgroups waited for dS at
-// the same one, each at its own place, that would be right, but slower, and compute-sanitizer would
-// report threads that diverge.
+// Named barriers; the threads that wait at one do so at the same instruction. If both warpgroups
+// waited for dS at one barrier, in different code, that would be correct, but slower, and
+// compute-sanitizer would report threads that diverge.
 constexpr int P_full = 1;   // the second warpgroup may read P, and write dS: the last dQ is done
 constexpr int dS_full = 2;  // the first may read dS, and P was read
 constexpr int dS_kept = 8;  // the second may read dS
@@ -53,7 +53,7 @@ constexpr int dS_kept = 8;  // the second may read dS
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_columns.cu: each thread for row sums, and one for Q.
+  // Two loads, as in wgmma_columns.cu. Each thread releases the row sums, and one Q.
   shared.Q_pipeline.init(consuming_threads + 1, 2);
   shared.dO_pipeline.init(1);
   fence_barrier_init();
@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   });
 }
 
-// The first warpgroup.
+// The first warpgroup of consumers, which sums dV.
 struct ValueConsumer {
   Shared& shared;
   KeyRows own;
@@ -98,7 +98,7 @@ struct ValueConsumer {
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), own(0), scorer(scorer), dV() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& dO = shared.dO[dO_rows.stage];
     Sums<Br> S, PS;
@@ -118,14 +118,14 @@ struct ValueConsumer {
     barrier_sync(dS_full, consuming_threads);
     dQ.begin(shared.dS, shared.K);
     wgmma_wait_group<1>(dV);
-    shared.dO_pipeline.release(dO_rows);  // dP was there before dS
+    shared.dO_pipeline.release(dO_rows);  // dP, which reads it too, was complete before dS
     dQ.pass<0>(shared.dQ[of_dV]);
     rows.advance();
     dO_rows.advance();
   }
 };
 
-// The second warpgroup.
+// The second warpgroup of consumers, which sums dK.
 struct KeyConsumer {
   Shared& shared;
   KeyRows own;
@@ -135,7 +135,7 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;
@@ -144,7 +144,7 @@ struct KeyConsumer {
     shared.dO_pipeline.wait(dO_rows);
     begin_scores(shared.V, shared.dO[dO_rows.stage], dP);
     wgmma_wait_group<0>(dP);
-    barrier_sync(P_full, consuming_threads);  // and with it Q and the row sums are ready
+    barrier_sync(P_full, consuming_threads);  // Q and the row sums are ready by then, too
     shared.P.read(PS);
     own.compute_dS(PS, dP, shared.sums[rows.stage], factor);
     pack_operands<scalar>(dP, dS);

@@ -1,7 +1,7 @@
 // wgmma_fp16x2_two_pass_columns_wide: `wgmma_fp16x2_two_pass_columns` with two warpgroups that
 // share 64 keys, as in `wgmma_two_pass_columns_wide`: the first sums dV, the second dK.
 //
-// So there are registers for larger tiles of rows, whose products read shared memory less often.
+// This leaves registers for larger tiles of rows, whose products read shared memory less often.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   Q_high …: see split_operands.cu    dO_high …: see split_gradient.cu
@@ -14,8 +14,8 @@
 #include <backward/parts/split_f32/split_key_pass.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = padded_columns(d);   // of Q and K, filled up with zeros
-constexpr int width = padded_columns(dv);  // of dO and V
+constexpr int depth = padded_columns(d);   // columns of Q and K, padded with zeros
+constexpr int width = padded_columns(dv);  // columns of dO and V
 using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
@@ -29,7 +29,7 @@ struct Shared {
   SplitStats stats[stages][Br];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  Barrier P_full[stages][warps];  // the other warpgroup's warp wrote its P
+  Barrier P_full[stages][warps];  // the same warp of the first warpgroup has written its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
@@ -38,14 +38,14 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_two_pass_columns.cu: two loads; each thread has read stats or P, or written P.
+  // Two loads, as in wgmma_two_pass_columns.cu. Each thread arrives when done with P and stats.
   shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
   fence_barrier_init();
 }
 
-// The first warpgroup.
+// The first warpgroup of consumers, which sums dV.
 struct ValueConsumer {
   Shared& shared;
   Scorer<float> scorer;
@@ -56,7 +56,7 @@ struct ValueConsumer {
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), scorer(scorer), dV() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> scores;
@@ -75,7 +75,7 @@ struct ValueConsumer {
   }
 };
 
-// The second warpgroup.
+// The second warpgroup of consumers, which sums dK.
 struct KeyConsumer {
   Shared& shared;
   SplitSums<depth> dK;
@@ -84,7 +84,7 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), dK() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(float factor) {
     const auto& stats = shared.stats[rows.stage];
     SplitScores<Br> gradients;

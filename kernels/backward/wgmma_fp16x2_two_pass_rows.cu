@@ -1,6 +1,6 @@
-// wgmma_fp16x2_two_pass_rows: dQ of `wgmma_fp16x2_two_pass`, by a block for each 128 rows, which
-// goes along the tiles of K and V. It is `wgmma_two_pass_rows` with two parts of each operand; each
-// row of dS gets a power of two for each tile.
+// wgmma_fp16x2_two_pass_rows: dQ of `wgmma_fp16x2_two_pass`; one block for each 128 rows loops over
+// the tiles of K and V. It is `wgmma_two_pass_rows` with operands split into two float16 numbers;
+// each row of dS is scaled by a power of two in each tile.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -14,7 +14,7 @@
 #include <backward/parts/split_f32/store_split_dQ.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = cdiv(d, step) * step;  // columns of Q and K, padded with zeros
 constexpr int own_rows = consumers * warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
@@ -76,13 +76,13 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // The thread's scores, computed anew where they are needed, to take no registers.
+  // The positions of the thread's scores, recomputed at each use to save registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {warpgroup * warpgroup_rows + own_first() + lane / 4, 2 * (lane % 4)};
   }
 
-  // A tile of keys.
+  // Processes a tile of keys.
   __device__ __forceinline__ void advance(const Pair& pair) {
     const auto& K = shared.K[keys.stage];
     SplitScores<Bk> scores, gradients;

@@ -2,8 +2,8 @@
 // rows, because shared memory holds no more: they take tiles of keys in turn, each with its own
 // sums of dQ, which are added up at the end.
 //
-// dP comes before S, so that K is needed from S to dQ alone, and is loaded meanwhile. V is needed
-// for dP alone: there is one buffer for both warpgroups, but they wait for barriers of their own.
+// dP is computed before S, so that K is needed only from S to dQ, and is loaded during dP. V is
+// needed only for dP: both warpgroups share one buffer, but each waits at a separate barrier.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   Q_high …, scale2, flags: see split_operands.cu    dO_high …, dO_units: see split_gradient.cu
@@ -19,7 +19,7 @@
 #include <ptx/named_barrier.cuh>
 #include <tile/shared.cuh>
 
-constexpr int depth = padded_columns(d);  // of Q and K, filled up with zeros
+constexpr int depth = padded_columns(d);  // columns of Q and K, padded with zeros
 constexpr int own_rows = warpgroup_rows;
 using Pair = TilePair<own_rows, Bk>;
 
@@ -81,13 +81,13 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), warpgroup(warpgroup), scorer(scorer), dQ() {}
 
-  // The thread's scores, computed anew where they are needed, to take no registers.
+  // The positions of the thread's scores, recomputed at each use to save registers.
   __device__ __forceinline__ OwnScores<false> own() const {
     const int lane = opaque(int(threadIdx.x)) % warp_size;
     return {own_first() + lane / 4, 2 * (lane % 4)};
   }
 
-  // A tile of keys, the warpgroup's or the other's.
+  // Processes a tile of keys if it is the warpgroup's, and skips one of the other's.
   __device__ __forceinline__ void advance(const Pair& pair) {
     if (keys.stage == warpgroup) add(pair);
     keys.advance();
@@ -111,8 +111,8 @@ struct Consumer {
     add_weighted(dS, largest, K, dQ, [&] { shared.K_pipeline.release(keys); });
   }
 
-  // The sums and largest weights of both warpgroups become those of the first. Q, which is no
-  // longer read, has those of the second.
+  // Combines the sums and largest weights of both warpgroups in the first. The second one's sums
+  // pass through Q, which is no longer read.
   __device__ __forceinline__ void join() {
     auto& place = reinterpret_cast<RegisterTile<depth>&>(shared.Q);
     static_assert(sizeof place <= sizeof shared.Q, "sums take no more than Q");

@@ -1,7 +1,7 @@
 // wgmma_two_pass_columns: `wgmma_columns` without dQ, which another pass sums.
 //
-// What is left stays in registers from the first row to the last: warpgroups share nothing but the
-// tiles that they read, and every sum has one order.
+// dK and dV stay in registers from the first row to the last: warpgroups share only the tiles that
+// they read, and every sum has a fixed order.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
@@ -12,8 +12,8 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 using Task = KeyTile<Br, Bc>;
 
 struct Shared {
@@ -29,7 +29,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 static_assert(Bc == consumers * warpgroup_rows, "a warpgroup owns 64 keys");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// A named barrier for each stage, from this on: both warpgroups have read its row sums.
+// A named barrier for each stage, from this number on: both warpgroups have read its row sums.
 constexpr int sums_read = 1;
 static_assert(sums_read + stages <= 16, "a block has 16 named barriers");
 
@@ -53,7 +53,7 @@ struct Consumer {
   __device__ __forceinline__ Consumer(Shared& shared, int warpgroup, const Scorer<float>& scorer)
       : shared(shared), own(warpgroup), scorer(scorer), dK(), dV() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& Q = shared.Q[rows.stage];
     const auto& dO = shared.dO[rows.stage];

@@ -1,7 +1,7 @@
 // wgmma_two_pass_columns_wide: `wgmma_columns_wide` without dQ, which another pass sums.
 //
-// Only P is passed on, and a stage has room for it as for Q and dO: the first warpgroup may be a
-// tile ahead of the second.
+// Only P passes between warpgroups, and each stage has a buffer for it as for Q and dO: the first
+// warpgroup may be a tile ahead of the second.
 //
 //   Q, dO [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
@@ -15,8 +15,8 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of dO and V
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of dO and V
 using Task = KeyTile<Br, Bc>;
 constexpr int warps = warpgroup_size / warp_size;  // of a warpgroup
 constexpr int of_dV = 0, of_dK = 1;                // the warpgroups of consumers, by what they sum
@@ -30,7 +30,7 @@ struct Shared {
   RowSums<Br> sums[stages];
   Pipeline<1> K_pipeline, V_pipeline;
   Pipeline<stages> Q_pipeline, dO_pipeline;
-  Barrier P_full[stages][warps];  // what a warp reads one other has written
+  Barrier P_full[stages][warps];  // the same warp of the first warpgroup has written its P
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(Bc == warpgroup_rows, "two warpgroups share 64 keys");
@@ -39,7 +39,7 @@ static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup l
 __device__ __forceinline__ void init_pipelines(Shared& shared) {
   shared.K_pipeline.init(1);
   shared.V_pipeline.init(1);
-  // As in wgmma_two_pass_columns.cu: each thread has read row sums or P, or written P.
+  // Two loads, as in wgmma_two_pass_columns.cu. Each thread arrives when done with P and sums.
   shared.Q_pipeline.init(consuming_threads, 2);
   shared.dO_pipeline.init(consumers);
   for (int i = 0; i < stages * warps; ++i) init_barrier(shared.P_full[i / warps][i % warps], 32);
@@ -71,7 +71,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Task& task, const 
   });
 }
 
-// The first warpgroup.
+// The first warpgroup of consumers, which sums dV.
 struct ValueConsumer {
   Shared& shared;
   KeyRows own;
@@ -82,7 +82,7 @@ struct ValueConsumer {
   __device__ __forceinline__ ValueConsumer(Shared& shared, const Scorer<float>& scorer)
       : shared(shared), own(0), scorer(scorer), dV() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(const TilePair<Br, Bc>& pair) {
     const auto& dO = shared.dO[rows.stage];
     Sums<Br> S, PS;
@@ -104,7 +104,7 @@ struct ValueConsumer {
   }
 };
 
-// The second warpgroup.
+// The second warpgroup of consumers, which sums dK.
 struct KeyConsumer {
   Shared& shared;
   KeyRows own;
@@ -113,7 +113,7 @@ struct KeyConsumer {
 
   __device__ __forceinline__ explicit KeyConsumer(Shared& shared) : shared(shared), own(0), dK() {}
 
-  // A tile of rows.
+  // Processes a tile of rows.
   __device__ __forceinline__ void advance(float factor) {
     const auto& Q = shared.Q[rows.stage];
     Sums<Br> PS, dP;

@@ -25,7 +25,7 @@
 #include <tile/warpgroup_products.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;  // of Q and K, filled up with zeros
+constexpr int depth = cdiv(d, step) * step;  // columns of Q and K, padded with zeros
 constexpr int own_rows = consumers * warpgroup_rows;
 
 struct Shared {
@@ -67,9 +67,9 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// The two rows that a thread has.
+// The two rows of a thread.
 struct OwnRows {
-  int first;  // of them
+  int first;  // of the two
   float lse2[2], delta[2];
 };
 
@@ -87,7 +87,7 @@ __device__ __forceinline__ void mask(Sums<Bk>& P, const OwnRows& rows, int first
   }
 }
 
-// S becomes P = 2^(S * scale2 - lse2) times the slope of the modification.
+// Replaces S by P = 2^(S * scale2 - lse2) times the slope of the modified score.
 __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
                                            const Scorer<float>& scorer, const RowTile& task,
                                            int first_key, const Extent& extent) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void compute_PS(Sums<Bk>& S, const OwnRows& rows,
   mark(S, extent, rows.first, own_key);
 }
 
-// dP becomes dS = PS * (dP - delta), without the scale.
+// Replaces dP by dS = PS * (dP - delta), without the scale.
 __device__ __forceinline__ void compute_dS(const Sums<Bk>& PS, Sums<Bk>& dP, const OwnRows& rows,
                                            float factor) {
   const timeline::Phase phase(timeline::softmax, Bk / 2);
@@ -159,7 +159,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
   const auto [tile, head, batch] = place_of_rows<own_rows>(block, sizes, mods, heads);
   const Extent extent = extent_of(sizes, mods, batch, head);
   const Scorer<float> scorer = {scale, mods};
-  // The longest rows of a causal mask first.
+  // The longest rows of a causal mask come first.
   const int first_row = (cdiv(extent.M, own_rows) - 1 - tile) * own_rows;
   const bool has_rows = extent.has_tile_of_rows(first_row);
   const int kv_head = head / group;
@@ -178,7 +178,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_two_pass_rows(
     OwnRows rows = {first + lane / 4};
     const StatsOfTiles<Br> stats = {row_sums, tiles_of<Br>(mods, batch, heads, sizes.M), lse,
                                     batch};
-    // Nothing was waited for, so L1 may still have the row sums of another call.
+    // This launch has not waited for another, so L1 may still have the row sums of an earlier call.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = rows.first + half * 8;

@@ -1,11 +1,10 @@
 // Asynchronous operations: copies, barriers in shared memory, copies of boxes, products of
-// warpgroups.
-// Part of runtime.cpp, which includes it at its end.
+// warpgroups. runtime.cpp includes this file at its end.
 //
-// Each is executed as late as a device may: a thread's copy in its wait for its group, a box in the
-// first wait for its barrier's phase, a product in the first wait for its group. Until then the
-// cells of shared memory that it will write or read are marked with a clock that no thread's past
-// contains, so any access without a wait is a race, whatever the order of threads.
+// Each is executed as late as a device may do it: a thread's copy in its wait for its group, a box
+// in the first wait for its barrier's phase, a product in the first wait for its group. Until then
+// the cells of shared memory that it will write or read are marked with a clock that no thread's
+// past contains, so any access without a wait is a race, whatever the order of threads.
 
 namespace {
 
@@ -33,7 +32,7 @@ constexpr int product_depth = 16;  // of 16 bits
 constexpr int max_depth = 32;
 constexpr int max_columns = 256;
 
-// A box of the array, or bytes in memory, and where it is in shared memory.
+// A box of an array, or contiguous bytes, and its address in shared memory.
 struct Box {
   TensorMap map;
   int column, row, head, batch;
@@ -48,12 +47,12 @@ struct Box {
   }
 };
 
-// Bytes on their way from global to shared memory, of which there are 16.
+// A copy of up to 16 bytes from global to shared memory that has not arrived.
 struct Copy {
   Copy* next;
   unsigned char* shared;
   const unsigned char* global;
-  std::size_t bytes;  // the rest are zeros
+  std::size_t bytes;  // the others are zeros
   std::uint64_t group;
   Place place;
 };
@@ -72,7 +71,7 @@ struct Store {
 
 struct PhaseBarrier {
   std::uintptr_t address;
-  std::uint64_t word;  // what is in its memory
+  std::uint64_t word;  // the contents of its memory
   int maker;
   bool published;
   int arrivals;  // of a phase
@@ -83,7 +82,7 @@ struct PhaseBarrier {
   Load* loads;                  // not yet complete, oldest first
   Box landed;                   // the last box
   Clock past[max_components];   // of the threads that arrived in this phase or before
-  Clock known[max_components];  // the same when the last phase ended
+  Clock known[max_components];  // `past` when the last phase ended
 };
 
 // D of successive products, kept here until a thread waits for it.
@@ -93,8 +92,8 @@ struct Sums {
   std::uint64_t last;         // product
   Place place;                // of that
   std::uint64_t taken[2];     // the threads whose D is kept here
-  std::uint64_t returned[2];  // the threads that got theirs back
-  float* d[warpgroup_size];   // their own memory for it
+  std::uint64_t returned[2];  // the threads to which D was returned
+  float* d[warpgroup_size];   // their memory for D
   float values[product_rows * max_columns];
 };
 
@@ -117,7 +116,7 @@ struct Product {
   bool added;
   Sums* sums;
   Place place;
-  int thread;  // that began it first
+  int thread;  // the first that began it
   int begun;   // the number of threads that began it
   Clock past[max_components];
   unsigned registers[warpgroup_size][4];
@@ -223,7 +222,7 @@ Cell* cells_at(Arena& arena, const void* pointer) {
   return &arena.cells[(reinterpret_cast<std::uintptr_t>(pointer) - arena.address) / cell_bytes];
 }
 
-// The past of the reader, if copies or tensor cores read; `thread` is the reader itself, or -1.
+// The past of a reader, which may be copies or tensor cores; `thread` is the reading thread, or -1.
 struct Reader {
   const Clock* past;
   int thread;
@@ -309,14 +308,14 @@ void check_copy(Worker& worker, const void* shared, const void* global, int byte
       0) {
     fault(worker, place, format("calls cp_async with an address that is not a multiple of 16"));
   }
-  // An address that nothing is read from may be that of a row far beyond its tensor: anywhere.
+  // An address from which nothing is read may be that of a row far beyond its tensor.
   if (arena_of(worker, shared, 1) == nullptr ||
       (bytes > 0 && arena_of(worker, global, 1) != nullptr)) {
     fault(worker, place, format("calls cp_async other than from global to shared memory"));
   }
 }
 
-// Wrong accesses are reported here, even without a wait.
+// Reports invalid accesses when the copy begins, even without a wait.
 void begin_copy(Worker& worker, void* shared, const void* global, int bytes, const Place& place) {
   Fiber& fiber = *worker.fiber;
   check_copy(worker, shared, global, bytes, place);
@@ -562,7 +561,7 @@ Row row_of(const Box& box, int index) {
           static_cast<std::size_t>(map.itemsize * (end - first))};
 }
 
-// Bits 4 to 6 of an address in shared memory change with bits 7 to 9.
+// Swizzles an address in shared memory: XORs bits 4 to 6 with bits 7 to 9.
 template <class Byte>
 inline Byte* swizzled(Byte* pointer) {
   std::uintptr_t address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -615,7 +614,7 @@ Box make_bytes(Worker& worker, void* memory, const void* shared, long bytes, con
   return box;
 }
 
-// Floats that were read from shared memory, and are to be added to others.
+// Floats that were read from shared memory and will be added to global memory.
 struct Addition {
   Addition* next;
   float* memory;
@@ -632,7 +631,7 @@ void put_off_addition(Fiber& fiber, const Box& box) {
   fiber.additions = addition;
 }
 
-// Other workers may add to the same.
+// Adds atomically, since other workers may add to the same float.
 void add_to(float* memory, float value) {
   auto* word = reinterpret_cast<std::uint32_t*>(memory);
   std::uint32_t old = __atomic_load_n(word, __ATOMIC_SEQ_CST), desired;
@@ -645,7 +644,7 @@ void add_to(float* memory, float value) {
       !__atomic_compare_exchange_n(word, &old, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
 }
 
-// Executes additions that a thread has delayed: all of them, or any.
+// Executes additions that a thread has delayed: all of them, or a random choice.
 void make_additions(Worker& worker, Fiber& fiber, bool all) {
   Addition** link = &fiber.additions;
   while (Addition* addition = *link) {
@@ -778,8 +777,8 @@ void end_stores(Worker& worker, const Place& place) {
 // ---------------------------------------------------------------------------------------------
 // Operands of products
 
-// Of an operand by rows: 32 bytes of each row, with the first of their columns, of which a chunk
-// has `each`. Of an operand by columns: sixteen rows, as chunks.
+// Visits the chunks of an operand. By rows: 32 bytes of each row, with their first column; a chunk
+// has `each` columns. By columns: sixteen rows.
 template <class Visit>
 inline void for_chunks(const Operand& operand, int others, int each, Visit visit) {
   if (operand.rows == 0) {
@@ -853,7 +852,7 @@ inline int numbers_in_chunk(Format format) {
   return format == Format::e4m3 ? 16 : 8;
 }
 
-// 16 bytes as numbers; returns how many.
+// Converts 16 bytes to floats, and returns how many these are.
 inline int widen_chunk(float (&to)[16], const unsigned char* chunk, Format format) {
   if (format == Format::e4m3) {
     for (int i = 0; i < 16; ++i) to[i] = e4m3_as_float(chunk[i]);
@@ -893,7 +892,7 @@ void read_shared(Factors& factors, const Product& product) {
              });
 }
 
-// The first row and column of a thread's registers, in 64 x 16 or in the first 8 columns.
+// The first row and column of a thread's registers in a tile of 64 x 16, or in its first 8 columns.
 inline int row_of_thread(int thread) {
   return thread / warp_size * 16 + thread % warp_size / 4;
 }
@@ -924,7 +923,7 @@ typedef std::int32_t ColumnBits __attribute__((vector_size(64), aligned(4)));
 constexpr int width_of_columns = sizeof(Columns) / sizeof(float);
 constexpr std::int32_t exponent_bits = 0x7f800000;
 
-// Vectors are changed in place: as results they would need registers that not all processors have.
+// Vectors are changed in place: to return them takes registers that not all processors have.
 inline void keep_bits(Columns& x, std::int32_t bits) {
   x = reinterpret_cast<Columns>(reinterpret_cast<ColumnBits>(x) & bits);
 }
@@ -932,7 +931,8 @@ inline void keep_largest(Columns& x, const Columns& other) {
   x = x > other ? x : other;
 }
 
-// The powers of two of numbers, of subnormal ones of e4m3 that of normal ones; 0 of 0.
+// Keeps the powers of two of numbers: subnormal e4m3 numbers get that of the smallest normal ones,
+// and 0 gets 0.
 inline void keep_powers_of_e4m3(Columns& x) {
   Columns power = x;
   keep_bits(power, exponent_bits);
@@ -940,8 +940,8 @@ inline void keep_powers_of_e4m3(Columns& x) {
   x = x == 0 ? Columns{} : power;
 }
 
-// Sums of e4m3 as an H100 makes them: the 32 products and the sum so far are cut off at 2^-13 of
-// the largest power of two among them, and so is their sum, at 2^-13 of its own. The power of a
+// Adds products of e4m3 as an H100 does: the 32 products and the sum so far are truncated at 2^-13
+// of the largest power of two among them, and their sum at 2^-13 of its power. The power of a
 // product is that of its factors, so the product may be almost four times as large.
 void add_e4m3_product(Sums& sums, const Factors& factors) {
   for (int row = 0; row < product_rows; ++row) {
@@ -1020,7 +1020,7 @@ inline void add(std::uint64_t (&threads)[2], int rank) {
   threads[rank / 64] |= std::uint64_t{1} << rank % 64;
 }
 
-// D of this thread that products in progress will write.
+// Finds this thread's D that products in progress will write.
 Sums* pending_sums(const Warpgroup& group, int rank, const float* d) {
   Sums* sums = group.sums;
   while (sums != nullptr &&
@@ -1098,7 +1098,7 @@ void enclose_awaited(Worker& worker, const Warpgroup& group) {
   worker.awaited_end = worker.fiber->awaited_end = end;
 }
 
-// Checks an access of local memory that is no higher than D that this thread has not waited for.
+// Checks an access of local memory at or below a D that this thread has not waited for.
 void check_awaited(Worker& worker, const Touch& touch) {
   if (touch.address + touch.bytes <= worker.awaited_low) return;
   const Warpgroup& group = worker.asynchronous->warpgroups[worker.fiber->index / warpgroup_size];
@@ -1114,7 +1114,7 @@ void check_awaited(Worker& worker, const Touch& touch) {
   }
 }
 
-// Keeps a thread's D, and leaves NaN in its place until the thread waits for it.
+// Keeps a thread's D, and writes NaN to its registers until the thread waits for it.
 void take_d(Worker& worker, Warpgroup& group, Product& product, const Asked& asked,
             const Place& place) {
   Sums& sums = *product.sums;
@@ -1191,8 +1191,8 @@ void mark_product(Worker& worker, const Warpgroup& group, const Product& product
   });
 }
 
-// A product reads for all four warps: `past` has what all threads know, and of each warp what it
-// did itself.
+// A product reads for all four warps: its past contains the events that all threads know, and each
+// warp's earlier accesses.
 void know_less(Worker& worker, Product& product) {
   const Fiber& fiber = *worker.fiber;
   for (int i = max_warps; i < worker.components; ++i) {
@@ -1289,7 +1289,7 @@ void make_product(Worker& worker, Warpgroup& group) {
 void make_products(Worker& worker, Warpgroup& group, std::uint64_t end) {
   if (group.made >= end) return;
   while (group.made < end) make_product(worker, group);
-  // Products still in progress may read the same.
+  // Products still in progress may read the same bytes.
   for (Product* product = group.products; product != nullptr; product = product->next) {
     if (product->begun == warpgroup_size) mark_product(worker, group, *product);
   }
@@ -1341,7 +1341,7 @@ Text box_name(const Worker& worker, const char* what, const Box& box) {
                 place_name(worker, box.place).chars);
 }
 
-// The name of an epoch's component that is no thread.
+// Names an epoch's component that is not a thread.
 Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address) {
   int component = thread_of(epoch) / warp_size;
   if (component == copies_component) {
@@ -1377,7 +1377,7 @@ Text asynchronous_name(const Worker& worker, Epoch epoch, std::uintptr_t address
                 place_name(worker, pending ? group.products->place : group.place).chars);
 }
 
-// The wait that ends such an operation.
+// Names the wait that ends such an operation.
 const char* missing_wait(Epoch epoch) {
   int component = thread_of(epoch) / warp_size;
   if (component >= boxes_component) return "wait for its barrier";
@@ -1447,7 +1447,7 @@ bool report_vain_waits(Worker& worker) {
   return true;
 }
 
-// A thread's end.
+// Checks the end of a thread.
 void check_left_over(Worker& worker) {
   Fiber& fiber = *worker.fiber;
   if (fiber.stores != nullptr) {
@@ -1464,8 +1464,8 @@ void check_left_over(Worker& worker) {
   }
 }
 
-// The end of a block. Additions that their thread has not waited for are not seen by the block, and
-// a box that is still to come would be copied to the next block's shared memory.
+// Checks the end of a block. A block does not see additions that it has not waited for, and a
+// pending box would be copied to the shared memory of the next block.
 void check_left_loads(Worker& worker) {
   for (int i = 0; i < worker.threads; ++i) make_additions(worker, worker.fibers[i], true);
   if (worker.asynchronous == nullptr) return;
@@ -1505,7 +1505,7 @@ void set_registers(Worker& worker, int count, bool increases, const Place& place
   }
 }
 
-// The last call of a warpgroup; nullptr if it made none, or more calls than are kept.
+// Returns the last call of a warpgroup, or nullptr if it made none, or more calls than are kept.
 const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   const RegisterCall* last = nullptr;
   for (const RegisterCall& call : group.registers) {
@@ -1516,8 +1516,8 @@ const RegisterCall* last_call(const Worker& worker, const Warpgroup& group) {
   return is_kept ? last : nullptr;
 }
 
-// The end of a block. A block keeps the registers of its launch: what its warpgroups hold at last
-// must not be more, or else an increase has waited forever.
+// Checks the end of a block. A block keeps the registers of its launch: its warpgroups must not
+// hold more in the end, or else an increase has waited forever.
 void check_registers(Worker& worker) {
   if (worker.asynchronous == nullptr || worker.abandoned) return;
   int at_launch = std::min(all_registers / worker.threads, max_registers) / 8 * 8;
@@ -1549,7 +1549,7 @@ void check_registers(Worker& worker) {
   worker.abandoned = true;
 }
 
-// The clock that all operations of the last block are below.
+// Returns a clock above those of all operations of the last block.
 Clock latest_clock(const Worker& worker) {
   Clock latest = worker.floor;
   if (worker.asynchronous == nullptr) return latest;
@@ -1563,7 +1563,7 @@ Clock latest_clock(const Worker& worker) {
   return latest;
 }
 
-// Copies that no thread waits for: their data is not used, or that was a fault.
+// Drops copies that no thread waits for: their data is not used, since a use is a fault.
 void drop_copies(Worker& worker, Fiber& fiber) {
   for (const Copy* copy = fiber.copies; copy != nullptr; copy = copy->next) {
     mark_writing(*arena_of(worker, copy->shared, chunk_bytes), copy->shared, chunk_bytes, 0);
@@ -1686,7 +1686,7 @@ EXPORTED void simulator_make_additions() {
   make_additions(*self, *self->fiber, true);
 }
 
-// From now on this thread has a later clock; what it did before is not yet in its warp's past.
+// Gives this thread a later clock; its earlier accesses are not yet in its warp's past.
 EXPORTED void simulator_fence_for_copies() {
   Worker& worker = *self;
   worker.fiber->published = worker.warp->clock++;
@@ -1720,7 +1720,7 @@ EXPORTED void simulator_set_registers(int count, bool increases, const char* fil
   set_registers(*self, count, increases, {file, line, CALLER});
 }
 
-// The lane that elect.sync chooses: always the same.
+// Returns the lane that elect.sync chooses, which is always the same.
 EXPORTED int simulator_elected_lane() {
   unsigned lane = self->shuffled ? self->launch->request->seed % warp_size : 0;
   return (self->warp->lanes >> lane & 1) != 0 ? static_cast<int>(lane) : 0;

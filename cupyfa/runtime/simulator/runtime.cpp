@@ -1,20 +1,20 @@
 // The machine a simulated kernel runs on: threads, barriers, warps, and a check of every access.
 //
-// Each CUDA thread is a fiber with a stack of its own; an OS thread ("worker") runs the fibers of
-// one block after the other until each has returned, and several workers share the grid's blocks.
-// Fibers change only inside a collective (a barrier, a shuffle, a wait), so a block's run depends
-// on nothing but the kernel, its inputs and the schedule: never on the number of workers.
+// Each CUDA thread is a fiber with a separate stack; an OS thread ("worker") runs the fibers of one
+// block after the other until each has returned, and several workers share the grid's blocks.
+// Fibers are switched only inside a collective (a barrier, a shuffle, a wait), so a block's run
+// depends only on the kernel, its inputs and the schedule, never on the number of workers.
 //
 // The kernel is compiled with the compiler's thread and bounds instrumentation, and linked without
 // any sanitizer: the functions called before each load and store (`__tsan_read4`, ...) are defined
-// here. They know what a kernel may access: its buffers, its own stack, the block's shared memory.
-// For each pair of bytes of shared memory, and of arrays that the launch may write, they also
-// record who wrote and who read it, and when, in vector clocks with one component per warp; two
-// accesses that no barrier orders are a race. Two blocks are ordered by nothing but atomics.
-// Shuffles and votes are no barriers: in CUDA only __syncwarp orders memory. Asynchronous copies
-// and tensor cores are in asynchronous.h; they have components of their own.
+// here. They check that a kernel accesses only its buffers, its stack and the block's shared
+// memory. For each pair of bytes of shared memory, and of arrays that the launch may write, they
+// also record which threads wrote and read it, and when, as vector clocks with one component per
+// warp; two accesses that no barrier orders are a race. Only atomics order two blocks. Shuffles and
+// votes are not barriers: in CUDA only __syncwarp orders memory. Asynchronous copies and tensor
+// cores are in asynchronous.h, with separate components.
 //
-// Both files are compiled once, for all kernels. Of the C++ library they use only what needs no
+// Both files are compiled once, for all kernels. They use no part of the C++ library that needs
 // linking: where the compiler is zig, building that library would take most of a minute.
 #include <dlfcn.h>
 #include <link.h>
@@ -52,7 +52,7 @@ struct Region {
   std::size_t bytes;
   int itemsize = 1;  // bytes of an element
   int constant = 0;  // whether the kernel may only read it
-  int awaited = 0;   // whether the launch may begin while one before it accesses this
+  int awaited = 0;   // whether the launch may begin while an earlier one accesses this
   int kept = 0;      // whether the next launch reads it without waiting for this one
 };
 
@@ -74,12 +74,12 @@ struct Request {
   int stopped;      // whether all blocks are to stop; set by another thread
   int early;        // whether the launch may begin while the one before it ends
   int waits_first;  // whether the next one counts on its wait before launch_dependents()
-  int one_waits;    // whether it is enough that one block waits for the launch before
+  int one_waits;    // whether it is enough that one block waits for the previous launch
   std::uint64_t seed;
 };
 
-// A place is written {address in the object;file:line}; Python makes it readable. Behind that of
-// the fault are those of the calls that led there.
+// A place is written {address in the object;file:line}; Python makes it readable. The fault's place
+// is followed by those of the calls that led there.
 struct Report {
   char text[report_bytes];
   char place[report_bytes];
@@ -97,8 +97,8 @@ constexpr int clock_shift = 12;
 
 // A vector clock has a component for each warp and for each asynchronous operation: for the
 // products of each warpgroup, for all boxes that are stored, for all copies, and for the boxes of
-// each barrier in shared memory. In an epoch these are threads, too: the first threads of warps
-// behind the last one.
+// each barrier in shared memory. In an epoch these components are threads, too: the first threads
+// of warps after the last warp.
 constexpr int max_phase_barriers = 64;
 constexpr int products_component = max_warps;
 constexpr int stores_component = products_component + max_warps / 4;
@@ -156,7 +156,7 @@ extern "C" __attribute__((visibility("hidden"))) void switch_stack(void** from, 
 
 #if defined(__x86_64__)
 // Fibers mostly wait in the same calls, so the processor predicts this return, and those of the
-// calls around it, as if no stack had changed.
+// enclosing calls, as if the stack had not changed.
 asm(R"(
   .text
   .globl cupyfa_switch_stack
@@ -231,8 +231,8 @@ struct Coordinates {
   unsigned grid_dim[3];
 };
 
-// Where the kernel's text calls a collective, and the address it called from. Of an access one of
-// the two is known.
+// Where the kernel's source calls a collective, and the address of the call. For an access only one
+// of the two is known.
 struct Place {
   const char* file = nullptr;
   int line = 0;
@@ -274,13 +274,14 @@ struct Fiber {
   std::uint64_t grouped;
   std::uint64_t finished_products;
   std::uint64_t groups;
-  // Of the components of no warp, what this thread knows beyond its warp: a warp's threads share
-  // what they know of other threads, but each waits for copies and products itself.
+  // The clocks of components other than warps, as far as this thread knows more than its warp: a
+  // warp's threads share clocks of other threads, but each waits for copies and products
+  // separately.
   Clock known[max_components - max_warps];
   bool begun;   // whether wgmma_fence came since its last wait
-  bool waited;  // until the launch before had ended
+  bool waited;  // until the previous launch had ended
   int register_calls;
-  // Encloses the registers that products under way are to write.
+  // Encloses the registers that products in flight will write.
   std::uintptr_t awaited_low;
   std::uintptr_t awaited_end;
 };
@@ -333,7 +334,7 @@ void give_slab(char* slab) {
 // The shadow of shared memory
 
 // Two bytes of shared memory: the last write, the last atomic, and the last reads by two different
-// threads. A write replaces all that was before: an access that races with that also races with
+// threads. A write replaces all earlier records: an access that races with those also races with
 // the write. An atomic replaces nothing, since it does not race with other atomics.
 struct Cell {
   Epoch writer;
@@ -354,10 +355,10 @@ struct Arena {
   }
 };
 
-// What is known of an array in global memory: for each element of 2, 4 or 8 bytes what a Cell has,
-// but the writers apart, since few arrays are read and written in one launch. All workers share it,
-// so an epoch also has its worker's number. It is written without locks: where two blocks race, one
-// of them may miss it.
+// The shadow of an array in global memory: the fields of a Cell for each element of 2, 4 or 8
+// bytes, with writers in a separate array, since few arrays are read and written in one launch. All
+// workers share it, so an epoch also has its worker's number. It is written without locks: where
+// two blocks race, one of them may miss it.
 constexpr int number_shift = 54;
 constexpr Epoch without_number = (Epoch{1} << number_shift) - 1;
 
@@ -373,7 +374,7 @@ struct Shadow {
   bool is_read;      // whether any reader or updater was recorded
 };
 
-// A block that a worker began, when its clock was this.
+// A block that a worker began, with the worker's clock at that time.
 struct Began {
   Began* next;
   std::uint64_t number;  // of the worker
@@ -397,7 +398,7 @@ struct Exchange {
 
 struct Warp {
   Clock clock;
-  Clock seen[max_components];  // each component's past as known here; its own: before `clock`
+  Clock seen[max_components];  // each component's clock as known here; the warp's is below `clock`
   unsigned lanes;              // that exist
   unsigned ready;              // that could run now
   unsigned polling;            // that wait for a condition
@@ -475,7 +476,7 @@ struct Launch {
   std::atomic<std::uint64_t> next_number{1};
   std::atomic<std::uint64_t> unwaited{0};  // blocks in which no thread waited for the launch before
 
-  // Only parts that are touched take memory. nullptr if there is none: races are not detected then.
+  // Only touched pages take memory. Returns nullptr if there is none; races are then not detected.
   template <class T>
   static T* map(std::size_t count) {
     void* room = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -530,8 +531,8 @@ struct Worker {
   int idle_polls = 0;  // since anything but polling happened
   bool abandoned = false;
   bool shuffled = false;
-  // Whether the block executed atomics in global memory, by which blocks may tell others what to
-  // read; a fence; and an atomic after it, by which threads of one block may.
+  // Whether the block executed atomics in global memory, which may order blocks; a fence; and an
+  // atomic after the fence, which may order threads of one block.
   bool speaks = false;
   bool fenced = false;
   bool signals = false;
@@ -593,8 +594,8 @@ void append_text(Text& text, const char* more) {
   std::snprintf(text.chars + length, sizeof text.chars - length, "%s", more);
 }
 
-// A place, and the calls of the kernel that led there, outwards from this stack frame. A place
-// where something began earlier has its address, which is not that of the first call.
+// Names a place, and the kernel's calls that led there, outwards from this stack frame. A place
+// where an operation began earlier has an address, which is not that of the first call.
 Text places_name(const Worker& worker, const Place& place, const Fiber& fiber, const void* frame) {
   Text text = place_name(worker, place);
   bool is_first = true;
@@ -631,7 +632,7 @@ void record(Worker& worker, int thread, const Place& place, const Text& text,
   thread_coordinates(worker, thread, report.thread);
 }
 
-// Leaves the block's fibers as they stand and returns to the worker's loop.
+// Abandons the block's fibers and returns to the worker's loop.
 [[noreturn]] COLD void abandon(Worker& worker) {
   worker.abandoned = true;
   void* nowhere;
@@ -686,8 +687,9 @@ inline Fiber* take_ready(Worker& worker, int warp, int start) {
   return &worker.fibers[warp * warp_size + lane];
 }
 
-// The warps of a block that are late, by the seed: none, any, or any in fours. In a random order
-// threads stay close together; late warps show what is missing between threads that are apart.
+// Chooses the late warps of a block by the seed: none, any, or any groups of four. In a random
+// order threads stay close together; late warps reveal barriers that are missing between distant
+// threads.
 unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   std::uint64_t state = seed + (block << 32);
   const std::uint64_t random = next_random(state);
@@ -698,8 +700,8 @@ unsigned late_warps(std::uint64_t seed, std::uint64_t block) {
   return late;
 }
 
-// The next thread to run: of the same warp while it has one, then of the next warp; or any, by
-// the seed. nullptr when none can run.
+// Chooses the next thread to run: of the same warp while it has one, then of the next warp, or any
+// by the seed. Returns nullptr if none can run.
 inline Fiber* next_fiber(Worker& worker) {
   if (worker.ready_warps == 0) {
     wake_polling(worker);
@@ -808,7 +810,7 @@ inline Exchange* find_exchange(Worker& worker, unsigned mask, std::size_t size,
   return open_exchange(worker, mask, size, operation);
 }
 
-// The past that only this thread knows.
+// Adds the past that only this thread knows.
 inline void add_known(const Worker& worker, const Fiber& fiber, Clock (&past)[max_components]) {
   for (int i = max_warps; i < worker.components; ++i) {
     past[i] = std::max(past[i], fiber.known[i - max_warps]);
@@ -978,7 +980,7 @@ void add_past(Worker& worker, Clock (&past)[max_components]) {
   worker.warp->tick(fiber.warp);
 }
 
-// This thread knows from now on what is in `past`.
+// Merges `past` into what this thread knows.
 void know_past(Worker& worker, const Clock (&past)[max_components]) {
   Fiber& fiber = *worker.fiber;
   Clock& own = worker.warp->seen[fiber.warp];
@@ -1100,7 +1102,7 @@ Text waiting_text(const Worker& worker, const Fiber& waiting) {
                 waiting.operation, place.chars);
 }
 
-// Where the stack of a fiber that waits goes on.
+// The stack frame at which a waiting fiber continues.
 const void* frame_of(const Fiber& fiber) {
   return static_cast<void* const*>(fiber.stack_pointer)[frame_word];
 }
@@ -1138,7 +1140,7 @@ void free_asynchronous(Worker& worker);
 // ---------------------------------------------------------------------------------------------
 // Access checks
 
-// `announcement` is of a write to come: it races as the write would, and leaves no trace.
+// `announcement` precedes a later write: it races like the write, but is not recorded.
 enum class Access { read, write, atomic, announcement };
 
 const char* verb(Access access) {
@@ -1240,7 +1242,7 @@ inline void check_shared(Worker& worker, Arena& arena, const Touch& touch) {
   }
 }
 
-// The block in which a worker was at this time.
+// Returns the block that a worker ran at this time.
 std::uint64_t block_of(Launch& launch, Epoch epoch) {
   Guard guard(launch.mutex);
   const Began* began = launch.begun;
@@ -1277,7 +1279,7 @@ bool races_with_another(const Worker& worker, Epoch epoch) {
   return !worker.signals && !ordered(worker, epoch & without_number, worker.fiber->index);
 }
 
-// Most accesses follow others of the same thread, in the same block.
+// Tests the most frequent case first: an earlier access of the same thread, in the same block.
 inline bool races(const Worker& worker, Epoch epoch, Epoch now) {
   constexpr Epoch same_thread = ~without_number | ((Epoch{1} << clock_shift) - 1);
   bool own = ((epoch ^ now) & same_thread) == 0 && epoch >= worker.block_start;
@@ -1321,7 +1323,8 @@ inline void check_global_cell(Worker& worker, Shadow& shadow, std::size_t cell, 
                   worker.hit.name));
 }
 
-// An array that a launch before accesses, too, is touched by threads that have waited for its end.
+// Only threads that have waited for the end of the previous launch may touch an array that it
+// accesses.
 inline void check_early(Worker& worker, const Touch& touch) {
   if (__builtin_expect(worker.hit.awaited && !worker.fiber->waited, 0)) fault_early(worker, touch);
 }
@@ -1334,8 +1337,8 @@ inline void check_early(Worker& worker, const Touch& touch) {
              worker.hit.name));
 }
 
-// Says that no thread of a block waited, or none of the launch if one block is enough: then the end
-// of this launch says nothing about those before it.
+// Reports that no thread of a block waited, or none of the launch if one block is enough: this
+// launch may then end before earlier ones.
 void check_waited(Worker& worker) {
   Launch& launch = *worker.launch;
   if (!launch.request->early || worker.abandoned) return;
@@ -1608,7 +1611,7 @@ void prepare_block(Worker& worker, std::uint64_t block) {
 
 void run_block(Worker& worker, std::uint64_t block) {
   prepare_block(worker, block);
-  Fiber start{};  // the turn before the first, so that thread 0 comes next
+  Fiber start{};  // precedes the first thread, so that thread 0 comes next
   worker.fiber = &start;
   Fiber* first = next_fiber(worker);
   enter(worker, first);
@@ -1640,7 +1643,7 @@ std::uintptr_t fixed_shared(const Module& module) {
 }
 
 bool prepare_shared(Worker& worker) {
-  constexpr std::size_t alignment = 1024;  // what swizzled layouts ask of shared memory
+  constexpr std::size_t alignment = 1024;  // the alignment that swizzled layouts need
   const Launch& launch = *worker.launch;
   worker.dynamic.bytes = launch.request->shared_bytes;
   worker.dynamic.name = "shared memory";
@@ -1692,13 +1695,13 @@ bool prepare_threads(Worker& worker) {
   return true;
 }
 
-constexpr std::size_t argument_alignment = 128;  // as strict as any type asks for
+constexpr std::size_t argument_alignment = 128;  // the strictest alignment of any type
 
 std::size_t argument_room(std::size_t bytes) {
   return (bytes / argument_alignment + 1) * argument_alignment;
 }
 
-// Copies the arguments to aligned memory of the worker's own, behind the pointers to them.
+// Copies the arguments to the worker's aligned memory, after the pointers to them.
 bool copy_arguments(Worker& worker, const Request& request) {
   std::size_t pointer_bytes = argument_room(request.argument_count * sizeof(void*));
   std::size_t total = pointer_bytes;
@@ -1818,7 +1821,7 @@ EXPORTED int cupyfa_launch(const Request* request, Report* report) {
   while (started < workers && pthread_create(&threads[started], nullptr, work, &launch) == 0) {
     ++started;
   }
-  // A system out of threads leaves the work to those that started, or to this one.
+  // If the system has no more threads, those that started do the work, or this one.
   if (started == 0) work(&launch);
   for (int i = 0; i < started; ++i) pthread_join(threads[i], nullptr);
   launch.free_shadows();
@@ -1902,7 +1905,7 @@ EXPORTED void simulator_pause(bool again, const char* operation, const char* fil
   fiber.place = {file, line, CALLER};
   fiber.barrier = -1;
   let_go(worker, fiber);
-  // Every thread has checked its condition since the last change: none can go on.
+  // Every thread has checked its condition since the last change, so none can continue.
   if (worker.idle_polls > 2 * worker.threads) {
     switch_stack(&fiber.stack_pointer, worker.main_stack_pointer);
   }
@@ -2082,7 +2085,7 @@ EXPORTED void __tsan_func_exit() {}
 EXPORTED void __tsan_vptr_update(void**, void*) {}
 EXPORTED void __tsan_vptr_read(void**) {}
 
-// The arguments of the compiler's other checks: the place in the text, and the types.
+// The arguments of the compiler's other checks: source locations and types.
 struct CheckPlace {
   const char* file;
   std::uint32_t line, column;
@@ -2104,7 +2107,7 @@ struct AlignmentCheck {
   unsigned char kind;
 };
 
-// Reports the kernel's fault; does nothing in the object's own start-up.
+// Reports the kernel's fault; does nothing while the object starts up.
 COLD void fault_check(const CheckPlace& place, const Text& text) {
   if (self != nullptr) fault(*self, {place.file, static_cast<int>(place.line), nullptr}, text);
 }

@@ -1,8 +1,8 @@
 #pragma once
-// dQ = dS K of each tile, summed in memory. A warpgroup leaves its part in shared memory to a warp
-// that has the copy engine add it, and goes on. The last block of a key head finishes dQ of the
-// heads that share it: the sums are still in L2 then, and the products of other heads go on
-// meanwhile. For long sequences or few heads a launch does it: many multiprocessors would wait.
+// Sums dQ = dS K of each tile in memory. A warpgroup writes its part to shared memory and goes on,
+// while another warp has the copy engine add it. The last block of a key head finishes dQ of the
+// heads that share it: the sums are still in L2 then, and other blocks go on. For long sequences or
+// few heads a separate launch does it, because many multiprocessors would wait.
 
 #include <backward/parts/finish_dQ.cuh>
 #include <backward/parts/transposed_softmax.cuh>
@@ -13,7 +13,7 @@
 #include <ptx/wgmma_columns.cuh>
 #include <tile/tma_tile.cuh>
 
-// Named barriers: a warpgroup's part is written; it was read; all additions have ended.
+// Named barriers: a warpgroup's part is written; it has been read; all additions have ended.
 __device__ __forceinline__ int dQ_full(int warpgroup) {
   return 3 + warpgroup;
 }
@@ -24,7 +24,7 @@ constexpr int sums_left = 3 + 2 * consumers;
 constexpr int adding_threads = warpgroup_size + warp_size;
 constexpr int leaving_threads = consumers * adding_threads;
 
-// Blocks of a grid that lets finish_dQ begin early; a larger one leaves it few multiprocessors.
+// The most blocks of a grid that lets finish_dQ begin early; larger grids leave it too few SMs.
 constexpr int few_blocks = 32;
 
 // Writes the warp's columns of dS, whose transpose these operands are, from a row on.
@@ -35,11 +35,11 @@ __device__ __forceinline__ void store_dS(const unsigned (&operands)[steps][4],
   const unsigned lane = opaque(own.lane), chunk = unsigned(own.first_key()) / 8 + lane / 8 % 2;
   scalar* const first = dS.at(row + lane % 8 + lane / 16 * 8, chunk);
 #pragma unroll
-  for (int i = 0; i < steps; ++i)  // 16 rows further the chunks are swizzled alike
+  for (int i = 0; i < steps; ++i)  // chunks 16 rows apart are swizzled alike
     store_matrices_transposed(first + i * step * dS.in_row, operands[i]);
 }
 
-// Begins dQ = dS K of 64 rows from first_row on, `keys` keys from first_key on, and columns of K
+// Begins dQ = dS K for 64 rows from first_row on, `keys` keys from first_key on, and columns of K
 // from a box on.
 template <int keys, int Br, int Bc, int d, int count>
 __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
@@ -54,7 +54,7 @@ __device__ __forceinline__ void begin_dQ(const TmaTile<scalar, Br, Bc>& dS,
   wgmma_commit_group();
 }
 
-// Leaves a part of dQ, which begins with number `first` of the registers, to the warp that adds it.
+// Passes a part of dQ, which begins with register number `first`, to the warp that adds it.
 template <int columns, int count>
 __device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<columns>& part,
                                         int warpgroup, int first = 0) {
@@ -64,8 +64,8 @@ __device__ __forceinline__ void pass_dQ(const float (&dQ)[count], RegisterTile<c
   barrier_arrive(dQ_full(warpgroup), adding_threads);
 }
 
-// What a warp does for a warpgroup: it has parts `first` … `end` - 1 of dQ of each tile added to
-// the sums in memory.
+// Has the copy engine add a warpgroup's parts `first` … `end` - 1 of dQ of each tile to the sums in
+// memory.
 template <class Layout, class Task>
 __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
                                        RegisterTile<Layout::width>* dQ_sum, const Task& task,
@@ -76,19 +76,19 @@ __device__ __forceinline__ void add_dQ(const RegisterTile<Layout::width>& part,
     for (int i = first; i < end; ++i) {
       barrier_arrive(dQ_empty(warpgroup), adding_threads);
       barrier_sync(dQ_full(warpgroup), adding_threads);
-      wait_for_launch_before();  // which clears the sums; sooner it would hold up the block
+      wait_for_launch_before();  // which clears the sums; an earlier wait would hold up the block
       if (elected) {
         bulk_add(&dQ_sum[tile * Layout::count + i].fours[0][0].x, &part.fours[0][0].x,
                  sizeof part / sizeof(float));
         bulk_commit_group();
         bulk_wait_group_read();
       }
-      __syncwarp();  // before another thread says that there is room
+      __syncwarp();  // before another thread signals that the buffer is free
     }
   });
 }
 
-// Whether a thread is the last of `all` that come here. It then sees what the others wrote before.
+// Whether a thread is the last of `all` that call this. It then sees what the others wrote before.
 __device__ __forceinline__ bool is_last(int& count, int all) {
   __threadfence();
   const bool last = atomicAdd(&count, 1) == all - 1;
@@ -96,7 +96,7 @@ __device__ __forceinline__ bool is_last(int& count, int all) {
   return last;
 }
 
-// The end of a warp that adds.
+// Ends a warp that adds: waits for its additions, and notes whether it is the last one.
 __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   if (elect_one()) {
     bulk_wait_group();
@@ -107,7 +107,7 @@ __device__ __forceinline__ void leave_sums(int& was_last, int& count, int all) {
   barrier_arrive(sums_left, leaving_threads);
 }
 
-// The block's consumers finish dQ warp by warp, the loads of two pieces under way together.
+// Lets the block's consumers finish dQ warp by warp, with the loads of two pieces in flight.
 template <int Br, int d, int dv>
 __device__ __forceinline__ void finish_heads(const QuerySums<Br, d, dv>& in, int group) {
   using Rows = Piece<Br, d, dv>;

@@ -1,14 +1,14 @@
 #pragma once
-// Sums of numbers that many threads add in any order, with the same bits each time: as multiples of
-// a power of two, which whole numbers hold exactly. Each element has a power of its own, by the
-// largest of the numbers that are added to it: what other elements sum does not change its error.
-// Where one word would lose numbers that are small, but many, a second one holds what the first
-// one cuts off. Numbers that are not finite are noted instead.
+// Sums numbers that many threads add in any order, with the same bits each time: as multiples of a
+// power of two, which integers hold exactly. Each element has a separate power, by the largest of
+// its numbers: the sums of other elements do not change its error. Where one word would lose many
+// small numbers, a second one holds the bits that the first one cuts off. Numbers that are not
+// finite set flags instead.
 
 #include <tile/warp.cuh>
 
 struct ExactSums {
-  int* exponents;   // of each element: that of its largest number, as a double has it, plus 1
+  int* exponents;   // of each element: the biased exponent of its largest double, plus 1
   long long* sums;  // [words, elements]
   unsigned* flags;  // 1: infinity, 2: -infinity, 4: NaN has been added
   int bits;         // an element gets fewer than 2^bits numbers
@@ -22,10 +22,10 @@ struct ExactSums {
   }
   __device__ __forceinline__ static bool is_finite(double x) { return fabs(x) < infinity; }
 
-  // The bits that a number has in a word.
+  // The number of bits of one number in a word.
   __device__ __forceinline__ int width() const { return 61 - bits; }
   __device__ __forceinline__ int& exponent(long long element) const { return exponents[element]; }
-  // Numbers of an element times 2^shift are below 2^width.
+  // Numbers of an element, multiplied by 2^shift, are below 2^width.
   __device__ __forceinline__ int shift(long long element) const {
     return width() + 1023 - exponent(element);
   }
@@ -39,7 +39,7 @@ struct ExactSums {
     if (x != 0 && is_finite(x))
       atomicMax(&exponent(element), 1 + int(__builtin_bit_cast(unsigned long long, fabs(x)) >> 52));
   }
-  // After all numbers have been noted.
+  // Adds a number, after all numbers have been noted.
   __device__ __forceinline__ void add(long long element, double x) const {
     if (!is_finite(x)) {
       atomicOr(&flags[element], x != x ? 4u : x > 0 ? 1u : 2u);
@@ -60,7 +60,7 @@ struct ExactSums {
   }
 };
 
-// Numbers of a lane for the same element, summed in their order until it is another's turn.
+// Sums a lane's consecutive numbers for the same element, in their order.
 struct Run {
   long long element = -1;  // none yet
   double sum = 0;
@@ -74,7 +74,7 @@ struct Run {
     }
     sum += x;
   }
-  // Ends the runs of a warp: as one, if they are of the same element.
+  // Ends the runs of a warp, as a single one if all are of the same element.
   template <class Body>
   __device__ __forceinline__ void end(int lane, Body body) const {
     const unsigned begun = __ballot_sync(full_warp, element >= 0);

@@ -1,12 +1,12 @@
 #pragma once
-// Products of the backward pass of doubles on tensor cores.
+// Tensor-core products of doubles for the backward pass.
 
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/repair_gradients.cuh>
 #include <tile/f64_fragments.cuh>
 #include <timeline.cuh>
 
-// D += A B^T for rows of both: steps `first` … `end` - 1 of 16 columns.
+// Computes D += A B^T for rows of both, over steps `first` … `end` - 1 of 16 columns.
 template <int rows, int blocks, int height, int other, int length, class Own>
 __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
                                               operand (&A)[height][length],
@@ -29,7 +29,7 @@ __device__ __forceinline__ void multiply_rows(double (&D)[rows][blocks][4],
   }
 }
 
-// D += A B, or D += A^T B: sums over the rows of B.
+// Computes D += A B, or D += A^T B: a sum over the rows of B.
 template <bool of_columns, int rows, int blocks, int height, int length, int other, int columns,
           class Own>
 __device__ __forceinline__ void multiply_columns(double (&D)[rows][blocks][4],

@@ -1,5 +1,5 @@
 #pragma once
-// dQ from the sums of wgmma_columns.cu, by the last block of a key head or by a launch of its own.
+// Finishes dQ of wgmma_columns.cu, in the last block of a key head or in a separate launch.
 //
 // The sums are stored in the order of the registers of products. A warp reads them in this order,
 // and its lanes exchange elements of a row until each writes 16 bytes of it.
@@ -19,7 +19,7 @@ struct QuerySums {
   Tensor<result> dQ;
 };
 
-// 16 rows of a part of a tile, number `own` of a warp; they may lie outside the array.
+// 16 rows of a part of a tile, with number `own` in that part; they may lie outside the array.
 template <int Br, int d, int dv>
 struct Piece {
   using Layout = QueryLayout<Br, d, dv>;

@@ -1,6 +1,6 @@
 #pragma once
-// The gradient of lse, if there is one. d lse / dS is P, so that it counts as -D does:
-// dS = P * (dP - (D - dlse)).
+// The gradient of lse, or 0 if there is none. As d lse / dS is P, it is subtracted from D: dS = P *
+// (dP - (D - dlse)).
 
 #include <tile/math.cuh>
 

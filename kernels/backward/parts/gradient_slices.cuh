@@ -1,6 +1,6 @@
 #pragma once
-// Shared by the launches of `mma_slices_backward`: accumulators in registers, a ring of slices that
-// are their operands, and P and dS of a round of heads in memory.
+// Tiles of the launches of `mma_slices_backward`: accumulators in registers, their operands in a
+// ring of slices, and P and dS of a round of heads in memory.
 
 #include <backward/parts/tile_products.cuh>
 #include <ptx/cp_async.cuh>
@@ -8,8 +8,8 @@
 #include <tile/shared.cuh>
 #include <tile/warp.cuh>
 
-// The warps of a block own Wr x Wc each of a tile of Br x Bc scores. Slices have a depth of Bd, and
-// `stages` of them a place in shared memory.
+// Each warp of a block owns Wr x Wc of a tile of Br x Bc scores. Slices have a depth of Bd, and
+// shared memory holds `stages` of them.
 template <int threads, int Br, int Bc, int Wr, int Wc, int Bd, int stages>
 struct Slices {
   static constexpr int row_warps = Br / Wr, col_warps = Bc / Wc;
@@ -26,7 +26,7 @@ struct Slices {
   template <int cols>
   static constexpr int tile_width = own_width<cols> * col_warps;
 
-  // A place for a slice, whatever its tiles are.
+  // The buffer of a slice, whatever its tiles are.
   struct alignas(128) Stage {
     operand numbers[(Br + Bc) * Bd];
 
@@ -37,7 +37,7 @@ struct Slices {
     }
   };
 
-  // A warp's part of a tile, from a row and column on.
+  // The first row and column of a warp's part of a tile.
   struct Own {
     int row, col;
 
@@ -50,8 +50,8 @@ struct Slices {
   };
 };
 
-// The slices that a block multiplies, one after another. `source.begin` begins to copy the next
-// one, if there is one.
+// The ring of slices that a block multiplies. `source.begin` begins to copy the next one, if there
+// is one.
 template <class Source, class Stage, int stages>
 struct Ring {
   Stage (&ring)[stages];
@@ -66,8 +66,8 @@ struct Ring {
     source.begin(ring[place]);
     cp_async_commit_group();
   }
-  // Some warps begin copies while others multiply, because they share the schedulers: `late` warps
-  // copy after their products, in `done`.
+  // Some warps begin copies before their products, and `late` ones after them, in `done`: warps
+  // that share a scheduler then copy while others multiply.
   __device__ __forceinline__ bool late() const { return threadIdx.x / warp_size / 4 % 2 == 1; }
   __device__ __forceinline__ Stage& next() {
     cp_async_wait_group<stages - 2>();
@@ -81,13 +81,13 @@ struct Ring {
   }
 };
 
-// A round has heads from `first_head` on, of all batches, and keys from `first_key` on. Its P and
-// dS are [heads, M, stride], of which columns begin with key `first_key`; stride is a multiple of
-// 8, so that copies go by 16 bytes.
+// A round has heads from `first_head` on, counted over all batches, and keys from `first_key` on.
+// Its P and dS are [heads, M, stride]; column 0 is key `first_key`, and stride is a multiple of 8,
+// so that copies take 16 bytes at a time.
 struct Round {
   int first_head, first_key, stride, M;
 
-  // A head's P or dS as rows that copies read.
+  // Returns a head's P or dS as rows that copies read.
   __device__ __forceinline__ Head of(const operand* matrix, int head) const {
     const long long rows = M;
     return Head(Tensor<const operand>{matrix, 0, rows * stride, stride}, 0, head, M);

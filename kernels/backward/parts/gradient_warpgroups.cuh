@@ -1,5 +1,5 @@
 #pragma once
-// Gradients of warpgroups that own 64 rows or keys each, and are fed by one more that loads.
+// Gradients of warpgroups that own 64 rows or keys each; one more warpgroup loads for them.
 
 #include <ptx/pack.cuh>
 #include <ptx/setmaxnreg.cuh>
@@ -7,11 +7,11 @@
 #include <tile/warpgroup.cuh>
 
 template <int columns>
-using Sums = float[columns / 2];  // of a product of 64 rows
+using Sums = float[columns / 2];  // accumulators of a product of 64 rows
 template <int columns>
-using Operands = unsigned[columns / step][4];  // the same in 16 bits, as operands of products
+using Operands = unsigned[columns / step][4];  // the same sums in 16 bits, as operands
 
-// Accumulators as fragments of 16 rows (mma.cuh).
+// Returns accumulators as fragments of 16 rows (mma.cuh).
 template <int count>
 __device__ __forceinline__ const float (&fragments(const float (&sums)[count]))[1][count / 4][4] {
   return reinterpret_cast<const float (&)[1][count / 4][4]>(sums);
@@ -19,5 +19,5 @@ __device__ __forceinline__ const float (&fragments(const float (&sums)[count]))[
 
 constexpr int consumers = 2;  // warpgroups
 constexpr int consuming_threads = consumers * warpgroup_size;
-// Registers of a thread: the consumers have all but a few.
+// Registers for each thread: the consumers get all but a few.
 constexpr int producer_registers = 24, consumer_registers = 240;

@@ -1,5 +1,5 @@
 #pragma once
-// A tile of keys that a block owns, and the tiles of rows that it goes through.
+// A tile of keys that a block owns, and the tiles of rows that it loops over.
 
 #include <attention/tile_index.cuh>
 #include <backward/parts/longest_first.cuh>
@@ -13,7 +13,7 @@ struct KeyTile {
   int first_key, kv_head, batch, first_row, end_row, group;
   TilesOfRows<Br> number;
 
-  // body(head, first row, number of the tile) for each tile.
+  // Calls body(head, first row, number of the tile) for each tile.
   template <class Body>
   __device__ __forceinline__ void for_tiles(Body body) const {
 #pragma unroll 1
@@ -25,7 +25,7 @@ struct KeyTile {
         body(head, row, number(head, row));
     }
   }
-  // Whether it is a head's first tile; where the next one begins, or -1 if there is none.
+  // The first row of the next tile of a head, or -1 if there is none.
   __device__ __forceinline__ int after(int head, int row) const {
     const int next = map_of(head).template after<Br>(row);
     return next < end_row ? next : -1;
@@ -38,7 +38,7 @@ struct KeyTile {
   }
 };
 
-// The tile with a number, of `all`; by default that of a block which has one.
+// Returns the tile with a number, of `all` tiles; by default the only tile of the block.
 template <int Br, int Bc, bool batch_first = false>
 __device__ __forceinline__ KeyTile<Br, Bc> key_tile(const Sizes& sizes, const Mods& mods,
                                                     int kv_heads, int group, int heads,

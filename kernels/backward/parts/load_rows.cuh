@@ -1,6 +1,6 @@
 #pragma once
-// What two warps load for warpgroups that own keys: K and V of each tile of keys that some row
-// sees, and, tile by tile, the rows. task_of() is the KeyTile with a number.
+// Two warps load tiles for warpgroups that own keys: K and V of each tile of keys that some row
+// sees, and Q, dO and row sums, tile by tile. task_of() returns the KeyTile with a number.
 
 #include <backward/parts/transposed_softmax.cuh>
 #include <ptx/bulk_copy.cuh>
@@ -10,7 +10,7 @@
 
 constexpr int reading_threads = consuming_threads + warp_size;
 
-// The tile of keys of a block that has one.
+// The only tile of keys of a block that is not persistent.
 struct OneTile {
   int number = blockIdx.x;
   bool has_tile = true;
@@ -19,9 +19,9 @@ struct OneTile {
 };
 
 // A warp loads K, Q and the row sums; one of its threads starts the copies. One thread of a
-// warpgroup releases Q, which says nothing about the row sums that others read. So the warp meets
-// all that read them at a named barrier, where they arrive without waiting: sums_read + stage.
-// K and the first Q are under way while the launch before still computes row sums.
+// warpgroup releases Q, but other threads may still read row sums. So the warp waits for all that
+// read them at the named barrier sums_read + stage, where they arrive without waiting. K and the
+// first Q are in flight while the previous launch still computes row sums.
 template <class Shared, class Tiles, class TaskOf, int Br>
 __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf task_of,
                                           const TensorMap& Q, const TensorMap& K,
@@ -55,7 +55,7 @@ __device__ __forceinline__ void produce_Q(Shared& shared, Tiles tiles, TaskOf ta
   }
 }
 
-// Another warp loads V and dO, which is released earlier if there is dQ.
+// Another warp loads V and dO; dO is released earlier than Q in kernels that compute dQ.
 template <class Shared, class Tiles, class TaskOf>
 __device__ __forceinline__ void produce_dO(Shared& shared, Tiles tiles, TaskOf task_of,
                                            const TensorMap& V, const TensorMap& dO) {

@@ -1,10 +1,10 @@
 #pragma once
-// The tile of rows that a block sums up.
+// The tile of rows whose statistics a block computes.
 
 #include <attention/batch.cuh>
 #include <attention/tile_index.cuh>
 
-// The tile of a block. M becomes the rows of its batch element, if launches go by lengths.
+// Returns the tile of a block. Sets M to the number of rows of its batch element if lengths differ.
 template <int Br, class Arrays>
 __device__ __forceinline__ Place place_of_sums(int& M, int heads,
                                                [[maybe_unused]] const Arrays& mods) {

@@ -3,7 +3,7 @@
 
 #include <backward/parts/warp_partition.cuh>
 
-// A warp's part of a slice of the columns of dQ: dK and dV leave too few registers for all of it.
+// A warp's part of a slice of dQ's columns: dK and dV leave too few registers for all columns.
 template <int height, int depth, int warps, int slices,
           int columns = cdiv(depth, slices* step) * step>
 struct QueryPartition : WarpPartition<height, columns, warps> {

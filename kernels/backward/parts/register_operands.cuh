@@ -1,5 +1,5 @@
 #pragma once
-// Rows of a tile in registers, as operands of S = A B^T.
+// Loads rows of a tile to registers, as operands of S = A B^T.
 
 #include <ptx/wgmma_rows.cuh>
 #include <tile/warpgroup_products.cuh>
@@ -9,7 +9,7 @@ struct SumsOfRows {
   const float *lse2, *delta;
 };
 
-// A warp's 16 rows of a tile, from `first_row` on.
+// Loads a warp's 16 rows of a tile, from `first_row` on.
 template <class T, int rows, int columns, int steps>
 __device__ __forceinline__ void load_operands(TmaTile<T, rows, columns>& tile,
                                               unsigned (&A)[steps][4], int first_row) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void load_operands(TmaTile<T, rows, columns>& tile,
   }
 }
 
-// Starts S = A B^T for these rows and those of B from `first` on, which has one box of columns.
+// Starts S = A B^T for A in registers and rows of B from `first` on; B has one box of columns.
 template <class T, int rows, int columns, int steps, int count>
 __device__ __forceinline__ void begin_scores(const unsigned (&A)[steps][4],
                                              const TmaTile<T, rows, columns>& B, float (&S)[count],

@@ -1,11 +1,11 @@
 #pragma once
-// Results of wgmma in memory, as registers hold them.
+// Results of wgmma in memory, in the order of registers.
 
 #include <ptx/opaque.cuh>
 #include <tile/warp.cuh>
 
-// 64 rows of a product as the registers of a warpgroup hold them: four floats, of two rows and two
-// columns, for each thread, and so on. Thread i reads what thread i wrote: nothing is sorted.
+// 64 rows of a product in the order of a warpgroup's registers: for each 8 columns, four floats of
+// each thread, of two rows and two columns. A thread reads only its values: nothing is sorted.
 template <int columns>
 struct RegisterTile {
   float4 fours[columns / 8][warpgroup_size];

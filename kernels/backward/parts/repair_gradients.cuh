@@ -1,8 +1,8 @@
 #pragma once
-// Gradients that come out as infinity or NaN are computed again. A masked pair has P = 0, but
-// 0 * NaN is NaN, and an element of P or dS may be more than 16 bits hold. Both are rare, so
-// products take all pairs of a tile; a warp whose sums are not finite computes its rows or keys
-// again in float32, from the pairs that the mask shows. So do rows with a huge lse (row_stats.cuh).
+// Gradients that come out as infinity or NaN are computed again. A masked pair has P = 0, but 0 *
+// NaN is NaN, and an element of P or dS may overflow 16 bits. Both are rare, so products take all
+// pairs of a tile; a warp whose sums are not finite computes its rows or keys again in float32,
+// from visible pairs only. Rows with a huge lse are computed again, too (row_stats.cuh).
 
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
@@ -12,7 +12,7 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-// The warp's sums for one row of a gradient: `width` columns from one on, before column `end`.
+// The warp's sums for one row of a gradient: `width` columns from `first` on, before `end`.
 template <int width>
 struct RowSum {
   static constexpr int count = cdiv(width, warp_size);
@@ -36,8 +36,8 @@ struct RowSum {
   }
 };
 
-// The inputs of one batch element and key head, whose gradients are computed again.
-// stats(head, row) gives a row's RawStats.
+// The inputs of one batch element and key head, whose gradients are computed again. stats(head,
+// row) returns a row's RawStats.
 template <int d, int dv, class T, class Stats>
 struct alignas(16) Repair {
   Extent extent;
@@ -50,7 +50,7 @@ struct alignas(16) Repair {
     real p, dS;
   };
 
-  // P after dropout and dS of a row and a key, which the warp computes together.
+  // Computes P after dropout and dS of a row and a key, with all lanes of the warp.
   __device__ Pair pair(int head, int row, int key, const RawStats& own) const {
     const T *q = Q.row(batch, head, row), *k = K.row(batch, kv_head, key);
     const T *grad = dO.row(batch, head, row), *v = V.row(batch, kv_head, key);
@@ -64,7 +64,7 @@ struct alignas(16) Repair {
     return {of_head.dropped(p, row, key), score_gradient(p, kept_dP - own.delta, slope)};
   }
 
-  // dQ of rows `first` … `end` - 1, of at most `width` columns from `col` on, before col_end.
+  // Computes dQ of rows `first` … `end` - 1, at most `width` columns from `col` on, before col_end.
   template <int width>
   __device__ void rows(Tensor<result> dQ, int head, int first, int end, int col,
                        int col_end = d) const {
@@ -79,7 +79,7 @@ struct alignas(16) Repair {
     }
   }
 
-  // dK, or dV, of keys `first` … `end` - 1, summed over the `group` heads that share them.
+  // Computes dK or dV of keys `first` … `end` - 1, summed over the `group` heads that share them.
   template <bool of_V, int width>
   __device__ void keys(Tensor<result> gradient, int group, int first, int end,
                        int first_col) const {

@@ -1,6 +1,6 @@
 #pragma once
-// The product of a row of O and one of dO, which a few lanes of a warp share out: 16 bytes at a
-// time, so that together they read whole cache lines, where the rows begin at multiples of 16.
+// The product of a row of O and one of dO by a few lanes of a warp. Where rows begin at multiples
+// of 16 bytes, lanes read 16 bytes each, so that together they read whole cache lines.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -18,7 +18,7 @@ __device__ __forceinline__ float dot(const EightOfO& x, const uint4& y) {
   return sum;
 }
 
-// rowsum(dO * O) of a row, for all of its lanes; 0 for one that does not exist.
+// Returns rowsum(dO * O) of a row in all of its lanes, or 0 if the row does not exist.
 template <int dv, int lanes>
 __device__ __forceinline__ float row_product(const Tensor<const result>& O,
                                              const Tensor<const scalar>& dO, int batch, int head,

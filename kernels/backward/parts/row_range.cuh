@@ -1,5 +1,5 @@
 #pragma once
-// The rows that see a key of first_key … first_key + keys - 1: row_begin … row_end - 1.
+// Rows row_begin … row_end - 1 see some key of first_key … first_key + keys - 1.
 
 #include <attention/extent.cuh>
 

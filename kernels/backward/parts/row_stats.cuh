@@ -1,7 +1,7 @@
 #pragma once
 // The statistics of a row from the forward pass: lse in powers of two, and delta. A row that sees
-// no key has infinity and 0, which make its P 0. A huge lse becomes NaN: sums are computed again
-// from RawStats.
+// no key has lse2 = infinity and delta = 0, so that its P is 0. A huge lse becomes NaN, so that its
+// sums are computed again from RawStats.
 
 #include <attention/weight.cuh>
 

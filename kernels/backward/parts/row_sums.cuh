@@ -1,10 +1,10 @@
 #pragma once
-// lse and delta of all rows, tile by tile: a tile's are copied to shared memory at once.
+// lse and delta of all rows, tile by tile, so that one copy takes those of a tile to shared memory.
 
 #include <backward/parts/row_tile_number.cuh>
 #include <backward/parts/row_stats.cuh>
 
-// RowStats of the Br rows of a tile; of rows outside the array those of a row that sees no key.
+// RowStats of the Br rows of a tile; rows outside the array have those of a row that sees no key.
 template <int Br>
 struct RowSums {
   alignas(16) float lse2[Br], delta[Br];

@@ -4,8 +4,8 @@
 #include <attention/extent.cuh>
 #include <backward/parts/row_range.cuh>
 
-// From the last tile of each head to the first: blocks that begin together are at the same rows,
-// under a causal mask too.
+// Goes from the last tile of each head to the first, so that blocks that begin together are at the
+// same rows, even under a causal mask.
 template <int Br, int Bc>
 struct RowTileIterator {
   int head, first_row, first, last, left;
@@ -28,7 +28,7 @@ struct RowTileIterator {
   __device__ __forceinline__ auto map() const {
     return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
-  // With the map of a block mask, from the first tile of rows to the last; `left` counts heads.
+  // With a block mask, goes from the first tile of rows to the last, and `left` counts heads.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;

@@ -4,8 +4,8 @@
 #include <backward/parts/mma_gradients.cuh>
 #include <tile/async_copy.cuh>
 
-// Head by head, from the last tile of each to the first: blocks that begin together are at the same
-// rows, under a causal mask too.
+// Goes head by head, from the last tile of each to the first, so that blocks that begin together
+// are at the same rows, even under a causal mask.
 template <int Br, int Bc, int d, int dv, int threads>
 struct RowTileLoads {
   Tensor<const operand> Q, dO;
@@ -17,7 +17,7 @@ struct RowTileLoads {
   __device__ __forceinline__ auto map() const {
     return extent_of_head(*extent, head).row_tiles(first_key / Bc);
   }
-  // By the map of a block mask it goes from the first tiles of rows to the last; `left` are heads.
+  // With a block mask, goes from the first tile of rows to the last, and `left` counts heads.
   __device__ __forceinline__ void go_to(int row) {
     for (first_row = row; first_row > last; first_row = map().template from<Br>(first)) {
       if (--left == 0) return;
@@ -32,7 +32,7 @@ struct RowTileLoads {
     first_row = last;
     ++head;
   }
-  // The addresses of heads are computed here again: registers do not keep them.
+  // Recomputes the addresses of heads, to save registers.
   template <class Shared>
   __device__ __forceinline__ void begin_copies(Shared& shared, int stage) const {
     copy_rows<threads, d>(shared.Q[stage], Head(Q, opaque(batch), opaque(head), M), first_row);

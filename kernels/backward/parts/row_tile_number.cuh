@@ -1,12 +1,12 @@
 #pragma once
-// The numbers of tiles of rows, over all heads and batch elements.
+// Numbers tiles of rows over all heads and batch elements.
 
 #include <attention/tile_index.cuh>
 
-// The numbers of the tiles of a batch element.
+// Returns the number of a tile of a batch element.
 template <int Br>
 struct TilesOfRows {
-  int batch, heads, M;  // if packed: the sequence's first number, and the numbers of a head
+  int batch, heads, M;  // if packed: batch is the sequence's first tile, M the tiles of a head
 
   __device__ __forceinline__ long long operator()(int head, int row) const {
     if constexpr (packed) return (long long)head * M + batch + row / Br;

@@ -3,7 +3,7 @@
 
 #include <attention/extent.cuh>
 
-// Extent::in_reach for a key that exists, by its distance from the row's number.
+// Like Extent::in_reach, for a key that exists at this distance from the row.
 __device__ __forceinline__ bool sees_distance(const Extent& extent, int distance) {
   return (!causal || distance <= extent.causal_offset) &&
          (!windowed || distance >= extent.window_offset);

@@ -1,9 +1,9 @@
 #pragma once
-// Gradients of doubles that a warp holds in the fragments of mma.cuh, written to memory.
+// Writes gradients of doubles, in fragments of mma.cuh, to memory.
 
 #include <tile/tensor.cuh>
 
-// Writes m times 16 rows of a gradient times a factor: the columns from first_col on, before
+// Writes m * 16 rows of a gradient, multiplied by a factor: the columns from first_col on, before
 // `end_col`, of rows before `end`.
 template <int columns, int m, int n>
 __device__ __forceinline__ void store_gradient(const double (&sums)[m][n][4], double factor,

@@ -1,12 +1,12 @@
 #pragma once
-// Gradients that a warp holds in the fragments of mma.cuh, written to memory.
+// Writes gradients in fragments of mma.cuh to memory.
 
 #include <tile/store.cuh>
 #include <tile/tensor.cuh>
 #include <timeline.cuh>
 
-// Writes m times 16 rows of a gradient times a factor, 16 bytes at a time where rows lie so: the
-// columns from first_col on, before `end_col`, of rows before `end`.
+// Writes m * 16 rows of a gradient, multiplied by a factor, 16 bytes at a time where rows are
+// aligned: the columns from first_col on, before `end_col`, of rows before `end`.
 template <int columns, int m, int n>
 __device__ __forceinline__ void store_gradient(const float (&sums)[m][n][4], float factor,
                                                Tensor<result> gradient, int batch, int head,

@@ -1,5 +1,5 @@
 #pragma once
-// The epilogue of a gradient on tensor cores: stores a warp's part of it, or computes it again.
+// The epilogue of a gradient on tensor cores: stores a warp's part, or computes it again.
 
 #include <backward/parts/cold_path.cuh>
 #include <backward/parts/repair_gradients.cuh>

@@ -1,13 +1,13 @@
 #pragma once
-// lse * log2(e) and D = rowsum(dO * O) - dlse of the rows of a tile.
+// Computes lse * log2(e) and D = rowsum(dO * O) - dlse of the rows of a tile.
 
 #include <backward/parts/gradient_of_lse.cuh>
 #include <backward/parts/place_of_sums.cuh>
 #include <backward/parts/row_product.cuh>
 #include <backward/parts/row_sums.cuh>
 
-// Lanes share a row, and a block has all rows of the tile at a time, so that all loads are under
-// way together.
+// Several lanes share a row, and a block has all rows of the tile at once, so that all loads are in
+// flight together.
 template <int dv, int threads, int Br>
 __device__ __forceinline__ void sum_tile(Tensor<const result> O, Tensor<const scalar> dO,
                                          Tensor<const real> lse, RowSums<Br>& sums, int tile,

@@ -1,5 +1,5 @@
 #pragma once
-// Products of the backward pass on tensor cores, of 16-bit tiles in shared memory.
+// Tensor-core products of the backward pass, of 16-bit tiles in shared memory.
 
 #include <ptx/mma.cuh>
 #include <tile/async_copy.cuh>
@@ -8,7 +8,7 @@
 
 static_assert(sizeof(operand) != 4, "these tensor-core products take 16-bit numbers or doubles");
 
-// D += A B for one step of the sum, of A's fragments and B's by columns of 16.
+// Computes D += A B for one step of the sum, from fragments of A and of B, loaded by 16 columns.
 template <int rows, int blocks, class Own, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
                                               const unsigned (&a)[rows][4], const Own& own,
@@ -26,8 +26,8 @@ __device__ __forceinline__ void multiply_step(float (&D)[rows][blocks][4],
   }
 }
 
-// D += A B^T for rows of both, with `at_once` steps of the sum unrolled: with more, loads of later
-// steps take the registers of what waits.
+// Computes D += A B^T for rows of both, with `at_once` steps of the sum unrolled: with more, loads
+// of later steps need registers that other values hold.
 template <int at_once = 2, class Own, int rows, int blocks, int height, int other, int length>
 __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
                                                     operand (&A)[height][length],
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_transposed(float (&D)[rows][blocks][4],
   }
 }
 
-// D += A B, or D += A^T B: sums over the rows of B.
+// Computes D += A B, or D += A^T B: a sum over the rows of B.
 template <bool of_columns, class Own, int rows, int blocks, int height, int length, int other,
           int columns>
 __device__ __forceinline__ void multiply_tiles(float (&D)[rows][blocks][4],

@@ -1,7 +1,7 @@
 #pragma once
 // The dynamic tile scheduler of a persistent block. Its first tile has the block's own number. The
-// next ones come from an atomic counter in memory when the block is about to be free, in the order
-// in which blocks with one tile would begin. One warp counts, and passes the numbers to the others.
+// next ones come from an atomic counter in memory just before the block is free, in the order in
+// which blocks with one tile would begin. One warp counts, and passes the numbers to the others.
 
 #include <ptx/dependent_launch.cuh>
 #include <tile/pipeline.cuh>
@@ -12,8 +12,8 @@ struct TileQueue {
   Pipeline<depth> pipeline;  // its consumers are warps
 };
 
-// Iterates over a warp's tiles, of `all`. The number is warp-uniform: otherwise the compiler
-// treats the loop as divergent, and descriptors of products take vector registers.
+// Iterates over a warp's tiles, out of `all`. The tile number is warp-uniform: otherwise the
+// compiler treats the loop as divergent, and descriptors of products take vector registers.
 struct QueuedTiles {
   TileQueue& queue;
   int all;

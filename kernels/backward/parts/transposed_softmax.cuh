@@ -1,5 +1,5 @@
 #pragma once
-// The softmax of transposed tiles: a block owns Bc keys and goes through tiles of Br rows. A thread
+// The softmax of transposed tiles: a block owns Bc keys and loops over tiles of Br rows. A thread
 // has two keys of each tile, and two of each 8 rows.
 
 #include <attention/no_bias.cuh>
@@ -43,10 +43,10 @@ struct KeyRows {
   __device__ __forceinline__ int key() const { return first_key() + unsigned(opaque(lane)) / 4; }
   __device__ __forceinline__ int row() const { return rows; }
 
-  // S^T becomes P^T, and dP^T becomes dS^T without the scale, once their products are complete.
-  // Slopes that differ are multiplied into dP, to take no registers of their own. When the bias is
-  // read, that of the tile of next_row is copied. `masks` is false if no pair is hidden. If it
-  // `overlaps`, dP may be in flight while P is computed, and between() is called then.
+  // Waits for the products, and replaces S^T by P^T and dP^T by dS^T, without the scale. Slopes
+  // other than 1 are multiplied into dP, to save registers. Once the bias is read, that of the tile
+  // of next_row is copied. `masks` is false if no pair is hidden. If it `overlaps`, dP may be in
+  // flight while P is computed, and between() is called after P.
   template <bool masks = true, bool overlaps = true, int Br, int Bc, class StoredSums,
             class Bias = const NoBias&, class Between = NothingBetween>
   __device__ __forceinline__ void compute_P_and_dS(Sums<Br>& S, Sums<Br>& dP,
@@ -75,7 +75,7 @@ struct KeyRows {
     }
   }
 
-  // S^T becomes P^T = 2^(S^T * scale2 - lse2), and PS^T is P^T times the slope of the modification.
+  // Replaces S^T by P^T = 2^(S^T * scale2 - lse2); PS^T is P^T times the score's slope.
   template <bool masks = true, int Br, int Bc, class StoredSums, class Bias = const NoBias&>
   __device__ __forceinline__ void compute_P(Sums<Br>& S, Sums<Br>& PS, const StoredSums& sums,
                                             const Scorer<float>& scorer,
@@ -141,7 +141,7 @@ struct KeyRows {
     }
   }
 
-  // dP^T becomes dS^T = PS^T * (dP^T - delta), without the scale.
+  // Replaces dP^T by dS^T = PS^T * (dP^T - delta), without the scale.
   template <int count, class StoredSums>
   __device__ __forceinline__ void compute_dS(const float (&PS)[count], float (&dP)[count],
                                              const StoredSums& sums, float factor) const {

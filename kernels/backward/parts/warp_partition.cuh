@@ -6,8 +6,8 @@
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// The number of parts into which the rows of a product are divided; the columns of a part are
-// divided among its warps. Parts with short edges read less of shared memory.
+// Returns into how many parts the rows of a product are divided; the columns of a part are divided
+// among its warps. Parts with short edges read less shared memory.
 __host__ __device__ constexpr int parts_of_rows(int height, int columns, int warps) {
   int best = 1, least = 1 << 30;
   for (int parts = 1; parts <= warps; parts *= 2) {
@@ -28,7 +28,7 @@ struct WarpPartition {
   static constexpr int across = warps / down;
   static constexpr int rows = height / down;
   static constexpr int cols = cdiv(columns, across* step) * step;
-  static constexpr bool whole = cols * across == columns;  // else some lie behind its end
+  static constexpr bool whole = cols * across == columns;  // else some cols are past the end
   using Sums = real[rows / step][cols / 8][4];
   static constexpr int fours = rows / step * (cols / 8);
 

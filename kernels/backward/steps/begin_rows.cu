@@ -1,7 +1,8 @@
-// begin_rows: row statistics for `wgmma_columns`, tile by tile: lse * log2(e), D = rowsum(dO * O),
-// and zeros for the sums of dQ, and for the counts of blocks that have added to them or of tiles.
+// begin_rows: computes row statistics for `wgmma_columns`, tile by tile: lse * log2(e) and D =
+// rowsum(dO * O). Clears the sums of dQ, and the counts of tiles or of blocks that have added to
+// the sums.
 //
-// `delta` and `clear_sums` do the same in two launches, and read and write less at a time.
+// `delta` and `clear_sums` do the same in two launches, with narrower reads and writes.
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]
 //   row_sums [batch, heads, cdiv(M, Br)]    dQ_sum [batch, heads, cdiv(M, Br), parts]

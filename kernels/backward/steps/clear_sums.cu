@@ -1,4 +1,4 @@
-// clear_sums: zeros for what many blocks will add to.
+// clear_sums: clears sums in memory to which many blocks add.
 //
 //   sums [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)

@@ -1,12 +1,12 @@
 // expression_gradients: the gradients of arrays that expressions read, such as a bias or slopes.
 //
-// A score x = expression(scale * q·k, a[i], …) moves with every element that the expression reads.
+// A score x = expression(scale * q·k, a[i], …) depends on every element that the expression reads.
 // With P = exp(x - lse), the gradient of x is P * (dP - D), D = rowsum(dO * O) - dlse, and an
-// element gets that times dx / da[i], from all pairs that read it.
+// element's gradient is the sum of that times dx / da[i] over all pairs that read it.
 //
-// It runs twice: to find the largest term of each element, then to add all terms. A term is the sum
-// over keys, or neighbouring ones, of a row that read the same element, in their order. Both runs
-// are of the same machine code, so that they have the same terms.
+// It runs twice: to find the largest term of each element, then to add all terms. A term is a sum
+// over keys of a row that read the same element: the whole row's, or a lane's consecutive ones.
+// Both runs use the same machine code, so that they have the same terms.
 //
 //   Q, O, dO [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   lse [batch, heads, M]

@@ -1,5 +1,5 @@
-// finish_dQ: dQ from the sums that `wgmma_columns` has left, times the scale, where its blocks do
-// not finish it themselves.
+// finish_dQ: multiplies the sums of `wgmma_columns` by the scale and writes dQ, where the blocks of
+// that kernel do not finish it themselves.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   row_sums [batch, heads, cdiv(sizes.M, Br)]    dQ_sum [batch, heads, cdiv(sizes.M, Br), parts]

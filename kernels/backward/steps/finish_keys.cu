@@ -1,4 +1,4 @@
-// finish_keys: the sums of dK, times the scale, or of dV, in the dtype of the inputs.
+// finish_keys: rounds the sums of dK, times the scale, or of dV to the dtype of the inputs.
 //
 // The mirror image of `finish_rows`: elements that are NaN are summed again over the rows that see
 // the key, of all heads that share it. For dK `left` is dS and `right` is Q; for dV they are P and

@@ -1,4 +1,4 @@
-// finish_rows: the sums of dQ, times the scale, in the dtype of the inputs.
+// finish_rows: rounds the sums of dQ, times the scale, to the dtype of the inputs.
 //
 // The product dS K multiplies the zeros of masked pairs with their keys, and 0 * NaN and
 // 0 * infinity are NaN. Elements that are NaN are summed again over the keys that the row sees; the

@@ -1,4 +1,4 @@
-// mma_delta: `delta` by 16 bytes at a time, and zeros for the sums of dQ in the same launch.
+// mma_delta: `delta` with loads of 16 bytes; also clears the sums of dQ.
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `floats` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)
@@ -13,7 +13,7 @@ static_assert(floats % 4 == 0, "sums are cleared by fours");
 
 constexpr int chunks = cdiv(dv, 8);
 constexpr int lanes = chunks <= 4 ? 4 : chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32;  // for a row
-constexpr int together = 4;  // rows that a thread's loads are under way for
+constexpr int together = 4;  // rows for which a thread's loads are in flight
 
 extern "C" __global__ __launch_bounds__(threads) void mma_delta(Tensor<const result> O,
                                                                 Tensor<const scalar> dO,

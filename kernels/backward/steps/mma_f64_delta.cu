@@ -1,4 +1,4 @@
-// mma_f64_delta: `delta`, and zeros for the sums of dQ in the same launch.
+// mma_f64_delta: `delta`, which also clears the sums of dQ.
 //
 //   O, dO [batch, heads, M, dv]    D [batch, heads, M]    dQ_sum: `doubles` for each tile of rows
 //   grid (cdiv(M, Br) * heads * batch)    block (threads), a warp for each row

@@ -1,10 +1,10 @@
 // repair_split_gradients: computes flagged rows of dQ and keys of dK and dV, whose split operands
 // were not accurate, from the float32 arrays.
 //
-// Flags are rare: a block whose rows or keys have none returns at once. For a row with one,
-// the keys are divided among the warps of a block; for a key, the rows. The others are not touched.
-// Large problems have a few flags by chance, and the launch takes as long as one row then: what
-// several pairs need is on its way at the same time.
+// Flags are rare: a block whose rows or keys have none returns at once. For a flagged row the
+// block's warps divide the keys, for a flagged key the rows. Other rows and keys are not written.
+// Large problems have a few flags by chance, and the launch then takes as long as one row, so loads
+// of several pairs are in flight together.
 //
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V, dK, dV [batch, kv_heads, N, d | dv]
 //   lse, delta, flags [batch, heads, M]    dK_flags, dV_flags [batch, kv_heads, N]
@@ -20,7 +20,7 @@
 
 constexpr int warps_of_block = threads / warp_size;
 constexpr int most_columns = d > dv ? d : dv;
-constexpr int together = most_columns > 64 ? 4 : 6;  // pairs of a warp that are under way
+constexpr int together = most_columns > 64 ? 4 : 6;  // pairs of a warp in flight
 
 struct Shared {
   real sums[warps_of_block][most_columns];
@@ -40,7 +40,7 @@ __device__ bool read_flag(bool (&flagged)[rows_of_block], Tensor<const unsigned 
   return set;
 }
 
-// A lane's sums of a[i][j] b[i][j] over the columns j of pairs of rows.
+// Adds a lane's sums of a[i][j] * b[i][j] over columns j, for each pair i of rows.
 template <int cols>
 __device__ __forceinline__ void multiply_rows(const scalar* const (&a)[together],
                                               const scalar* const (&b)[together],
@@ -59,7 +59,7 @@ struct Pairs {
   int row[together], key[together];
   RawStats stats[together];
 
-  // Adds to dQ, dK or dV of a warp's row or key what pairs give it that are_seen(number).
+  // Adds the contributions of the pairs i with are_seen(i) to dQ, dK or dV of a row or key.
   template <char of, int cols, class AreSeen>
   __device__ __forceinline__ void add_to(RowSum<cols>& sum, const Repairs& inputs, int head,
                                          AreSeen are_seen) const {
@@ -84,7 +84,7 @@ struct Pairs {
     bool seen[together];
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      seen[i] = are_seen(i);  // no branch: pairs would be computed one after the other
+      seen[i] = are_seen(i);  // a branch would serialize the pairs
       const auto [score, slope] = inputs.scorer.with_slope(products[i], of_head, row[i], key[i]);
       const real p = exp2(log_weight(score, stats[i].lse) * log2e);
       const real kept_dP = of_head.dropped(dP[i], row[i], key[i]);
@@ -97,13 +97,13 @@ struct Pairs {
 #pragma unroll
       for (int i = 0; i < together; ++i) {
         const real x = real((of == 'Q' ? k[i] : of == 'K' ? q[i] : grad[i])[col]);
-        if (seen[i]) sum.sums[j] += weights[i] * x;  // what is not seen may be NaN
+        if (seen[i]) sum.sums[j] += weights[i] * x;  // hidden rows may have NaN
       }
     }
   }
 };
 
-// Adds up what the warps have of a row, and writes it.
+// Adds up the warps' sums for a row, and writes the row.
 template <int cols>
 __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, real factor) {
   sum.store(shared.sums[threadIdx.x / warp_size], real(1));
@@ -116,7 +116,7 @@ __device__ void write_row(Shared& shared, const RowSum<cols>& sum, result* row, 
   __syncthreads();  // before the sums of the next row overwrite them
 }
 
-// dQ of a row. Warps take keys in turn.
+// Computes dQ of a row; keys are dealt to the warps one by one.
 __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result> dQ, int head,
                            int row) {
   const Extent& extent = inputs.extent;
@@ -138,7 +138,7 @@ __device__ void repair_row(Shared& shared, const Repairs& inputs, Tensor<result>
   write_row(shared, sum, dQ.row(inputs.batch, head, row), inputs.scorer.scale);
 }
 
-// dK, or dV, of a key. Warps take rows of each head in turn.
+// Computes dK or dV of a key; rows of each head are dealt to the warps one by one.
 template <bool of_V>
 __device__ void repair_key(Shared& shared, const Repairs& inputs, Tensor<result> gradient,
                            int group, int key) {

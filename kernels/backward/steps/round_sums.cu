@@ -1,5 +1,5 @@
-// round_sums: finished sums as a gradient in the dtype of the inputs, times the scale if it has
-// one.
+// round_sums: rounds finished sums, times the scale if the gradient has one, to the dtype of the
+// inputs.
 //
 //   sums, gradient [batch, heads, rows, width]
 //   grid (max(cdiv(rows * width, threads), 1) * heads * batch)    block (threads)

@@ -1,4 +1,4 @@
-// score_gradients: P from the scores and lse, and dS from P and dP, element by element.
+// score_gradients: computes P from the scores and lse, and dS from P and dP, element by element.
 //
 // S and dP = dO V^T are whole matrices of sums in memory; P = exp(S - lse) and dS = P * (dP -
 // delta) are written rounded, as operands of the products that follow. One launch writes both,

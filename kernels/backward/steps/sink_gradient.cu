@@ -1,9 +1,9 @@
 // sink_gradient: the gradient of the sinks, which have a weight in every row but no value.
 //
-// dsink = -sum of exp(sink - lse) * D over the rows of a head, D = rowsum(dO * O) - dlse, as
-// delta.cu has it; of sinks [heads] over all batch elements. Each sum has a fixed order.
+// dsink = -sum of exp(sink - lse) * D over the rows of a head, with D = rowsum(dO * O) - dlse as in
+// delta.cu; for sinks [heads] the sum is over all batch elements, too. Each sum has a fixed order.
 //
-//   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink, as the sinks
+//   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    d_sink: shape of the sinks
 //   grid (heads, batch of the sinks)    block (threads), a warp for each row
 //   the host sets: scalar, result, real, dv, threads, shared_bytes, has_dlse
 #include <attention/weight.cuh>

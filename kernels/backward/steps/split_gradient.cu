@@ -1,8 +1,8 @@
-// split_gradient: splits dO into high and low parts in float16, computes delta, and flags rows
+// split_gradient: splits dO into high and low halves in float16, computes delta, and flags rows
 // whose split gradients would not be accurate.
 //
-// dO is split against V as split_operands splits Q against K, with e the exponents of V's columns
-// j and g that of row i:
+// dO is split with V's exponents as split_operands splits Q with K's: e[j] is the exponent of V's
+// column j, and g[i] that of row i:
 //
 //   dO[i][j] * 2^(e[j]) * 2^(14 - g[i]) = dO_high + dO_low / 2^11     dO_units[i] = 2^(g[i] + 32)
 //   delta[i] = sum of dO[i][j] * O[i][j] over j, less the gradient of lse
@@ -13,11 +13,11 @@
 //  - where dO or Q is so large or so small that weights times its power of two leave the range of
 //    floats;
 //  - where rowsum(|dO * O|) is below 2^-22 * 2^g: dS then consists of dP of small values, which low
-//    parts do not hold.
+//    halves do not hold.
 // The blocks after those of rows write the exponents of K's columns, for the results.
 //
 //   Q, O, dO [batch, heads, M, d | dv]    maxima: see split_maxima
-//   dO_high, dO_low [batch, heads, M, dv]: contiguous, filled up with zeros to a multiple of 16
+//   dO_high, dO_low [batch, heads, M, dv]: contiguous, padded with zeros to a multiple of 16
 //   K_exponents [batch, kv_heads, d]    scale2, dO_units, delta, flags [batch, heads, M]
 //   grid (query_blocks for tiles of rows, then kv_heads * batch)    block (threads)
 //   the host sets: scalar, result, operand, real, slabs, rows_of_block, d, dv, threads,
@@ -36,7 +36,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-// rowsum(dO * O) and rowsum(|dO * O|), in all lanes.
+// Computes rowsum(dO * O) and rowsum(|dO * O|) in all lanes.
 struct RowProduct {
   real sum = 0, size = 0;
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool is_held(const SplitRow<dv>& row, const RowProduc
          product.size >= times_two_to(0x1p-22f, row.exponent);
 }
 
-// Whether a row of Q, not of zeros, has weights that are too small, by its unit.
+// Whether the weights of a nonzero row of Q are too small, judged by its unit.
 __device__ __forceinline__ bool is_small(const scalar* q, real unit, real scale, int lane) {
   if (unit >= least_unit || (scale == 0 && !has_score_mod)) return false;
   bool zeros = true;

@@ -1,5 +1,5 @@
-// split_stats: the row statistics for the pass for keys of `wgmma_fp16x2_two_pass`, contiguous in
-// memory, so that those of a tile are copied at once.
+// split_stats: writes row statistics for the dK and dV pass of `wgmma_fp16x2_two_pass`
+// contiguously, so that one copy loads those of a tile.
 //
 //   lse, delta, scale2, dO_units, flags [batch, heads, M]    stats [batch, heads, cdiv(M, Br), Br]
 //   grid (cdiv(M, Br) * heads * batch)    block (Br)

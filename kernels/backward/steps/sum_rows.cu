@@ -1,5 +1,5 @@
-// sum_rows: what `wgmma_two_pass` needs of rows before it begins, tile by tile: lse * log2(e) and D
-// = rowsum(dO * O).
+// sum_rows: computes the row statistics that `wgmma_two_pass` reads, tile by tile: lse * log2(e)
+// and D = rowsum(dO * O).
 //
 //   O, dO [batch, heads, M, dv]    lse [batch, heads, M]    row_sums [batch, heads, cdiv(M, Br)]
 //   grid (cdiv(M, Br) * heads * batch)    block (threads)

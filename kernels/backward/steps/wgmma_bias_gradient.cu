@@ -1,11 +1,11 @@
 // wgmma_bias_gradient: the gradient of a bias on Hopper's tensor cores.
 //
-// A bias is the last step of a score, so that its gradient is dS = P * (dP - delta), summed over
-// the batch elements and heads that share an element of it. A block owns 128 rows by 256 keys of
-// the gradient and goes through them: S = Q K^T and dP = dO V^T are computed once more, and sums
-// stay in registers. Nothing is added in memory, so that all runs give the same bits.
+// A bias is added last to a score, so its gradient is dS = P * (dP - delta), summed over the batch
+// elements and heads that share an element of the bias. A block owns 128 rows by 256 keys of the
+// gradient and loops over those heads: it recomputes S = Q K^T and dP = dO V^T, and keeps sums in
+// registers. Nothing is added in memory, so that all runs give the same bits.
 //
-// Blocks are persistent, and load the next tile while they store the last one. The bias of a tile
+// Blocks are persistent: they load the next tile while they store the last one. The bias of a tile
 // is copied to shared memory once, because loads from global memory would touch eight rows at a
 // time.
 //
@@ -36,7 +36,7 @@ constexpr int own_rows = consumers * warpgroup_rows, own_keys = chunks * chunk;
 constexpr int copying_warps = 3;  // of the warpgroup that loads
 using Registers = RegisterBudget<consumers, 32>;
 
-// A tile of the gradient. Some of its rows see keys from `begin` on and before `end`.
+// A tile of the gradient. Its rows see keys only from `begin` on and before `end`.
 struct Task {
   int row, first_key, head, batch, begin, end;
 
@@ -83,10 +83,10 @@ struct Tasks {
 
 using BiasChunk = TmaTile<scalar, own_rows, chunk>;
 
-// The bias for a warp's products of a chunk, from a row of the tile on.
+// The bias of a warp's scores in a chunk, from a row of the tile on.
 struct BiasPairs {
   static constexpr bool is_used = true;
-  scalar* row;  // the lane's, as ldmatrix takes it
+  scalar* row;  // the row whose address the lane passes to ldmatrix
   unsigned swizzle;
 
   __device__ __forceinline__ BiasPairs(BiasChunk& of, int first_row) {
@@ -109,7 +109,7 @@ struct BiasPairs {
   }
 };
 
-// The bias of a tile in shared memory, chunk by chunk. All of it stays for all that shares it.
+// The bias of a tile in shared memory, in chunks. All of it stays for all heads that share it.
 template <int stages>
 struct CopiedBias {
   static_assert(stages >= chunks, "all of a tile's bias stays");
@@ -121,7 +121,7 @@ struct CopiedBias {
     pipeline.init(consumers * warpgroup_size / warp_size);  // warps read it
   }
 
-  // Copies a chunk; keys past the end become 0, rows past it the last one.
+  // Copies a chunk; keys past the end become 0, and rows past the end repeat the last one.
   template <class Arrays>  // Mods, looked up only where this is used
   __device__ __forceinline__ void copy(BiasChunk& to, const Task& task, int first_key,
                                        const Sizes& sizes, const Arrays& mods) {
@@ -139,7 +139,7 @@ struct CopiedBias {
     __syncwarp();
   }
 
-  // Copies this warp's chunks of all tiles: a stage's warp is always the same.
+  // Copies this warp's chunks of all tiles; each stage always belongs to the same warp.
   template <class Arrays>
   __device__ __forceinline__ void copy_all(const Tasks& tasks, const Arrays& mods, int warp) {
     State at;
@@ -159,7 +159,7 @@ struct CopiedBias {
   __device__ __forceinline__ BiasPairs pairs(const State& at, int first_row) {
     return BiasPairs(copied[at.stage], first_row);
   }
-  // The warp has read it; what shares the tile last releases it.
+  // Ends the warp's reads of a chunk, and releases it for the last head that shares the tile.
   __device__ __forceinline__ void end(State& at, bool is_last_share) {
     __syncwarp();
     if (is_last_share && threadIdx.x % warp_size == 0) pipeline.arrive(at);
@@ -167,7 +167,8 @@ struct CopiedBias {
   }
 };
 
-// Expressions read the bias from global memory: it does not fit, or another array is held.
+// Without copies expressions read the bias from global memory, because it does not fit or another
+// array is held.
 template <>
 struct CopiedBias<0> {
   struct State {};
@@ -204,9 +205,9 @@ __device__ __forceinline__ void init_pipelines(Shared& shared) {
   fence_barrier_init();
 }
 
-// The producer's thread loads, for all that shares a tile, Q and dO and, chunk by chunk, K and V.
-// Where Q or dO has a single stage, it is empty only after the last products with it: the first K
-// and V have room before.
+// The producer's thread loads Q and dO of each head that shares a tile and, chunk by chunk, K and
+// V. A single stage of Q or dO is free only after the last products with it, so the first K and V
+// are loaded before.
 __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, const TensorMap& Q,
                                         const TensorMap& K, const TensorMap& V, const TensorMap& dO,
                                         int group) {
@@ -239,7 +240,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Tasks& tasks, cons
   });
 }
 
-// The two rows of a head that a thread has, as expressions take them.
+// The two rows of a thread, in the form that Scorer::apply takes.
 struct OwnStats {
   RowStats rows[2];
 };
@@ -269,7 +270,7 @@ struct Consumer {
   PipelineState<KV_stages> keys;
   Bias::State biases;
 
-  // The first row of the warp, of the tile's; warps 0 to 3 load.
+  // The first row of the warp in its tile; warps 0 to 3 load.
   __device__ __forceinline__ int tile_row() const {
     return opaque(int(threadIdx.x)) / warp_size * step - warpgroup_rows;
   }
@@ -283,7 +284,7 @@ struct Consumer {
     return {{{all.lse2[own], all.delta[own]}, {all.lse2[own + 8], all.delta[own + 8]}}};
   }
 
-  // Sums dS of all that shares the tile. The row sums of the next one are read ahead.
+  // Sums dS of all heads that share the tile, and reads the row sums of the next head ahead.
   __device__ __forceinline__ void sum(const Task& task, Sums& sums) {
     const int first = opaque(row(task) + int(threadIdx.x) % warp_size / 4);
     const Bias::State first_bias = biases;
@@ -305,7 +306,7 @@ struct Consumer {
     }
   }
 
-  // Adds dS of all chunks that rows see; whole tiles have code without conditions.
+  // Adds dS of all chunks that rows see; whole tiles use code without conditions.
   template <bool is_whole>
   __device__ __forceinline__ void add_chunks(const Task& task, const OwnRows& rows,
                                              bool is_last_share, Sums& sums) {
@@ -321,7 +322,7 @@ struct Consumer {
     return reinterpret_cast<Products&>(sums[j]);
   }
 
-  // Adds dS of a chunk. Of those that share the bias the last one releases it.
+  // Adds dS of a chunk. The last head that shares the bias releases it.
   __device__ __forceinline__ void add(const Task& task, const OwnRows& rows, int key, bool is_last,
                                       bool is_last_share, Products& sums) {
     Products S, dP;
@@ -349,7 +350,7 @@ struct Consumer {
       flat(sums)[i] += flat(S)[i] * (flat(dP)[i] - rows.stats.rows[i / 2 % 2].delta);
   }
 
-  // S becomes P; 0 where the pair is hidden.
+  // Replaces S by P, or by 0 where the pair is hidden.
   template <class Pairs>
   __device__ __forceinline__ void compute_P(Products& S, const OwnRows& rows, const Task& task,
                                             int first_key, const Pairs& bias) const {
@@ -370,8 +371,8 @@ struct Consumer {
     }
   }
 
-  // Dropout of dP.
-  template <class Rows>  // where the host has no dropout.cuh, nothing of it is looked up
+  // Applies dropout to dP.
+  template <class Rows>  // a template, so that names of dropout.cuh are looked up only if used
   __device__
   __forceinline__ void drop([[maybe_unused]] Products& dP, [[maybe_unused]] const Rows& rows,
                             [[maybe_unused]] int first_key) const {
@@ -400,8 +401,8 @@ struct Consumer {
   }
 };
 
-// Sums that come out as infinity or NaN are computed again, pair by pair: only pairs that are seen
-// and have a weight count, for 0 * NaN is NaN.
+// Sums that come out as infinity or NaN are computed again, pair by pair, from visible pairs with a
+// nonzero weight only, because 0 * NaN is NaN.
 struct Repair {
   Tensor<const scalar> Q, K, V, dO;
   Tensor<const real> lse;
@@ -425,7 +426,7 @@ struct Repair {
     return p == 0 ? 0.0f : p * (extent.dropped(dP, row, key) - own.delta);
   }
 
-  // Of the warp's rows of a tile.
+  // Computes the warp's rows of a tile.
   __device__ __forceinline__ void rows(const Consumer& of, const Task& task,
                                        const Tensor<scalar>& d_bias) const {
     const int first = of.row(task), lane = threadIdx.x % warp_size;

@@ -1,5 +1,5 @@
 #pragma once
-// __nv_bfloat16 for the CPU: the upper half of a float, computed with as float.
+// __nv_bfloat16 for the CPU: the upper half of a float; arithmetic is done in float.
 //
 // Operations round to nearest, ties to even, as on the device.
 #include <cuda_fp16.h>
@@ -8,7 +8,7 @@ namespace simulator {
 
 inline unsigned short bfloat16_bits(float value) {
   unsigned bits = bit_cast<unsigned>(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // the device's one NaN
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // the only NaN that the device makes
   return static_cast<unsigned short>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -1,8 +1,8 @@
 #pragma once
-// __half for the CPU: 16 bits, converted by arithmetic on them, computed with as float.
+// __half for the CPU: 16 bits, converted by integer arithmetic; arithmetic is done in float.
 //
-// Operations round to nearest, ties to even, as on the device. Rounding to float on the way does
-// no harm: its 24 bits are twice those of a half and two more, which is enough.
+// Operations round to nearest, ties to even, as on the device. Rounding to float first does no
+// harm, because the 24 bits of a float are twice the 11 bits of a half plus two.
 #include <simulator.h>
 
 namespace simulator {
@@ -34,8 +34,8 @@ inline float half_value(unsigned short bits) {
   return bit_cast<float>(sign | bit_cast<unsigned>(value));
 }
 
-// To float such that a second rounding, to half or bfloat16, gives what one rounding would:
-// towards the odd neighbour if inexact.
+// Rounds to float so that a second rounding, to half or bfloat16, gives the same as a single one:
+// to the odd neighbour if inexact.
 inline float round_to_odd(double value) {
   float rounded = static_cast<float>(value);
   double back = rounded;
@@ -46,7 +46,7 @@ inline float round_to_odd(double value) {
   return bit_cast<float>(away ? bits - 1 : bits + 1);
 }
 
-// a + b, rounded to odd.
+// Returns a + b, rounded to odd.
 inline double add_to_odd(double a, double b) {
   double sum = a + b;
   double b_part = sum - a;

@@ -1,9 +1,9 @@
 #pragma once
-// CUDA C++ for a host compiler: what a kernel's text needs to compile and run on the CPU.
+// CUDA C++ for a host compiler: the declarations that a kernel needs to compile and run on the CPU.
 //
-// It stands before every kernel and is compiled with it, so it includes nothing: a standard header
-// would cost more time than the kernel. The work is done in runtime.cpp. The simulator's headers in
-// ptx/, which replace those with inline PTX, build on the functions of namespace `simulator`.
+// It is compiled with every kernel, so it includes nothing: a standard header would take longer to
+// compile than the kernel. The work is done in runtime.cpp. The simulator's headers in ptx/, which
+// replace those with inline PTX, build on the functions of namespace `simulator`.
 
 typedef decltype(sizeof(0)) size_t;
 
@@ -17,8 +17,8 @@ typedef decltype(sizeof(0)) size_t;
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define SIMULATOR_INLINED inline __attribute__((always_inline))
-// Inlining all these functions would take half of the time of compiling the ladder's kernels. In
-// others it is done: a struct passed by value straight from memory is checked only where inlined.
+// Inlining all these functions would take half of the time of compiling the ladder's kernels. Other
+// kernels inline them, because a struct passed by value straight from memory is checked only then.
 #if defined(SIMULATOR_CALLS_FUNCTIONS)
 #define __forceinline__ inline
 #else
@@ -36,8 +36,8 @@ typedef decltype(sizeof(0)) size_t;
 #endif
 
 // ---------------------------------------------------------------------------------------------
-// The runtime. `operation` is the name the kernel knows a function by, for messages; file and
-// line are those of the call.
+// The runtime. `operation` is the name of the function in the kernel, for messages; file and line
+// are those of the call.
 
 namespace simulator {
 struct Coordinates;
@@ -101,7 +101,7 @@ void simulator_set_registers(int count, bool increases, const char* file, int li
 [[noreturn]] void simulator_fault(const char* text, const char* file, int line);
 
 int printf(const char* format, ...) __attribute__((format(printf, 1, 2)));
-// The compiler does not check the accesses of these two; the runtime's own do.
+// The compiler does not instrument these two; the runtime checks their accesses.
 void* memcpy(void* to, const void* from, size_t bytes) noexcept __asm__("simulator_memcpy");
 void* memset(void* to, int value, size_t bytes) noexcept __asm__("simulator_memset");
 
@@ -289,7 +289,7 @@ struct Coordinates {
   uint3 grid_dim;
 };
 
-// Where a call stands in the kernel's text. As a default argument it is the caller's place.
+// The source location of a call in the kernel. As a default argument it is the caller's.
 struct Here {
   const char* file;
   int line;
@@ -305,7 +305,7 @@ inline To bit_cast(const From& from) {
   return to;
 }
 
-// The bytes of a small value in one word, the rest zero.
+// Returns the bytes of a small value in one word, padded with zeros.
 template <class T>
 inline unsigned long to_word(const T& value) {
   static_assert(sizeof(T) <= sizeof(unsigned long), "one value of a warp has at most 8 bytes");
@@ -318,13 +318,13 @@ inline int lane() {
   return simulator_lane();
 }
 
-// A barrier of the lanes in `mask`; it orders their accesses of memory, as no other collective of a
-// warp does.
+// A barrier of the lanes in `mask`; it is the only warp collective that orders their memory
+// accesses.
 inline void warp_barrier(unsigned mask, const char* operation, Here here = Here()) {
   simulator_warp_barrier(mask, operation, here.file, here.line);
 }
 
-// A collective of the lanes in `mask`: the values of all of them, indexed by lane. They may be read
+// A collective of the lanes in `mask`: returns the values of all of them, indexed by lane, valid
 // until this lane's next collective.
 template <class T>
 inline const T* warp_gather(unsigned mask, const T& mine, const char* operation = "warp_gather",
@@ -340,8 +340,8 @@ inline const T* warp_gather(const T& mine, const char* operation = "warp_gather"
   return warp_gather(0xffffffffu, mine, operation, here);
 }
 
-// Barrier `id` of the block, for `threads` threads. A thread that does not wait has only arrived.
-// The barrier orders memory between all threads that arrive and those that wait.
+// Barrier `id` of the block, for `threads` threads. A thread that does not wait only arrives. The
+// barrier orders memory between all threads that arrive and those that wait.
 inline void barrier(int id, int threads, bool waits, const char* operation, Here here = Here()) {
   simulator_named_barrier(id, threads, waits, operation, here.file, here.line);
 }
@@ -354,7 +354,7 @@ inline void wait_until(Condition condition, const char* operation, Here here = H
   }
 }
 
-// Orders what this thread did so far before what threads do after they observe the object.
+// Orders this thread's earlier accesses before those of threads that later observe the object.
 inline void publish(const void* object) {
   simulator_publish(object);
 }
@@ -362,7 +362,7 @@ inline void observe(const void* object) {
   simulator_observe(object);
 }
 
-// The checks of an access the compiler does not see.
+// Checks an access that the compiler does not instrument.
 inline void check_read(const void* pointer, size_t bytes, Here here = Here()) {
   simulator_check_read(pointer, bytes, here.file, here.line);
 }
@@ -378,7 +378,7 @@ inline bool is_shared(const void* pointer) {
   simulator_fault(text, here.file, here.line);
 }
 
-// Replaces *address by change(*address) in one step; returns the old value.
+// Atomically replaces *address by change(*address), and returns the old value.
 template <class T, class Change>
 inline T atomic_update(T* address, Change change) {
   for (;;) {
@@ -470,7 +470,8 @@ inline void __threadfence_system() {
 
 namespace simulator {
 
-// `source` counts from the lane's segment of `width` lanes; outside it a lane keeps its own value.
+// `source` counts from the first lane of a segment of `width` lanes; a lane whose source is outside
+// its segment gets its own value.
 template <class T>
 inline T shuffle(unsigned mask, const T& value, int source, bool inside, const char* operation,
                  Here here) {
@@ -566,7 +567,7 @@ inline unsigned __reduce_min_sync(unsigned mask, unsigned value, simulator::Here
 }
 
 // ---------------------------------------------------------------------------------------------
-// Atomics. As in CUDA, the second argument takes the first one's type.
+// Atomics. As in CUDA, the second argument is converted to the type of the first.
 
 namespace simulator {
 template <class T>
@@ -625,7 +626,7 @@ inline unsigned atomicDec(unsigned* address, unsigned limit) {
 // ---------------------------------------------------------------------------------------------
 // Arithmetic
 
-// Two types meet in the one C++ would choose for a + b.
+// The common type of two arguments is the type of a + b in C++.
 template <class A, class B>
 constexpr auto min(A a, B b) -> decltype(a + b) {
   using T = decltype(a + b);
@@ -636,7 +637,7 @@ constexpr auto max(A a, B b) -> decltype(a + b) {
   using T = decltype(a + b);
   return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
 }
-// With a NaN the other operand is the result, as on the device.
+// If one operand is NaN the result is the other one, as on the device.
 inline float min(float a, float b) {
   return fminf(a, b);
 }

@@ -1,12 +1,12 @@
-// What __half and __nv_bfloat16 have in common. Included once for each, by its header, which
-// defines these: NUMBER, RAW and PAIR, its types; BITS of a float, and the VALUE of bits.
+// The code that __half and __nv_bfloat16 share. The header of each includes this once and defines
+// its types NUMBER, RAW and PAIR, BITS of a float and the VALUE of bits.
 
 struct NUMBER {
   unsigned short bits;
 
   NUMBER() = default;
-  // The instrumentation sees no access to what is passed by value as it lies in memory, unless that
-  // takes a constructor; and it is told for the place of a function that is not inlined.
+  // The compiler instruments an argument passed by value from memory only if a constructor copies
+  // it, and names the location of a function unless that is inlined.
   SIMULATOR_INLINED NUMBER(const NUMBER& other) : bits(other.bits) {}
   NUMBER& operator=(const NUMBER& other) = default;
   NUMBER(RAW raw) : bits(raw.x) {}
@@ -48,7 +48,7 @@ inline NUMBER __hneg(NUMBER a) {
 inline NUMBER __habs(NUMBER a) {
   return NUMBER(RAW{static_cast<unsigned short>(a.bits & 0x7fff)});
 }
-// The product is exact in double; of the sum, rounding to odd keeps what decides.
+// The product is exact in double; the sum is rounded to odd, so that rounding it again is correct.
 inline NUMBER __hfma(NUMBER a, NUMBER b, NUMBER c) {
   double product = double(float(a)) * double(float(b));
   return NUMBER(simulator::add_to_odd(product, double(float(c))));

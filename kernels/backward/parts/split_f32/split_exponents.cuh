@@ -1,12 +1,12 @@
 #pragma once
-// The powers of two of gradients with split operands, and the range of rows that keep their
-// weights.
+// The powers of two that scale gradients with split operands, and the range of rows whose weights
+// do not overflow or underflow.
 //
-// dS is stored 2^60 times larger, so that a small one times the unit of its row stays a float. The
-// products of gradients are larger by
+// dS is stored multiplied by 2^60, so that a small dS times the unit of its row does not underflow.
+// Products of gradients are multiplied by
 //   Q and dS: 2^46 and the power of K's column    dO and P: 2^46 and that of V's column
 //   K and dS: 2^74 over the power of K's column
-// after the weights got the units of their rows: scale2 of split_operands, dO_units.
+// after weights are multiplied by the units of their rows: scale2 of split_operands, dO_units.
 
 #include <forward/parts/split_f32/split_pair.cuh>
 

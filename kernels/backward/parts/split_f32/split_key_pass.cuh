@@ -1,12 +1,12 @@
 #pragma once
-// The pass for dK and dV of warpgroups with split operands: its loads, and a thread's scores.
+// Loads and thread positions of the dK and dV pass with wgmma and split operands.
 
 #include <backward/parts/key_tile.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>
 #include <backward/parts/split_f32/store_split_dK_dV.cuh>
 #include <ptx/bulk_copy.cuh>
 
-// The thread's scores of a tile. Its warpgroup's keys begin with first_key.
+// The positions of the thread's scores in a tile. Its warpgroup's keys begin with first_key.
 __device__ __forceinline__ OwnScores<true> own_scores(int first_key) {
   const int lane = opaque(int(threadIdx.x)) % warp_size;
   return {2 * (lane % 4), first_key + own_first() + lane / 4};

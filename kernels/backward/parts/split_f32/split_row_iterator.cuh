@@ -12,7 +12,7 @@ struct SplitRowIterator : RowTileIterator<Br, Bc> {
   SplitStatsInMemory stats;
   int M;
 
-  // Computes the addresses of heads anew, to save registers.
+  // Recomputes the addresses of heads, to save registers.
   __device__ __forceinline__ void begin_Q(operand (&Q)[2][Br][depth]) const {
     SplitHead<depth>(Q_high, Q_low, opaque(stats.batch), opaque(this->head), M)
         .template copy<threads>(Q, this->first_row);

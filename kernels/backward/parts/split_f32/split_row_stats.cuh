@@ -7,9 +7,9 @@
 
 constexpr float not_a_number = __builtin_bit_cast(float, 0x7fffffff);
 
-// The statistics of a row: lse in powers of two; delta * 2^60; and units, by which split products
-// become exponents of two and dP * 2^60. A row that sees no key has lse2 = infinity, which makes
-// its P 0; one with a flag or a huge lse has NaN, which shows in all sums, and these get flags.
+// The statistics of a row: lse in powers of two; delta * 2^60; and units, which scale split
+// products to exponents of two and to dP * 2^60. A row that sees no key has lse2 = infinity, so
+// that its P is 0; one with a flag or a huge lse has NaN, which flags all of its sums.
 struct alignas(16) SplitStats {
   float lse2, unit, delta, dO_unit;
 };

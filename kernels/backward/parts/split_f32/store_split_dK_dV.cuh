@@ -22,18 +22,18 @@ struct SplitKeys {
     maxima = row_maxima + own_head * group * row_slabs * (d + dv + 1);
   }
 
-  // dK of weights times the units of rows, which have the scale in powers of two, unless an
-  // expression takes the scores, and what tensor cores cut off of these.
+  // The factor of the sums of dK. Their weights contain the units of rows: scale * log2(e), unless
+  // an expression modifies scores, with a correction for what tensor cores cut off.
   static __device__ __forceinline__ float of_units(float scale) {
     return (has_score_mod ? scale : float(ln2)) / (1 + mean_cut(d));
   }
-  // Whether some row of the heads has a number in this column of Q, or after them of dO.
+  // Whether some row of the heads has a nonzero in this column of Q or, after those of Q, of dO.
   __device__ bool has_numbers(int col) const {
     for (int i = 0; i < group * row_slabs; ++i)
       if (maxima[(long long)i * (d + dv + 1) + col] > 0) return true;
     return false;
   }
-  // Stores a warp's 16 keys from `first` on of dK, or of dV, and their flags.
+  // Stores dK or dV of a warp's 16 keys from `first` on, and their flags.
   template <bool of_V, int n>
   __device__ __forceinline__ void store(const float (&sums)[1][n][4], const Largest<1>& largest,
                                         Tensor<result> gradient, Tensor<unsigned char> flags,

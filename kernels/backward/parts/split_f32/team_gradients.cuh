@@ -1,8 +1,8 @@
 #pragma once
-// dK and dV whose accumulators do not fit into the registers of a warp. A team of four warps shares
-// 32 keys, the rows here, of which each warp accumulates 64 columns, or 32. Of each tile, of 16 or
-// 32 across, a warp computes 16 x 16 weights (of 16, two warps do) and passes them to the team as
-// split operands, with a power of two for each row.
+// Computes dK and dV whose accumulators do not fit into the registers of a warp. A team of four
+// warps shares 32 keys, called rows here, and each warp accumulates 64 or 32 columns of them. In
+// each tile, 16 or 32 across, a warp computes 16 x 16 weights (with 16, only two warps do) and
+// passes them to the team as split operands, with a power of two for each row.
 
 #include <backward/parts/split_f32/split_gradients.cuh>
 #include <forward/parts/split_f32/split_products.cuh>
@@ -36,7 +36,7 @@ struct alignas(16) Registers {
   unsigned of[4];
 };
 
-// The weights of a tile as operands of each lane, and the factors of their rows' accumulators.
+// The weights of a tile as operands of each lane, and the factors of their rows' products.
 template <int rows, int across>
 struct TeamWeights {
   static_assert(rows % team_rows == 0 && (across == step || across == 2 * step));
@@ -49,7 +49,7 @@ struct TeamWeights {
   static __device__ __forceinline__ bool has_own() {
     return across == 2 * step || TeamPlace().number < across;
   }
-  // A lane's place for what belongs to a row: the first two of four lanes have one.
+  // The factor of a lane's row: the first two of each four lanes have one each.
   __device__ __forceinline__ float& own_factor(const TeamPlace& own) {
     return factors[own.number / step][own.row + own.lane / 4 + own.lane % 4 * 8];
   }
@@ -75,7 +75,7 @@ struct TeamWeights {
     barrier_sync(1 + TeamPlace().group, team * warp_size);
   }
 
-  // sums += weights B, of the team's rows, for the warp's columns of B.
+  // Adds weights * B to `sums`, for the team's rows and the warp's columns of B.
   template <int columns>
   __device__ __forceinline__ void multiply(TeamSums<columns>& sums,
                                            operand (&B)[2][across][columns]) const {
@@ -87,7 +87,7 @@ struct TeamWeights {
     constexpr bool whole = columns == team * width;
     if (!whole && col >= columns) return;
     ChunkAddresses values(B[0], own.lane % 16, col / in_chunk + own.lane / 16);
-    unsigned B_high[2][4], B_low[2][4];  // of a step, and of the next
+    unsigned B_high[2][4], B_low[2][4];  // of a step and of the next one
     const auto has = [&](int j) { return whole || col + j * step < columns; };
     const auto load = [&](int i, int j) {
       if (!has(j)) return;
@@ -111,7 +111,7 @@ struct TeamWeights {
       }
 #pragma unroll
       for (int j = 0; j < steps; ++j) {
-        // From the last columns on to the next numbers, or back to the first, which is not used.
+        // After the last columns: moves to the next rows, or back to the first for an unused load.
         constexpr int down = step * columns * int(sizeof(operand));
         if (j == steps - 1) values.first.bytes += k + 1 < across / step ? down : -k * down;
         load((j + 1) % 2, (j + 1) % steps);
@@ -129,9 +129,9 @@ struct TeamWeights {
     }
   }
 
-  // Stores the warp's columns of a gradient's rows, the first of which is first_row, and calls
-  // flag(row, whether parts did not hold it) for each of the block's. The others are as in
-  // is_wrong() and store_scaled(); a `least` of false takes any sum.
+  // Stores the warp's columns of a gradient's rows from first_row on, and calls flag(row, is_wrong)
+  // for each row of the block. Other parameters are as in is_wrong() and store_scaled(); without
+  // `has_least` any sum is accurate.
   template <int cols, int columns, class HasNumbers, class Power, class Flag>
   __device__ __forceinline__ void store(const TeamSums<columns>& sums, const Largest<1>& largest,
                                         bool has_least, float factor, Tensor<result> gradient,
@@ -154,7 +154,7 @@ struct TeamWeights {
     }
     store_scaled<cols>(sums, factor, gradient, batch, head, first_row + first, end, own.lane, power,
                        col);
-    __syncthreads();  // what is wrong is known
+    __syncthreads();  // `wrong` is written
     for (int row = threadIdx.x; row < rows && first_row + row < end; row += block) {
       bool is_not_held = false;
       for (int i = 0; i < team; ++i) is_not_held |= wrong[i][row] != 0;

@@ -1,5 +1,5 @@
 #pragma once
-// An index that the user's text computes: outside its axis it is a fault.
+// An index that a user's expression computes; outside its axis it is a fault.
 
 #include <simulator.h>
 

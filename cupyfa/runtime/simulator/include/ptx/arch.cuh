@@ -1,4 +1,4 @@
 #pragma once
-// The simulator compiles what kernels do on Hopper.
+// The simulator compiles the code that kernels have for Hopper.
 
 constexpr bool on_hopper = true;

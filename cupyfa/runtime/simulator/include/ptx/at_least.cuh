@@ -1,7 +1,7 @@
 #pragma once
-// Comparisons of both halves of a register at a time.
+// Compares both 16-bit halves of a register at once.
 
-// All bits of the halves of x that are not below those of y.
+// Sets all bits of each half where x is not below y.
 inline unsigned halves_at_least(unsigned x, unsigned y) {
   const unsigned lower = (x & 0xffff) >= (y & 0xffff), upper = x >> 16 >= y >> 16;
   return lower * 0xffff | upper * 0xffff0000;

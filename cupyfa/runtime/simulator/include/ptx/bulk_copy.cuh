@@ -1,9 +1,9 @@
 #pragma once
-// Copies of the tensor memory accelerator of bytes as they lie.
+// Copies of contiguous bytes by the tensor memory accelerator.
 #include <ptx/tma.cuh>
 
-// Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
-// barrier.
+// Starts to copy `bytes` bytes; `bytes` and both addresses are multiples of 16. The barrier counts
+// the bytes.
 inline void bulk_load(void* shared, const void* memory, int bytes, Barrier& barrier,
                       simulator::Here here = {}) {
   simulator_load_bytes(shared, memory, bytes, &barrier, here.file, here.line);

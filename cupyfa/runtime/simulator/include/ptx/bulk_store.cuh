@@ -1,8 +1,8 @@
 #pragma once
-// Sums that the tensor memory accelerator adds to global memory, and what waits for its stores.
+// Additions of the tensor memory accelerator to global memory, and waits for its stores.
 //
-// A store reads shared memory in the wait for it; an earlier write is reported as a race. Floats
-// are added later: with a seed at any such wait, without one in bulk_wait_group or at the block's
+// A store reads shared memory in the wait for it; a write before that is reported as a race. Floats
+// are added later: with a seed in any such wait, without one in bulk_wait_group or at the block's
 // end.
 #include <ptx/tma.cuh>
 
@@ -30,8 +30,8 @@ inline void bulk_wait_group(simulator::Here here = {}) {
   simulator_make_additions();
 }
 
-// Makes what this thread wrote to shared memory visible to copies and tensor cores; a barrier after
-// it lets another thread start them.
+// Makes this thread's writes to shared memory visible to copies and tensor cores; after a barrier
+// another thread may start these.
 inline void fence_proxy_async() {
   simulator_fence_for_copies();
 }

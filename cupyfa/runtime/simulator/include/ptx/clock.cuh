@@ -1,6 +1,6 @@
 #pragma once
-// The simulator has no clocks, and one multiprocessor. A call takes a cycle, so that times are in
-// the order of the calls.
+// The simulator has no clocks, and one multiprocessor. Each call counts as one cycle, so that times
+// have the order of calls.
 
 namespace simulator {
 

@@ -1,12 +1,12 @@
 #pragma once
-// Copies from global to shared memory that go on while the thread does other things.
+// Asynchronous copies from global to shared memory.
 //
-// They land as late as a device may let them: in the wait that requires it. An earlier use is
+// Data arrive as late as a device allows: in the wait that requires them. An earlier use is
 // reported as a race.
 #include <simulator.h>
 #include <timeline.cuh>
 
-// Copies `bytes` of 16, 0 to 16, and writes zeros for the rest; both addresses are multiples of 16.
+// Copies 0 to 16 `bytes`, and fills up 16 bytes with zeros; both addresses are multiples of 16.
 inline void cp_async(void* shared, const void* global, int bytes, simulator::Here here = {}) {
   timeline::event(timeline::worked_copies, 0, 16);
   simulator_begin_copy(shared, global, bytes, here.file, here.line);
@@ -18,8 +18,8 @@ inline void cp_async_commit_group() {
   simulator_commit_copies();
 }
 
-// Waits until at most `pending` groups of this thread's copies are still under way; a barrier makes
-// what has landed known to other threads.
+// Waits until at most `pending` groups of this thread's copies are in flight; a barrier makes the
+// arrived data visible to other threads.
 template <int pending>
 inline void cp_async_wait_group() {
   static_assert(pending >= 0, "a number of groups");

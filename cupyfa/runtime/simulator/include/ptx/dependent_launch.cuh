@@ -1,9 +1,9 @@
 #pragma once
-// Programmatic dependent launch. Here a launch begins when the one before it has ended; accesses
-// that should wait for that end and do not are faults.
+// Programmatic dependent launch. Here a launch begins after the previous one has ended; accesses
+// that lack the wait for its end are faults.
 #include <simulator.h>
 
-// Waits until the launch before has ended, and sees all that it wrote.
+// Waits until the previous launch has ended; all of its writes are then visible.
 inline void wait_for_launch_before() {
   simulator_wait_for_launch_before();
 }

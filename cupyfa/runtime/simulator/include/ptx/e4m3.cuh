@@ -23,8 +23,8 @@ inline unsigned e4m3_bits(float value) {
 
 }  // namespace simulator
 
-// Four floats rounded to nearest, ties to even, the first in the lowest bits. What is larger than
-// 448, infinity too, becomes 448; NaN stays.
+// Rounds four floats to nearest, ties to even; the first is in the lowest bits. Numbers above 448
+// and infinity become 448; NaN stays.
 inline unsigned pack_e4m3(float a, float b, float c, float d) {
   return simulator::e4m3_bits(a) | simulator::e4m3_bits(b) << 8 | simulator::e4m3_bits(c) << 16 |
          simulator::e4m3_bits(d) << 24;

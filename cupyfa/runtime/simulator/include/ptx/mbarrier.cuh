@@ -1,8 +1,8 @@
 #pragma once
 // Barriers in shared memory. A phase completes when `arrivals` threads have arrived and all
-// expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one.
+// expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one of them.
 //
-// Bytes arrive as late as on any device: in a wait. A wait that never ends is a fault.
+// Bytes arrive as late as a device allows: in a wait. A wait that never ends is a fault.
 #include <simulator.h>
 #include <timeline.cuh>
 
@@ -29,7 +29,7 @@ inline void arrive(Barrier& barrier, simulator::Here here = {}) {
   simulator_arrive(&barrier, 0, "arrive", here.file, here.line);
 }
 
-// Arrives, and adds `bytes` to what the phase expects.
+// Arrives, and adds `bytes` to the bytes that the phase expects.
 inline void arrive_expect_tx(Barrier& barrier, int bytes, simulator::Here here = {}) {
   timeline::event(timeline::barrier_arrive, shared_address(&barrier), bytes);
   simulator_arrive(&barrier, bytes, "arrive_expect_tx", here.file, here.line);

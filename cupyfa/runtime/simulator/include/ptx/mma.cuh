@@ -25,8 +25,8 @@ inline void check_whole_warp(const char* text, Here here) {
   if (simulator_lanes() != 0xffffffffu) fault(text, here);
 }
 
-// The compiler leaves the checks here to `check_read`, which names the place of the call; what the
-// lanes brought needs none.
+// The compiler does not instrument this: `check_read` checks reads and names the call; values
+// passed by lanes need no check.
 __attribute__((no_sanitize("thread"), noinline)) inline void read_pairs(unsigned* r,
                                                                         const void* const* rows,
                                                                         Here here) {
@@ -84,7 +84,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline Operands widen_operands(
   return mine;
 }
 
-// Reads only what the lanes brought, so there is nothing to check.
+// Reads only values passed by the lanes, so there is nothing to check.
 __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
     float* d, const Operands* all) {
   const Operands* row = all + lane() / 4 * 4;
@@ -106,7 +106,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
 
 }  // namespace simulator
 
-// An address in shared memory, with which one can compute.
+// An address in shared memory that supports arithmetic.
 struct SharedAddress {
   unsigned long bytes;
   inline SharedAddress(const void* shared) : bytes(reinterpret_cast<unsigned long>(shared)) {}
@@ -120,7 +120,7 @@ inline void ldmatrix(unsigned (&r)[4], SharedAddress row, simulator::Here here =
   simulator::read_pairs(r, simulator::gather_rows(row.pointer(), "ldmatrix", here), here);
 }
 
-// The same, each matrix transposed.
+// Loads four matrices like ldmatrix, each transposed.
 inline void ldmatrix_trans(unsigned (&r)[4], SharedAddress row, simulator::Here here = {}) {
   simulator::read_columns(r, simulator::gather_rows(row.pointer(), "ldmatrix_trans", here), here);
 }

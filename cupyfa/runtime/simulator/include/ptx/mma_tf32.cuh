@@ -1,5 +1,5 @@
 #pragma once
-// Tensor-core products of one warp on tf32: floats whose last 13 bits do not count. A product is
+// Tensor-core products of one warp on tf32: floats whose last 13 bits are ignored. A product is
 // 16x8x8, its sum D is that of mma.cuh. Lane l holds, with r = l / 4 and c = l % 4:
 //
 //   A [16][8]   a[0] = A[r][c], a[1] = A[r+8][c], a[2] and a[3] the same in column c + 4
@@ -8,7 +8,7 @@
 
 namespace simulator {
 
-// A lane's part of A and B of a tf32 product, as floats without the bits that do not count.
+// A lane's part of A and B of a tf32 product, as floats without the ignored bits.
 struct Tf32Operands {
   float upper[2];  // A[r][c, c+4]
   float lower[2];  // of row r + 8
@@ -46,7 +46,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void multiply_operands(
 
 }  // namespace simulator
 
-// x rounded to tf32, to nearest, ties away from zero.
+// Rounds x to tf32, to nearest, ties away from zero.
 inline unsigned round_to_tf32(float x) {
   if (x != x) return 0x7fffffff;
   return (__float_as_uint(x) + 0x1000u) & 0xffffe000u;

@@ -9,7 +9,7 @@ inline void barrier_sync(int id, int threads, simulator::Here here = {}) {
   simulator::barrier(id, threads, true, "barrier_sync", here);
 }
 
-// Arrives without waiting: what this thread wrote is seen by those that wait.
+// Arrives without waiting; threads that wait see this thread's earlier writes.
 inline void barrier_arrive(int id, int threads, simulator::Here here = {}) {
   timeline::event(timeline::named_arrive, id, threads);
   simulator::barrier(id, threads, false, "barrier_arrive", here);

@@ -1,7 +1,8 @@
 #pragma once
-// Against registers that fill up with what is rarely needed. Here there are no such registers.
+// Keeps the compiler from holding rarely needed values in registers. The simulator has no need for
+// that.
 
-// The same number.
+// Returns the same number.
 template <class T>
 inline T opaque(T value) {
   return value;

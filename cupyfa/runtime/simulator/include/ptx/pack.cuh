@@ -23,7 +23,7 @@ inline unsigned short narrow(float value) {
 
 }  // namespace simulator
 
-// Two floats rounded to T, the first in the lower bits.
+// Rounds two floats to T; the first is in the lower bits.
 template <class T>
 inline unsigned pack(float low, float high) {
   return simulator::narrow<T>(low) | static_cast<unsigned>(simulator::narrow<T>(high)) << 16;

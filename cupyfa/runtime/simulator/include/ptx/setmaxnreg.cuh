@@ -1,6 +1,6 @@
 #pragma once
-// How warps specialise: registers and roles. Here no thread waits for registers: at the end of a
-// block its warpgroups are checked to hold no more than the block has.
+// Warp specialization: registers and roles. Here no thread waits for registers: at its end a block
+// is checked not to hold more than it has.
 #include <simulator.h>
 
 // Sets the registers of each thread of the warpgroup to `count`, a multiple of 8 from 24 to 256. An
@@ -16,7 +16,7 @@ inline void increase_registers(simulator::Here here = {}) {
   simulator_set_registers(count, true, here.file, here.line);
 }
 
-// A value that all lanes have; the compiler then keeps it in registers of the warp.
+// Returns a value that is equal in all lanes; the compiler may then keep it in uniform registers.
 inline int warp_uniform(int value, simulator::Here here = {}) {
   return __shfl_sync(0xffffffffu, value, 0, 32, here);
 }

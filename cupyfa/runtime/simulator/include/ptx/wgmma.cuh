@@ -10,7 +10,8 @@
 //
 // So two columns of D, packed in pairs, are an A, as with the products of one warp.
 //
-// Of e4m3, which is 8 bits (e4m3.cuh), a product takes as many bytes: A [64][32] B [32][n].
+// With e4m3, numbers of 8 bits (e4m3.cuh), a product takes the same number of bytes: A [64][32] B
+// [32][n].
 //
 //   A    a[0] = A[r][4 * (l % 4) … + 3], a[1] of row r + 8, a[2] and a[3] the same 16 columns on
 //
@@ -31,7 +32,7 @@ struct Matrix {
   int rows;  // of its boxes, if it is by columns
 };
 
-// The same `bytes` further on.
+// Returns the operand that begins `bytes` bytes further on.
 inline Matrix operator+(Matrix matrix, int bytes) {
   return {matrix.address + bytes, matrix.rows};
 }
@@ -48,7 +49,7 @@ inline Matrix by_columns(const void* box, int rows) {
   return {static_cast<const unsigned char*>(box), rows};
 }
 
-// Before the first product, and before one that takes registers which were written since.
+// Comes before the first product, and before a product that uses registers written since.
 inline void wgmma_fence(simulator::Here here = {}) {
   timeline::event(timeline::issue);
   simulator_fence_registers(here.file, here.line);
@@ -60,11 +61,11 @@ inline void wgmma_commit_group(simulator::Here here = {}) {
   timeline::end(timeline::issue);
 }
 
-// Keeps the compiler from reading D before this place.
+// Keeps the compiler from reading D before this point.
 template <int count>
 inline void read_after_here(float (&)[count]) {}
 
-// Waits until at most `pending` groups of products are still under way, and D may be read.
+// Waits until at most `pending` groups of products are in flight; D may be read then.
 template <int pending, int count>
 inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
@@ -72,7 +73,7 @@ inline void wgmma_wait_group(float (&d)[count], simulator::Here here = {}) {
   simulator_wait_for_products(pending, d, here.file, here.line);
 }
 
-// The same without reading D: operands of the groups that have ended may be overwritten.
+// Waits like the above, without reading D: operands of completed groups may be overwritten.
 template <int pending>
 inline void wgmma_wait_group(simulator::Here here = {}) {
   static_assert(pending >= 0, "a number of groups");
@@ -93,7 +94,7 @@ constexpr void check_columns() {
 
 }  // namespace simulator
 
-// D = A B, or D += A B if it is to be `added`; A and B by_rows.
+// Computes D = A B, or D += A B if `added`; A and B by_rows.
 template <class T, int count>
 inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulator::Here here = {}) {
   simulator::check_columns<2 * count>();
@@ -103,7 +104,7 @@ inline void multiply(float (&d)[count], Matrix a, Matrix b, bool added, simulato
                      here.file, here.line);
 }
 
-// The same with A in registers and B by_columns, or of e4m3 by_rows.
+// Multiplies likewise with A in registers and B by_columns, or by_rows for e4m3.
 template <class T, int count>
 inline void multiply(float (&d)[count], const unsigned (&a)[4], Matrix b, bool added,
                      simulator::Here here = {}) {

@@ -27,7 +27,7 @@ inline void check_tile(const void* tile, int stride, size_t element, const char*
   if (!aligned || stride * element % 16 != 0) fault(text);
 }
 
-// What the instruction does: all lanes meet, and each reads its part.
+// Acts like the instruction: all lanes meet, and each reads its part.
 inline TilePart load_tile(const __half* tile, int stride, bool transposed, const char* operation,
                           Here here) {
   check_tile(tile, stride, sizeof(__half),
@@ -43,7 +43,7 @@ inline TilePart load_tile(const __half* tile, int stride, bool transposed, const
   return part;
 }
 
-// Reads only what the lanes brought, so there is nothing to check.
+// Reads only values passed by the lanes, so there is nothing to check.
 __attribute__((no_sanitize("thread"), noinline)) inline void multiply_parts(float* d,
                                                                             const float* a_row,
                                                                             const TilePart* b) {

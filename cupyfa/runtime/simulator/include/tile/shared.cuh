@@ -1,7 +1,7 @@
 #pragma once
 // The block's dynamic shared memory, seen as one struct.
 //
-// The runtime keeps exactly as many bytes as the launch asked for, and checks every access.
+// The runtime allocates exactly the bytes that the launch requests, and checks every access.
 #include <simulator.h>
 
 template <class Shared>

@@ -1,7 +1,7 @@
 #pragma once
 // Writes entries of a recording (log.cuh). There are no clocks: the host computes times by a model
-// from the order of a block's entries. So that it knows what the work is, products and copies count
-// here what they do, and the next entry of the warp says it.
+// from the order of a block's entries. Products and copies count their work here, and the warp's
+// next entry contains it, so that the host knows it.
 #include <ptx/clock.cuh>
 #include <simulator.h>
 #include <tile/timeline_kinds.cuh>
@@ -51,7 +51,7 @@ __attribute__((no_sanitize("thread"), noinline)) inline void record(unsigned kin
   }
   append(warp, kind, argument);
 }
-// Blocks have no place.
+// Blocks have no multiprocessor.
 inline void record_place(unsigned) {}
 
 }  // namespace timeline
