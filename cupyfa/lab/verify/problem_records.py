@@ -16,7 +16,7 @@ _SIZE, _TEXT = records.whole(0, MOST), records.text()
 _NUMBER = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
 _SHAPE = records.list_of(_SIZE, optional_inputs.MOST_AXES)
 _OPERAND = records.row_of(_TEXT, _TEXT, _SHAPE, records.optional(_NUMBER), records.flag, least=3)
-# The options read their values themselves.
+# AttentionOptions checks the values of options.
 _read_fields = records.record(
     {**dict.fromkeys(SIZES, _SIZE), "dtype": records.one_of(INPUTS)},
     {
