@@ -22,7 +22,7 @@ VIEWS = {
 
 
 def view_options(command: command_options.Command) -> command_options.Command:
-    """A flag for each of VIEWS; with one name for all, two given flags would go unnoticed."""
+    """Adds a flag for each of VIEWS; if they shared one parameter, a second would go unnoticed."""
     for name in reversed(VIEWS):
         command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
     return command
@@ -61,7 +61,7 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
 
 
 def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
-    """A view of a launch as data."""
+    """Returns a view of a launch as a row of data."""
     if view == "plan":
         return plan_row(planned, launch)
     if view == "resources":

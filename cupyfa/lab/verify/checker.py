@@ -313,13 +313,13 @@ def replay(
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
-            f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
-            f"line, as --kernel script.py:{name}"
+            f"{file} has a failure of {name}, a record from a script; give it as kernel= or, on "
+            f"the command line, as --kernel script.py:{name}"
         )
     if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
-            f"{file} is of {name!r}, and a script that a file names is not run; give the kernel "
-            "as kernel= or, on the command line, as --kernel script.py:name"
+            f"{file} has a failure of {name!r}, and a script that a file names is not run; give "
+            "the kernel as kernel= or, on the command line, as --kernel script.py:name"
         )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
