@@ -191,7 +191,7 @@ class Soak:
             yield
 
     def run(self, total: int, threads: int, patience: float) -> None:
-        """Makes `total` more calls; if none ends in time, prints all stacks and ends the process."""
+        """Makes `total` more calls; if none ends in time, prints all stacks and exits."""
         numbers = itertools.count(1)
         workers = [
             threading.Thread(target=self.work, args=(numbers, total, i), daemon=True)
