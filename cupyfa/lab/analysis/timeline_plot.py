@@ -48,7 +48,7 @@ _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
 }
 _PHASES = 75  # phases of a warp that are shown at each end of a long timeline
 _NARROW = 1 / 400  # of the width: narrower bars have no edges, which would cover them
-_ARROWS = 80  # at most so many are drawn
+_ARROWS = 80  # the most that are drawn
 _LINE = 120  # characters of the text above a picture
 _CHARACTER, _MARGIN = 0.0085, 0.004  # of the width, for a name in a phase
 

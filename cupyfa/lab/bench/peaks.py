@@ -33,14 +33,14 @@ _BUDGET = 0.2  # seconds for each size
 class Device(Shown):
     """The published peaks of a device.
 
-    Those of tensor cores are for dense matrices with float32 sums, those of the other units for
-    multiply-adds; both count 2 FLOP for a multiply-add.
+    Rates of tensor cores hold for dense matrices with float32 accumulators, rates of plain units
+    for multiply-adds; both count a multiply-add as 2 FLOP.
 
     clock: GHz at the peak of the tensor cores, None if unknown.
-    tensor, plain: TFLOP/s of tensor cores and of the other units by dtype; "tf32" is one here.
+    tensor, plain: TFLOP/s of tensor cores and of plain units, by dtype or "tf32".
     bandwidth: GB/s.
     source: where the figures come from.
-    called: CUDA's names, without "NVIDIA".
+    called: the names that CUDA reports, without "NVIDIA".
     """
 
     name: str

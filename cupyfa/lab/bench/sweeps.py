@@ -74,16 +74,16 @@ def problems(
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
-    heads * d. Several values are a list or a tuple; several windows, shapes and values of ``wrt``,
-    which may be tuples, are a list.
+    heads * d. Several values form a list or a tuple; several windows, shapes and values of ``wrt``,
+    which may themselves be tuples, must form a list.
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``shape_language``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
-    masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
-    and N; several are a list of them. A softmax has M rows of N.
+    masks become a block mask. ``lengths``, as of ``Problem.of_sizes``, replace batch, M and N;
+    several of them form a list. A softmax has M rows of N elements.
 
-    With ``cache``, "contiguous" or "paged", it is decoding: M new tokens, by default one, of each
-    sequence, whose keys, these included, are ``lengths``, or N of each; N is then the room for
-    them. ``page`` is how many keys a page has, by default 16. Defaults are USUAL, with ``small``
+    ``cache``, "contiguous" or "paged", makes it decoding: each sequence has M new tokens, by
+    default one, and ``lengths`` keys, or N, new ones included; with ``lengths``, N is the room.
+    ``page`` is the number of keys per page, by default 16. Defaults are USUAL; ``small`` selects
     those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.

@@ -26,7 +26,7 @@ Call = Callable[[], Any]
 _ACCURACY = 0.005  # the relative standard error that a median must reach
 _FEWEST = 20  # rounds before a standard error means anything
 _WARM_UP = 0.05  # of the budget
-_SEVERAL = 3  # a call that takes longer than so many budgets is made once
+_SEVERAL = 3  # budgets; a call that takes longer than these is made once
 _NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard deviations
 
 

@@ -122,7 +122,7 @@ def accuracy(
     """The accuracy of forward kernels on random inputs of several kinds.
 
     values: kinds of ``case.VALUES``.
-    sizes: those of a problem, for example ``M=256, d=128, dtype="float16"``.
+    sizes: of a problem, for example ``M=256, d=128, dtype="float16"``.
 
     All kernels get the same inputs. Raises ValueError for the arguments, and Unsupported if a
     kernel cannot do the problem.

@@ -142,11 +142,11 @@ def bench(
     show(rows)
     if any(row.problem.cached for row in rows):
         command_options.note(
-            "GB/s are keys and values, and % of peak is of the rate of a sum over memory"
+            "GB/s are keys and values, and % of peak is relative to the rate of a sum over memory"
         )
     if any(row.problem.modifiers.mask for row in rows):
         command_options.note(
-            "TFLOP/s and % of peak count the pairs that mask and mask_mod hide, too"
+            "TFLOP/s and % of peak also count the pairs that mask and mask_mod hide"
         )
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
 

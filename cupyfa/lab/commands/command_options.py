@@ -222,7 +222,7 @@ def array_options(command: Command) -> Command:
         multiple=True,
         metavar="NAME=VALUE",
         callback=lambda context, option, given: _captured(given),
-        help="A number that the texts of --score-mod and --mask-mod name, cap=30.0, or the dtype "
+        help="A number that --score-mod and --mask-mod name, such as cap=30.0, or the dtype "
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
     wrt = click.option(

@@ -25,8 +25,8 @@ MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
 # The units that kernels use for products, by the prefix of their names; "" is any other name.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
-# Text stays text: it is small, can be searched, and a screen reader reads it. Verdana has the
-# widths of DejaVu Sans, with which matplotlib lays it out; most other fonts are narrower.
+# Text in files is text, not outlines: it is small, and can be searched and read aloud. Verdana is
+# as wide as DejaVu Sans, with which matplotlib lays text out; most other fonts are narrower.
 _FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
