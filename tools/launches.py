@@ -45,7 +45,7 @@ def main(names):
         several = LONG if has_ring(kernel) else SEVERAL
         wide = [several | {"d": d} for d in (WIDTHS if "mma" in kernel.name else NARROW)]
         others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
-        for problem in dict.fromkeys(others):  # softmax problems have no d and repeat
+        for problem in dict.fromkeys(others):  # softmax problems have no d, so some repeat
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
     for kernel in chosen.values():

@@ -218,7 +218,7 @@ class Soak:
         while next(numbers) <= total and len(self.wrong) < MOST_WRONG:
             i = rng.randrange(len(self.calls))
             if self.calls[i].name.startswith("buffers") and rng.randrange(20):
-                i = 0  # for new ones take long
+                i = 0  # since new buffers take long
             call = self.calls[i]
             at = rng.randrange(4)
             try:
@@ -253,7 +253,7 @@ def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
     gc.collect()
     found = {"pinned": cupyfa.transfer.held()}
     cupyfa.transfer.release()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)  # it keeps up to 64 MB of each thread's freed memory
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -344,7 +344,7 @@ def out_of_memory(engine: Any, seed: int) -> str:
         soak.run(2000, 8, 60)
     finally:
         pool.set_limit(size=0)
-    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]  # ours, and CuPy's own
+    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]  # of cupyfa and of CuPy
     assert told.startswith("out of memory") and soak.wrong and not others, (told, soak.wrong)
     soak.wrong.clear()
     soak.run(4 * len(soak.calls), 8, 60)
@@ -388,7 +388,7 @@ def _trap(engine: Any, script: str) -> str:
     if engine.name == "simulator":
         assert not soak.wrong, soak.wrong
         return f"a kernel that traps: {said[0]!r}; all other calls are right"
-    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]  # ours, CuPy's own
+    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]  # of both
     told = [*said, *(x for x in soak.wrong if x.startswith("DeviceLost"))]
     assert soak.wrong and not others, soak.wrong
     assert all("restart the process" in x for x in told), told

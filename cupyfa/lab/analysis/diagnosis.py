@@ -234,7 +234,7 @@ PROBES = (
     Probe("Python", lambda: Finding("Python", OK, f"{python_version()}, {sys.executable}")),
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
-    Probe(  # before CuPy is given another
+    Probe(  # before cupyfa gives CuPy another folder
         "CuPy's cache", lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR")
     ),
     Probe("CuPy", _cupy, ("cuda",)),

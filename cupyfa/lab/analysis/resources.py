@@ -139,7 +139,7 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            if isinstance(refused, ValueError) or dtype_fits:  # more than its dtypes
+            if isinstance(refused, ValueError) or dtype_fits:  # for a reason besides the dtype
                 refused = error
     if not found:
         raise refused

@@ -653,7 +653,7 @@ def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
     for x in sorted(entries):
         numbered.append(x._replace(time=steps[x.block]))
         steps[x.block] += 1
-    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable: a warp's own order stays
+    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable, so each warp keeps its order
 
 
 def _on_one_clock(

@@ -87,7 +87,7 @@ def bench(
     backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    named = cache(record_named)  # a script makes another record each time
+    named = cache(record_named)  # each load of a script makes a new record
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     if not isinstance(tiles or {}, Mapping):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
@@ -484,7 +484,7 @@ class _Measuring:
 
 
 def _call(row: Measurement) -> str:
-    """The name of a call, which another process gives it too."""
+    """Names a call, in the same way in every process."""
     constants = "".join(f" {name}={value}" for name, value in row.constants.items())
     return f"{row.kernel}{constants} on {row.problem}"
 

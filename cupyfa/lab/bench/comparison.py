@@ -20,10 +20,10 @@ from cupyfa.lab.bench import timing
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.numerics.shown import Rows, ShownRow
 
-FLOOR = 0.01  # the least difference between two runs of the same code
+FLOOR = 0.01  # the least noise between two runs of the same code
 TELLING = 0.1  # times are the SAME only if a difference larger than this would have been seen
 _CERTAIN = 2  # standard errors that make a difference certain
-_UNKNOWN = 0.05  # the standard error of a single time
+_UNKNOWN = 0.05  # the standard error that is assumed for a single time
 _FEW = 5  # with fewer times, the spread underestimates the noise
 _BLOCKS = 10  # of consecutive rounds, at most
 _IRRELEVANT = ("time", "command", "python", "system")  # differences that are not reported

@@ -168,7 +168,7 @@ def placed(
     """Puts the inputs on the backend, or takes them from ``memory`` if they are already there."""
     arrays = {}
     for name, array in inputs.items():
-        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # by kernel
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # per kernel
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)

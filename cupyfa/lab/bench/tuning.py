@@ -329,7 +329,7 @@ class _TimedOut(Exception):
 
 
 def _call(plan: Plan) -> str:
-    """The name of a call, which another process gives it too."""
+    """Names a call, in the same way in every process."""
     return f"{plan.kernel.name} {_listed(plan)} on {plan.problem}"
 
 

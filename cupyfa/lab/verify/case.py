@@ -42,7 +42,7 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.prepared import fill
 from cupyfa.score.expressions import Expression
 
-# Kinds of numbers: each finds other faults.
+# Kinds of input values: each finds different faults.
 VALUES = {
     "scales": "normal, times a power of two for each head of V and for each row of dO",
     "normal": "normally distributed",
@@ -261,7 +261,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # nothing would be checked
+            if x.name == MASK and drawn.size and not drawn.any():  # else nothing is checked
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -307,7 +307,7 @@ class Case:
             raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
 
     def options(self) -> list[str]:
-        """The options of the command line for this case."""
+        """Returns the command-line options that describe this case."""
         p = self.problem
         rows: dict[str, Any] = {"-M": p.M, "-N": p.N}
         sizes = {"-B": p.batch, "-H": p.heads, **rows, "-d": p.d}

@@ -372,7 +372,7 @@ def _named(
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
-    named = cache(record_named)  # a script makes another record each time
+    named = cache(record_named)  # each load of a script makes a new record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):

@@ -108,7 +108,7 @@ _OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # with contiguou
 _OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens also try others
 _VALUES = ("normal", "normal", "uniform", *VALUES)
 _REPAIRED = ("tiny", "lowest", "nan", "inf")  # float16 cannot hold most of their rows
-_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # tiny errors are never beyond bounds
+_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # bounds of "tiny" hide errors
 
 
 @dataclass(frozen=True)
@@ -448,7 +448,7 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
-        # some groups with 16-bit inputs have float32 results
+        # Some groups with 16-bit inputs have float32 results.
         dtype = INPUTS[turns.choose("dtype", self._dtypes)]
         able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
         tried = [x for x in able if can_give(x, dtype)]
@@ -587,7 +587,7 @@ class Fuzz:
                 p = transforms.resize(p, heads=2)
             elif self._lengths:
                 break
-            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # else the last rows go
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # else last rows are lost
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)

@@ -43,9 +43,9 @@ def record_of_problem(p: Problem) -> dict[str, Any]:
 
 
 def problem_of_record(record: Mapping[str, Any]) -> Problem:
-    """The problem of a record; what the record lacks has its default.
+    """Returns the problem of a record; missing fields have their defaults.
 
-    Raises ValueError or TypeError for a record that describes none: it may be from a file.
+    Raises ValueError or TypeError for an invalid record, since it may come from a file.
     """
     options = {name: value for name, value in record.items() if name in OPTIONS}
     fields = _read_fields({name: x for name, x in record.items() if name not in OPTIONS})

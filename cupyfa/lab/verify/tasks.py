@@ -63,7 +63,7 @@ def has_name(kernel: KernelOrName) -> bool:
 
 
 def backend_of(task: Task, backend: Backend) -> Backend:
-    """The backend that a task runs on: the simulator as the task asks for it, or the given one."""
+    """Returns the backend of a task: the given one, or the simulator with the task's settings."""
     asked = {x: getattr(task, x) for x in ("schedule", "multiprocessors")}
     changes = {name: value for name, value in asked.items() if value is not None}
     return backend.like(**changes) if changes and isinstance(backend, Simulator) else backend

@@ -107,7 +107,7 @@ class Process:
             process.end()
 
     def _begun(self, task: Task) -> list[Outcome]:
-        """The outcomes up to and including the first kernel that ended or blocked the process."""
+        """Returns the outcomes until a kernel ended or blocked the process, its own included."""
         done: list[Outcome] = []
         doing: Outcome | None = None
         seconds: float | None = None
@@ -184,7 +184,7 @@ class _Started:
             start_new_session=True,  # Ctrl-C goes to this process only
         )
         theirs.close()
-        with suppress(BrokenPipeError):  # it is dead already; `next_step` raises
+        with suppress(BrokenPipeError):  # the process is already dead; `next_step` raises
             self.pipe.send(backend)
 
     def next_step(self) -> Any:
