@@ -1,10 +1,11 @@
-"""What the host's side costs: NumPy arrays there and back, a call, the first call, the import.
+"""Measures host times: round trips of NumPy arrays, calls, first calls, the import.
 
     python tools/host_times.py
     python tools/host_times.py --only calls --only import --format md
 
-Ways to do the same take turns, round after round, and the first rounds are not counted. In the
-simulator what needs a GPU is left out, and a call computes: its figures say that the script runs.
+Equivalent ways are timed in alternation, round by round, and the first rounds are not counted. In
+the simulator, everything that needs a GPU is left out, and calls include the computation: there
+the figures only show that the script works.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.choose_backend import backend_named
 
 ROOT = Path(cupyfa.__file__).parents[1]
-WARM_UP = 2  # rounds: kernels are compiled, and from the third call on results lie in pinned memory
-SMALL = (1, 2, 64, 64)  # arrays whose kernel takes less than its launch
-SETS = 4  # of arrays, for calls with other ones each time
+WARM_UP = 2  # rounds: kernels are compiled in them, and later results lie in pinned memory
+SMALL = (1, 2, 64, 64)  # the shape of arrays whose kernel takes less time than its launch
+SETS = 4  # sets of arrays, for calls with different ones each time
 ON_A_GPU = {"B": 8, "H": 16, "M": 4096, "d": 128, "calls": 200, "loops": 50, "processes": 5}
 SIMULATED = {"B": 2, "H": 2, "M": 64, "d": 16, "calls": 3, "loops": 5, "processes": 2}
 
@@ -52,11 +53,11 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, on what, and how often. ``torch`` is None where it has no GPU."""
+    """The parameters of a measurement. ``torch`` is None if it has no GPU."""
 
     engine: Any
     torch: Any
-    shape: tuple[int, ...]  # of the round trip's arrays
+    shape: tuple[int, ...]  # of the arrays in round trips
     dtype: str
     rounds: int
     calls: int
@@ -69,12 +70,12 @@ class Setting:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For calls: none where a backend need not be named, which is how most are made."""
+        """The options of calls: none if the backend need not be named, as in most calls."""
         return {} if self.on_gpu else {"backend": self.engine}
 
 
 def in_turn(timers: Mapping[str, Timer], rounds: int) -> dict[str, list[float]]:
-    """What each timer says in each round but the first ones."""
+    """Returns the times of each timer in each round after the first ones."""
     times: dict[str, list[float]] = {name: [] for name in timers}
     for _ in range(rounds):
         for name, timer in timers.items():
@@ -83,7 +84,7 @@ def in_turn(timers: Mapping[str, Timer], rounds: int) -> dict[str, list[float]]:
 
 
 def row(group: str, what: str, unit: str, times: Sequence[float], **more: Any) -> Row:
-    """A line of the table."""
+    """Makes a row of the table."""
     return {
         "group": group,
         "what": what,
@@ -102,9 +103,9 @@ def row(group: str, what: str, unit: str, times: Sequence[float], **more: Any) -
 
 
 def round_trips(at: Setting) -> list[Row]:
-    """Milliseconds from arrays on the host to the result there.
+    """Measures the milliseconds from arrays on the host to the result on the host.
 
-    x is how many times faster than by hand, % of bus how much of the time the bus needs at least.
+    x is the speedup over code by hand; % of bus is the part of the time that the bus needs alone.
     """
     host = normal(at.shape, at.dtype, 3)
     timers = ways(at, host)
@@ -120,7 +121,7 @@ def round_trips(at: Setting) -> list[Row]:
 
 
 def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
-    """GB/s, and factors that are medians over the rounds, as far as there is what they go by."""
+    """Computes GB/s, and median ratios to code by hand and to the bus, where these were timed."""
     found = {"GB/s": moved / median(times[what]) / 1e6}
     if BY_HAND in times:
         found["x"] = timing.ratio(times[BY_HAND], times[what])
@@ -130,15 +131,15 @@ def rates(times: Mapping[str, Sequence[float]], what: str, moved: int) -> Row:
 
 
 def normal(shape: Sequence[int], dtype: str, count: int) -> list[np.ndarray]:
-    """Random arrays, all of whose memory was touched."""
+    """Makes random arrays, whose memory has thus been touched."""
     rng, of = np.random.default_rng(0), dtype_named(dtype).numpy
     return [rng.standard_normal(shape, np.float32).astype(of) for _ in range(count)]
 
 
 def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
-    """All ways there are here, and what bounds them."""
+    """Returns timers for all available ways, and for the bus and the kernel, which bound them."""
     attend = partial(cupyfa.attention, **at.options)
-    out = host[0].copy()  # whose memory was touched, as that of a new array was not
+    out = host[0].copy()  # a copy, since the memory of a new array is untouched
     pinned = [cupyfa.empty_pinned(x.shape, at.dtype, backend=at.engine) for x in (*host, out)]
     for mine, x in zip(pinned, (*host, out)):
         mine[...] = x
@@ -159,21 +160,21 @@ def ways(at: Setting, host: list[np.ndarray]) -> dict[str, Timer]:
 
 
 def milliseconds(call: Callable[[], Any]) -> float:
-    """Until the result is there; it is dropped after that."""
+    """Times a call until its result is ready, which is then dropped."""
     start = perf_counter()
     _result = call()
     return 1e3 * (perf_counter() - start)
 
 
 def by_hand(host: Sequence[np.ndarray]) -> np.ndarray:
-    """What one would write with CuPy; get() waits for the result."""
+    """Computes attention as one would write it with CuPy; get() waits for the result."""
     import cupy
 
     return cupyfa.attention(*map(cupy.asarray, host)).get()
 
 
 def bus(pinned: Sequence[np.ndarray], device: Sequence[Any]) -> Callable[[], None]:
-    """The copies that every way has to make, all at once: three arrays there, one back."""
+    """Returns the copies that every way needs, in both directions at once: three in, one out."""
     import cupy
 
     up, down = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
@@ -191,14 +192,14 @@ def bus(pinned: Sequence[np.ndarray], device: Sequence[Any]) -> Callable[[], Non
 
 
 def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[[], Any]]:
-    """From ordinary memory as from pinned memory; the result is a tensor of the host."""
+    """Returns torch's ways from ordinary and from pinned memory to a tensor on the host."""
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def ordinary() -> Any:
         return attend(*(tensor(torch, x).cuda() for x in host)).cpu()  # .numpy() is a view of it
 
     inputs = [tensor(torch, x).pin_memory() for x in host]
-    # Like the result, whose axes may lie in another order: else it would be copied on the GPU too.
+    # The result's axes may have another order in memory; a different one costs a copy on the GPU.
     out = ordinary().pin_memory()
 
     def pinned() -> None:
@@ -209,7 +210,7 @@ def ways_of_torch(torch: Any, host: Sequence[np.ndarray]) -> dict[str, Callable[
 
 
 def tensor(torch: Any, array: np.ndarray) -> Any:
-    """A view of the array; torch knows no bfloat16 of NumPy's, so bits go over."""
+    """Returns a view of the array; torch does not know NumPy's bfloat16, so bits are passed."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -224,10 +225,10 @@ extern "C" __global__ void empty(const void*, const void*, const void*, void*, i
 
 
 def host_times(at: Setting) -> list[Row]:
-    """Microseconds of the host for a call on small arrays that are on the GPU.
+    """Measures the host's microseconds for a call on small arrays on the GPU.
 
-    The device is waited for between loops, which are so short that its queue does not fill:
-    a call that finds it full waits for a kernel.
+    Loops are short and end with a wait for the device, so that its queue does not fill: a call
+    that finds it full would wait for a kernel.
     """
     sets = [[at.engine.upload(x) for x in normal(SMALL, "float16", 4)] for _ in range(SETS)]
     calls = small_calls(at, sets)
@@ -238,7 +239,7 @@ def host_times(at: Setting) -> list[Row]:
 
 
 def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callable[[], Any]]:
-    """Those of cupyfa, after what they are to be compared with."""
+    """Returns the calls of cupyfa, after those that they are compared with."""
     q, k, v, out = sets[0]
     attend = partial(cupyfa.attention, **at.options)
     prepared, others = (cupyfa.compile(q, k, v, backend=at.engine) for _ in range(2))
@@ -262,14 +263,14 @@ def small_calls(at: Setting, sets: Sequence[Sequence[Any]]) -> dict[str, Callabl
 
 
 def from_dlpack(tensors: Sequence[Any]) -> list[Any]:
-    """What attention would take if it did not use the addresses of torch's tensors."""
+    """Converts tensors, as attention would have to if it did not use their addresses."""
     import cupy
 
     return [cupy.from_dlpack(x) for x in tensors]
 
 
 def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], Any]]:
-    """The calls for gradients."""
+    """Returns the calls for gradients."""
     out, lse = cupyfa.attention(q, k, v, return_lse=True, **at.options)
     given, grads = (
         (dout, q, k, v, out, lse),
@@ -289,7 +290,7 @@ def backward_calls(at: Setting, q: Any, k: Any, v: Any, dout: Any) -> dict[str, 
 
 
 def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], Any]]:
-    """What a launch, an allocation and torch cost."""
+    """Returns calls that show the cost of a launch, of an allocation and of torch."""
     import cupy
 
     q, k, v, out = arrays
@@ -307,7 +308,7 @@ def others_calls(at: Setting, arrays: Sequence[Any]) -> dict[str, Callable[[], A
 
 
 def microseconds(at: Setting, call: Callable[[], Any]) -> float:
-    """Of the host, for each call of a loop."""
+    """Returns the host's microseconds per call of a loop."""
     at.engine.synchronize()
     start = perf_counter()
     for _ in range(at.calls):
@@ -320,7 +321,7 @@ def microseconds(at: Setting, call: Callable[[], Any]) -> float:
 # New processes
 
 
-# CuPy and CUDA come before the clock of the first call: whoever has work for a GPU waits for them.
+# The time of the first call excludes CuPy and CUDA, which any program on a GPU has to load.
 FIRST = """
 import sys, time
 import numpy as np
@@ -340,8 +341,8 @@ print(time.perf_counter() - start)
 
 
 def first_calls(at: Setting) -> list[Row]:
-    """Seconds of new processes, until a result of NumPy arrays is there: nothing kept, and then
-    all that the process before kept. The device is awake, for this process has it too.
+    """Measures the seconds until a new process has its first result: with empty caches, and then
+    with those of the previous process. The device is awake, since this process uses it too.
     """
     times: dict[str, list[float]] = {}
     for _ in range(at.processes):
@@ -368,7 +369,7 @@ print(after - start, time.process_time() - after)
 
 
 def imports(at: Setting) -> list[Row]:
-    """Milliseconds of CPU time, from bytecode: the first process writes it, as installing does."""
+    """Measures CPU milliseconds of imports from bytecode, which the first process writes."""
     with tempfile.TemporaryDirectory() as folder:
         bytecode = {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
         _, *seconds = [child(IMPORT, **bytecode) for _ in range(1 + at.processes)]
@@ -380,7 +381,7 @@ def imports(at: Setting) -> list[Row]:
 
 
 def child(code: str, *args: Any, **variables: str) -> list[float]:
-    """The numbers that a process of its own prints."""
+    """Returns the numbers that a new process prints."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
@@ -407,7 +408,7 @@ GROUPS: dict[str, Callable[[Setting], list[Row]]] = {
 
 
 def torch_on(engine: Any) -> tuple[Any, list[str]]:
-    """torch, if it can use the GPU, and notes of what is left out."""
+    """Returns torch, if it can use the GPU, and notes on measurements that are left out."""
     if engine.name != "cuda":
         return None, ["no GPU is used: CuPy, torch, the bus and the CUDA context are left out"]
     try:
@@ -420,7 +421,7 @@ def torch_on(engine: Any) -> tuple[Any, list[str]]:
 
 
 def made_with(at: Setting) -> dict[str, str]:
-    """The device, the versions, and what else figures depend on."""
+    """Returns the device, the versions, and all else that figures depend on."""
     batch, heads, M, d = at.shape
     return {
         **environment.describe(at.engine),
@@ -433,7 +434,7 @@ def made_with(at: Setting) -> dict[str, str]:
 
 
 def told(about: Mapping[str, str], rows: Sequence[Row], form: str) -> str:
-    """For people a table of each group, without columns that say nothing there."""
+    """Renders a table for each group, without its empty columns, or all rows in another format."""
     if form == "json":
         return json.dumps({"environment": about, "rows": rows}, indent=2)
     if form == "csv":
@@ -447,14 +448,14 @@ def told(about: Mapping[str, str], rows: Sequence[Row], form: str) -> str:
 
 
 def count(name: str, *also: str, least: int = 1, say: str | None = None) -> Callable:
-    """An option that is smaller in the simulator."""
+    """Makes an option whose default is smaller in the simulator."""
     usual = f"[default: {ON_A_GPU[name]}; {SIMULATED[name]} in the simulator]"
     kind = click.IntRange(least)
     return click.option(*also, name, type=kind, help=f"{say or ''}  {usual}".strip())
 
 
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Of all these alone.")
+@click.option("--only", multiple=True, type=click.Choice(list(GROUPS)), help="Groups to measure.")
 @count("B", "-B", "--batch")
 @count("H", "-H", "--heads")
 @count("M", "-M", say="Queries, and as many keys.")
@@ -484,7 +485,7 @@ def main(
     form: str,
     **counts: int | None,
 ) -> None:
-    """Measures what the host's side costs: the median and the best of each way."""
+    """Measures host times: the median and the best of each way."""
     engine = backend_named(backend)
     usual = ON_A_GPU if engine.name == "cuda" else SIMULATED
     sizes = {"B": B, "H": H, "M": M, "d": d, **counts}

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool racecheck python tools/launches.py [KERNEL…]
 
-Without names it launches all of them. Every array has an allocation of its own, so that its ends
-are known.
+Without names it launches all kernels. Every array has an allocation of its own, so that accesses
+beyond its ends are found.
 """
 
 import sys
@@ -26,11 +26,11 @@ from cupyfa.runtime.workspace import allocated
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
 
-# A few tiles, of head dimensions that differ in how; LONG enough for a ring of tiles to go round.
+# A few tiles; LONG has enough of them for a ring of stages to wrap around.
 SEVERAL = {"heads": 2, "kv_heads": 1, "M": 130, "N": 150, "causal": True}
 LONG = SEVERAL | {"M": 530, "N": 550}
 WIDTHS = (64, 128, 192, 256, 320)
-NARROW = (64,)  # of kernels without tensor cores: a tool watches each of their many instructions
+NARROW = (64,)  # d for kernels without tensor cores, whose many instructions are slow under a tool
 CAPPED = SEVERAL | {"d": 64, "softcap": 5.0}
 
 
@@ -45,7 +45,7 @@ def main(names):
         several = LONG if has_ring(kernel) else SEVERAL
         wide = [several | {"d": d} for d in (WIDTHS if "mma" in kernel.name else NARROW)]
         others = [problem_of(kernel, sizes, dtype) for sizes in (*WINDOWED, *wide, CAPPED)]
-        for problem in dict.fromkeys(others):  # those of a softmax know no d
+        for problem in dict.fromkeys(others):  # softmax problems have no d, so some repeat
             if planning.can(kernel, problem, backend.limits):
                 launch(backend, kernel, problem)
     for kernel in chosen.values():
@@ -54,7 +54,7 @@ def main(names):
 
 
 def has_ring(kernel):
-    """Whether tiles of a kernel go through stages."""
+    """Whether a kernel's tiles pass through a ring of stages."""
     return "stages" in kernel.choice.names
 
 
@@ -75,10 +75,10 @@ def launch(backend, kernel, problem):
 
 
 def launch_modified(kernel):
-    """A call with texts, arrays that they read, sinks, dropout and a block mask.
+    """Calls a kernel with expressions, captured arrays, sinks, dropout and a block mask.
 
-    Some of its rows and keys see nothing. A backward kernel computes gradients of the arrays, too,
-    and of the bias alone, which some kernels have a launch for.
+    Some rows see no key, and some keys are seen by no row. A backward kernel also computes
+    gradients of the arrays, and of the bias alone, for which some kernels have their own launch.
     """
     rng, of = np.random.default_rng(0), dtype_named(usual_dtype(kernel))
     M, N = SEVERAL["M"], SEVERAL["N"]

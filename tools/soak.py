@@ -1,12 +1,12 @@
-"""Many calls of all kinds from several threads: each result compared with what the same call gave
-before, and the memory at the end with that at the beginning. With --faults, what goes wrong on
-purpose: after each fault the process works, or says why it cannot.
+"""Makes many calls of all kinds from several threads, and compares each result with the first one
+of the same call, and the memory at the end with that at the beginning. With --faults it provokes
+faults: after each one the process must still work, or say why it cannot.
 
     python tools/soak.py --calls 100000 --threads 8
     python tools/soak.py --faults
 
-Runs on the GPUs, all that are visible, or in the simulator. Not among the calls are graphs: while
-one is captured, no other thread may allocate.
+Runs on all visible GPUs, or in the simulator. Graphs are not tested: while one is captured, no
+other thread may allocate.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from cupyfa.runtime.choose_backend import backend_named
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers import own_kernel
 
-SWITCH_INTERVAL = 2e-4  # seconds until another thread may go on: at 5 ms few calls meet
-MMAP_THRESHOLD = -3  # of glibc's mallopt
-LARGE = 1 << 17  # bytes that go back to the system at once: else what is free looks like a leak
-ROUNDS = 10  # each with threads of its own; memory is counted from the end of the second one
-# Of the pool CuPy has some for every stream that ever was.
+SWITCH_INTERVAL = 2e-4  # seconds between switches of threads: at the default 5 ms few calls overlap
+MMAP_THRESHOLD = -3  # a parameter of glibc's mallopt
+LARGE = 1 << 17  # bytes; larger blocks return to the system at once, so they are no leak
+ROUNDS = 10  # each starts new threads; memory is compared from the end of the second round
+# CuPy's pool keeps memory for every stream that was ever used.
 LEEWAY = {"host": 48 << 20, "pool": 1 << 30, "device": 64 << 20, "in use": 16 << 20}
 MOST_WRONG = 10
 ROOT = Path(cupyfa.__file__).parents[1]
@@ -53,18 +53,18 @@ ROOT = Path(cupyfa.__file__).parents[1]
 class Call:
     """A call that gives the same bits each time, or is refused each time.
 
-    It gets what its thread keeps, for arrays to write to.
+    It gets a dictionary in which its thread keeps arrays to write to.
     """
 
     name: str
     run: Callable[[dict], Any]
-    device: int | None = None  # that is current, where there are some
+    device: int | None = None  # the current device, if there are several
     on_host: bool = True
-    prepared: Any = None  # that it calls
+    prepared: Any = None  # the prepared call, if it makes one
 
 
 def calls(engine: Any) -> list[Call]:
-    """All kinds of calls, on NumPy's arrays and on those of each device."""
+    """Returns all kinds of calls, on NumPy's arrays and on those of each device."""
     if engine.name == "simulator":
         return [*_kinds(engine, lambda x: x, None, True)]
     import cupy
@@ -144,14 +144,14 @@ def _kinds(engine: Any, put: Callable, device: int | None, on_host: bool) -> Ite
 
 
 class Soak:
-    """Threads that make calls, and what was wrong."""
+    """Threads that make calls, and the errors that they found."""
 
     def __init__(self, engine: Any, seed: int) -> None:
         self.engine, self.seed = engine, seed
         self.calls = calls(engine)
         self.right = [self.first(call) for call in self.calls]
         self.done, self.wrong, self.lock = 0, list[str](), threading.Lock()
-        self.shared: dict[int | None, Any] = {}  # a stream of each device, of all threads
+        self.shared: dict[int | None, Any] = {}  # a stream of each device, which all threads share
         for call in self.calls:
             self.shared.setdefault(call.device, self.stream(call.device))
 
@@ -164,14 +164,14 @@ class Soak:
             return cupy.cuda.Stream(non_blocking=True)
 
     def first(self, call: Call) -> tuple:
-        """What the call gives, before any other is going on."""
+        """Returns the result of a call before any others run."""
         with self.on(call.device):
             made = tuple(x.copy() for x in _all_of(call.run({})))
             self.engine.synchronize()
             return made
 
     def again(self, i: int, kept: dict, stream: Any = None) -> str | None:
-        """Makes a call; returns what is wrong with what it gives."""
+        """Makes a call, and describes an error in its result."""
         with self.on(self.calls[i].device, stream):
             made = _all_of(self.calls[i].run(kept))
             for at, (x, right) in enumerate(zip(made, self.right[i], strict=True)):
@@ -191,7 +191,7 @@ class Soak:
             yield
 
     def run(self, total: int, threads: int, patience: float) -> None:
-        """Makes `total` further calls. Ends the process, with each thread's stack, if none ends."""
+        """Makes `total` more calls; if none ends in time, prints all stacks and exits."""
         numbers = itertools.count(1)
         workers = [
             threading.Thread(target=self.work, args=(numbers, total, i), daemon=True)
@@ -218,7 +218,7 @@ class Soak:
         while next(numbers) <= total and len(self.wrong) < MOST_WRONG:
             i = rng.randrange(len(self.calls))
             if self.calls[i].name.startswith("buffers") and rng.randrange(20):
-                i = 0  # for new ones take long
+                i = 0  # since new buffers take long
             call = self.calls[i]
             at = rng.randrange(4)
             try:
@@ -232,7 +232,7 @@ class Soak:
 
 
 def _all_of(result: Any) -> tuple:
-    """The arrays that a call returned."""
+    """Returns the arrays of a call's result."""
     if result is None:
         return ()
     return result if isinstance(result, tuple) else (result,)
@@ -242,20 +242,20 @@ def _all_of(result: Any) -> tuple:
 
 
 def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
-    """Bytes that are taken now, when no call is going on, of the host and of each device: what is
-    pinned and in CuPy's pool, and then, with that given back, all else.
+    """Returns the bytes in use on the host and each device while no call runs: pinned memory and
+    CuPy's pool, and then, after these are freed, all other memory.
 
-    What prepared calls keep is given back first: how much it is depends on how many streams each
-    of them was called in.
+    Memory that prepared calls keep is freed first: it depends on the number of streams in which
+    each of them was called.
     """
     for call in prepared:
         call.forget()
     gc.collect()
     found = {"pinned": cupyfa.transfer.held()}
     cupyfa.transfer.release()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
-        trim(0)  # of what threads have freed it keeps up to 64 MB each, for later
+        trim(0)  # it keeps up to 64 MB of each thread's freed memory
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found["host"] = pages * os.sysconf("SC_PAGE_SIZE")
     if engine.name != "simulator":
@@ -274,7 +274,7 @@ def memory(engine: Any, prepared: Iterable[Any]) -> dict[str, int]:
 
 
 def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[str]:
-    """What takes more than before, by more than the leeway."""
+    """Lists the kinds of memory that have grown by more than the leeway."""
     devices = sum(name.startswith("pool ") for name in before) or 1
     most = LEEWAY | {"pinned": devices * cupyfa.transfer.configure().most_held}
     if shared:
@@ -290,7 +290,7 @@ def grown(before: dict[str, int], after: dict[str, int], shared: bool) -> list[s
 
 
 def interrupted(engine: Any, seed: int, times: int) -> str:
-    """Ctrl-C in the middle of calls of this thread, which must be the main one."""
+    """Interrupts calls by Ctrl-C in this thread, which must be the main thread."""
     soak, rng, armed = Soak(engine, seed), random.Random(seed), threading.Event()
 
     def handle(*_: Any) -> None:
@@ -319,14 +319,14 @@ def interrupted(engine: Any, seed: int, times: int) -> str:
     finally:
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGINT, usual)
-    assert came > 0.8 * times  # what comes within a destructor is passed over
+    assert came > 0.8 * times  # Python ignores interrupts inside destructors
     soak.run(4 * len(soak.calls), 4, 60)
     assert not soak.wrong, soak.wrong
     return f"Ctrl-C came {came} times in {len(soak.calls)} kinds of calls, and all are right after"
 
 
 def out_of_memory(engine: Any, seed: int) -> str:
-    """A limit of the device's pool, while threads call: each call is right or says so."""
+    """Limits the device's pool while threads call: each call is right or raises OutOfMemory."""
     if engine.name == "simulator":
         return "out of memory: the simulator takes the host's"
     import cupy
@@ -344,7 +344,7 @@ def out_of_memory(engine: Any, seed: int) -> str:
         soak.run(2000, 8, 60)
     finally:
         pool.set_limit(size=0)
-    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]  # ours, and CuPy's own
+    others = [x for x in soak.wrong if not x.startswith("OutOfMemory")]  # of cupyfa and of CuPy
     assert told.startswith("out of memory") and soak.wrong and not others, (told, soak.wrong)
     soak.wrong.clear()
     soak.run(4 * len(soak.calls), 8, 60)
@@ -353,11 +353,11 @@ def out_of_memory(engine: Any, seed: int) -> str:
 
 
 BEGIN = "if (row >= M) return;"
-FAR = "O.data[1ll << 44] = scalar(1.f);"  # further than memory reaches
+FAR = "O.data[1ll << 44] = scalar(1.f);"  # beyond any memory
 
 
 def trapped(engine: Any) -> str:
-    """A kernel that writes far outside, while threads call."""
+    """Runs a kernel that writes far outside its array, while threads call."""
     with tempfile.TemporaryDirectory() as folder:
         script = own_kernel.write(Path(folder), cu=(BEGIN, f"{FAR}\n  {BEGIN}"))
         done = _child("trap", engine, script, timeout=120)
@@ -366,7 +366,7 @@ def trapped(engine: Any) -> str:
 
 
 def _trap(engine: Any, script: str) -> str:
-    """What ``trapped`` has a process of its own do, for it may lose the device."""
+    """Does the work of ``trapped`` in a process of its own, since it may lose the device."""
     mine = record_named(f"{script}:mine")
     x = np.ones((2, 4, 3), np.float32)
     soak = Soak(engine, 0)
@@ -388,7 +388,7 @@ def _trap(engine: Any, script: str) -> str:
     if engine.name == "simulator":
         assert not soak.wrong, soak.wrong
         return f"a kernel that traps: {said[0]!r}; all other calls are right"
-    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]  # ours, CuPy's own
+    others = [x for x in soak.wrong if not x.startswith(("DeviceLost", "CUDA"))]  # of both
     told = [*said, *(x for x in soak.wrong if x.startswith("DeviceLost"))]
     assert soak.wrong and not others, soak.wrong
     assert all("restart the process" in x for x in told), told
@@ -396,7 +396,7 @@ def _trap(engine: Any, script: str) -> str:
 
 
 def killed(engine: Any, seed: int, times: int = 3) -> str:
-    """Processes that are killed while they compile and write to the caches."""
+    """Kills processes while they compile and write to the caches."""
     rng, sums = random.Random(seed), set()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         where = {"CUPYFA_CACHE_DIR": f"{folder}/ours", "CUPY_CACHE_DIR": f"{folder}/cupys"}
@@ -460,18 +460,18 @@ FAULTS: dict[str, Callable[[Any, int, int], str]] = {
     type=click.IntRange(1),
     default=100_000,
     show_default=True,
-    help="How many in all.",
+    help="Number of calls.",
 )
 @click.option("--threads", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--backend", default="auto", show_default=True)
 @click.option("--patience", default=60.0, show_default=True, help="Seconds without a result.")
 @click.option("--shared", is_flag=True, help="Other processes use the devices' memory too.")
-@click.option("--faults", is_flag=True, help="Faults instead.")
+@click.option("--faults", is_flag=True, help="Provoke faults instead.")
 @click.option(
-    "--only", multiple=True, type=click.Choice(list(FAULTS)), help="Of the faults these alone."
+    "--only", multiple=True, type=click.Choice(list(FAULTS)), help="Provoke only these faults."
 )
-@click.option("--interrupts", default=300, show_default=True, help="How often Ctrl-C comes.")
+@click.option("--interrupts", default=300, show_default=True, help="Number of Ctrl-C interrupts.")
 @click.option("--child", hidden=True)
 @click.argument("args", nargs=-1)
 def main(

@@ -1,1 +1,1 @@
-"""What kernels cost: memory, roofline, resources, profiles; and whether the installation works."""
+"""Costs of kernels: caches, roofline, resources, timelines; and a check of the installation."""

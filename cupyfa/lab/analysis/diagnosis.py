@@ -43,7 +43,7 @@ sys.stdout.write("\\n" + json.dumps(answer))
 
 @dataclass(frozen=True, repr=False)
 class Finding(ShownRow):
-    """A thing, its state ("ok", "missing" or "fault"), and the backends that this state hinders."""
+    """A component, its state ("ok", "missing" or "fault"), and the backends that this hinders."""
 
     thing: str
     state: str
@@ -57,7 +57,7 @@ class Finding(ShownRow):
 
 @dataclass(frozen=True)
 class Probe:
-    """What examines a thing, and the backends that need it."""
+    """The functions that examine a component, and the backends that need it."""
 
     thing: str
     look: Callable[..., Finding | list[Finding]]
@@ -68,7 +68,7 @@ class Probe:
 
 
 def doctor(progress: Progress = no_progress) -> list[Finding]:
-    """Examines what cupyfa needs or can use; an error on the way is a fault of that thing."""
+    """Examines what cupyfa needs or can use; an error on the way is a fault of that component."""
     asked = {probe.thing: _ask(probe.question) for probe in PROBES if probe.question}
     findings: list[Finding] = []
     try:
@@ -102,7 +102,7 @@ def _examined(probe: Probe, process: subprocess.Popen[str] | None, has_cupy: boo
 
 
 def _ask(question: str) -> subprocess.Popen[str]:
-    """Starts a process for a question, in a process group of its own, to be ended as a whole."""
+    """Starts a process for a question, in its own process group, which can be ended as a whole."""
     here = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
@@ -130,7 +130,7 @@ def _answer(process: subprocess.Popen[str], seconds: float) -> tuple[Any, str | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process that still runs, and hardly waits for its end: it may hang in a driver."""
+    """Kills a process that still runs; waits only briefly, since it may hang in a driver."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -147,14 +147,14 @@ def _package(name: str) -> Finding:
 
 
 def _folder(thing: str, path: Path | None, variable: str) -> Finding:
-    """A cache directory, which is a fault if it cannot be written."""
+    """Reports a cache directory; it is a fault if it cannot be written."""
     if path is None or not cache_folder.can_write(path):
         return Finding(thing, FAULT, f"{path} cannot be written; {cache_folder.remedy(variable)}")
     return Finding(thing, OK, f"{path}, {_size(shutil.disk_usage(path).free)} free")
 
 
 def _own_folder(path: Path | None) -> Finding:
-    """The library's own, which is a fault if others can change what is in it, too."""
+    """Reports the library's cache directory; it is also a fault if other users can change it."""
     if path is not None and cache_folder.can_write(path) and (why := cache_folder.refusal(path)):
         return Finding("cache", FAULT, f"{path} {why}; {cache_folder.remedy()}")
     return _folder("cache", path, "CUPYFA_CACHE_DIR")
@@ -173,7 +173,7 @@ def _cupy() -> Finding:
 
 
 def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
-    """``answer`` has the newest CUDA version of the driver and that of CuPy: 12090 is 12.9."""
+    """Reports the driver; ``answer`` has its newest CUDA version and CuPy's: 12090 is 12.9."""
     if answer is None:
         return Finding("driver", FAULT, gist(error or ""))
     version = environment.kernel_driver()
@@ -187,7 +187,7 @@ def _driver(answer: Mapping[str, int] | None, error: str | None) -> Finding:
 
 
 def _gpus(answer: list[dict[str, Any]] | None, error: str | None) -> list[Finding]:
-    """``answer`` are the devices, each with the error of compiling and running a kernel on it."""
+    """Reports the devices in ``answer``, each with the error of compiling and running a kernel."""
     if answer is None:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES is {chosen!r})"
@@ -234,7 +234,7 @@ PROBES = (
     Probe("Python", lambda: Finding("Python", OK, f"{python_version()}, {sys.executable}")),
     Probe("numpy", partial(_package, "numpy")),
     Probe("ml_dtypes", partial(_package, "ml_dtypes")),
-    Probe(  # before CuPy is given another
+    Probe(  # before cupyfa gives CuPy another folder
         "CuPy's cache", lambda: _folder("CuPy's cache", caches.folder_of("cupy"), "CUPY_CACHE_DIR")
     ),
     Probe("CuPy", _cupy, ("cuda",)),

@@ -26,16 +26,16 @@ from cupyfa.runtime.choose_backend import backend_named
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """Limits of a multiprocessor: KiB of shared memory for a block and in all, warps, blocks."""
+    """Limits of a multiprocessor: KiB of shared memory per block and in total, warps, blocks."""
 
     shared_of_block: int
     shared: int
     warps: int
     blocks: int
-    reserved: int = 1024  # bytes of shared memory of each block for the system
+    reserved: int = 1024  # bytes of each block's shared memory that the system takes
 
 
-REGISTERS = 16384  # of each quarter of a multiprocessor, allocated to warps in units of 256
+REGISTERS = 16384  # per sub-partition of a multiprocessor; warps get them in units of 256
 # By compute capability (CUDA C++ programming guide, technical specifications).
 MULTIPROCESSORS = {
     "75": Multiprocessor(64, 64, warps=32, blocks=16, reserved=0),
@@ -47,7 +47,7 @@ MULTIPROCESSORS = {
     "120": Multiprocessor(99, 100, warps=48, blocks=24),
 }
 
-# Messages of the log on slow code: (C7510) and similar ones, warnings.
+# Messages of the compiler's log about slow code: codes such as (C7510), and warnings.
 _SLOW = re.compile(r"^(?:ptxas info *: *)?(\(C\d+\).*|.*\bwarning\b.*)$", re.MULTILINE)
 
 
@@ -66,7 +66,7 @@ class Compiled(Shown):
 
     @property
     def spilled_bytes(self) -> int:
-        """Bytes that a thread stores in local memory for lack of registers."""
+        """The bytes that a thread spills to local memory for lack of registers."""
         return self._number(r"(\d+) bytes spill stores")
 
     @property
@@ -76,7 +76,7 @@ class Compiled(Shown):
 
     @property
     def occupancy(self) -> tuple[int, str]:
-        """Blocks of a multiprocessor at a time, and the resource that limits them."""
+        """The blocks that a multiprocessor runs at a time, and the resource that limits them."""
         sm, warps = MULTIPROCESSORS[self.arch.removesuffix("a")], cdiv(self.launch.threads, 32)
         shared = self.launch.shared_bytes + sm.reserved
         fit = {
@@ -95,7 +95,7 @@ class Compiled(Shown):
 
 
 def limits_of(arch: str) -> Limits:
-    """The limits of an architecture's devices, "90" or with its own instructions "90a"."""
+    """Returns the limits of an architecture's devices: "90", or "90a" for sm_90a."""
     family = arch.removesuffix("a") if arch in ARCH_SPECIFIC else arch
     if family not in MULTIPROCESSORS:
         known = ", ".join([*MULTIPROCESSORS, *ARCH_SPECIFIC])
@@ -104,7 +104,7 @@ def limits_of(arch: str) -> Limits:
 
 
 def gpu() -> Backend | None:
-    """The GPU of this machine, if there is one."""
+    """Returns the backend of this machine's GPU, or None without one."""
     try:
         return backend_named("cuda")
     except DeviceError:
@@ -121,11 +121,11 @@ def plans(
     tiles: Mapping[str, int] | None = None,
     arrays: Mapping[str, Any] | None = None,
 ) -> list[tuple[Plan, str]]:
-    """(plan, architecture) of all supported combinations; one of 90 and 90a for a kernel of sm_90a.
+    """Returns (plan, architecture) for all supported combinations.
 
-    A kernel is a record, or "auto" for the one that "auto" chooses on each architecture. ``arrays``
-    are forms of arrays that the texts of ``options`` read. Raises
-    Unsupported with the reason if there is none.
+    A kernel of sm_90a gets only one of 90 and 90a. A kernel is a record, or "auto" for the one that
+    "auto" chooses on each architecture. ``arrays`` are forms of arrays that the expressions of
+    ``options`` read. Raises Unsupported with the reason if no combination is supported.
     """
     found: dict[tuple[int, str, str], tuple[Plan, str]] = {}
     refused: Exception = ValueError("there is nothing to compile")
@@ -139,7 +139,7 @@ def plans(
             found.setdefault((id(record), dtype, record.target or arch), (able, arch))
         except Unsupported as error:
             dtype_fits = isinstance(kernel, str) or kernel.takes(dtype)
-            if isinstance(refused, ValueError) or dtype_fits:  # more than its dtypes
+            if isinstance(refused, ValueError) or dtype_fits:  # for a reason besides the dtype
                 refused = error
     if not found:
         raise refused
@@ -154,9 +154,9 @@ def problem_to_compile(
     options: AttentionOptions | None,
     arrays: Mapping[str, Any] | None = None,
 ) -> Problem:
-    """The problem to compile for, whose heads, queries and keys only choose the tiles.
+    """Returns the problem to compile for; its heads, queries and keys only decide the tiles.
 
-    arrays: forms, as ``shape_language`` has them, of arrays that texts read.
+    arrays: forms, in the notation of ``shape_language``, of arrays that expressions read.
     """
     if operation == "softmax":
         return Problem.of_row_sizes(1, 1, dtype)
@@ -172,7 +172,7 @@ def ptx(launch: PlannedLaunch, arch: str) -> str:
 
 
 def sass(compiled: Compiled) -> str:
-    """The machine code of a launch. Raises Unsupported without nvdisasm of the CUDA toolkit."""
+    """Disassembles a launch. Raises Unsupported without nvdisasm of the CUDA toolkit."""
     tool = shutil.which("nvdisasm")
     if tool is None:
         raise Unsupported(
@@ -189,7 +189,7 @@ def sass(compiled: Compiled) -> str:
 
 
 def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
-    """A launch compiled for an architecture, or for the one of its kernel."""
+    """Compiles a launch for an architecture, or for the one that its kernel requires."""
     arch = launch.target or arch
     cubin, log = _compiled(launch, arch)
     if f"entry function '{launch.entry}'" not in log:
@@ -198,7 +198,7 @@ def compile_launch(launch: PlannedLaunch, arch: str) -> Compiled:
 
 
 def _compiled(launch: PlannedLaunch, arch: str, *, to_ptx: bool = False) -> tuple[bytes, str]:
-    """What NVRTC makes of a launch, and its log."""
+    """Compiles a launch by NVRTC; returns the cubin or PTX, and the log."""
     from cupyfa.runtime.cuda.compiler import compile_text
 
     text, folders = source.text(launch), source.include_folders(launch)
@@ -223,7 +223,7 @@ def compiled_row(plan: Plan, compiled: Compiled) -> Row:
 
 
 def compilations(rows: Sequence[Row], form: str) -> str:
-    """Rows of compiled launches in a format; a table has the compiler's warnings below it."""
+    """Renders rows of compiled launches; a table has the compiler's warnings below it."""
     if form != "table":
         return render(rows, form)
     below = [

@@ -1,10 +1,10 @@
-"""The roofline model of attention: what bounds a computation on a device, and its least time.
+"""The roofline model of attention: the bound of a computation on a device, and its least time.
 
 A computation needs a number of floating-point operations and of exponentials, and moves bytes
-between the device's memory and its chip. Each of the three takes at least its number over the
-device's rate. All may overlap, so the longest is the least time.
+between the device's memory and its chip. Each of the three takes at least its count
+divided by the device's rate. They may overlap, so the longest of them is the least time.
 
-Naive attention keeps the scores S and the probabilities P in memory, for gradients also dP and dS.
+Naive attention stores the scores S and the probabilities P in memory, for gradients also dP, dS.
 Tiled attention (FlashAttention; Dao et al., 2022, arXiv:2205.14135) keeps them on the chip: at best
 every input is read once and every output is written once. Scale and mask are applied where scores
 are computed and move nothing. The log-sum-exp that a forward kernel returns is not counted.
@@ -46,8 +46,8 @@ _PASSES = {"forward": 4, "backward": 10}
 THIS = "this"
 _COSTS = COMPUTE, MEMORY, EXPONENTIALS = "compute", "memory", "exponentials"
 _DETAILS = tuple(f"{cost}_ms" for cost in _COSTS)
-_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns, in narrow terminals
-_OF_PARTS = 3  # products of parts for one of their sums
+_SPARE = ("GFLOP", "measured_TFLOP/s", "balance", "MB")  # columns to drop in narrow terminals
+_OF_PARTS = 3  # float16 products for one product of split float32 operands
 _TENSOR_HEADERS = {"mma.cuh", "mma_f64.cuh", "wmma.cuh", "wgmma.cuh"}
 
 
@@ -56,11 +56,11 @@ class Roof(ShownRow):
     """The costs of a computation on a device, and its attainable performance.
 
     computation: "naive", "tiled" or a kernel's name.
-    bytes: moved between memory and chip; of a kernel, each array of each launch once.
-    precision: of the operands of its products.
-    parts: the dtype of the parts that these are split into, if they are.
-    measured: the row of a benchmark.
-    note: why a kernel cannot do the problem; it has no figures then.
+    bytes: moved between memory and chip; a kernel moves each array of each launch once.
+    precision: of the operands of matrix products.
+    parts: the dtype of the hi and lo halves of split operands; None if they are not split.
+    measured: the row of a benchmark, if any.
+    note: why a kernel cannot do the problem; it then has no figures.
     """
 
     computation: str
@@ -76,17 +76,17 @@ class Roof(ShownRow):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the visible scores, 2 for a multiply-add."""
+        """The floating-point operations of the visible scores; a multiply-add counts as 2."""
         return OPERATIONS[self.operation].flops(self.problem)
 
     @property
     def exponentials(self) -> int:
-        """One for each visible score."""
+        """The number of exponentials: one for each visible score."""
         return self.problem.batch * self.problem.heads * visible_scores(self.problem)
 
     @property
     def peak(self) -> float:
-        """TFLOP/s of the units that compute its products."""
+        """The TFLOP/s of the units that compute the products."""
         if self.parts:
             return self.device.peak(self.parts, tensor=self.on_tensor_cores) / _OF_PARTS
         precision = self.precision or self.problem.dtype.name
@@ -94,7 +94,7 @@ class Roof(ShownRow):
 
     @property
     def balance(self) -> float:
-        """FLOP per byte below which memory is the bound."""
+        """The FLOP per byte below which memory is the bound."""
         return 1e3 * self.peak / self.device.bandwidth
 
     @property
@@ -103,7 +103,7 @@ class Roof(ShownRow):
 
     @property
     def times(self) -> dict[str, float]:
-        """The least milliseconds for each cost.
+        """The least milliseconds for each of the three costs.
 
         Exponentials are left out in double precision, which has no instruction for them.
         """
@@ -163,11 +163,11 @@ def roofline(
     progress: Progress = no_progress,
     **sizes: Any,
 ) -> list[Roof]:
-    """Computes what bounds attention on a device, and the least time: a Roof for each computation.
+    """Computes the bound of attention on a device, and its least time: a Roof per computation.
 
     ``kernels`` are "naive" (S and P go through memory), "tiled" (every input is read once, the
     output is written once), names of kernels, "auto", ``script.py:name`` or records. The default
-    is both and every rung that can do the problem.
+    is "naive", "tiled" and every rung that can do the problem.
     ``device`` is a name of ``peaks.DEVICES``, a Device, or "this", the GPU of this machine with
     its measured rates of large products and copies; "auto" is "this", or "h100" without a GPU.
     ``sizes`` are those of ``sweeps.problems``, each one value or several.
@@ -248,7 +248,7 @@ def measured_roofs(
 
 
 def _named(kernels: Sequence[str | Kernel]) -> list[str | Kernel]:
-    """The records of names, and "naive", "tiled" and "auto" as they are."""
+    """Returns the records of names; "naive", "tiled" and "auto" stay names."""
     words = (NAIVE, TILED, "auto")
     return [x if isinstance(x, Kernel) or x in words else record_named(x) for x in kernels]
 
@@ -279,7 +279,7 @@ def _has_one(p: Problem, name: str, value: Any) -> bool:
 
 
 def _device_of(results: Results) -> Device:
-    """The device that results name, by its data sheet, or if it is here by its measured rates."""
+    """Returns the device that results name: by its data sheet, or by measured rates if here."""
     name, backend = results.environment.get("device", ""), gpu()
     found = peaks.known_as(name)
     if found is None and backend and backend.limits.device == name:
@@ -296,7 +296,7 @@ def _limits(device: Device) -> Limits:
 
 
 def _common_operation(kernels: Iterable[Kernel], backward: bool) -> str:
-    """The operation of all kernels; forward is the default. Raises ValueError if they differ."""
+    """Returns the operation of all kernels, by default forward; ValueError if they differ."""
     found = {kernel.operation for kernel in kernels} | ({"backward"} if backward else set())
     if len(found) > 1:
         names = ", ".join(f"{kernel.name} computes {kernel.operation}" for kernel in kernels)
@@ -310,20 +310,20 @@ def _input_sizes(operation: str, p: Problem) -> dict[str, int]:
 
 
 def tiled_bytes(operation: str, p: Problem) -> int:
-    """Bytes moved if every input is read once and every output is written once, but for lse."""
+    """Counts the bytes moved if inputs are read once and outputs, without lse, written once."""
     outputs = OPERATIONS[operation].outputs_of(p).items()
     written = sum(x.bytes(p) for name, x in outputs if name != "lse")
     return sum(_input_sizes(operation, p).values()) + written
 
 
 def naive_bytes(operation: str, p: Problem) -> int:
-    """Bytes moved if the arrays of scores go through memory."""
+    """Counts the bytes moved if the arrays of scores are stored in memory."""
     scores = p.heads * p.pairs * p.itemsize
     return tiled_bytes(operation, p) + _PASSES[operation] * scores
 
 
 def planned_bytes(plan: Plan) -> int:
-    """Bytes moved if each launch and each product moves each of its arrays once."""
+    """Counts the bytes moved if each launch and each product moves each of its arrays once."""
     sizes = _input_sizes(plan.kernel.operation, plan.problem)
     sizes |= {name: plan.stored_bytes(name) for name in (*plan.outputs, *plan.scratch)}
     moved = 0
@@ -332,20 +332,20 @@ def planned_bytes(plan: Plan) -> int:
             names = {name.removesuffix(".T") for name in (step.a, step.b, step.out)}
         else:
             names = {name for name, _ in step.launch.arrays}
-            names |= {name for x in step.arguments for name, _ in x.arrays}  # that texts read
+            names |= {name for x in step.arguments for name, _ in x.arrays}  # for expressions
         moved += sum(sizes.get(name, 0) for name in names)
     return moved
 
 
 def uses_tensor_cores(plan: Plan) -> bool:
-    """Whether tensor cores compute the products: by their instructions, or in cuBLAS."""
+    """Whether tensor cores compute the products, by the kernel's instructions or in cuBLAS."""
     if any(isinstance(step, Matmul) for step in plan.steps):
         return (plan.rounding or plan.problem.dtype.name) != "float32"
     return any(_TENSOR_HEADERS & headers(launch) for launch in plan.launches)
 
 
 def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool]:
-    """The device of a name, and whether it is the one of this machine."""
+    """Returns the device of a name, and whether it is this machine's."""
     if device == "auto":
         device = THIS if backend else "h100"
     if device == THIS:
@@ -359,7 +359,10 @@ def _device(device: str | Device, backend: Backend | None) -> tuple[Device, bool
 
 
 def measured_device(backend: Backend) -> Device:
-    """The device here, with its measured rates of large products and copies, which are stored."""
+    """Returns this machine's device, with measured rates of large products and copies.
+
+    The rates are stored, so they are measured only once.
+    """
     measured = {x: peaks.product_rate(backend, x) for x in (*DTYPES, "tf32")}
     rates = {name: rate for name, rate in measured.items() if rate}
     bandwidth = peaks.copy_rate(backend)
@@ -393,7 +396,7 @@ def _roof(
         count = naive_bytes if computation == NAIVE else tiled_bytes
         precision = p.precision or p.dtype.name
         plain = precision == "float32"
-        # Tensor cores may multiply float32 as parts in float16 faster than the plain units do.
+        # Tensor cores may multiply split float32 faster than plain units multiply float32.
         of_parts = device.peak("float16", tensor=True) / _OF_PARTS
         parts_pay = of_parts > device.peak("float32", tensor=False)
         parts = "float16" if plain and parts_pay else None
@@ -409,7 +412,7 @@ def _roof(
 
 
 def roofs(rows: Sequence[Roof]) -> str:
-    """A table of the columns that differ, in three digits (they are estimates), and notes."""
+    """Renders a table of the columns that differ, with notes; estimates have three digits."""
     table = [{c: _shown(x) for c, x in short_row(row.row()).items()} for row in rows]
     one_M = len({row["M"] for row in table}) == 1  # the line above the table has room for N
     drop_followers(table, *(["N"] if one_M else []))

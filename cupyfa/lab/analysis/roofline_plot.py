@@ -1,4 +1,4 @@
-"""The picture of a roofline: the roofs of a device, and where computations lie below them."""
+"""Draws a roofline: the roofs of a device, and the computations below them."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from cupyfa.lab.report import plots
 Point = tuple[float, float, bool]  # intensity, TFLOP/s, whether measured
 _BOUND = "bound"
 _KEYS = (_BOUND, *plots.FAMILIES)
-_CLOSE = 0.98  # the ratio of two roofs from which on only one is drawn
-_WIDE = 18  # characters in a line of a label
+_CLOSE = 0.98  # of two roofs whose ratio is above this, only one is drawn
+_WIDE = 18  # characters of a label's line
 _GAP = 9  # points between a point and its label
 
 
@@ -22,7 +22,7 @@ def draw_roofs(rows: Sequence[Roof], path: str | Path) -> None:
     """Draws TFLOP/s over FLOP per byte, both axes logarithmic, for rows of one device.
 
     A full mark is measured, an empty one attainable performance. The dashed line is the roof of
-    exponentials, where it is below that of the arithmetic. Files and errors as of ``draw``.
+    exponentials, where it is below that of the arithmetic. Files and errors are those of ``draw``.
     """
     path, rows = Path(path), [row for row in rows if row.tflops]
     plots.check(path)
@@ -40,7 +40,7 @@ def _two_digits(value: float) -> str:
 
 
 def _figure(rows: Sequence[Roof]) -> Any:
-    """Points with labels to their right, and the roofs, which are named at the right edge."""
+    """Draws points with labels to their right, and roofs with names at the right edge."""
     series = {key: _wrapped(names) for key, names in _series(rows).items()}
     lines = sum(1 + label.count("\n") for label in series.values())
     figure = plots.new_figure(max(5.5, 0.2 * lines))
@@ -67,13 +67,13 @@ def _figure(rows: Sequence[Roof]) -> Any:
 
 
 def _wrapped(names: Sequence[str]) -> str:
-    """Names in lines that are not broken inside a name."""
+    """Wraps names into lines, but never inside a name."""
     unbroken = (name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)
     return fill(", ".join(unbroken), _WIDE, break_long_words=False, break_on_hyphens=False)
 
 
 def _draw_series(axes: Any, key: str, points: Sequence[Point], names: str) -> Any:
-    """The points of computations of a family, joined by a line, and the label of the last."""
+    """Draws the points of a family's computations, joined by a line; labels the last point."""
     colour, marker = _look(key)
     axes.plot(*zip(*(point[:2] for point in points)), color=colour, linewidth=0.8)
     for x, y, measured in points:
@@ -87,15 +87,15 @@ def _key(computation: str) -> str:
 
 
 def _look(key: str) -> tuple[str, str]:
-    """Colour and marker of a family, or of a bound."""
+    """Returns the colour and the marker of a family, or of a bound."""
     index = _KEYS.index(key)
     return (plots.INK, *plots.COLOURS)[index], plots.MARKERS[index]
 
 
 def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequence[float]) -> None:
-    """Labels in columns, each to the right of points that have room for it before the next ones.
+    """Places labels in columns, each to the right of its points and before the next points.
 
-    xs: of all points, with labels or without. levels: of the roofs, which no label covers.
+    xs: the positions of all points. levels: the heights of roofs, which no label may cover.
     """
 
     def across(x: float) -> float:
@@ -111,7 +111,7 @@ def _place(axes: Any, labels: Sequence[Any], xs: Sequence[float], levels: Sequen
 
 
 def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
-    """The roofs of the device by their TFLOP/s, with the units they belong to.
+    """Returns the roofs of the device: the names of their units by TFLOP/s.
 
     The second dict has the roofs of exponentials that are lower and not close to another roof.
     """
@@ -133,7 +133,7 @@ def _levels(rows: Sequence[Roof]) -> tuple[dict[float, str], dict[float, str]]:
 def _draw_roofs(
     axes: Any, slope: float, levels: dict[float, str], dashed: dict[float, str]
 ) -> None:
-    """The roofs, each with its TFLOP/s and the unit that it belongs to."""
+    """Draws the roofs, each labelled with its TFLOP/s and its unit."""
     left, right = axes.get_xlim()
     axes.plot(
         [left, max(levels) / slope], [left * slope, max(levels)], color=plots.INK, linewidth=1.2
@@ -150,7 +150,7 @@ def _draw_roofs(
 
 
 def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
-    """Names the sloped roof, left of the first point."""
+    """Labels the sloped roof with its bandwidth, left of the first point."""
     device = rows[0].device
     slope = device.bandwidth / 1e3
     start = min(x for row in rows for x in (row.intensity, row.balance) if x) / 1.2
@@ -165,7 +165,7 @@ def _add_bandwidth(axes: Any, rows: Sequence[Roof]) -> None:
 
 
 def _add_texts(axes: Any, rows: Sequence[Roof]) -> None:
-    """The title, the key of the families, and where the figures come from."""
+    """Adds the title, the legend of the families, and the source of the figures."""
     axes.set_title(f"TFLOP/s on {_title(rows)}", loc="left", fontsize=10)
     measured = {_key(row.computation) for row in rows if row.measured and row.measured.tflops}
     drawn = {_key(row.computation) for row in rows}
@@ -187,7 +187,7 @@ def _add_texts(axes: Any, rows: Sequence[Roof]) -> None:
 
 
 def _title(rows: Sequence[Roof]) -> str:
-    """The device, and what all problems have in common."""
+    """Names the device, and the sizes and options that all problems share."""
     problems = [str(row.problem).split() for row in rows]
     common = [x for x in problems[0] if all(x in words for words in problems)]
     about = [x for x in common if not x.startswith(("scale=", "precision="))]
@@ -195,7 +195,7 @@ def _title(rows: Sequence[Roof]) -> str:
 
 
 def _series(rows: Sequence[Roof]) -> dict[tuple[str, tuple[Point, ...]], list[str]]:
-    """The points of a family's computations from left to right; their names.
+    """Returns the names of computations by their family and points, from left to right.
 
     Computations whose points agree in two digits share a label, and keep their own points.
     """

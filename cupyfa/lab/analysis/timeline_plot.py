@@ -1,4 +1,4 @@
-"""Pictures of timelines: rows are warps, or multiprocessors, and colours are phases."""
+"""Draws timelines: rows are warps or multiprocessors, colours are phases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _YELLOW, _BLUE, _VERMILION, _PURPLE = "#f0e442", "#0072b2", "#d55e00", "#cc79a7"
 _LILAC = "#8da2e8"
 Fill = tuple[str, str]  # a colour, and a hatch or nothing
 _FREE = "waits for a free buffer"
-_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # of phases of a kernel's own, by their names
+_OWN = ("#e69f00", "#a6611a", "#fdcf8a", "#c98300")  # of phases that a kernel marks itself
 _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
     "waits for a copy or a store": (
         (_YELLOW, ""),
@@ -38,7 +38,7 @@ _GROUPS: Mapping[str, tuple[Fill, tuple[Kind, ...]]] = {
 }
 _GROUP = {kind: name for name, (_, kinds) in _GROUPS.items() for kind in kinds}
 _IN_FLIGHT: Mapping[str, Fill] = {"copy in flight": (INK, ""), "wgmma in flight": (_LILAC, "")}
-# Of arrows that are of copies, and others: their names in the legend, and how they look.
+# Legend names and styles of arrows: True for those that begin at copies, False for others.
 _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
     True: ("from a copy to the wait for it", {"color": INK, "linewidth": 0.6}),
     False: (
@@ -46,29 +46,31 @@ _ARROW_LOOKS: Mapping[bool, tuple[str, dict[str, Any]]] = {
         {"color": "#8c959f", "linewidth": 0.6, "linestyle": (0, (3, 2))},
     ),
 }
-_PHASES = 75  # of a warp, shown at the beginning and at the end of a long timeline
-_NARROW = 1 / 400  # of the width: bars that their edges would cover
-_ARROWS = 80  # at most
+_PHASES = 75  # phases of a warp that are shown at each end of a long timeline
+_NARROW = 1 / 400  # of the width: narrower bars have no edges, which would cover them
+_ARROWS = 80  # the most that are drawn
 _LINE = 120  # characters of the text above a picture
-_CHARACTER, _MARGIN = 0.0085, 0.004  # of the width: of a name in a phase
+_CHARACTER, _MARGIN = 0.0085, 0.004  # of the width, for a name in a phase
 
 
 def draw(timeline: Timeline, path: str | Path, window: tuple[float, float] | None = None) -> None:
     """Draws a timeline to an .svg or .png file.
 
-    Of a block: a row for each warp, under it its copies and products in flight, and arrows from the
-    start of a copy to the wait that it ends, and from a buffer's last reader to the wait for it.
-    ``window`` is the first and the last time that are shown; by default all, or of long timelines
-    both ends. Of all
-    blocks: a row for each multiprocessor. Raises ValueError for another suffix, for an empty window
-    and for one that shows nothing; Unsupported without matplotlib.
+    The timeline of one block has a row for each warp, with its copies and products in flight below,
+    and arrows from the start of a copy to the wait that it ends, and from a buffer's last reader to
+    the wait for it. The timeline of all blocks has a row for each multiprocessor. ``window`` is the
+    first and the last time shown; by default all is shown, or of long timelines both ends. Raises
+    ValueError for another suffix, for an empty window and for one that shows nothing; Unsupported
+    without matplotlib.
     """
     path = Path(path)
     check(path)
     if not timeline.phases:
         raise ValueError(f"there is nothing to draw: no warp of {timeline.entry} recorded anything")
     if window is not None and not window[0] < window[1]:
-        raise ValueError(f"the window {window[0]:g}:{window[1]:g} is empty; its end comes last")
+        raise ValueError(
+            f"the window {window[0]:g}:{window[1]:g} is empty; give the earlier time first"
+        )
     if window is not None and not (window[0] < timeline.end and window[1] > 0):
         raise ValueError(
             f"the window {window[0]:g}:{window[1]:g} shows nothing; the timeline is from 0 to "
@@ -121,7 +123,7 @@ def _is_shown(x: Span | Arrow, window: tuple[float, float]) -> bool:
 
 
 def _mark_break(first: Any, second: Any, unit: str) -> None:
-    """Shows that time is left out between two rows of axes: torn edges, and how much it is."""
+    """Marks the break between two axes by torn edges, and says how much time is left out."""
     torn: dict[str, Any] = {"marker": [(-0.5, -1), (0.5, 1)], "markersize": 9, "linestyle": "none"}
     torn |= {"color": INK, "markeredgewidth": 1, "clip_on": False, "zorder": 5}
     for axes, at in ((first, 1.0), (second, 0.0)):
@@ -177,7 +179,7 @@ def _draw_window(
 
 
 def _group(x: Span) -> str:
-    """What a phase is called in the legend."""
+    """Returns the name of a phase in the legend."""
     if x.kind is Kind.MARKED:
         return x.name
     if x.kind is Kind.BARRIER_WAIT and x.name.endswith(" empty"):
@@ -186,22 +188,22 @@ def _group(x: Span) -> str:
 
 
 def _fills(timeline: Timeline) -> dict[str, Fill]:
-    """How phases look, by their names in the legend."""
+    """Returns the fills of phases by their names in the legend."""
     own = dict.fromkeys(x.name for x in timeline.phases if x.kind is Kind.MARKED)
     marks = {name: (colour, "") for name, colour in zip(own, cycle(_OWN))}
     return {**marks, **{name: fill for name, (fill, _) in _GROUPS.items()}}
 
 
 def _short(name: str) -> str:
-    """What a phase is called where there is little room; colours say the rest."""
+    """Returns the short name of a phase inside its bar, whose colour tells its kind."""
     short = name.removeprefix("wait: ").replace("named barrier", "bar").replace("__", "")
     return {"other": "", "wgmma": ""}.get(short, short)
 
 
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, float, Fill]]) -> None:
-    """Draws spans as rectangles: (span, top, height, fill). A fill is one path, to be fast.
+    """Draws spans as rectangles: (span, top, height, fill). For speed, each fill is one path.
 
-    The limits of the axes are set before.
+    The limits of the axes must be set before.
     """
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Line
@@ -255,7 +257,7 @@ def _draw_arrows(
 
 
 def _legend(timeline: Timeline, windows: Sequence[tuple[float, float]]) -> list[tuple[str, Fill]]:
-    """The names and fills that a picture has."""
+    """Returns the names and fills that occur in a picture."""
 
     def shown(x: Span) -> bool:
         return any(_is_shown(x, window) for window in windows)
@@ -272,7 +274,7 @@ def _add_texts(
     legend: Sequence[tuple[str, Fill]],
     arrows: Sequence[tuple[str, dict[str, Any]]] = (),
 ) -> None:
-    """What was recorded above the picture, and the meaning of colours and arrows below it."""
+    """Describes the recording above the picture, and colours and arrows below it."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -308,7 +310,7 @@ _GRID: tuple[tuple[str, Fill], ...] = (
 
 
 def _grid_figure(timeline: Timeline, window: tuple[float, float] | None) -> Any:
-    """A row for each multiprocessor, with as many lines as it runs blocks at a time.
+    """Draws a row for each multiprocessor, with a line for each block that it runs at a time.
 
     In the simulator a row is a block.
     """

@@ -1,8 +1,8 @@
-"""Timelines: what each warp of a block does and waits for, recorded in one launch of a kernel.
+"""Records timelines: the phases and waits of each warp of a block, in one launch of a kernel.
 
 The launch is compiled with the headers of kernels/timeline, which write an entry with the time
-where a phase begins and ends. On a GPU these are the clocks of the multiprocessor and of the
-device. The simulator has no clocks: there an entry takes one step, in the order of the simulator.
+where a phase begins and ends. On a GPU, times are those of the multiprocessor's and the device's
+clocks. The simulator has no clocks: each entry takes one step, in the simulator's order.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.launcher import Launcher, compiled
 from cupyfa.runtime.workspace import allocated
 
-CAPACITY = 65536  # entries of a warp
-_FEWEST, _MANY = 16, 4096  # the same where all blocks are recorded, but not all kinds
+CAPACITY = 65536  # entries that a warp can write
+_FEWEST, _MANY = 16, 4096  # entries of a warp if all blocks are recorded, with fewer kinds
 _MOST_BYTES = 2**28  # of the entries of all blocks
 _ENTRY_BYTES = 16
 _ENDED = 0x80
-_NANOSECONDS_OF_STEP = 1e3  # in a trace
-_TIMES = 5  # runs with and without a recording, to compare
-_LISTED = 20  # launches in a message
+_NANOSECONDS_OF_STEP = 1e3  # in traces of the simulator
+_TIMES = 5  # runs each with and without recording, whose times are compared
+_LISTED = 20  # launches that a message lists
 
 
 class Kind(IntEnum):
@@ -72,9 +72,9 @@ class Kind(IntEnum):
     WORKED_COPIES = 21
 
 
-# Which multiprocessor runs a block, and how much products and copies have to do.
+# Entries with a block's multiprocessor, and with the work of products and copies: no phases.
 _NOT_SHOWN = (Kind.PLACED, Kind.WORKED_WGMMA, Kind.WORKED_MMA, Kind.WORKED_COPIES)
-# What phases are called; one that waits for a barrier also has the barrier's name.
+# The names of phases; a wait for a barrier also gets the barrier's name.
 NAMES = {
     Kind.IN_BLOCK: "other",
     Kind.BARRIER_WAIT: "wait",
@@ -94,7 +94,7 @@ NAMES = {
 
 
 class Entry(NamedTuple):
-    """What a warp wrote: a kind, whether it ends, and two numbers that the kind explains."""
+    """An entry of a warp: a kind, whether a phase ends, and two numbers that the kind explains."""
 
     time: float
     block: int
@@ -107,7 +107,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """A time of a warp: a phase, or copies or products that are in flight."""
+    """An interval of a warp: a phase, or copies or products in flight."""
 
     block: int
     warp: int
@@ -116,7 +116,7 @@ class Span:
     start: float
     end: float
     bytes: int = 0
-    is_first: bool = True  # the first piece of a phase, which phases inside it cut
+    is_first: bool = True  # the first piece of a phase that inner phases cut
 
     @property
     def length(self) -> float:
@@ -125,7 +125,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From a warp that starts a copy, or frees a buffer, to the end of another's wait for it."""
+    """An arrow from a copy's start, or a buffer's release, to the end of a wait for it."""
 
     block: int
     start_warp: int
@@ -137,7 +137,7 @@ class Arrow:
 
 @dataclass(frozen=True, repr=False)
 class Timeline(Shown):
-    """What warps did: of one block with times in cycles, of all blocks in microseconds.
+    """The phases of warps: of one block with times in cycles, of all blocks in microseconds.
 
     In the simulator the unit is an entry of the block.
     """
@@ -146,29 +146,29 @@ class Timeline(Shown):
     entry: str
     problem: str
     device: str
-    in_steps: bool  # whether times are steps of the simulator, and not measured
+    in_steps: bool  # whether times are steps of the simulator instead of measured
     grid: int  # blocks of the launch
-    warps: int  # of a block
-    blocks: tuple[int, ...]  # that were recorded
+    warps: int  # per block
+    blocks: tuple[int, ...]  # the recorded ones
     phases: tuple[Span, ...]
     copies: tuple[Span, ...] = ()
-    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of a wait
+    products: tuple[Span, ...] = ()  # groups of wgmma, from issue to the end of their wait
     arrows: tuple[Arrow, ...] = ()
     places: Mapping[int, int] = field(default_factory=dict)  # the multiprocessor of each block
     multiprocessors: int = 1
     is_detailed: bool = True
     unit: str = "cycles"
-    nanoseconds: float = 1.0  # of a unit
+    nanoseconds: float = 1.0  # per unit
     lost: int = 0  # entries that the log had no room for
-    milliseconds: float | None = None  # of the call, with all its launches, without a recording
-    recorded_milliseconds: float | None = None  # and with it
-    undisturbed: float | None = None  # cycles of the block if only its ends are recorded
-    other_launches: tuple[str, ...] = ()  # of the call, by their entry points
-    library_products: int = 0  # of the call, by cuBLAS, which cannot be recorded
+    milliseconds: float | None = None  # of a call without recording, all launches included
+    recorded_milliseconds: float | None = None  # of a call with recording
+    undisturbed: float | None = None  # the block's cycles if only its begin and end are recorded
+    other_launches: tuple[str, ...] = ()  # entry points of the call's other launches
+    library_products: int = 0  # products by cuBLAS in the call, which cannot be recorded
 
     @property
     def overhead(self) -> float | None:
-        """By how much the recording makes the call longer, as a fraction."""
+        """The fraction by which recording makes the call longer."""
         if not self.milliseconds or not self.recorded_milliseconds:
             return None
         return self.recorded_milliseconds / self.milliseconds - 1
@@ -190,11 +190,11 @@ def record(
 ) -> Timeline:
     """Runs a kernel and records one of its launches.
 
-    ``launch`` is an entry point, or the number of a launch as text, from "0" in the order of the
-    call; by default the entry point named like the kernel, or the first whose name begins so, or
-    that with the most threads.
-    ``block`` is the number of the block whose warps are recorded; with None all blocks are, but
-    only where each begins and ends and stores results.
+    ``launch`` is an entry point, or the number of a launch as a string, from "0" in the order of
+    the call; by default the entry point named like the kernel, or the first whose name begins with
+    the kernel's, or the one with the most threads.
+    ``block`` is the number of the block whose warps are recorded; None records all blocks, but only
+    when each begins, ends and stores results.
 
     Raises ValueError for a launch or a block that does not exist, and if nothing was recorded;
     Unsupported if a recording of all blocks would take too much memory.
@@ -224,7 +224,7 @@ def record(
     progress(3, 3, "running")
     if not entries:
         raise ValueError(
-            f"no warp of {chosen.entry} recorded anything: the body that {chosen.path} has was not "
+            f"no warp of {chosen.entry} recorded anything: the body in {chosen.path} was not "
             f"run; put the body of {chosen.entry} into this file"
         )
     table = backend.download(members) if members is not None else None
@@ -257,7 +257,7 @@ def record(
 
 
 class _Recorded:
-    """A call with one launch that is recorded, in a program of its own: rounds repeat others'."""
+    """A call with one recorded launch, which has its own program, since rounds share programs."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ class _Recorded:
         self.log = backend.variable(self.program, "timeline_log", size)
 
     def entries(self) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-        """What one run writes: see ``_entries``."""
+        """Runs the call once and returns what it wrote, as ``_entries`` does."""
         self.log[...] = 0
         self.run(*self.given)
         self._backend.synchronize()
@@ -288,7 +288,7 @@ class _Recorded:
 
 
 def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
-    """The shortest time of a few runs, each with an empty log: a full one is not written to."""
+    """Returns the shortest time of a few runs, each with an empty log, as a full one is skipped."""
     times = []
     for _ in range(_TIMES):
         log[...] = 0
@@ -297,12 +297,12 @@ def _shortest(backend: Backend, log: Any, call: Callable[[], None]) -> float:
 
 
 def _launches(plan: Plan) -> list[PlannedLaunch]:
-    """The launches of a call in order; CUDA refuses an empty grid."""
+    """Returns the launches of a call in order, without empty grids, which CUDA refuses."""
     return [x for x in plan.launches if all(x.grid)]
 
 
 def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
-    """The launch that is recorded: by its number or its entry point, or the kernel's main one."""
+    """Returns the launch to record: by its number or entry point, or the kernel's main one."""
     there = _launches(plan)
     if not there:
         raise ValueError(f"{plan.problem} has no rows and launches nothing; give sizes from 1")
@@ -324,7 +324,7 @@ def _chosen(plan: Plan, name: str | None) -> PlannedLaunch:
 
 
 def _title(plan: Plan, launch: PlannedLaunch) -> str:
-    """The entry point of a launch, and its number if others have the same."""
+    """Names a launch by its entry point, with its number if others have the same one."""
     there = _launches(plan)
     if sum(x.entry == launch.entry for x in there) == 1:
         return launch.entry
@@ -353,7 +353,7 @@ def _recording(launch: PlannedLaunch, block: int | None, backend: Backend) -> Re
 def _entries(
     log: np.ndarray, launch: PlannedLaunch, recording: Recording
 ) -> tuple[list[Entry], dict[tuple[int, int], int]]:
-    """The entries of all warps in their own order; by block and warp how many were lost, if any."""
+    """Returns the entries of all warps in each warp's order, and lost entries by block and warp."""
     shape = recording.blocks, launch.warps, 1 + recording.capacity, 4
     words = log.view(np.uint32).reshape(shape)
     counts = words[:, :, 0, 0]
@@ -363,7 +363,7 @@ def _entries(
         if counts[block, warp] > recording.capacity:
             full[recording.first + block, warp] = int(counts[block, warp]) - recording.capacity
         own = words[block, warp, 1 : 1 + min(int(counts[block, warp]), recording.capacity)]
-        # An epilogue inside another is one with it, and fences before one commit begin one issue.
+        # Nested epilogues count as one, and fences before one commit begin one issue.
         depths = {Kind.EPILOGUE: 0, Kind.ISSUE: 0}
         for low, high, kind, argument in own.tolist():
             ended = bool(kind & _ENDED)
@@ -380,8 +380,8 @@ def _entries(
 
 
 def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Sequence[Entry]:
-    """The entries of each block before the first that it lost. Its warps end at that time."""
-    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # of another clock
+    """Returns the entries of each block before its first lost one; its warps end at that time."""
+    by_warp = _by_warp([x for x in entries if x.kind is not Kind.PLACED])  # those use another clock
     ends: dict[int, float] = {}
     for (block, warp), own in by_warp.items():
         if (block, warp) in full:
@@ -404,9 +404,9 @@ def _complete(entries: Sequence[Entry], full: Container[tuple[int, int]]) -> Seq
 class _Barriers:
     """The names of barriers: those in shared memory are members of struct Shared.
 
-    ``table`` has the sizes and alignments of the members ``names``, and of their elements, as the
-    compiler has them. Constants in ``texts`` that barrier_sync or barrier_arrive take name named
-    barriers.
+    ``table`` has the compiler's sizes and alignments of the members ``names`` and of their
+    elements. Named barriers get the names of constants in ``texts`` that are passed to barrier_sync
+    or barrier_arrive.
     """
 
     def __init__(
@@ -432,7 +432,7 @@ class _Barriers:
         return self._named.get(number, f"named barrier {number}")
 
     def name(self, address: int) -> str:
-        """As "K full", or "barrier +64" where no member is known."""
+        """Returns a barrier's name such as "K full", or "barrier +64" if its member is unknown."""
         offset = address - self.base
         index = bisect_right(self._found, offset, key=itemgetter(0)) - 1
         if index < 0:
@@ -448,12 +448,12 @@ class _Barriers:
 
 _CALLED = re.compile(r"\bbarrier_(?:sync|arrive)\((\w+),")
 _NUMBER = re.compile(r"\bconstexpr int (\w+) = (\d+);")
-_ESCAPE = re.compile(r"\\([\"'\\])")  # in a literal of C: a quote or a backslash
+_ESCAPE = re.compile(r"\\([\"'\\])")  # an escaped quote or backslash in a C literal
 _MARK = re.compile(r'\bmark\(\s*"((?:[^"\\]|\\.)*)"')
 
 
 def _hash(name: str) -> int:
-    """FNV-1a, as timeline.cuh has it."""
+    """Computes the FNV-1a hash, as timeline.cuh does."""
     value = 2166136261
     for byte in name.encode():
         value = (value ^ byte) * 16777619 % 2**32
@@ -481,7 +481,7 @@ def _of_block(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of one block from its beginning, in cycles or in steps."""
+    """Makes the timeline of one block from its beginning, in cycles or in steps."""
     shown = _complete([x for x in entries if x.kind not in _NOT_SHOWN], full)
     if made.in_steps:
         unit, nanoseconds, entries = "steps", _NANOSECONDS_OF_STEP, _in_steps(shown)
@@ -516,8 +516,8 @@ def _by_warp(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
 def _phases(
     entries: Sequence[Entry], barriers: _Barriers, marks: Mapping[int, str]
 ) -> Iterator[Span]:
-    """The phases of one warp, one after the other: an outer phase is cut where one is inside."""
-    cut: set[int] = set()  # depths at which the open phase has a piece already
+    """Yields the phases of one warp in order; an outer phase is cut where it contains another."""
+    cut: set[int] = set()  # depths at which the open phase already has a piece
     open_: list[Entry] = []
     since = entries[0].time if entries else 0
     own = [x for x in entries if x.kind <= Kind.MARKED]
@@ -532,7 +532,7 @@ def _phases(
 
     for entry in own:
         if entry.kind is Kind.IN_BLOCK and entry.ended and entry is not own[-1]:
-            continue  # of lanes that end while another one still copies
+            continue  # from lanes that end while another lane still copies
         if entry.ended:
             if not any(x.kind is entry.kind for x in open_):
                 continue  # its beginning was recorded by other lanes, or lost
@@ -549,7 +549,7 @@ def _phases(
 
 
 def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> Iterator[Span]:
-    """The groups of one warp, from their begin to the end of the wait that leaves fewer pending."""
+    """Yields the groups of one warp, each until the end of the wait that leaves fewer pending."""
     groups: list[Entry] = []
     begun: Entry | None = None
     pending = 0
@@ -570,7 +570,7 @@ def _in_flight(entries: Sequence[Entry], kind: Kind, wait: Kind, name: str) -> I
 def _copies(
     by_warp: Mapping[tuple[int, int], Sequence[Entry]], barriers: _Barriers
 ) -> tuple[list[Span], list[Arrow]]:
-    """Copies to the end of the first wait for them; arrows to waits for copies and buffers."""
+    """Returns copies, each until its first wait ends, and arrows to waits for copies or buffers."""
     copies: list[Span] = []
     arrows: list[Arrow] = []
     waits: dict[tuple[int, int], list[tuple[float, int, float]]] = defaultdict(list)
@@ -607,7 +607,7 @@ def _copies(
 
 
 def _cycles_per_nanosecond(entries: Sequence[Entry]) -> float | None:
-    """The rate of the multiprocessors' clocks, from blocks that were placed twice."""
+    """Computes the rate of the multiprocessors' clocks from blocks with two placement entries."""
     cycles = time = 0.0
     for own in _by_warp(entries).values():
         places = [x for x in own if x.kind is Kind.PLACED]
@@ -625,7 +625,7 @@ def _of_all_blocks(
     full: Container[tuple[int, int]],
     clock: float | None,
 ) -> Timeline:
-    """The timeline of all blocks, in microseconds from the beginning of the first.
+    """Makes the timeline of all blocks, in microseconds from the beginning of the first.
 
     The simulator runs one block after the other, so there each begins at 0 and has its own row.
     """
@@ -647,22 +647,22 @@ def _of_all_blocks(
 
 
 def _in_steps(entries: Sequence[Entry]) -> list[Entry]:
-    """Entries whose times are their numbers within their blocks, in the simulator's order."""
+    """Returns entries with times that number each block's entries in the simulator's order."""
     steps: Counter[int] = Counter()
     numbered = []
     for x in sorted(entries):
         numbered.append(x._replace(time=steps[x.block]))
         steps[x.block] += 1
-    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable: a warp's own order stays
+    return sorted(numbered, key=lambda x: (x.block, x.warp))  # stable, so each warp keeps its order
 
 
 def _on_one_clock(
     entries: Sequence[Entry], clock: float | None
 ) -> tuple[list[Any], dict[int, int]]:
-    """Entries in microseconds of the device's clock, and the multiprocessor of each block.
+    """Returns entries in microseconds of the device's clock, and each block's multiprocessor.
 
-    The clocks of multiprocessors differ by constants, which follow from the entries of places:
-    those have the time of the device, and the entries next to them that of the multiprocessor.
+    The clocks of multiprocessors differ by constants, which follow from the placement entries:
+    these have the time of the device, and the entries next to them that of the multiprocessor.
     """
     rate = _cycles_per_nanosecond(entries) or clock or 1.0
     by_warp = _by_warp(entries)

@@ -1,4 +1,4 @@
-"""What a timeline shows, in numbers: the shares of phases, waits, overlap and idle tensor cores."""
+"""Summarizes a timeline: the shares of phases, waits, overlap and idle tensor cores."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 from cupyfa.lab.analysis.timeline_recorder import Kind, Span, Timeline
 from cupyfa.numerics.shown import ShownRow
 
-_SHORT = 0.05  # of a block's time: warps that end sooner have nothing to do, or only copy
+_SHORT = 0.05  # of a block's time: warps that end sooner have no work, or only copy
 Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, repr=False)
 class Share(ShownRow):
-    """A phase in all warps that take part in the kernel; times are in the timeline's unit."""
+    """A phase, summed over all warps that do work; times are in the timeline's unit."""
 
     phase: str
-    share: float  # of the time of these warps, in percent
-    mean: float  # time of a warp that has this phase
-    times: float  # how often such a warp has it
+    share: float  # percent of the time of these warps
+    mean: float  # mean time per warp that has this phase
+    times: float  # occurrences per such warp
     longest: float
     longest_warp: int
     longest_at: float  # when it begins
-    longest_block: int | None = None  # of all blocks
+    longest_block: int | None = None  # if all blocks are recorded
 
     def row(self) -> dict[str, Any]:
         """A row of a table."""
@@ -35,9 +35,9 @@ class Share(ShownRow):
 
 
 def shares(timeline: Timeline) -> list[Share]:
-    """The phases of a timeline, the longest first; warps that end at once are left out.
+    """Returns the phases of a timeline, the longest first, without warps that end at once.
 
-    A phase is idle from the end of a warp to that of its block.
+    The phase "idle" lasts from the end of a warp to the end of its block.
     """
     whole, found = extents(timeline), defaultdict[str, list[Span]](list)
     warps = working(timeline)
@@ -53,7 +53,7 @@ def shares(timeline: Timeline) -> list[Share]:
 
 
 def extents(timeline: Timeline) -> dict[int, Interval]:
-    """Where each block begins and ends."""
+    """Returns the times when each block begins and ends."""
     made: dict[int, Interval] = {}
     for x in timeline.phases:
         start, end = made.get(x.block, (x.start, x.end))
@@ -62,7 +62,7 @@ def extents(timeline: Timeline) -> dict[int, Interval]:
 
 
 def busiest_warps(timeline: Timeline) -> dict[int, int]:
-    """Of each block the warp with the most phases, which stands for it."""
+    """Returns, for each block, the warp with the most phases, which represents the block."""
     counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for x in timeline.phases:
         counts[x.block][x.warp] += 1
@@ -70,7 +70,7 @@ def busiest_warps(timeline: Timeline) -> dict[int, int]:
 
 
 def rows_of_blocks(timeline: Timeline) -> dict[int, tuple[int, int]]:
-    """The multiprocessor of each block, and a line of it that no other block has meanwhile."""
+    """Returns each block's multiprocessor, and a line there that no other block uses meanwhile."""
     free: dict[int, list[float]] = defaultdict(list)
     rows = {}
     for block, (start, end) in sorted(extents(timeline).items(), key=lambda item: item[1]):
@@ -114,15 +114,15 @@ def _share(name: str, spans: Sequence[Span], total: float, is_detailed: bool) ->
 
 
 def facts(timeline: Timeline) -> dict[str, float]:
-    """Figures of the whole timeline by name; without products, for example, there are no gaps.
+    """Computes figures of the whole timeline, by name; without products there are no gaps.
 
-    Steps of the simulator say nothing of times, so of them there is only the number.
+    Steps of the simulator say nothing about times, so only their number is given.
 
-    Of one block: its time; in percent the time in which products are in flight, that between them,
-    and the part of the softmax that is computed in the former; the longest gap between products. A
-    group of wgmma is in flight from the fence before it to the end of the wait for it. Of
-    all blocks: how many run at a time, the time that the last blocks take after the first
-    multiprocessor is idle, and the part of the time in which multiprocessors are idle.
+    For one block: its time; the percentages of time with products in flight and without, and of the
+    softmax that overlaps with products; the longest gap between products. A group of wgmma is in
+    flight from the fence before it to the end of the wait for it. For all blocks: how many run at a
+    time, how long the last blocks run after the first multiprocessor is idle, and the percentage
+    of time in which multiprocessors are idle.
     """
     if not timeline.phases:
         return {}
@@ -133,7 +133,7 @@ def facts(timeline: Timeline) -> dict[str, float]:
 
 def _facts_of_block(timeline: Timeline) -> dict[str, float]:
     found = {"time": timeline.end}
-    # In flight are groups of wgmma, and mma.sync of any warp.
+    # Groups of wgmma, and mma.sync of any warp, count as in flight.
     in_flight = [*timeline.products, *(x for x in timeline.phases if x.kind is Kind.PRODUCTS)]
     busy = merged((x.start, x.end) for x in in_flight)
     softmax = [x for x in timeline.phases if x.kind is Kind.SOFTMAX]
@@ -168,7 +168,7 @@ def _facts_of_all(timeline: Timeline) -> dict[str, float]:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, in order."""
+    """Returns the union of intervals, in order."""
     made: list[Interval] = []
     for start, end in sorted(intervals):
         if made and start <= made[-1][1]:
@@ -183,7 +183,7 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 
 def _shared(busy: Sequence[Interval], start: float, end: float) -> float:
-    """The part of an interval that is in a union of intervals."""
+    """Returns the length of an interval's overlap with a union of intervals."""
     return sum(max(0.0, min(end, e) - max(start, s)) for s, e in busy)
 
 
@@ -203,14 +203,14 @@ _TIMES = ("time", "longest_gap", "tail")
 
 
 def rounded(value: float | str) -> str:
-    """A number with three significant digits, or more before the point; text as it is."""
+    """Renders a number with three significant digits, or all before the point; text unchanged."""
     if isinstance(value, str):
         return value
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _computing(timeline: Timeline) -> list[Span]:
-    """The phases of warps that compute products or a softmax, or of all warps if none does."""
+    """Returns the phases of warps that compute products or a softmax, or else of all warps."""
     found = list(working(timeline).values())
     kinds = {Kind.PRODUCTS, Kind.ISSUE, Kind.SOFTMAX, Kind.ARITHMETIC}
     computing = [own for own in found if not kinds.isdisjoint(x.kind for x in own)]
@@ -218,7 +218,7 @@ def _computing(timeline: Timeline) -> list[Span]:
 
 
 def lines(timeline: Timeline) -> list[str]:
-    """The same as text: what was recorded, the figures, the longest wait, how exact times are."""
+    """Renders a summary: the recording, the figures, the longest wait, the accuracy of times."""
     unit = timeline.unit
     blocks = f"all {timeline.grid} blocks" if timeline.grid > 1 else "the only block"
     if timeline.is_detailed:

@@ -1,4 +1,4 @@
-"""Timelines as files: traces for Perfetto and Chrome."""
+"""Writes timelines as traces for Perfetto and Chrome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyfa.lab.analysis.timeline_summary import busiest_warps, extents, rows_of
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as a value for JSON: https://ui.perfetto.dev opens it.
+    """Returns the trace as a value for JSON, which https://ui.perfetto.dev opens.
 
     A process is a block with its warps as threads, or all blocks with multiprocessors as threads.
     Times are whole nanoseconds, so that phases neither overlap nor leave gaps.
@@ -36,7 +36,7 @@ _Places = Callable[[Span], dict[str, int]]
 
 
 def _places(timeline: Timeline) -> _Places:
-    """The process and thread of a span: a block and a warp, or of all blocks a row of them."""
+    """Maps spans to process and thread: block and warp, or for all blocks a row of blocks."""
     if timeline.is_detailed:
         return lambda x: {"pid": x.block, "tid": x.warp}
     rows = rows_of_blocks(timeline)
@@ -76,7 +76,7 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
     in_flight = [("wgmma", f"wgmma of warp {x.warp}", x) for x in timeline.products]
     in_flight += [("copy", f"copy of {x.name}", x) for x in timeline.copies]
     for number, (kind, name, x) in enumerate(in_flight):  # spans of one warp may overlap
-        own = {"local": hex(number)}  # of the process: shown with its block
+        own = {"local": hex(number)}  # local to the process, so it is shown with its block
         common = {"cat": kind, "name": name, "id2": own, **place_of(x)}
         size = {"args": {"bytes": x.bytes}} if x.bytes else {}
         yield {"ph": "b", "ts": at(x.start), **common, **size}
@@ -86,12 +86,12 @@ def _events(timeline: Timeline, place_of: _Places) -> Iterator[dict[str, Any]]:
         start = {"pid": arrow.block, "tid": arrow.start_warp}
         end = {"pid": arrow.block, "tid": arrow.end_warp}
         yield {"ph": "s", "ts": at(arrow.start), **common, **start}
-        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # and not in what follows it
+        in_wait = max(at(arrow.start), at(arrow.end, less=1))  # not in the phase after it
         yield {"ph": "f", "bp": "e", "ts": in_wait, **common, **end}
 
 
 def _blocks(timeline: Timeline) -> Iterator[Span]:
-    """Each block, and in it the phases of the warp that has most of them."""
+    """Yields each block, and inside it the phases of the warp with the most phases."""
     for block, (start, end) in extents(timeline).items():
         yield Span(block, 0, Kind.IN_BLOCK, f"block {block}", start, end)
     warps = busiest_warps(timeline)

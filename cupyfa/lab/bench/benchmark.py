@@ -42,7 +42,7 @@ from cupyfa.runtime.launcher import replay
 
 _NOT_HERE = (Unsupported, DeviceError, MemoryError)
 _WRONG = (WrongResult, SimulatorFault)
-# Features without which a rung is left out of comparisons.
+# A single kernel is compared only with rungs that have those of these features that it needs.
 _OF_SEQUENCES = {"ragged", "lengths", "paged"}
 
 
@@ -77,8 +77,8 @@ def bench(
     kernel is not timed. Kernels and peers then alternate in rounds, each for ``budget`` seconds or
     until its median is known to half a percent. ``cold`` overwrites the caches before each launch;
     ``graph`` replays the launches of a call as a CUDA graph. A kernel that would take longer than
-    ``patience`` seconds, by an earlier problem, is left out. ``so_far`` gets all rows so far after
-    each problem. ``watch`` is told what runs, and begins after the problems that it has as done.
+    ``patience`` seconds, judging by an earlier problem, is left out. ``so_far`` is called with all
+    rows after each problem. ``watch`` is told what runs; problems that it has as done are skipped.
 
     Returns a row for each kernel, peer and problem, with a note if it cannot be measured. Warns of
     peers that cannot take part. Raises ValueError or TypeError for arguments, and the first
@@ -87,7 +87,7 @@ def bench(
     backend = backend_to_measure(backend)
     names = [kernels] if isinstance(kernels, str | Kernel) else list(kernels)
     against = (against,) if isinstance(against, str) else tuple(against)
-    named = cache(record_named)  # a script makes another record each time
+    named = cache(record_named)  # each load of a script makes a new record
     chosen = [x if isinstance(x, Kernel) or x == "auto" else named(x) for x in names]
     if not isinstance(tiles or {}, Mapping):
         raise TypeError(f'tiles is {described(tiles)}; give tile sizes by name, as {{"Br": 64}}')
@@ -117,7 +117,7 @@ def bench(
         measuring = on(case, noted)
         try:
             contenders = measuring.contenders(by_operation[case.operation])
-        except Unsupported as error:  # no kernel for "auto" to choose
+        except Unsupported as error:  # "auto" has no kernel to choose
             refusals.append(error)
             rows.append(Measurement("auto", case.operation, case.problem, note=str(error)))
             continue
@@ -133,7 +133,7 @@ def bench(
 
 
 def _with_all_factors(rows: Sequence[Measurement]) -> list[Measurement]:
-    """The rows with the same keys in ``factors``, which are columns of a table."""
+    """Returns the rows with all keys in each row's ``factors``, which become columns of a table."""
     rivals = (BASELINE, BEFORE, *(name for row in rows for name in row.factors))
     known = [x for x in dict.fromkeys(rivals) if any(x in row.factors for row in rows)]
     return [replace(row, factors={x: row.factors.get(x) for x in known}) for row in rows]
@@ -164,7 +164,7 @@ def _check(
 def _labels(
     names: Sequence[str | Kernel], chosen: Sequence[str | Kernel], alone: bool
 ) -> list[tuple[Kernel, str]]:
-    """The kernels and their names in rows: where two names are equal, those that were given."""
+    """Returns the kernels with their labels: their names, or, if two are equal, the given names."""
     known: list[tuple[Kernel, str]] = []
     for name, kernel in zip(names, chosen):
         if isinstance(kernel, Kernel):
@@ -185,7 +185,7 @@ def _labels(
 
 
 def rivals(kernel: Kernel) -> dict[str, Kernel]:
-    """What a kernel is compared with: the first rung, and the one before that shares a dtype."""
+    """Returns the rungs to compare with: the first, and the one before that shares a dtype."""
     rungs = list(LADDER[kernel.operation].values())
     earlier = rungs[: rungs.index(kernel)] if kernel in rungs else []
     alike = [x for x in earlier if set(x.dtypes) & set(kernel.dtypes)]
@@ -193,13 +193,13 @@ def rivals(kernel: Kernel) -> dict[str, Kernel]:
 
 
 def _compared_with(kernel: Kernel) -> list[Kernel]:
-    """The kernels that are measured with a single one."""
+    """Returns the kernels that are measured together with a single named kernel."""
     return list({x.name: x for x in rivals(kernel).values() if x is not kernel}.values())
 
 
 @dataclass
 class _Entry:
-    """A row in progress: its kernel or peer, the call to time, and the results."""
+    """A row that is being measured: its kernel or peer, the call to time, and the results."""
 
     row: Measurement
     kernel: Kernel | None = None  # None for a peer
@@ -214,7 +214,7 @@ class _Entry:
         self.row, self.call = replace(self.row, passed=False, note=f"WRONG: {why}"), None
 
     def fail(self, error: Exception) -> None:
-        """Notes why it is wrong or not timed; raises if the device is lost."""
+        """Notes why the kernel is wrong or not timed; raises the error if the device is lost."""
         if isinstance(error, DeviceLost):
             raise error
         if isinstance(error, _WRONG):
@@ -229,7 +229,7 @@ class _Entry:
 
 @dataclass
 class _Measuring:
-    """The arguments of ``bench``, and what the kernels of one case share."""
+    """The arguments of ``bench``, and the inputs and judges that the kernels of a case share."""
 
     backend: Backend
     labels: Sequence[tuple[Kernel, str]]
@@ -251,9 +251,9 @@ class _Measuring:
         return self.case.inputs(self.backend)
 
     def judge(self, plan: Plan) -> Judge:
-        """The judge of a kernel with its own reference, or of all others, on the first's inputs.
+        """Returns the judge of a kernel with its own reference, or the one that all others share.
 
-        It judges the gradients of arrays that change scores only if it judges all rows.
+        It judges gradients of arrays that change scores only if it judges all rows.
         """
         if not self.is_judged_whole:
             plan = replace(plan, problem=transforms.differentiate(plan.problem, ()))
@@ -269,21 +269,21 @@ class _Measuring:
 
     @cached_property
     def is_judged_whole(self) -> bool:
-        """Whether the reference of all rows does not take long."""
+        """Whether the reference is quick enough to judge all rows."""
         case = self.case
         return sampling.excerpts(
             transforms.differentiate(case.problem, ()), case.seed, case.operation
         ) == [None]
 
     def note(self, text: str) -> None:
-        """Warns once, even if several problems give the same text."""
+        """Warns once, even if several problems give the same note."""
         what = text.replace(str(self.case.problem), "")
         if what not in self.noted:
             self.noted.add(what)
             warn(text)
 
     def contenders(self, kernels: Sequence[str | Kernel]) -> list[_Entry]:
-        """The kernels to measure, each with every combination of its constants."""
+        """Returns the kernels to measure, each with every combination of its constants."""
         operation, problem = self.case.operation, self.case.problem
         chosen = [select(x, operation, problem, self.backend.limits) for x in kernels]
         joining = _compared_with(chosen[0]) if len(chosen) == 1 and not self.alone else []
@@ -301,7 +301,7 @@ class _Measuring:
         return entries
 
     def measured(self, entries: Sequence[_Entry], earlier: Sequence[Measurement]) -> list[_Entry]:
-        """The entries with their results, and those of peers."""
+        """Measures entries, and returns them with the entries of peers."""
         self.backend.trim()
         peers.trim()
         for entry in entries:
@@ -355,10 +355,10 @@ class _Measuring:
     def judged(
         self, plan: Plan, results: Mapping[str, np.ndarray]
     ) -> tuple[float, Sequence[Verdict]]:
-        """The share of all rows that are judged, and the verdicts on them.
+        """Returns the fraction of rows that are judged, and the verdicts on them.
 
-        A smaller problem is judged instead if the kernel has a reference of its own that takes
-        long, or if gradients are sums over all rows.
+        A smaller problem is judged instead if the kernel's own reference takes long, or if
+        gradients are sums over all rows.
         """
         case, p = self.case, plan.problem
         if (plan.kernel.reference or p.wrt) and not self.is_judged_whole:
@@ -377,14 +377,14 @@ class _Measuring:
         return judge.share * (part if case is not self.case else 1.0), verdicts
 
     def leave_out(self, entry: _Entry) -> bool:
-        """Whether the call of an entry did not return in an earlier process; it is not made."""
+        """Whether an entry is skipped, since its call did not return in an earlier process."""
         is_hung = _call(entry.row) in self.watch.hung
         if is_hung:
             entry.row, entry.call = replace(entry.row, passed=False, note=self.watch.verdict), None
         return is_hung
 
     def check_patience(self, row: Measurement, earlier: Sequence[Measurement]) -> None:
-        """Raises Unsupported if the time on the last problem predicts too long a launch."""
+        """Raises Unsupported if the time on the previous problem predicts too long a launch."""
 
         def kind(x: Measurement) -> tuple[Any, ...]:
             return x.kernel, x.constants, x.problem.arithmetic
@@ -397,7 +397,7 @@ class _Measuring:
             raise Unsupported(f"left out: a launch would take about {seconds:.2g} s")
 
     def peers(self, entries: Sequence[_Entry]) -> list[_Entry]:
-        """The peers that can do the problem, after comparing their results with the kernels'."""
+        """Returns the peers that can do the problem, with results compared with the kernels'."""
         case, found = self.case, []
         if case.operation == "softmax" or not entries:
             return []
@@ -419,14 +419,14 @@ class _Measuring:
         return found
 
     def compare_results(self, entry: _Entry, other: _Entry) -> None:
-        """Compares every element with a peer's; where they differ too much, the reference decides.
+        """Compares every element with a peer's; if they differ too much, the reference decides.
 
-        The allowed difference is the sum of both error bounds, the largest of the sample; a peer
+        The allowed difference is the sum of the largest error bounds of both in the sample; a peer
         may round float32 to tf32.
         """
         plan, p = entry.plan, self.case.problem
         assert plan is not None
-        if plan.kernel.reference:  # which computes something else
+        if plan.kernel.reference:  # it computes something else
             return
         judge = self.judge(plan)
         roundings = (plan.rounding, "tf32" if p.dtype.name == "float32" else None)
@@ -455,7 +455,7 @@ class _Measuring:
                 entry.reject(str(ours))
 
     def capture(self, entry: _Entry) -> None:
-        """Replaces a call by a CUDA graph; a call without one is not timed."""
+        """Replaces a call by a CUDA graph; a call that cannot be captured is not timed."""
         if not entry.call:
             return
         try:
@@ -484,15 +484,16 @@ class _Measuring:
 
 
 def _call(row: Measurement) -> str:
-    """The name of a call, which another process gives it too."""
+    """Names a call, in the same way in every process."""
     constants = "".join(f" {name}={value}" for name, value in row.constants.items())
     return f"{row.kernel}{constants} on {row.problem}"
 
 
 def _peak(backend: Backend, plan: Plan) -> float | None:
-    """The device's peak rate for the operation: products, for a softmax copies, for a cache reads.
+    """Returns the peak rate that bounds the operation: of products, for a softmax of copies, for
+    a cache of reads.
 
-    None in the simulator, where a share of such a rate would say nothing.
+    None in the simulator, whose times say nothing about such rates.
     """
     if backend.name == "simulator":
         return None
@@ -510,7 +511,7 @@ def _captured(
     arrays: Mapping[str, Any],
     results: Mapping[str, np.ndarray],
 ) -> timing.Call:
-    """A call as a CUDA graph; one replay checks that it writes all outputs."""
+    """Captures a call as a CUDA graph; one replay checks that it writes all outputs."""
     replay = backend.capture(call)
     floats = [name for name, (_, dtype) in plan.outputs.items() if dtype.kind not in "iub"]
     for name in floats:

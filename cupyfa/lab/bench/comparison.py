@@ -1,10 +1,10 @@
 """Comparison of two benchmarks: faster, slower, the same within the noise, or unclear.
 
-The noise of a ratio has three parts. Within a run: the spread of the rounds, and of the medians of
-blocks of consecutive rounds, which a drifting device spreads further than single rounds would.
-Between runs: kernels whose code is the same in both runs show by how much the device has changed;
-with n such kernels the root mean square of their changes counts with Student's t for n degrees of
-freedom. At least: one percent.
+The noise of a ratio has two sources and is at least one percent. Within a run it is the spread of
+the rounds, and of the medians of blocks of consecutive rounds, which spread further if the device
+drifts. Between runs, kernels whose code is the same in both show by how much the device has
+changed: with n such kernels, the noise is the root mean square of their changes, widened by
+Student's t for n degrees of freedom.
 """
 
 from collections import Counter
@@ -20,16 +20,16 @@ from cupyfa.lab.bench import timing
 from cupyfa.lab.bench.results import Measurement, Results
 from cupyfa.numerics.shown import Rows, ShownRow
 
-FLOOR = 0.01  # the least difference between two runs of the same code
-TELLING = 0.1  # two times are only the SAME if a larger difference would have been seen
-_CERTAIN = 2  # standard errors
-_UNKNOWN = 0.05  # the standard error of a single time
-_FEW = 5  # times: their spread underestimates the noise
+FLOOR = 0.01  # the least noise between two runs of the same code
+TELLING = 0.1  # times are the SAME only if a difference larger than this would have been seen
+_CERTAIN = 2  # standard errors that make a difference certain
+_UNKNOWN = 0.05  # the standard error that is assumed for a single time
+_FEW = 5  # with fewer times, the spread underestimates the noise
 _BLOCKS = 10  # of consecutive rounds, at most
 _IRRELEVANT = ("time", "command", "python", "system")  # differences that are not reported
-# Differences that do not change how fast compiled code runs.
+# Facts of an environment that do not change how fast compiled code runs.
 _OF_THE_HOST = ("cupyfa", "numpy", "cupy", "compiler")
-# Student's t: of 1, 2, … degrees of freedom, exceeded by 2.5 % on each side.
+# Student's t for 1, 2, … degrees of freedom, exceeded with a probability of 2.5 % on each side.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 NOT_ON_A_GPU = "not measured on a GPU"
 UNCHANGED = "unchanged code"
@@ -51,14 +51,14 @@ class Comparison(ShownRow):
 
     @property
     def measurement(self) -> Measurement:
-        """The later of the two, or the only one."""
+        """The later of the two measurements, or the only one."""
         found = self.after or self.before
         assert found is not None, "a comparison has at least one side"
         return found
 
     @property
     def change(self) -> str:
-        """The factor in words."""
+        """The change of speed in words."""
         if self.factor is None or self.uncertainty is None:
             return ""
         factor, error = self.factor, self.uncertainty
@@ -69,7 +69,7 @@ class Comparison(ShownRow):
 
     @property
     def certain_slowdown(self) -> float:
-        """The fraction by which it is slower beyond the noise; 0 if it may not be slower."""
+        """The fraction by which it is certainly slower, beyond the noise; else 0."""
         if self.verdict == UNCHANGED or self.factor is None or self.uncertainty is None:
             return 0.0
         noise = _CERTAIN * self.uncertainty / self.factor
@@ -95,11 +95,11 @@ def compare(
     """Compares two benchmarks: files of ``bench --save``, their content, or rows.
 
     Rows of the same kernel, problem and constants are compared by their medians, in order if there
-    are several. A verdict needs a difference of more than two standard errors; without one two
-    times are the SAME if these are at most ten percent, else UNCLEAR. Rows of one compiled text on
-    one device with the same versions are "unchanged code", whatever their times: their changes are
-    a part of the standard errors of all others. Times of the simulator are not compared. Rows of
-    only one side come last.
+    are several. FASTER and SLOWER need a difference of more than two standard errors; a smaller
+    difference is the SAME if two standard errors are at most ten percent, else UNCLEAR. Rows with
+    the same compiled source, device and versions are "unchanged code", whatever their times: their
+    changes add to the standard errors of all others. Times of the simulator are not compared. Rows
+    of only one side come last.
 
     Raises OSError if a file cannot be read, ValueError if it holds something else.
     """
@@ -119,7 +119,7 @@ def compare(
 
 
 def differences(before: Results, after: Results) -> list[str]:
-    """Relevant differences between the environments of two benchmarks."""
+    """Lists the relevant differences between the environments of two benchmarks."""
     a, b = before.environment, after.environment
     return [
         f"{name}: {a.get(name, 'none')} before, {b.get(name, 'none')} after"
@@ -140,7 +140,7 @@ def _loaded(source: str | Path | Results | Sequence[Measurement]) -> Results:
 
 
 def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
-    """The rows by kernel, operation, problem and constants, and by their number among equals."""
+    """Returns rows by kernel, operation, problem, constants and their number among equals."""
     found: dict[tuple[Any, ...], Measurement] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     for row in rows:
@@ -151,7 +151,7 @@ def _keyed(rows: Sequence[Measurement]) -> dict[tuple[Any, ...], Measurement]:
 
 
 def _untimed(old: Measurement, new: Measurement) -> str:
-    """The verdict on two rows of which one has no time; empty if both have one."""
+    """Returns the verdict on two rows if one has no time; empty if both have one."""
     if old.time and new.time:
         return ""
     if new.passed is False:
@@ -176,10 +176,10 @@ def _compared(old: Measurement, new: Measurement, drift: float, is_unchanged: bo
 
 
 def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
-    """The standard error that a change of the device between two runs adds to every ratio.
+    """Estimates the standard error that a change of the device between runs adds to every ratio.
 
-    From kernels of unchanged code: the part of their changes that the noise within the runs does
-    not explain, widened as few of them know it badly.
+    It is the part of the changes of kernels with unchanged code that the noise within the runs does
+    not explain, widened because few kernels estimate it badly.
     """
     timed = [(a, b) for a, b in unchanged if a.time and b.time]
     if not timed:
@@ -190,12 +190,12 @@ def _drift(unchanged: Sequence[tuple[Measurement, Measurement]]) -> float:
 
 
 def _within(old: Measurement, new: Measurement) -> float:
-    """The relative standard error of the ratio of two medians, of the noise within the runs."""
+    """Returns the relative standard error of a ratio of medians, from noise within the runs."""
     return hypot(_error(old), _error(new), FLOOR)
 
 
 def _error(row: Measurement) -> float:
-    """The relative standard error of the median."""
+    """Returns the relative standard error of the median."""
     times = row.milliseconds
     error = timing.standard_error(times)
     if len(times) < _FEW:

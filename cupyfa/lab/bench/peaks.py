@@ -1,4 +1,4 @@
-"""Peak rates of devices: published ones, and those of products and copies measured here."""
+"""Peak rates of devices: published ones, and rates of products and copies measured here."""
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,9 @@ from cupyfa.runtime.backend import Backend
 # 2024, arXiv:2407.08608, section 3.1) uses the same: 3.9 TFLOP/s of exponentials on an H100 SXM.
 EXP2_PER_CLOCK = 16
 _FLOAT8_SINCE = 89  # compute capability 8.9; twice as fast as float16 on all devices here
-_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of square matrices
+_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of the square matrices that are multiplied
 _BYTES = tuple(2**n for n in (22, 24, 26, 28, 30))
-_LONGEST = 100.0  # milliseconds; longer sizes are not tried
+_LONGEST = 100.0  # milliseconds; sizes that would take longer are not tried
 _BUDGET = 0.2  # seconds for each size
 
 
@@ -33,14 +33,14 @@ _BUDGET = 0.2  # seconds for each size
 class Device(Shown):
     """The published peaks of a device.
 
-    Those of tensor cores are for dense matrices with float32 sums, those of the other units for
-    multiply-adds; both count 2 FLOP for a multiply-add.
+    Rates of tensor cores hold for dense matrices with float32 accumulators, rates of plain units
+    for multiply-adds; both count a multiply-add as 2 FLOP.
 
     clock: GHz at the peak of the tensor cores, None if unknown.
-    tensor, plain: TFLOP/s of tensor cores and of the other units by dtype; "tf32" is one here.
+    tensor, plain: TFLOP/s of tensor cores and of plain units, by dtype or "tf32".
     bandwidth: GB/s.
     source: where the figures come from.
-    called: CUDA's names, without "NVIDIA".
+    called: the names that CUDA reports, without "NVIDIA".
     """
 
     name: str
@@ -54,9 +54,9 @@ class Device(Shown):
     called: tuple[str, ...] = ()
 
     def peak(self, precision: str, *, tensor: bool) -> float:
-        """TFLOP/s for operands of a precision.
+        """Returns the TFLOP/s for operands of a precision.
 
-        The plain units compute what tensor cores cannot, and 16-bit operands in float32.
+        Plain units compute precisions that tensor cores lack, and 16-bit operands in float32.
         """
         if tensor and precision == "float8_e4m3" and int(self.arch or 0) >= _FLOAT8_SINCE:
             return 2 * self.tensor["float16"]
@@ -66,12 +66,12 @@ class Device(Shown):
 
     @property
     def exponentials(self) -> float | None:
-        """10¹² exponentials a second."""
+        """The 10¹² exponentials per second that the device can compute."""
         return self.clock and EXP2_PER_CLOCK * self.multiprocessors * self.clock / 1e3
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    """A row of the table; its rates of tensor cores in float16 are also those in bfloat16."""
+    """Makes a device of a row of the table, whose float16 rates are also those of bfloat16."""
     tensor = {name: row[name] for name in ("float16", "tf32", "float64")}
     tensor["bfloat16"] = row["float16"]
     return Device(
@@ -92,7 +92,7 @@ with Path(__file__).with_suffix(".csv").open(encoding="utf-8") as _table:
 
 
 def named(name: str) -> Device:
-    """The device of a key in DEVICES. Raises ValueError for another."""
+    """Returns the device of a key in DEVICES. Raises ValueError for an unknown key."""
     if name not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(
@@ -102,13 +102,13 @@ def named(name: str) -> Device:
 
 
 def known_as(name: str) -> Device | None:
-    """The device with a CUDA name such as "NVIDIA GeForce RTX 4060"; None if it is not listed."""
+    """Returns the device of a CUDA name such as "NVIDIA GeForce RTX 4060", or None if unlisted."""
     short = name.removeprefix("NVIDIA ")
     return next((device for device in DEVICES.values() if short in device.called), None)
 
 
 def product_rate(backend: Backend, precision: str) -> float | None:
-    """TFLOP/s of a large product in a precision: a dtype, or "tf32"; None without a library."""
+    """Measures the TFLOP/s of a large product in a dtype or "tf32"; None without a library."""
     if backend.limits.no_matmul or precision not in (*DTYPES, "tf32"):
         return None
     tf32 = precision == "tf32"
@@ -123,7 +123,7 @@ def product_rate(backend: Backend, precision: str) -> float | None:
 
 
 def copy_rate(backend: Backend) -> float | None:
-    """GB/s of a large copy in the device's memory, counting bytes read and bytes written."""
+    """Measures the GB/s of a large copy in the device's memory, counting reads and writes."""
 
     def call(size: int) -> timing.Call:
         source = _random(backend, (size // 4,), np.dtype(np.float32), 1)
@@ -134,7 +134,7 @@ def copy_rate(backend: Backend) -> float | None:
 
 
 def read_rate(backend: Backend) -> float | None:
-    """GB/s at which a sum reads a large array in the device's memory."""
+    """Measures the GB/s at which a sum reads a large array in the device's memory."""
 
     def call(size: int) -> timing.Call:
         return _random(backend, (size // 4,), np.dtype(np.float32), 1).sum
@@ -149,7 +149,7 @@ def _best(
     call: Callable[[int], timing.Call],
     work: Callable[[int], float],
 ) -> float | None:
-    """The stored rate, work per millisecond, or else the best of growing sizes, which is stored."""
+    """Returns the stored rate, work per millisecond, or stores the best of growing sizes."""
     file = cache_folder.facts_file("peaks", backend.limits.device)
     fact = cache_folder.recall(file).get(what)
     if isinstance(fact, int | float) and isfinite(fact) and fact > 0:
@@ -171,6 +171,6 @@ def _best(
 
 
 def _random(backend: Backend, shape: tuple[int, ...], dtype: np.dtype, seed: int) -> Any:
-    """A million random numbers, repeated; zeros would need less power."""
+    """Uploads a million random numbers, repeated; zeros would draw less power."""
     numbers = np.random.default_rng(seed).standard_normal(2**20, np.float32)
     return backend.upload(np.resize(numbers.astype(dtype), shape))

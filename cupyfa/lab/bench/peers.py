@@ -25,7 +25,7 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import version_of
 
-# torch's names of the kernels of scaled_dot_product_attention.
+# The names that torch gives to the kernels of scaled_dot_product_attention.
 _TORCH = {"fa2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 _TORCH |= {"efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 FLEX = "flex"  # torch's flex_attention
@@ -38,9 +38,9 @@ OPTIONS_OF_PEERS = ("causal", "scale")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's attention or gradients on given arrays: ``outputs`` of the first time.
+    """Another library's attention or gradients on given arrays; a first call gave ``outputs``.
 
-    ``call`` computes them again on the backend's stream, gradients without their forward pass;
+    ``call`` computes them again on the backend's stream, gradients without the forward pass.
     ``capture`` makes a CUDA graph and returns the function that replays it.
     """
 
@@ -53,7 +53,7 @@ class Peer:
 def peer(
     name: str, backend: Backend, p: Problem, arrays: Mapping[str, Any], operation: str = "forward"
 ) -> Peer:
-    """The peer of a name on arrays of the backend: Q, K, V, dO for gradients, and "mods.bias" etc.
+    """Makes a peer for arrays of the backend: Q, K, V, dO for gradients, and "mods.bias" etc.
 
     Raises Unsupported if it is not installed or cannot do the problem.
     """
@@ -80,7 +80,7 @@ def peer(
 
 
 def _foreign(name: str, p: Problem) -> list[str]:
-    """What a problem has besides Q, K and V that a peer does not take."""
+    """Lists the inputs of a problem, besides Q, K and V, that a peer does not take."""
     if p.lengths is None:
         return [x.name for x in p.operands if name not in _OF_TORCH or x.name == DLSE]
     others = [x.name for x in p.operands if x.name not in STARTS]
@@ -96,9 +96,9 @@ def _foreign(name: str, p: Problem) -> list[str]:
 def without_cache(
     p: Problem, inputs: Mapping[str, np.ndarray]
 ) -> tuple[Problem, dict[str, np.ndarray]]:
-    """The problem of a cache without pages and lengths, for libraries that have none, and inputs.
+    """Returns the problem of a cache and its inputs without pages and lengths, for other libraries.
 
-    They have the longest sequence's keys. If lengths differ, a mask hides rows that are no keys.
+    All sequences get as many keys as the longest. If lengths differ, a mask hides unused rows.
     """
     assert p.cached is not None
     lengths, most = np.array(p.cached.rows), max(p.cached.rows)
@@ -111,7 +111,7 @@ def without_cache(
     whole = (lengths == most).all()
     if whole and p.M > 1:
         return p, arrays
-    p = p.with_options(causal=None)  # which one query does not need
+    p = p.with_options(causal=None)  # one query needs no causal mask
     if whole:
         return p, arrays
     ends = lengths[:, None] - p.M + 1 + np.arange(p.M)
@@ -130,12 +130,12 @@ def check_names(names: Sequence[str]) -> None:
 
 
 def label(name: str) -> str:
-    """The name of a peer in tables, different from those of kernels."""
+    """Returns the name of a peer in tables, which differs from those of kernels."""
     return f"torch {name}" if name in _OF_TORCH else name
 
 
 def versions(names: Sequence[str]) -> dict[str, str]:
-    """The versions of the installed packages of these peers. Raises as ``check_names`` does."""
+    """Returns the versions of these peers' installed packages. Raises as ``check_names`` does."""
     check_names(names)
     found = {PACKAGES[name]: version_of(PACKAGES[name]) for name in names}
     return {package: version for package, version in found.items() if version}
@@ -159,7 +159,7 @@ def _reasons(label: str, p: Problem) -> Iterator[None]:
             raise Unsupported(f"{label} is not installed ({error})") from None
         except Exception as error:
             reason = f"{error}".partition("\n")[0]
-            if reason.startswith("No available kernel"):  # torch has warned of the reasons
+            if reason.startswith("No available kernel"):  # torch has already warned of the reasons
                 reasons = [str(warning.message).partition(" (Triggered")[0] for warning in warned]
                 telling = [x for x in reasons if not x.endswith(("because:", "runtime disabled."))]
                 reason = "; ".join(dict.fromkeys(telling)) or reason
@@ -176,8 +176,8 @@ def _torch(
 ) -> Peer:
     """torch's attention, or its gradients after a forward pass.
 
-    Autograd runs a backward step on the stream of its forward step. So a graph of gradients is
-    captured on a stream on which the forward pass ran once more, with tensors of its own.
+    Autograd runs a backward step on the stream of its forward step. So to capture a graph of
+    gradients, the forward pass runs once more on the capturing stream, with new tensors.
     """
     torch = import_module("torch")
     q, k, v = (_tensor(torch, array) for array in arrays)
@@ -222,7 +222,7 @@ def _torch(
     results = on_stream(compute)
     results = (results,) if gradient is None else results
     outputs = {x: _numpy(torch, result, p) for x, result in zip(names, results)}
-    # torch 2.11 fails while it captures these gradients, and with it the device.
+    # torch 2.11 fails while it captures these gradients, and then the device is lost.
     has_graphs = not (name == "efficient" and p.lengths and gradient is not None)
     call = partial(on_stream, compute)
     return Peer(label(name), call, outputs, capture if has_graphs else None)
@@ -231,7 +231,7 @@ def _torch(
 def _scaled_dot_product(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
-    """scaled_dot_product_attention by the kernel of a name."""
+    """Returns scaled_dot_product_attention, restricted to one of its kernels."""
     attention = import_module("torch.nn.attention")
     kernel = getattr(attention.SDPBackend, _TORCH[name])
     mask = torch_masks.one_array(torch, p, arrays, device)
@@ -248,7 +248,7 @@ def _scaled_dot_product(
 def _packed(
     torch: Any, name: str, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> Callable[..., Any]:
-    """The kernel of a name on packed sequences, by its operator in torch.
+    """Returns one of torch's kernels for packed sequences, called by its operator.
 
     FA2 aligns masks to the last query and key of a sequence, `efficient` to either corner.
     """
@@ -294,12 +294,12 @@ def _flex(
 
 
 def _usual(p: Problem) -> dict[str, Any]:
-    """The arguments of both; older versions of torch do not know enable_gqa."""
+    """Returns arguments that both functions take; older torch versions lack enable_gqa."""
     return {"scale": p.scale} | ({"enable_gqa": True} if p.heads != p.kv_heads else {})
 
 
 def _causal(name: str, p: Problem) -> dict[str, Any]:
-    """A causal mask as an argument of scaled_dot_product_attention."""
+    """Returns a causal mask as an argument of scaled_dot_product_attention."""
     if not p.causal:
         return {}
     if p.causal_offset == 0:
@@ -313,7 +313,7 @@ def _causal(name: str, p: Problem) -> dict[str, Any]:
 
 
 def _tensor(torch: Any, array: Any) -> Any:
-    """The array as a torch tensor; bfloat16 as its bits, since NumPy's DLPack does not have it."""
+    """Returns the array as a torch tensor; bfloat16 passes as bits, as NumPy's DLPack lacks it."""
     if str(array.dtype) == "bfloat16":
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)

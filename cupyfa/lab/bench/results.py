@@ -1,4 +1,4 @@
-"""Measurements of a benchmark, and files of them."""
+"""The measurements of a benchmark, and files that hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cupyfa.numerics.shown import Shown, ShownRow
 from cupyfa.problem.problem import Problem
 
 _MOST_BYTES = 256 << 20  # of a file of results
-BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; peers are others
+BASELINE, BEFORE = "baseline", "rung before"  # keys of factors; other keys are peers
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,9 +29,9 @@ class Measurement(ShownRow):
         it was not timed.
     passed: False for a wrong result, None without a result.
     checked: the fraction of rows compared with the reference.
-    peak: the device's peak rate in TFLOP/s, for a softmax and for decoding in GB/s.
+    peak: the device's peak rate in TFLOP/s, or for a softmax and for decoding in GB/s.
     factors: speedups over others, medians of the ratios over the rounds.
-    code: a digest of the compiled text and its launches; empty for a peer.
+    code: a digest of the compiled source and its launches; empty for a peer.
     """
 
     kernel: str
@@ -50,7 +50,7 @@ class Measurement(ShownRow):
 
     @property
     def time(self) -> float | None:
-        """The median, in milliseconds."""
+        """The median time in milliseconds."""
         return median(self.milliseconds) if self.milliseconds else None
 
     @property
@@ -65,8 +65,9 @@ class Measurement(ShownRow):
 
     @property
     def bandwidth(self) -> float | None:
-        """GB/s, every input read once and every output written once; of a cache the keys and values
-        that sequences have, read once.
+        """The GB/s if every input is read once and every output written once.
+
+        For a cache, only the keys and values of its sequences count, read once.
         """
         p = self.problem
         moved = OPERATIONS[self.operation].bytes(p)
@@ -106,7 +107,7 @@ class Measurement(ShownRow):
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Measurement:
-        """The measurement of a ``record()``. Raises ValueError or TypeError for other records."""
+        """Returns the measurement of a ``record()``. Raises ValueError or TypeError for others."""
         given = _ROW(dict(record))
         sizes = {**given["problem"], "is_softmax": given["operation"] == "softmax"}
         made = cls(**{**given, "problem": problem_of_record(sizes)})
@@ -144,14 +145,14 @@ _RESULTS = records.record(
 
 @dataclass(frozen=True, repr=False)
 class Results(Shown):
-    """Rows, and the device, versions and options they were measured with."""
+    """Measured rows, with the device, versions and options of the measurement."""
 
     environment: Mapping[str, str]
     rows: Sequence[Measurement]
 
     @property
     def device(self) -> str:
-        """The name of the device; files of others may lack it."""
+        """The name of the device; files from elsewhere may lack it."""
         return self.environment.get("device", "an unknown device")
 
     def save(self, path: str | Path) -> None:

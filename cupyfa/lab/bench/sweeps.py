@@ -23,7 +23,7 @@ _SOFTMAX: dict[str, Any] = {"M": 16384, "N": 4096, "dtype": "float32"}
 USUAL = {"forward": _ATTENTION, "backward": _ATTENTION, "softmax": _SOFTMAX}
 _FEW = {"batch": 1, "heads": 2, "M": 128}
 SMALL = {"forward": _FEW, "backward": _FEW, "softmax": {"M": 64, "N": 256}}
-MOST = 10_000  # problems in one go
+MOST = 10_000  # problems in one call
 CACHES = "contiguous", "paged"
 _OF_CACHE = "cache", "page"
 AXES = (*SIZES, "dtype", *OPTIONS, *shape_language.NAMES, *_OF_CACHE)
@@ -32,17 +32,17 @@ _OF_SOFTMAX = ("M", "N", "dtype")
 
 
 def usual_dtype(*kernels: Kernel, precision: Any = None) -> str:
-    """float32, or without a precision the first dtype that all kernels can do."""
+    """Returns float32 if a precision needs it or all kernels can do it, else their first dtype."""
     able = [x for x in DTYPES if all(x in kernel.dtypes for kernel in kernels)]
     return "float32" if precision or not able or "float32" in able else able[0]
 
 
 def parsed(text: str) -> tuple[str, list[Any]]:
-    """The name, an axis or a kernel's constant, and the values of ``NAME=VALUES``.
+    """Parses ``NAME=VALUES``: the name of an axis or of a kernel's constant, and its values.
 
     VALUES are a list ``64,128``, or a range with a factor ``512:16384:*2`` or a step
-    ``64:256:+64``. Windows are separated by slashes, ``64,0/128,-``, texts, values of wrt and
-    lengths by semicolons.
+    ``64:256:+64``. Slashes separate windows, ``64,0/128,-``; semicolons separate expressions,
+    values of wrt, and lengths.
     """
     name, equals, values = text.partition("=")
     name = _SHORT.get(name.strip(), name.strip())
@@ -70,32 +70,32 @@ def parsed(text: str) -> tuple[str, list[Any]]:
 def problems(
     operation: str, sizes: Mapping[str, Any], *kernels: Kernel, small: bool = False
 ) -> list[Problem]:
-    """The problem of every combination of sizes, each of which is a value or several.
+    """Returns the problem of every combination of sizes, each of which is one value or several.
 
     Sizes are those of ``Problem.of_sizes``; N follows M, dv follows d, kv_heads follow heads, and
     the dtype is one that the kernels can do, unless given. ``tokens`` is batch * M, ``width`` is
-    heads * d. Several values are a list or a tuple; several windows, shapes and values of ``wrt``,
-    which may be tuples, are a list.
+    heads * d. Several values form a list or a tuple; several windows, shapes and values of ``wrt``,
+    which may themselves be tuples, must form a list.
     ``options`` is an AttentionOptions. Arrays that change scores are forms of ``shape_language``:
     ``bias="1hmn", captured={"slope": "f32[heads]"}, wrt="bias,slope"``; with ``block_mask=True``
-    masks are a block mask. ``lengths``, as those of ``Problem.of_sizes``, are in place of batch, M
-    and N; several are a list of them. A softmax has M rows of N.
+    masks become a block mask. ``lengths``, as of ``Problem.of_sizes``, replace batch, M and N;
+    several of them form a list. A softmax has M rows of N elements.
 
-    With ``cache``, "contiguous" or "paged", it is decoding: M new tokens, by default one, of each
-    sequence, whose keys, these included, are ``lengths``, or N of each; N is then the room for
-    them. ``page`` is how many keys a page has, by default 16. Defaults are USUAL, with ``small``
+    ``cache``, "contiguous" or "paged", makes it decoding: each sequence has M new tokens, by
+    default one, and ``lengths`` keys, or N, new ones included; with ``lengths``, N is the room.
+    ``page`` is the number of keys per page, by default 16. Defaults are USUAL; ``small`` selects
     those of the simulator.
     """
     # A record may have an operation that does not exist: the planner refuses it.
     usual = {**USUAL.get(operation, _ATTENTION), **(SMALL.get(operation, _FEW) if small else {})}
     usual["dtype"] = usual_dtype(*kernels, precision=sizes.get("precision"))
     several: dict[str, Sequence[Any]] = {}
-    has_options = sizes.get("options") is not None  # beside which no option may be given
+    has_options = sizes.get("options") is not None  # then no single option may be given
     for name, value in sizes.items():
         if value is not None or (has_options and name in OPTIONS):
             several[name] = value if _is_several(name, value) else [value]
             if not several[name]:
-                raise ValueError(f"{name} is {value}; give at least one")
+                raise ValueError(f"{name} is {value}; give at least one value")
     if (count := prod(map(len, several.values()))) > MOST:
         raise ValueError(f"these are {count:,} combinations of sizes; give at most {MOST:,}")
     combined = (dict(zip(several, values)) for values in product(*several.values()))
@@ -103,12 +103,12 @@ def problems(
 
 
 def _is_several(name: str, value: Any) -> bool:
-    """Whether these are several values of a size, and not a tuple that is one."""
-    if name == shape_language.LENGTHS_OF:  # whole numbers are one list
+    """Whether a list or tuple holds several values of a size, instead of being one value."""
+    if name == shape_language.LENGTHS_OF:  # a list of integers is one value
         return isinstance(value, list) and any(isinstance(x, list | tuple | str) for x in value)
     if not isinstance(value, tuple):
         return isinstance(value, list)
-    if name in OWN_ARRAYS:  # a shape, or forms
+    if name in OWN_ARRAYS:  # a tuple may be one shape
         return not all(isinstance(n, int) for n in value)
     return name != WRT and not (name in OPTIONS and isinstance(OPTIONS[name].default, tuple))
 
@@ -118,7 +118,7 @@ def refuse_foreign(
 ) -> None:
     """Raises ValueError for given sizes that none of the operations has.
 
-    ``tiles`` is the argument for tile sizes, of a function that has one.
+    ``tiles`` names the argument for tile sizes, if the caller has one.
     """
     known = _OF_SOFTMAX if set(operations) == {"softmax"} else (*AXES, "options", "tokens", "width")
     unknown = sorted(name for name in sizes if sizes[name] is not None and name not in known)
@@ -156,7 +156,7 @@ def _problem(operation: str, usual: Mapping[str, Any], given: Mapping[str, Any])
 def _of_cache(
     operation: str, sizes: Mapping[str, Any], given: Mapping[str, Any], cache: str, page: int | None
 ) -> Problem:
-    """The problem of new tokens and a cache. Raises ValueError for what does not fit together."""
+    """Returns the problem of new tokens and a cache. Raises ValueError if arguments conflict."""
     if cache not in CACHES:
         raise ValueError(f"cache is {described(cache)}; use one of {', '.join(CACHES)}")
     if operation != "forward":
@@ -187,7 +187,7 @@ def _of_cache(
                 "for each sequence, as 20,5"
             )
         lengths, room = list(k.rows), given.get("N", 0)
-    if few := [n for n in lengths if 0 < n < tokens]:  # one of length 0 has no new tokens either
+    if few := [n for n in lengths if 0 < n < tokens]:  # length 0: no new tokens either
         raise ValueError(
             f"M is {tokens}, and a sequence has {few[0]} keys, the new ones included; give at most "
             "that many"
@@ -198,10 +198,10 @@ def _of_cache(
 def problem_of_cache(
     lengths: Sequence[int], *, capacity: int = 0, page: int | None = None, **sizes: Any
 ) -> Problem:
-    """The problem of decoding: M new tokens of sequences with so many keys, these included.
+    """Returns the problem of decoding: ``lengths`` are each sequence's keys, M new ones included.
 
-    capacity: for how many keys of each there is room, at least for the longest. page: how many
-    keys a page has; None is a contiguous cache. The others are those of ``Problem.of_sizes``.
+    capacity: the room for keys of each sequence, at least the longest length. page: the keys per
+    page; None is a contiguous cache. Other sizes are those of ``Problem.of_sizes``.
     """
     if page is not None:
         check_page_size("page", page)
@@ -219,7 +219,7 @@ def problem_of_cache(
 
 
 def _refuse_in_decoding(sizes: Mapping[str, Any]) -> None:
-    """Raises ValueError for what attention to a cache does not take."""
+    """Raises ValueError for options and arrays that attention to a cache does not take."""
     options = sizes.get("options") or PLAIN
     asked = {name: sizes.get(name) for name in (BIAS, MASK, shape_language.BLOCK_MASK)}
     for name in ("causal", "precision", "dropout"):
@@ -260,7 +260,7 @@ def _value(name: str, text: str) -> Any:
     if name in ("dtype", "cache") or text.isdecimal():
         return text if name in ("dtype", "cache") else int(text)
     if name not in AXES and (near := nearest(name, AXES)) and not text.lstrip("+-").isdecimal():
-        raise ValueError(f"{name!r} is no size or option{near}")
+        raise ValueError(f"{name!r} is neither a size nor an option{near}")
     least = 0 if name in AXES else 1
     example = f"give for example {name}=64"
     raise ValueError(f"{name}={text!r} is not a whole number from {least}; {example}")

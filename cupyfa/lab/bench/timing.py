@@ -23,15 +23,15 @@ from cupyfa.runtime.workspace import allocated
 
 Call = Callable[[], Any]
 
-_ACCURACY = 0.005  # the standard error of a median, relative
+_ACCURACY = 0.005  # the relative standard error that a median must reach
 _FEWEST = 20  # rounds before a standard error means anything
 _WARM_UP = 0.05  # of the budget
-_SEVERAL = 3  # budgets; a call that takes longer is made once
+_SEVERAL = 3  # budgets; a call that takes longer than these is made once
 _NORMAL_WIDTH = 1.683  # from the 20th to the 80th percentile, in standard deviations
 
 
 def checked_budget(budget: float) -> float:
-    """The budget. Raises ValueError unless it is a number from 0."""
+    """Returns the budget. Raises ValueError unless it is a number of at least 0."""
     if not budget >= 0:  # NaN is not
         raise ValueError(f"budget is {budget}; give seconds, a number from 0")
     return budget
@@ -46,7 +46,7 @@ def measure(
     most: float = inf,
     begins: Callable[[int], None] = lambda number: None,
 ) -> list[list[float]]:
-    """Milliseconds of each call in each of its rounds.
+    """Returns the milliseconds of each call in each of its rounds.
 
     A call leaves the rounds when its ``budget`` of seconds is spent or after ``most`` rounds; all
     end when every median is known to half a percent. A call is measured at least twice, or once if
@@ -107,23 +107,23 @@ class _Lane:
 
 
 def spread(milliseconds: Sequence[float]) -> float:
-    """From the 20th to the 80th percentile, as a fraction of the median."""
+    """Returns the distance from the 20th to the 80th percentile, as a fraction of the median."""
     low, high = np.quantile(milliseconds, (0.2, 0.8))
     return float(high - low) / median(milliseconds) if median(milliseconds) else 0.0
 
 
 def standard_error(milliseconds: Sequence[float]) -> float:
-    """The relative standard error of the median, from the spread: outliers do not matter."""
+    """Returns the median's relative standard error, from the spread, which ignores outliers."""
     return 1.253 * spread(milliseconds) / _NORMAL_WIDTH / sqrt(len(milliseconds))
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """How many times longer a takes than b: the median over their common rounds."""
+    """Returns how many times longer a takes than b: the median over their common rounds."""
     return median(x / y if y else inf for x, y in zip(a, b))
 
 
 def code_of(plan: Plan) -> str:
-    """A digest of what is compiled and how it is launched."""
+    """Returns a digest of the compiled sources of a plan and of its launches."""
     parts = [str(dict(plan.constants))]
     for launch in plan.launches:
         parts += [source.text(launch), str((launch.grid, launch.threads, launch.shared_bytes))]
@@ -135,7 +135,9 @@ def digest(*parts: str) -> str:
 
 
 def resources(backend: Backend, plan: Plan) -> dict[str, int]:
-    """The most registers and spilled bytes of a launch, the fewest blocks per multiprocessor."""
+    """Returns, over all launches, the most registers and spilled bytes, and the fewest blocks per
+    multiprocessor.
+    """
     found: dict[str, int] = {}
     for launch in plan.programs:
         prepared = backend.prepare(launch)
@@ -150,7 +152,7 @@ def resources(backend: Backend, plan: Plan) -> dict[str, int]:
 def arrays_of(
     backend: Backend, plan: Plan, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """Every array of a plan on the backend; plans on the same inputs share those in ``memory``."""
+    """Puts every array of a plan on the backend; plans on the same inputs share ``memory``."""
     arrays = placed(backend, inputs, memory)
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))
@@ -163,10 +165,10 @@ def arrays_of(
 def placed(
     backend: Backend, inputs: Mapping[str, np.ndarray], memory: dict[Any, Any]
 ) -> dict[str, Any]:
-    """The inputs on the backend, from ``memory`` if they are there."""
+    """Puts the inputs on the backend, or takes them from ``memory`` if they are already there."""
     arrays = {}
     for name, array in inputs.items():
-        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # of each kernel
+        content = array.tobytes() if name.removeprefix("mods.") in MAPS else None  # per kernel
         key = (name, array.shape, array.strides, array.dtype, content)
         if key not in memory:
             memory[key] = _placed(backend, array)
@@ -175,7 +177,7 @@ def placed(
 
 
 def _placed(backend: Backend, array: np.ndarray) -> Any:
-    """The array in the backend's memory, with the same strides and alignment."""
+    """Copies an array to the backend's memory, with the same strides and alignment."""
     if backend.owns(array):
         return array
     low, high = extent(array)

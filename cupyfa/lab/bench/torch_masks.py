@@ -1,6 +1,6 @@
-"""The masks, biases and texts of a problem as torch takes them.
+"""Converts the masks, biases and expressions of a problem to arguments of torch.
 
-scaled_dot_product_attention takes one array, flex_attention functions of a score and its place.
+scaled_dot_product_attention takes one array, flex_attention functions of a score and its indices.
 """
 
 import ast
@@ -21,9 +21,9 @@ _PLACE = ("batch", "head", "query", "key")
 
 
 def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) -> Any:
-    """The bias and all masks as attn_mask, which is added or True where seen.
+    """Returns the bias and all masks as attn_mask: added to scores, or True where a key is visible.
 
-    None for a causal mask at most. Raises Unsupported for what changes scores in another way.
+    None if there is at most a causal mask. Raises Unsupported for other changes of scores.
     """
     if others := [x.name for x in p.operands if x.name not in (BIAS, MASK)]:
         raise Unsupported(f"its attention has no {', '.join(others)}")
@@ -41,7 +41,7 @@ def one_array(torch: Any, p: Problem, arrays: Mapping[str, Any], device: Any) ->
 def flex(
     torch: Any, module: Any, p: Problem, arrays: Mapping[str, Any], device: Any
 ) -> dict[str, Any]:
-    """The arguments of flex_attention for the texts of a problem, and for its mask."""
+    """Returns the arguments of flex_attention for a problem's expressions and mask."""
     known = {name.removeprefix("mods."): x for name, x in arrays.items()}
     unread = [x.name for x in p.modifiers.arrays if x.name in (SINK, DLSE)]
     if unread:
@@ -66,7 +66,7 @@ def flex(
 
 
 def _reach(p: Problem) -> list[Callable[..., Any]]:
-    """The causal mask and the window, as functions of a place."""
+    """Returns the causal mask and the window as functions of batch, head, query and key."""
     right, left = p.causal_offset, p.window_offset
     found: list[Callable[..., Any]] = []
     if p.right is not None:
@@ -98,7 +98,7 @@ def _all_of(masks: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
 def _function(
     torch: Any, text: Expression, names: Sequence[str], known: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function of a text, whose other names are variables of a function around it.
+    """Makes a function of an expression, whose other names are closure variables.
 
     torch.compile follows such variables.
     """
@@ -126,7 +126,10 @@ def _functions(torch: Any) -> dict[str, Callable[..., Any]]:
 
 
 class _Selecting(ast.NodeTransformer):
-    """Tensors have no truth: & and | for and and or, where for if, pairs for chains."""
+    """Rewrites expressions for tensors, which have no truth value.
+
+    It replaces and, or by &, |, conditions by where, and chained comparisons by pairs.
+    """
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         self.generic_visit(node)
@@ -149,7 +152,7 @@ class _Selecting(ast.NodeTransformer):
 
 
 class _Shifted(ast.NodeTransformer):
-    """query + first for position."""
+    """Replaces position by query + first."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id != "position":

@@ -1,4 +1,4 @@
-"""Single kernels: checked and timed on one problem, or compared with float64."""
+"""Checks and times single kernels on one problem, or compares them with float64."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +39,8 @@ class Trial(Shown):
     """The result of running a plan.
 
     resources: registers and other resources of each launch, by entry. checked: the fraction of
-    rows that were compared with the reference. is_empty: whether no row sees a key, so that there
-    was nothing to compute.
+    rows that were compared with the reference. is_empty: whether no row sees a key, so that
+    nothing was computed.
     """
 
     plan: Plan
@@ -66,7 +66,7 @@ def trial(
     excerpts: Sequence[Excerpt | None] = (None,),
     progress: Progress = no_progress,
 ) -> Trial:
-    """Checks a plan on these inputs between guard zones, all or excerpts, then times it.
+    """Checks all results of a plan, or excerpts, with guard zones around outputs; then times it.
 
     Raises WrongResult for writes outside the outputs, and if one of ``reruns`` further runs differs
     in a bit; wrong values are in the verdicts. ``watch`` is told what runs.
@@ -99,7 +99,7 @@ def trial(
 
 @dataclass(frozen=True, repr=False)
 class Accuracy(ShownRow):
-    """The root mean square of the error of a kernel's O in one case, and of O itself."""
+    """The root mean squares of a kernel's error of O in one case, and of O itself."""
 
     kernel: str
     case: Case
@@ -122,7 +122,7 @@ def accuracy(
     """The accuracy of forward kernels on random inputs of several kinds.
 
     values: kinds of ``case.VALUES``.
-    sizes: those of a problem, for example ``M=256, d=128, dtype="float16"``.
+    sizes: of a problem, for example ``M=256, d=128, dtype="float16"``.
 
     All kernels get the same inputs. Raises ValueError for the arguments, and Unsupported if a
     kernel cannot do the problem.

@@ -39,14 +39,14 @@ TIMED_OUT = "timed out"
 _FIRST = {"budget": 0.1, "most": 10}  # seconds and rounds of the first timing of a candidate
 _ROUNDS = {"budget": 1.0, "most": 20}  # of each timing of the finalists
 _FINALISTS = 8
-_FIRST_SHARE = 2 / 3  # of the budget, at most, for first timings
+_FIRST_SHARE = 2 / 3  # at most this part of the budget is for first timings
 _FEWEST = 10  # rounds before two candidates are compared
-_SURE = 3.0  # standard errors
+_SURE = 3.0  # standard errors that decide which candidate is faster
 _COLUMNS = (
     *("state", "first_ms", "ms", "x_own", "spread_%", "TFLOP/s", "rounds", "registers"),
     *("spilled_bytes", "shared_bytes", "blocks_per_sm", "note"),
 )
-_ALIKE = 0.002  # two candidates are equal if the error of their ratio is smaller
+_ALIKE = 0.002  # candidates are equal if their ratio's standard error is below this
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,11 +55,11 @@ class Candidate(ShownRow):
 
     state: "right", "wrong", "refused" by the compiler or the device, "timed out", or "untried"
         when the budget is spent.
-    factor: speedup over the record's own choice, in the same rounds; None for the others where
-        there are finalists.
+    factor: speedup over the record's own choice, in the same rounds; if there are finalists,
+        None for all others.
     rounds: how often a finalist was timed in alternation with the others; its milliseconds are of
         these rounds, relative to the record's own choice, so that they do not drift.
-    shared_bytes: of a block.
+    shared_bytes: shared memory of a block.
     first_ms: the median of the first, short timing, which chooses the finalists.
     """
 
@@ -76,7 +76,7 @@ class Candidate(ShownRow):
         row = {**self.measurement.row(), **vars(self), "x_own": self.factor}
         if not self.rounds:
             row["ms"] = None
-        options = [name for name in OPTIONS if name != "scale"]  # which is the same for all tiles
+        options = [name for name in OPTIONS if name != "scale"]  # the same for all tiles
         columns = ("kernel", *SIZES, "lengths", "dtype", *options, "arrays", "constants", *_COLUMNS)
         return {name: row[name] for name in columns}
 
@@ -98,11 +98,11 @@ def tune(
     choice first. ``sizes`` are those of ``sweeps.problems``: each may be a list, and every
     combination is tuned for ``budget`` seconds.
 
-    Each candidate is compared with the float64 reference on a smaller problem between guard zones,
-    then timed shortly; the best are timed in alternation until their order is known. All is stored
-    by compiled text, problem and versions, and a later call continues; ``fresh`` ignores that.
-    Plans ignore times of the simulator. ``watch`` is told what runs, and has what an earlier
-    process has done; a candidate that does not return uses up the budget.
+    Each candidate is compared with the float64 reference on a smaller problem with guard zones,
+    then timed briefly; the best are timed in alternation until their order is known. Results are
+    stored by compiled source, problem and versions, and a later call continues; ``fresh`` ignores
+    them. Plans ignore times of the simulator. ``watch`` is told what runs, and knows what an
+    earlier process has done; a candidate that does not return uses up the budget.
 
     Returns the candidates of each problem: the finalists, fastest first, then the others. Raises
     ValueError for sizes that the operation does not have, Unsupported if the kernel cannot do one.
@@ -136,7 +136,7 @@ def tune(
 
 @dataclass
 class _Tuning:
-    """One problem: its plans by key, and what is known of each, which is stored in a file."""
+    """The tuning of one problem: its plans by key, and facts about each, stored in a file."""
 
     backend: Backend
     plans: Sequence[Plan]
@@ -189,7 +189,7 @@ class _Tuning:
 
     @property
     def ranked(self) -> list[str]:
-        """All keys: finalists and other right ones by speed, then untried ones, then the rest."""
+        """Returns all keys: finalists and other right ones by speed, then untried, then others."""
 
         def rank(key: str) -> tuple[int, float]:
             if key in self.right:
@@ -199,7 +199,7 @@ class _Tuning:
         return sorted(self.keyed, key=rank)
 
     def try_out(self, key: str) -> None:
-        """Checks a candidate, times it shortly, and stores the result."""
+        """Checks a candidate, times it briefly, and stores the result."""
         plan = self.keyed[key]
         fact: dict[str, Any] = {"state": RIGHT, "note": "", "look": [], "rounds": []}
         fact["constants"] = dict(plan.constants)
@@ -240,7 +240,7 @@ class _Tuning:
             return timing.measure(self.backend, calls, cold=True, **how)
 
     def undecided(self) -> list[str]:
-        """The best of the finalists, and those that are not known to be slower."""
+        """Returns the best finalist, and those that are not known to be slower."""
         by_look = sorted(self.right, key=lambda key: median(self.facts[key]["look"]))
         finalists = by_look[:_FINALISTS]
         best = max(finalists, key=self.pace)
@@ -248,16 +248,16 @@ class _Tuning:
 
     @property
     def pacer(self) -> str:
-        """The candidate in every round: the record's own choice, if that is right."""
+        """The candidate that is timed in every round: the record's own choice, if that is right."""
         return next(key for key in self.keyed if key in self.right)
 
     def pace(self, key: str) -> float:
-        """The speedup over the pacer, which does not drift with the device's speed."""
+        """Returns the speedup over the pacer, which does not drift with the device's speed."""
         pacer, its = (median(self.facts[x]["look"]) for x in (self.pacer, key))
         return median(self.ratios(self.pacer, key) or [pacer / its])
 
     def is_decided(self, key: str, best: str) -> bool:
-        """Whether it is known which of two is faster, or that they are equal."""
+        """Whether it is known which of two candidates is faster, or that they are equal."""
         ratios = self.ratios(key, best)
         if len(ratios) < _FEWEST:
             return False
@@ -265,12 +265,12 @@ class _Tuning:
         return abs(median(ratios) - 1) > _SURE * error or error < _ALIKE
 
     def ratios(self, a: str, b: str) -> list[float]:
-        """How many times longer a takes than b, for each of their common rounds."""
+        """Returns how many times longer a takes than b, for each of their common rounds."""
         rounds = zip(self.facts[a]["rounds"], self.facts[b]["rounds"])
         return [x / y for x, y in rounds if x and y]
 
     def steady_rounds(self, key: str) -> list[float]:
-        """The milliseconds of a candidate in rounds with the pacer, at the pacer's median speed.
+        """Returns a candidate's milliseconds in rounds with the pacer, scaled to its median speed.
 
         Candidates leave the rounds at different times, and the speed of a device drifts.
         """
@@ -329,7 +329,7 @@ class _TimedOut(Exception):
 
 
 def _call(plan: Plan) -> str:
-    """The name of a call, which another process gives it too."""
+    """Names a call, in the same way in every process."""
     return f"{plan.kernel.name} {_listed(plan)} on {plan.problem}"
 
 
@@ -338,7 +338,7 @@ def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     small = sampling.smaller(plan)
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
-    for launch in checked.programs:  # compiles, which is no part of the call
+    for launch in checked.programs:  # compiles outside the timed call
         backend.prepare(launch)
     watch.begins(_call(plan))
     guard.checked(backend, checked, block_mask.readable(backend, checked, inputs), {})
@@ -362,7 +362,7 @@ _FACT = records.record(
 
 
 def _sound(recalled: Mapping[str, Any], keys: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What a file says of these candidates, where that can be true."""
+    """Returns a file's plausible facts about these candidates."""
     found = {}
     for key in keys:
         with suppress(ValueError):

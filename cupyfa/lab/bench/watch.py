@@ -1,7 +1,7 @@
-"""What a measurement runs now, so that another thread can see that a kernel does not return.
+"""Tells another thread which call a measurement runs, so that it notices a kernel that hangs.
 
-A kernel that hangs on a GPU cannot be stopped by the process that launched it. Whoever watches ends
-the process; ``Watch`` has what another one needs to go on without that kernel.
+A kernel that hangs on a GPU cannot be stopped by the process that launched it. The watching thread
+ends the process; ``Watch`` has the state with which another process continues without that kernel.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cupyfa.lab.bench.results import Measurement
 
 @dataclass
 class Watch:
-    """What runs now, and what is done.
+    """The running call of a measurement, and the finished problems.
 
     timeout: the seconds that one call may take.
     hung: calls that did not return in an earlier process; they are not made again.
@@ -38,7 +38,7 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """What is said of a call that did not return."""
+        """The note on a call that did not return."""
         return f"timed out after {self.timeout:g} s"
 
     def begins(self, call: str) -> None:
@@ -47,7 +47,7 @@ class Watch:
 
     @contextmanager
     def calls(self) -> Iterator[None]:
-        """The context in which calls are made: after it none runs."""
+        """Returns the context in which calls are made: after it no call runs."""
         try:
             yield
         finally:
@@ -55,12 +55,12 @@ class Watch:
 
     @property
     def overdue(self) -> str | None:
-        """The call that runs for too long."""
+        """Returns the call that runs for too long, or None."""
         call, since = self.running or ("", inf)
         return call if monotonic() - since > self.timeout else None
 
     def save(self, path: Path, hung: str) -> None:
-        """Writes what another process needs to go on without a call."""
+        """Writes the state with which another process continues without a call."""
         state = {
             "hung": [*self.hung, hung],
             "done": self.done,

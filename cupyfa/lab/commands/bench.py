@@ -23,7 +23,7 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import backend_to_measure
 
-# Defaults, which are not printed:
+# Values that are defaults are not printed:
 DEFAULTS = {"values": "normal", "layout": "bhsd", "caches": "cold", "launches": "one by one"}
 budget_option = click.option(
     "--budget",
@@ -142,11 +142,11 @@ def bench(
     show(rows)
     if any(row.problem.cached for row in rows):
         command_options.note(
-            "GB/s are keys and values, and % of peak is of the rate of a sum over memory"
+            "GB/s are keys and values, and % of peak is relative to the rate of a sum over memory"
         )
     if any(row.problem.modifiers.mask for row in rows):
         command_options.note(
-            "TFLOP/s and % of peak count the pairs that mask and mask_mod hide, too"
+            "TFLOP/s and % of peak also count the pairs that mask and mask_mod hide"
         )
     sys.exit(WRONG if any(row.passed is False for row in rows) else 0)
 
@@ -157,10 +157,10 @@ def partial_results(
 ) -> Iterator[Callable[[list[Measurement]], None]]:
     """Yields a ``so_far`` for ``bench``, which saves the rows to a file after each problem.
 
-    So nothing is lost whatever ends the process. The rows so far are shown if a signal or an error
-    ends the benchmark. That a file cannot be written is said in the end.
+    So nothing is lost, whatever ends the process. If a signal or an error ends the benchmark, the
+    rows so far are shown. A file that cannot be written is reported at the end.
     """
-    # A stream is written once, at the end.
+    # A stream such as /dev/stdout is written once, at the end.
     is_file = save is not None and not cache_folder.is_stream(save)
     rows: list[Measurement] = []
 
@@ -183,7 +183,7 @@ def partial_results(
 
 
 def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sizes and the tiles among NAME=VALUES. Raises ValueError for names given twice."""
+    """Returns the sizes and the tiles of NAME=VALUES. Raises ValueError for names given twice."""
     sizes: dict[str, Any] = {}
     tiles: dict[str, Any] = {}
     for text in swept:
@@ -202,7 +202,7 @@ def split(swept: Sequence[str], given: Mapping[str, Any]) -> tuple[dict[str, Any
 def check_target(save: Path | None, on: Backend | None = None) -> None:
     """Raises ValueError for a file that cannot be written, before time is spent on measuring.
 
-    Times of the simulator, where ``on`` is that, must not replace those of a GPU.
+    If ``on`` is the simulator, its times must not replace those of a GPU.
     """
     if save and not cache_folder.can_write_to(save):
         folder = (save.resolve() if save.is_symlink() else save).parent
@@ -218,7 +218,7 @@ def check_target(save: Path | None, on: Backend | None = None) -> None:
 
 
 def _measured_on(file: Path) -> str | None:
-    """The GPU whose times a file has; None for others."""
+    """Returns the GPU whose times a file has; None for other files."""
     try:
         about = Results.load(file).environment
     except (OSError, ValueError):

@@ -14,7 +14,7 @@ _MEANINGS = "\b\nKinds:\n" + "\n".join(f"  {x:10} {y}" for x, y in caches.KINDS.
 
 
 class _Kind(click.Choice):  # type: ignore[type-arg]  # not generic before click 8.2
-    """A kind of files that only cupyfa uses."""
+    """The choice of a kind of files that only cupyfa uses."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value == "cupy":

@@ -143,7 +143,7 @@ def check(
 
 
 def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[str, Any]:
-    """The nested values of a row, for JSON only: in other formats a cell has one fact."""
+    """Returns the nested values of a row for JSON; in other formats a cell has one fact."""
     if form != "json":
         return {}
     return {
@@ -154,7 +154,7 @@ def _details(tally: checking.Tally, done: checking.Checked, form: str) -> dict[s
 
 
 def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
-    """A row for each case of each kernel: what it covers, and the constants that are fixed."""
+    """Returns a row for each case of each kernel: what it covers, and its fixed constants."""
     named = cache(record_named)
     records = [
         (task, name_of(kernel), named(kernel) if isinstance(kernel, str) else kernel)
@@ -174,14 +174,14 @@ def _planned(tasks: Sequence[Task], backend: Backend) -> list[dict[str, Any]]:
 
 
 def _print_precisions(names: Sequence[str]) -> None:
-    """The kernels that compute float32 in a lower precision, which their error bounds follow."""
+    """Notes kernels that compute float32 in a lower precision, which widens their error bounds."""
     for record in map(record_named, (name for name in names if name != checking.AUTO)):
         if record.float32_as and "float32" not in record.float32_as:
             command_options.note(f"{record.name} computes float32 in {record.float32_as[0]}")
 
 
 def _print(done: checking.Checked, *, err: bool = False) -> None:
-    """The first failures of each kernel, the tallies, and the sum in one line."""
+    """Prints the first failures of each kernel, the tallies, and a summary in one line."""
     shown: list[Failure] = []
     for tally in done.tallies:
         failed = [x for x in done.failures if x.outcome.kernel == tally.kernel]
@@ -209,12 +209,12 @@ def _print(done: checking.Checked, *, err: bool = False) -> None:
 
 
 def _lines(number: int, failure: Failure) -> str:
-    """Case, message, command and file of a failure."""
+    """Renders the case, message, command and file of a failure."""
     outcome = failure.outcome
-    # A finite error has all its numbers in the table.
+    # The table has all numbers of a finite error.
     infinite = [str(x) for x in outcome.verdicts if np.isinf(x.ratio)]
     message = infinite if outcome.kind == WRONG_RESULT else outcome.message.splitlines()
-    more = failure.cases - 1  # failures with the same smaller case
+    more = failure.cases - 1  # failures that shrink to the same case
     others = f", and {more:,} more" if more else ""
     lines = [
         f"{failure.case}",

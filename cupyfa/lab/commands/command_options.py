@@ -1,4 +1,4 @@
-"""Options that several commands have, and their values for the library."""
+"""Options that several commands share, and their conversion to arguments of the library."""
 
 import re
 import shutil
@@ -60,19 +60,19 @@ _FOLLOW = {"kv_heads": "-H", "N": "-M", "dv": "-d"}
 
 
 class Integer(click.IntRange):
-    """A range of whole numbers, whose help says INTEGER alone."""
+    """A range of integers, which the help shows as INTEGER only."""
 
     name = "integer"
 
 
 class Number(click.FloatRange):
-    """A range of numbers, whose help says FLOAT alone."""
+    """A range of numbers, which the help shows as FLOAT only."""
 
     name = "float"
 
 
 SECONDS = Number(0)
-FIRST_NOTE = 10.0  # seconds, on a stderr that is no terminal
+FIRST_NOTE = 10.0  # seconds until the first note of progress if stderr is no terminal
 TIMEOUT = Number(0, 10**6, min_open=True)
 FILE = click.Path(dir_okay=False, path_type=Path)
 dtype_choice = click.Choice(list(INPUTS))
@@ -100,7 +100,7 @@ reruns_option = click.option(
 def _combined(
     command: Callable[..., Any], names: Sequence[str], name: str, combine: Callable[..., Any]
 ) -> Any:
-    """A command whose parameter ``name`` is computed from several options."""
+    """Returns a command whose parameter ``name`` is computed from several options."""
 
     @wraps(command)
     def call(*args: Any, **given: Any) -> Any:
@@ -111,14 +111,14 @@ def _combined(
 
 
 def _with(command: Command, *options: Callable[[Command], Command]) -> Command:
-    """A command with options in the order of its help."""
+    """Adds options to a command, in the order of its help."""
     for option in reversed(options):
         command = option(command)
     return command
 
 
 class KernelName(click.ParamType):
-    """The name of a kernel; a shell completes it. ``others`` are further words it may be."""
+    """The name of a kernel, which shells complete. ``others`` are further words that it may be."""
 
     name = "KERNEL"
 
@@ -127,7 +127,7 @@ class KernelName(click.ParamType):
         self._names = [*(x.name for x in ladder_kernels()), *others]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The name; raises ValueError for one that cannot be a kernel's, before anything runs."""
+        """Returns the name; raises ValueError before anything runs if no kernel can have it."""
         if value not in self._names and ".py" not in value:
             raise unknown_kernel(value, self._others)
         return value
@@ -143,14 +143,14 @@ kernel_argument = click.argument("kernel", type=KernelName())
 
 
 def some_kernels_argument(*others: str) -> Callable[[Command], Command]:
-    """KERNEL..., which may be left out, as a tuple ``kernels``."""
+    """Adds the optional argument KERNEL..., as a tuple ``kernels``."""
     return click.argument(
         "kernels", nargs=-1, metavar="[KERNEL]...", type=KernelName(("auto", *others))
     )
 
 
 def kernels_argument(command: Command) -> Command:
-    """KERNEL... or --all, as a list of names ``kernels``."""
+    """Adds KERNEL... and --all, as a list of names ``kernels``."""
     return _with(
         _combined(command, ("kernels", "every"), "kernels", kernel_names),
         some_kernels_argument(),
@@ -159,7 +159,7 @@ def kernels_argument(command: Command) -> Command:
 
 
 def backend_options(command: Command) -> Command:
-    """--backend, --schedule and --multiprocessors, as one argument ``backend``."""
+    """Adds --backend, --schedule and --multiprocessors, as one argument ``backend``."""
     return _with(
         _combined(command, ("backend", "schedule", "multiprocessors"), "backend", backend_with),
         backend_option,
@@ -191,7 +191,7 @@ class _Value(click.ParamType):
 
 
 def attention_options(command: Command) -> Command:
-    """The options of attention, each None unless given."""
+    """Adds the options of attention, each None unless given."""
     for name, option in reversed(OPTIONS.items()):
         optional: dict[str, Any] = {"is_flag": False, "flag_value": option.flag}
         command = click.option(
@@ -205,7 +205,7 @@ def attention_options(command: Command) -> Command:
 
 
 def array_options(command: Command) -> Command:
-    """The forms of arrays that change scores, each None unless given."""
+    """Adds options for the forms of arrays that change scores, each None unless given."""
     made = [
         click.option(
             _long(x.name),
@@ -222,7 +222,7 @@ def array_options(command: Command) -> Command:
         multiple=True,
         metavar="NAME=VALUE",
         callback=lambda context, option, given: _captured(given),
-        help="A number that the texts of --score-mod and --mask-mod name, cap=30.0, or the dtype "
+        help="A number that --score-mod and --mask-mod name, such as cap=30.0, or the dtype "
         "and sizes of an array, slope=f32[heads] or doc=i32[M]; may be repeated.",
     )
     wrt = click.option(
@@ -265,7 +265,7 @@ def array_options(command: Command) -> Command:
 def kernel_and_problem(
     name: str, sizes: dict[str, Any], limits: Limits, *, small: bool = False
 ) -> tuple[Kernel, Problem]:
-    """The record of a kernel's name, or what "auto" chooses, and the one problem of these sizes."""
+    """Returns the record of a name, or what "auto" chooses, and the one problem of these sizes."""
     records = [] if name == "auto" else [record_named(name)]
     operation = records[0].operation if records else "forward"
     refuse_foreign([operation], *sizes)
@@ -274,7 +274,7 @@ def kernel_and_problem(
 
 
 def architecture(given: str) -> str:
-    """The compute capability of an architecture's name, as of "sm_90"."""
+    """Returns the compute capability in an architecture's name, such as "sm_90"."""
     return given.strip().removeprefix("sm_")
 
 
@@ -309,11 +309,11 @@ def _captured(given: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _long(name: str) -> str:
-    """The long option of a parameter."""
+    """Returns the long option of a parameter."""
     return f"--{name.replace('_', '-')}"
 
 
-# Options that may stand without a value: that which they mean, and what their values are.
+# Options that need no value: the value they imply, a test for values, and their description.
 _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
     _long(name): (x.flag, partial(contains, x.choices or ()), " or ".join(x.choices or ()))
     for name, x in OPTIONS.items()
@@ -325,9 +325,9 @@ _FLAGS: Mapping[str, tuple[str, Callable[[str], bool], str]] = {
 
 
 def with_flag_values(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command line, with a value for each option that may stand without one.
+    """Returns the arguments of a command line, with the implied value after options without one.
 
-    Else such an option would take the next argument as its value, for example a kernel's name.
+    Otherwise such an option would take the next argument, such as a kernel's name, as its value.
     """
     following = [*arguments[1:], ""]
     return [
@@ -337,7 +337,7 @@ def with_flag_values(arguments: Sequence[str]) -> list[str]:
 
 
 def misplaced_value(message: str, arguments: Sequence[str]) -> str:
-    """The values of an option, for a message that refuses the word after it; else empty."""
+    """Describes an option's values for a message that refuses the word after it; may be empty."""
     for word, after in pairwise(arguments):
         if word in _FLAGS and f"extra argument ({after})" in message:
             return f"; {word} takes {_FLAGS[word][2]}"
@@ -351,7 +351,7 @@ _REMEDY_CAPTURED = re.compile(r'\bin captured=\{"(\w+)": \.\.\.\}')
 
 
 def on_command_line(message: str) -> str:
-    """A message of the library with the options of the command line for the arguments to give."""
+    """Replaces arguments in a message of the library by options of the command line."""
     message = _REMEDY_CAPTURED.sub(
         r"by --captured \1=VALUE, a number or a form as f32[heads]", message
     )
@@ -362,7 +362,7 @@ def on_command_line(message: str) -> str:
 def size_option(
     name: str, *, small: bool = True, **attributes: Any
 ) -> Callable[[Command], Command]:
-    """The option of a size; ``small`` is whether it is smaller in the simulator."""
+    """Returns the option of a size; ``small`` tells whether it is smaller in the simulator."""
     short, text = _SIZES[name]
     long = _long(name) if len(name) > 1 else None
     if "default" not in attributes:
@@ -372,7 +372,7 @@ def size_option(
 
 
 def _usual_size(name: str, small: bool) -> str:
-    """The size if the option is left out, for attention and for a softmax."""
+    """Describes the default of a size, for attention and for a softmax."""
 
     def of(operation: str) -> str:
         usual = sweeps.USUAL[operation].get(name)
@@ -389,9 +389,9 @@ def problem_options(
     several: Collection[str] = (),
     small: bool = True,
 ) -> Callable[[Command], Command]:
-    """Sizes, dtype and options of one problem; those named in ``several`` may be repeated.
+    """Adds sizes, dtype and options of one problem; those named in ``several`` may be repeated.
 
-    ``small`` is whether default sizes are smaller in the simulator.
+    ``small`` tells whether default sizes are smaller in the simulator.
     """
 
     def decorate(command: Command) -> Command:
@@ -411,7 +411,7 @@ def problem_options(
 
 
 def input_options(command: Command) -> Command:
-    """--layout, --values and --seed, which choose the inputs."""
+    """Adds --layout, --values and --seed, which choose the inputs."""
     layouts, values = (click.Choice(list(x)) for x in (LAYOUTS, VALUES))
     return _with(
         command,
@@ -422,7 +422,7 @@ def input_options(command: Command) -> Command:
 
 
 def case_options(command: Command) -> Command:
-    """--padded, --descales and --new-keys, which no other command needs."""
+    """Adds --padded, --descales and --new-keys, which only this command needs."""
     names = {
         "padded": "Batch elements have lengths of their own: of queries (q), keys (k) or q,k.",
         "descales": "Factors of inputs in float8_e4m3fn: q,k,v or some of these.",
@@ -442,7 +442,7 @@ def case_options(command: Command) -> Command:
 
 
 def tile_options(command: Command) -> Command:
-    """--Br, --Bc and -t, as a dictionary ``tiles``."""
+    """Adds --Br, --Bc and -t, as a dictionary ``tiles``."""
     return _with(
         _combined(command, ("Br", "Bc", "tiles"), "tiles", _tiles),
         click.option("--Br", "Br", type=int, help="Rows of a tile of Q."),
@@ -473,19 +473,19 @@ def _tiles(Br: int | None, Bc: int | None, tiles: tuple[str, ...]) -> dict[str, 
 
 
 def given_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes and options that were given."""
+    """Returns the sizes and options that were given."""
     return {name: value for name, value in sizes.items() if value is not None and value != ()}
 
 
 def refuse_foreign(operations: Collection[str], *names: str) -> None:
-    """Raises ValueError if all operations are softmax and an option that it lacks was given."""
+    """Raises ValueError if all operations are softmax and an option that softmax lacks is given."""
     if set(operations) == {"softmax"}:
         given = given_options(*names, *(_LENGTHS if shape_language.LENGTHS_OF in names else ()))
         sweeps.refuse_foreign(["softmax"], {x.lstrip("-"): name for name, x in given.items()})
 
 
 def given_options(*names: str) -> dict[str, str]:
-    """Which of these parameters of the running command were given, with their options."""
+    """Returns which of these parameters of the running command were given, with their options."""
     context = click.get_current_context()
     return {
         parameter.name: parameter.opts[-1]
@@ -503,14 +503,14 @@ def refuse_idle(why: str, *names: str) -> None:
 
 
 def kernel_names(kernels: Sequence[str], every: bool) -> list[str]:
-    """The given names, or with ``--all`` those of the ladder."""
+    """Returns the given names, or with ``--all`` those of the ladder."""
     if every == bool(kernels):
         raise ValueError(f"name kernels, or give --all{', not both' if every else ''}")
     return [name for group in LADDER.values() for name in group] if every else list(kernels)
 
 
 def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -> Backend:
-    """The backend; of the simulator with this order of threads and so many multiprocessors."""
+    """Returns the backend, the simulator with this thread order and number of multiprocessors."""
     backend = backend_named(name)
     if schedule is None and multiprocessors is None:
         return backend
@@ -522,7 +522,7 @@ def backend_with(name: str, schedule: int | None, multiprocessors: int | None) -
 
 
 def note(text: object) -> None:
-    """Prints a note, which is no data, on stderr; a terminal gets lines that it does not cut."""
+    """Prints a note on stderr, since it is no data; lines for a terminal are wrapped."""
     words = f"note: {printable(str(text))}"
     if sys.stderr and sys.stderr.isatty():
         how: Any = {"break_long_words": False, "break_on_hyphens": False}
@@ -533,7 +533,7 @@ def note(text: object) -> None:
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on a terminal's stderr, else notes; yields the library's ``progress``."""
+    """Shows a progress bar if stderr is a terminal, else notes; yields a ``progress`` function."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -553,7 +553,7 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextmanager
 def _noted(label: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Notes on stderr that say what goes on: after FIRST_NOTE seconds, then ever more rarely."""
+    """Prints notes of progress on stderr: after FIRST_NOTE seconds, then less and less often."""
     now, ended, begun = [label], threading.Event(), monotonic()
 
     def notes() -> None:

@@ -12,7 +12,7 @@ from cupyfa.lab.report.tables import comparisons, render
 
 
 def _fraction(percentage: str) -> float:
-    """A percentage as a fraction: 5% is 0.05."""
+    """Converts a percentage to a fraction: 5% is 0.05."""
     try:
         share = float(percentage.removesuffix("%")) / 100
     except ValueError:

@@ -14,7 +14,7 @@ from cupyfa.lab.report.tables import render
 def doctor(form: str) -> None:
     """Report what is installed, and whether a kernel runs.
 
-    Versions, devices, caches, and whether each backend compiles and runs a kernel.
+    The report has versions, devices, caches, and whether each backend compiles and runs a kernel.
 
     The exit code is 3 if neither a GPU nor the simulator can run kernels.
     """

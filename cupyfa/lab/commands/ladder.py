@@ -22,7 +22,7 @@ from cupyfa.runtime import environment
 from cupyfa.runtime.choose_backend import backend_to_measure
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-_PATIENCE = 5  # budgets
+_PATIENCE = 5  # budgets that a launch may take before a rung skips longer sizes
 
 
 @click.command()
@@ -103,7 +103,7 @@ def ladder(
 
 
 def _print(results: Results, rows: list[Measurement], form: str, *, err: bool) -> None:
-    """The notes of all rows, and the table of one length."""
+    """Prints the notes of all rows, and the table of one length."""
     for row in results.rows:
         if row.note:
             command_options.note(f"{row.kernel} on {row.problem}: {row.note}")
@@ -126,7 +126,7 @@ def _measure(
     show: Callable[[Results, int | None], object],
     save: Path | None,
 ) -> Results:
-    """All rungs at one length, or in a sweep over lengths, where slow ones leave out long ones."""
+    """Measures all rungs at one length, or in a sweep, where slow rungs skip long sizes."""
     on, M = backend_to_measure(backend), sizes["M"]
     about = environment.describe(on)
     rungs = LADDER[operation].values()

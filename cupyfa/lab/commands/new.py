@@ -65,7 +65,7 @@ def new(name: str, operation: str | None, rung: str | None, form: str) -> None:
 
 
 def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
-    """The files of a rung, and their texts, and a record that is derived from the rung's."""
+    """Returns the contents of a rung's copied files and of a record derived from the rung's."""
     if ".py" in rung:
         raise ValueError(f"{rung!r} is no rung; copy the files of a kernel of your own yourself")
     kernel = record_named(rung)
@@ -85,7 +85,7 @@ def _copied(name: str, rung: str, operation: str | None) -> dict[str, str]:
 
 
 def _own_paths(kernel: Kernel) -> dict[str, Path]:
-    """The files that no other rung has, by entry point; all files if each is shared."""
+    """Returns the files that no other rung has, by entry point; all files if each is shared."""
     others = {path for other in kernels() if other is not kernel for path in _paths(other).values()}
     paths = _paths(kernel)
     return {entry: path for entry, path in paths.items() if path not in others} or paths
@@ -96,7 +96,7 @@ def _paths(kernel: Kernel) -> dict[str, Path]:
 
 
 def _filled(template: str, name: str, rung: str = "") -> str:
-    """The text of a template for these names."""
+    """Fills these names into a template."""
     text = (TEMPLATES / template).read_text(encoding="utf-8")
     return text.replace("RUNG", rung).replace("NAME", name)
 
@@ -119,6 +119,6 @@ def _require_name(name: str) -> None:
 
 
 def _taken() -> set[str]:
-    """The names of the variables of the templates in Python."""
+    """Returns the names of variables in the Python templates."""
     scripts = (compile(x.read_text(encoding="utf-8"), x, "exec") for x in TEMPLATES.glob("*.py"))
     return {name for script in scripts for name in script.co_names}

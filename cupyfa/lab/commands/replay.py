@@ -37,8 +37,8 @@ def replay(
 ) -> None:
     """Run failures of `cupyfa check` again, on their inputs.
 
-    A FILE has the inputs of a failure, and what the kernel computed. Prints the results of then
-    and now. The exit code is 1 if one fails again. A script that a FILE names is not run: name the
+    A FILE has the inputs of a failure, and the kernel's results. Prints the stored and the new
+    results. The exit code is 1 if one fails again. A script that a FILE names is not run: name the
     kernel of a script by --kernel.
     """
     found = []

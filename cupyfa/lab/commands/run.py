@@ -20,7 +20,7 @@ from cupyfa.planner.choose_kernel import passed_over, plan, select
 from cupyfa.problem.wrt import names_of
 from cupyfa.runtime.backend import Backend
 
-_STEPS = TRIAL_STEPS + 1  # the inputs are drawn here
+_STEPS = TRIAL_STEPS + 1  # drawing the inputs is one more step
 
 
 @click.command()
@@ -83,7 +83,7 @@ def run(
                 excerpts=sampling.excerpts(problem, seed, operation),
                 progress=lambda done, total, what: progress(done + 1, _STEPS, what),
             )
-    except CompilerNotFound:  # whatever the problem
+    except CompilerNotFound:  # does not depend on the problem
         raise
     except Exception:
         command_options.note(f"the problem was {case}")

@@ -12,7 +12,7 @@ from cupyfa.planner.plan import Plan, PlannedLaunch
 from cupyfa.planner.source import inlined, text
 
 VIEWS = {
-    "source": "The exact text that is compiled.",
+    "source": "The exact source that is compiled.",
     "inlined": "The same as one file, with the project's headers in it.",
     "plan": "Grid, threads, shared memory, arguments.",
     "ptx": "PTX, from NVRTC.",
@@ -22,7 +22,7 @@ VIEWS = {
 
 
 def view_options(command: command_options.Command) -> command_options.Command:
-    """A flag for each of VIEWS; with one name for all, two given flags would go unnoticed."""
+    """Adds a flag for each of VIEWS; if they shared one parameter, a second would go unnoticed."""
     for name in reversed(VIEWS):
         command = click.option(f"--{name}", is_flag=True, help=VIEWS[name])(command)
     return command
@@ -36,7 +36,7 @@ def view_options(command: command_options.Command) -> command_options.Command:
 @command_options.tile_options
 @command_options.format_option
 def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any) -> None:
-    """Show what KERNEL becomes: text, plan, PTX, machine code.
+    """Show the source, plan, PTX or machine code of KERNEL.
 
     KERNEL is a name from `cupyfa list`, `auto`, or `script.py:name` for a record of your own.
     Needs no GPU.
@@ -61,7 +61,7 @@ def show(kernel: str, arch: str, tiles: dict[str, int], form: str, **sizes: Any)
 
 
 def _row(view: str, planned: Plan, launch: PlannedLaunch, arch: str) -> Row:
-    """A view of a launch as data."""
+    """Returns a view of a launch as a row of data."""
     if view == "plan":
         return plan_row(planned, launch)
     if view == "resources":

@@ -19,7 +19,7 @@ _patience = _USUAL_PATIENCE
 
 
 def take_time() -> None:
-    """Gives the running command more time to end, since it has results to print."""
+    """Gives the running command more time to end after a signal, to print its results."""
     global _patience
     _patience = _LONG_PATIENCE
 
@@ -28,7 +28,7 @@ def take_time() -> None:
 def ended_by_signals() -> Iterator[None]:
     """Lets signals end a command within two seconds, after cleaning up.
 
-    A command with results to print gets more time, unless there is a second signal after a second.
+    A command with results to print gets more time, unless another signal comes a second later.
 
     SIGTERM and SIGHUP raise in the main thread, as Ctrl-C does. If the main thread does not return
     from a library, for example while it waits for a GPU, the process is ended without cleaning up.
@@ -52,12 +52,12 @@ def ended_by_signals() -> Iterator[None]:
         os.close(writing)
         for number in heeded:
             ends = signal.getsignal(number) is not _end
-            # One that comes while the process exits must not change its exit status.
+            # A signal that arrives while the process exits must not change its exit status.
             signal.signal(number, signal.SIG_IGN if ends else signal.SIG_DFL)
 
 
 def _end(number: int, _: Any) -> None:
-    for each in _LIKE_CTRL_C:  # a second signal is for `_insist`
+    for each in _LIKE_CTRL_C:  # `_insist` handles a second signal
         signal.signal(each, lambda *_: None)
     sys.exit(128 + number)
 
@@ -77,6 +77,6 @@ def _insist(reading: int) -> None:
                 now = time.monotonic()
                 if not number:
                     number, first, deadline = asked[0], now, now + _patience
-                elif now > first + _TOGETHER:  # asked for twice
+                elif now > first + _TOGETHER:  # a second request
                     break
     os._exit(128 + number)

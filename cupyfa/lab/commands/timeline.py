@@ -22,7 +22,7 @@ ALL = "all"
 
 
 class _Block(click.ParamType):
-    """A block's number, or all."""
+    """The number of a block, or all."""
 
     name = "NUMBER|all"
 
@@ -35,7 +35,7 @@ class _Block(click.ParamType):
 
 
 class _Window(click.ParamType):
-    """Two times, as 0:5000."""
+    """Two times, such as 0:5000."""
 
     name = "START:END"
 

@@ -16,7 +16,7 @@ from cupyfa.lab.report.tables import drop, drop_followers, render, short_row, ta
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.choose_backend import backend_to_measure
 
-_SPARE = ("spread_%", "regs", "spilled")  # columns, in narrow terminals
+_SPARE = ("spread_%", "regs", "spilled")  # columns that narrow terminals drop
 _SHORT = {"registers": "regs", "spilled_bytes": "spilled", "shared_bytes": "shared"}
 
 
@@ -75,7 +75,7 @@ def tune(kernel: str, timeout: float | None, backend: str, form: str, **how: Any
 
 
 def _table(candidates: Sequence[Candidate]) -> str:
-    """The candidates of a problem, with a line below the finalists."""
+    """Renders the candidates of a problem, with a line below the finalists."""
     finalists = sum(x.rounds > 0 for x in candidates)
     rows = [_short(candidate) for candidate in candidates]
     if not finalists:
@@ -85,7 +85,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
 
 
 def _short(candidate: Candidate) -> dict[str, Any]:
-    """A row for 80 columns, with the state in place of a missing time."""
+    """Returns a row for 80 columns, with the state in place of a missing time."""
     row = short_row(candidate.row())
     row["first_ms"] = row["first_ms"] or candidate.state
     row["rounds"] = candidate.rounds or None
@@ -95,7 +95,7 @@ def _short(candidate: Candidate) -> dict[str, Any]:
 
 
 def _print_notes(found: Sequence[Candidate]) -> None:
-    """The reasons why candidates are not right, each once, and how many are untried."""
+    """Prints, once each, the reasons why candidates are not right, and how many are untried."""
     reasons: dict[tuple[str, str], list[str]] = defaultdict(list)
     for x in found:
         if x.measurement.note:

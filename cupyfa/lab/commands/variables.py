@@ -10,7 +10,7 @@ from cupyfa.runtime import choose_backend
 from cupyfa.runtime.simulator import machine
 
 _PREFIX = "CUPYFA_"
-# What raises an error for a wrong value. Folders and programs are looked at where they are used.
+# Functions that raise an error for a wrong value. Folders and programs are checked when used.
 KNOWN: Mapping[str, Callable[[], object]] = {
     choose_backend.CHOICE: choose_backend.chosen_backend,
     "CUPYFA_CACHE_DIR": lambda: None,
@@ -21,7 +21,7 @@ KNOWN: Mapping[str, Callable[[], object]] = {
 
 
 def check_variables() -> None:
-    """Raises ValueError for wrong values; notes variables that do not exist."""
+    """Raises ValueError for wrong values; prints a note for unknown variables."""
     for name in sorted(os.environ):
         if name in KNOWN:
             KNOWN[name]()

@@ -1,4 +1,4 @@
-"""Ends a kernel that does not return: the command goes on without it, or ends."""
+"""Ends a kernel that does not return: the command continues without it, or ends."""
 
 import os
 import sys
@@ -15,15 +15,15 @@ from cupyfa.lab.commands import UNSUPPORTED, command_options
 from cupyfa.runtime.backend import Backend
 
 _CLEAR_LINE = "\r\x1b[2K"
-_STATE = "_CUPYFA_STATE"  # the file with what an earlier process has done
-_OFTEN = 10  # times within a timeout that the watcher looks
+_STATE = "_CUPYFA_STATE"  # names the file with the results of an earlier process
+_OFTEN = 10  # checks by the watcher within a timeout
 LONGEST = {"cuda": 60.0, "simulator": 600.0}  # default seconds
 
 _is_own_process = False
 
 
 def own_process() -> None:
-    """Allows to restart this process: it runs nothing but one command."""
+    """Permits restarting this process, which runs only one command."""
     global _is_own_process
     _is_own_process = True
 
@@ -37,7 +37,7 @@ timeout_option = click.option(
 
 
 def timeout_on(backend: Backend, timeout: float | None) -> float:
-    """The value of ``timeout_option``, or its default. Raises ValueError for NaN."""
+    """Returns the value of ``timeout_option``, or its default. Raises ValueError for NaN."""
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout is {timeout}; give seconds, more than 0")
     return LONGEST.get(backend.name, 60.0) if timeout is None else timeout
@@ -45,7 +45,9 @@ def timeout_on(backend: Backend, timeout: float | None) -> float:
 
 @contextmanager
 def watched(backend: Backend, timeout: float | None, *, ends: bool = False) -> Iterator[Watch]:
-    """A watch on calls; one that takes too long restarts the command without it, or ``ends`` it.
+    """Yields a watch on calls; a call that takes too long is skipped by restarting the command.
+
+    If ``ends``, it ends the command instead.
 
     The command line stays the same, and so does the process's number: the program is loaded again,
     which ends the threads of the old one and frees its GPU. Nothing else runs while kernels are
@@ -95,7 +97,7 @@ def _restart(watch: Watch, call: str) -> None:
         stream.flush()
     _clear_line()
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # the one of the listing
-            os.set_inheritable(descriptor, descriptor <= 2)  # closing the driver's frees the GPU
+        with suppress(OSError):  # the descriptor of the listing itself
+            os.set_inheritable(descriptor, descriptor <= 2)  # this frees the GPU
     os.environ[_STATE] = state
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

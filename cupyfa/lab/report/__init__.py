@@ -1,1 +1,1 @@
-"""Tables, plots and the generated parts of pages."""
+"""Tables, plots and the generated sections of pages."""

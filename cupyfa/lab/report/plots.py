@@ -1,4 +1,4 @@
-"""Pictures of measurements on a white ground of their own, for light and for dark pages."""
+"""Draws measurements on a white background, so that pictures suit light and dark pages."""
 
 import io
 import math
@@ -23,10 +23,10 @@ INK, PALE = "#424a53", "#d8dee4"
 COLOURS = ("#1c6afa", "#e60d1a", "#792191", "#521a0e", "#d10881", "#0d009e", "#a35954", "#450dff")
 MARKERS = "osD^vPX"
 _DASHES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)))
-# What kernels compute with, by how their names begin; "" is any other name.
+# The units that kernels use for products, by the prefix of their names; "" is any other name.
 FAMILIES = {"": "cuBLAS, CUDA cores, WMMA", "mma": "mma.sync", "wgmma": "wgmma"}
-# Text stays text: it is small, can be searched, and a screen reader reads it. Verdana has the
-# widths of DejaVu Sans, with which matplotlib lays it out; most other fonts are narrower.
+# Text in files is text, not outlines: it is small, and can be searched and read aloud. Verdana is
+# as wide as DejaVu Sans, with which matplotlib lays text out; most other fonts are narrower.
 _FONTS = "DejaVu Sans, Verdana, sans-serif"
 _INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: dict[Any, Any] = {
@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "cupyfa",  # the same rows make the same file
 }
 _UNDATED = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_LINE = 110  # characters of a text below a picture
+_LINE = 110  # characters per line of the text below a picture
 _GAP = 8  # points between a curve and its label
 _CLEAR = 1.5  # points between a label and a line that it must not cover
 
@@ -48,7 +48,7 @@ _CLEAR = 1.5  # points between a label and a line that it must not cover
 def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None:
     """Draws TFLOP/s over N: a panel for each family of kernels, with labels at the curves' ends.
 
-    All axes are logarithmic. The first kernel is in every panel, to compare with. Writes an .svg or
+    All axes are logarithmic. The first kernel is in every panel, for comparison. Writes an .svg or
     .png file. Raises ValueError for another suffix and if no row was timed, Unsupported without
     matplotlib.
     """
@@ -65,9 +65,9 @@ def draw(rows: Sequence[Measurement], path: str | Path, title: str = "") -> None
 def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
     """Draws the tiles of a block mask, which are empty (white), partial or full (dark).
 
-    Tiles are of 128 queries and keys, or of more where they are many; of several batch elements and
-    heads what is alike in all, else partial. Writes an .svg or .png file. Raises ValueError for
-    another suffix, TypeError for what is no block mask, Unsupported without matplotlib.
+    Tiles have 128 queries and keys, or more if there would be too many. A tile that differs between
+    batch elements or heads is drawn as partial. Writes an .svg or .png file. Raises ValueError for
+    another suffix, TypeError if ``blocks`` is no block mask, Unsupported without matplotlib.
     """
     if not isinstance(blocks, BlockMask):
         raise TypeError(
@@ -80,7 +80,7 @@ def draw_blocks(blocks: BlockMask, path: str | Path) -> None:
 
 
 def _tiles(blocks: BlockMask, title: str) -> Any:
-    """A square for each tile, queries downwards."""
+    """Draws a square for each tile, queries downwards."""
     from matplotlib.colors import ListedColormap
 
     figure = new_figure(6)
@@ -116,14 +116,14 @@ def write(figure: Callable[[], Any], path: Path, title: str, description: str) -
 
 
 def _accessible(svg: str, description: str) -> str:
-    """An SVG file with a role and a description, and with the fonts named once."""
+    """Adds a role and a description to an SVG file, and names its fonts only once."""
     svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
     svg = svg.replace("<svg ", f'<svg role="img" font-family="{_FONTS}" ', 1)
     return svg.replace("</title>", f"</title>\n <desc>{escape(description)}</desc>", 1)
 
 
 def check(path: Path) -> None:
-    """Raises ValueError unless the name is that of a picture, Unsupported without matplotlib."""
+    """Raises ValueError unless the suffix is a picture's, Unsupported without matplotlib."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{path} must end with {' or '.join(SUFFIXES)}")
     try:
@@ -133,7 +133,7 @@ def check(path: Path) -> None:
 
 
 def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]:
-    """The points (N, TFLOP/s) of each kernel that was timed, in the order of N."""
+    """Returns the points (N, TFLOP/s) of each kernel that was timed, in the order of N."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row.tflops:
@@ -144,7 +144,7 @@ def curves_of(rows: Sequence[Measurement]) -> dict[str, list[tuple[int, float]]]
 def _endings(
     rows: Sequence[Measurement], curves: Mapping[str, Sequence[tuple[int, float]]]
 ) -> list[str]:
-    """Why curves end before others do: what the next row says, or how long it would take."""
+    """Explains why curves end early: the note of the next row, or the time it would take."""
     longest = max(points[-1][0] for points in curves.values())
     said = []
     for name, points in curves.items():
@@ -162,13 +162,13 @@ def _endings(
 
 
 def family(name: str) -> str:
-    """The key in FAMILIES."""
+    """Returns the key of a kernel's name in FAMILIES."""
     first = name.split("_")[0]
     return first if first in FAMILIES else ""
 
 
 def new_figure(height: float) -> Any:
-    """A figure of 8 inches by ``height`` in which texts can be measured."""
+    """Makes a figure of 8 inches by ``height`` in which text can be measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -176,7 +176,7 @@ def new_figure(height: float) -> Any:
 
 
 def set_scales(axes: Any) -> None:
-    """Logarithmic axes with TFLOP/s upwards, whose ticks are written as plain numbers."""
+    """Makes axes logarithmic, with TFLOP/s upwards and plain numbers as tick labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set(xscale="log", yscale="log")
@@ -189,11 +189,11 @@ def set_scales(axes: Any) -> None:
     axes.grid(linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
-    axes.tick_params("x", pad=7)  # below a label at the lower end of the other axis
+    axes.tick_params("x", pad=7)  # clear of the y axis's lowest label
 
 
 def add_label(axes: Any, text: str, point: tuple[float, float], colour: str) -> Any:
-    """A label of a point, to be placed by ``place_labels``, which a thin line joins to it."""
+    """Adds a label that a thin line joins to its point; ``place_labels`` moves it."""
     line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0}
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
     return axes.annotate(
@@ -248,7 +248,7 @@ def place_labels(
 def _off_lines(
     bottoms: Sequence[float], heights: Sequence[float], lines: Sequence[float]
 ) -> list[float]:
-    """The same column of boxes, upwards, with those that cover a line moved off it.
+    """Returns the column of boxes, from bottom to top, with those that cover a line moved off it.
 
     Unchanged if there is no room below.
     """
@@ -268,7 +268,7 @@ def _off_lines(
 
 
 def text_size(text: Any) -> tuple[float, float]:
-    """The width and the height of a text in points, without the line that joins it to a point."""
+    """Measures the width and height of a text in points, without the line to its point."""
     from matplotlib.text import Text
 
     box = Text.get_window_extent(text, text.figure.canvas.get_renderer())
@@ -278,7 +278,7 @@ def text_size(text: Any) -> tuple[float, float]:
 def _figure(
     curves: Mapping[str, list[tuple[int, float]]], title: str, endings: Sequence[str] = ()
 ) -> Any:
-    """A panel for each family that has another kernel than the first; why curves end below."""
+    """Draws a panel for each family with kernels besides the first, and notes below."""
     first = next(iter(curves))
     families: dict[str, list[str]] = {}
     for name in curves:
@@ -306,7 +306,7 @@ def _figure(
 
 
 def _draw_panel(axes: Any, curves: Mapping[str, list[tuple[int, float]]], first: str) -> None:
-    """Curves with labels at the right edge, which thin lines join to their ends."""
+    """Draws curves with labels at the right edge, joined to the curves' ends by thin lines."""
     looks = zip(cycle(COLOURS), cycle(MARKERS), cycle(_DASHES))
     labels = []
     for name, points in curves.items():

@@ -1,4 +1,4 @@
-"""The generated tables of measurements in the page of the ladder and its translation."""
+"""Writes tables of measurements into the page of the ladder and its translation."""
 
 import re
 from collections import Counter
@@ -16,15 +16,15 @@ from cupyfa.problem.problem import Problem
 PAGES = ("docs/ladder.md", "docs/zh/ladder.md")
 USUAL_LENGTH = sweeps.USUAL["forward"]["M"]
 _VERSIONS = ("driver", "cuda", "nvrtc", "cupy", "compiler", "cupyfa")
-_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # without influence on times
+_FILES = re.compile(r" --(docs|(save|plot|from)[ =]\S+)")  # options that do not influence times
 
 
 def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
-    """The rungs of one length: M, by default the usual one, or if nothing was timed there, the
-    longest of those with the most timed rungs.
+    """Returns the rungs of one length: M, or the default length, or if nothing was timed there,
+    the longest of those with the most timed rungs.
 
-    Raises ValueError if there is no rung, one twice, or if problems differ in more than the length
-    and the precision, which each rung chooses.
+    Raises ValueError if there is no rung, if a rung occurs twice, or if problems differ in more
+    than the length and the precision, which each rung chooses.
     """
     others = ", ".join(dict.fromkeys(row.kernel for row in rows))
     rows = [row for row in rows if row.kernel in LADDER[row.operation]]
@@ -49,7 +49,7 @@ def at_length(rows: Sequence[Measurement], M: int | None) -> list[Measurement]:
 
 
 def problem_of(rows: Sequence[Measurement]) -> Problem:
-    """The common problem of rungs."""
+    """Returns the problem that all rungs share."""
     first = rows[0].problem
     return first if all(row.problem == first for row in rows) else _unrounded(first)
 
@@ -59,7 +59,7 @@ def _unrounded(problem: Problem) -> Problem:
 
 
 def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The table of a ladder, of rows from ``at_length``."""
+    """Returns the table of a ladder for rows of ``at_length``."""
     first = next(iter(LADDER[rows[0].operation]))
     table = []
     for row in rows:
@@ -76,7 +76,7 @@ def rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
-    """The same for readers: rates have three digits."""
+    """Returns the table of ``rungs`` with rates of three digits, for readers."""
     return [
         {name: x if name == "ms" else three_digits(x) for name, x in row.items()}
         for row in rungs(rows)
@@ -84,7 +84,7 @@ def shown_rungs(rows: Sequence[Measurement]) -> list[dict[str, Any]]:
 
 
 def described(results: Results, problem: Problem) -> str:
-    """Device, versions, problem and command of a measurement, as a line of Markdown."""
+    """Describes the device, versions, problem and command of a measurement in Markdown."""
     about = results.environment
     versions = [f"{name} {about[name]}" for name in _VERSIONS if name in about]
     command = _FILES.sub("", about["command"])
@@ -95,13 +95,13 @@ def described(results: Results, problem: Problem) -> str:
 
 
 def title(results: Results, problem: Problem) -> str:
-    """The title of a picture of several lengths."""
+    """Returns the title of a picture over several lengths."""
     sizes = re.sub(r" [MN]=\d+| scale=\S+", "", str(problem))
     return f"{results.device}: {sizes}"
 
 
 def pages_of(folder: Path, backend: str) -> list[Path]:
-    """The pages with the ladder. Raises ValueError if one is missing, or for the simulator."""
+    """Returns the pages with the ladder. Raises ValueError for a missing page or the simulator."""
     for name in PAGES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} has no {name}; run this in a checkout of the project")
@@ -115,7 +115,7 @@ def pages_of(folder: Path, backend: str) -> list[Path]:
 def publish(folder: Path, results: Results, rows: Sequence[Measurement]) -> list[Path]:
     """Writes a ladder between the markers of its pages; returns the files.
 
-    The markers name its operation. Raises ValueError as ``pages_of``, and if a page has no markers.
+    The markers name its operation. Raises ValueError as ``pages_of`` does, and without markers.
     """
     table = f"{markdown(shown_rungs(rows))}\n\n{described(results, problem_of(rows))}\n"
     first, last = (f"<!-- {sign}measured {rows[0].operation} -->" for sign in ("", "/"))

@@ -1,4 +1,4 @@
-"""Rows of data as a table, or as JSON, CSV or Markdown."""
+"""Renders rows of data as a table, or as JSON, CSV or Markdown."""
 
 import csv
 import io
@@ -31,14 +31,14 @@ Row = Mapping[str, Any]
 
 
 def render(rows: Sequence[Row], form: str) -> str:
-    """The rows in one of FORMATS; keys are columns."""
+    """Renders rows in one of FORMATS; keys are columns."""
     if form == "json":
         return json.dumps(_plain(rows), indent=2, allow_nan=False)
     return {"table": table_of, "csv": _csv, "md": markdown}[form](rows)
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table without the columns that no row fills."""
+    """Renders a Markdown table without columns that are empty in all rows."""
     columns = [x for x in (rows[0] if rows else ()) if any(text(row[x]) for row in rows)]
     head = [printable(column.replace("_", " ")) for column in columns]
     lines = [head, ["---"] * len(columns)] + [[text(row[c]) for c in columns] for row in rows]
@@ -47,7 +47,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
-    """The row of a kernel in ``list``; ``largest_d`` may be "any", and None for other dtypes."""
+    """Returns a kernel's row in ``list``; ``largest_d`` may be "any", or None without the dtype."""
     rounded = kernel.float32_as if kernel.float32_as != ("float32",) else ()
     has_d = kernel.operation != "softmax"
     return {
@@ -62,7 +62,7 @@ def kernel_row(kernel: Kernel, largest_d: int | str | None) -> Row:
 
 
 def listing(rows: Sequence[Row]) -> str:
-    """Rows of kernels by operation: what each adds, and on a second line what it can do."""
+    """Renders kernels by operation: a line with what each adds, and one with what it can do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for i, row in enumerate(rows):
@@ -106,7 +106,7 @@ def trial_row(result: Trial, case: Case, backend: Backend) -> Row:
 def trial_lines(
     result: Trial, case: Case, backend: Backend, passed_over: Mapping[str, str] | None = None
 ) -> str:
-    """``passed_over`` are faster kernels that "auto" did not take, and why."""
+    """Renders a trial. ``passed_over`` has faster kernels that "auto" did not take, and why."""
     plan, row = result.plan, result.measurement
     lines = {
         "kernel": f"{plan.kernel.name}: {plan.kernel.adds}",
@@ -125,7 +125,7 @@ def trial_lines(
 
 
 def replayed_lines(done: Replayed) -> str:
-    """A failure's results of then and now."""
+    """Renders the stored and the new results of a failure."""
     lines = {
         "problem": str(done.stored.case),
         **_outcome_lines("then", done.stored.outcome, done.stored.environment),
@@ -135,7 +135,7 @@ def replayed_lines(done: Replayed) -> str:
 
 
 def _outcome_lines(when: str, outcome: Outcome, where: str) -> Row:
-    """A line for the outcome, and for its verdicts, or for the reason why there are none."""
+    """Returns a line for the outcome, and lines for its verdicts or why there are none."""
     told = {when: f"{outcome.kernel}: {outcome.kind}, on {where}"}
     if not outcome.verdicts:
         return {**told, f"{when} why": outcome.message}
@@ -147,7 +147,7 @@ def _judgement(passed: bool) -> str:
 
 
 def measurements(rows: Sequence[Measurement], about: Row) -> str:
-    """The table of a benchmark below ``about``: columns that differ between rows, then notes."""
+    """Renders a benchmark: ``about``, a table of the columns that differ, then notes."""
     table = [short_row(row.row()) for row in rows]
     for row in table:
         rates = {column: three_digits(x) for column, x in row.items() if column != "ms"}
@@ -164,12 +164,12 @@ def measurements(rows: Sequence[Measurement], about: Row) -> str:
 
 
 def three_digits(value: Any) -> Any:
-    """A float rounded to three digits; anything else as it is."""
+    """Rounds a float to three digits; returns any other value unchanged."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def short_row(row: Row) -> dict[str, Any]:
-    """A row for people: of many lengths it has how many there are, the least and the most."""
+    """Returns a row for people: many lengths become their number, the least and the most."""
     given = row["lengths"]
     return {**row, "lengths": given and shown_lengths(lengths_of(given), short=True)}
 
@@ -181,12 +181,12 @@ def comparisons(rows: Sequence[Comparison]) -> str:
     return table_or_fields(table)
 
 
-# Columns to leave out, one by one, from a table that is too wide.
+# Columns that are dropped, one by one, from a table that is too wide.
 _SPARE = ("registers", "GB/s", "spread_%", "launches", "spilled_bytes", "checked_%")
 
 
 def _drop_sizes(table: Sequence[dict[str, Any]], rows: Sequence[Measurement]) -> None:
-    """Removes sizes equal to others, the default scale, and tiles if each kernel has only one."""
+    """Removes redundant sizes, the default scale, and tiles if each kernel has only one choice."""
     drop_followers(table)
     if all(x.problem.options.scale is None for x in rows):
         drop(table, "scale")
@@ -210,7 +210,7 @@ def drop(table: Sequence[dict[str, Any]], *columns: str) -> None:
 
 
 def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
-    """What the host does for a launch of a plan."""
+    """Returns the row of a launch: its grid, threads, memory and arguments."""
     return {
         "kernel": plan.kernel.name,
         "launch": launch.entry,
@@ -229,9 +229,9 @@ def plan_row(plan: Plan, launch: PlannedLaunch) -> Row:
 
 
 def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
-    """The same for people, a line for each fact: of the plan, then of each launch.
+    """Renders a plan for people, a line for each fact: of the plan, then of each launch.
 
-    ``passed_over`` are faster kernels that "auto" did not take, and why.
+    ``passed_over`` has faster kernels that "auto" did not take, and why.
     """
     products = sum(isinstance(x, Matmul) for x in plan.steps)
     whole = {
@@ -249,7 +249,7 @@ def plan_lines(plan: Plan, passed_over: Mapping[str, str] | None = None) -> str:
 
 
 def _reasons(passed_over: Mapping[str, str] | None) -> str:
-    """Kernels with the same reason stand together."""
+    """Lists passed-over kernels, grouped by reason."""
     found: dict[str, list[str]] = {}
     for name, why in (passed_over or {}).items():
         found.setdefault(why, []).append(name)
@@ -272,7 +272,7 @@ def _launch(plan: Plan, launch: PlannedLaunch) -> Row:
 
 
 def fields(row: Row) -> str:
-    """A line for each name whose value is not empty."""
+    """Renders a line for each name whose value is not empty."""
     shown = {printable(name): text(value) for name, value in row.items() if text(value)}
     table = Table.grid(padding=(0, 2))
     widest = max(map(len, shown), default=0)  # names may have several words
@@ -283,14 +283,14 @@ def fields(row: Row) -> str:
 
 
 def table_or_fields(rows: Sequence[Row], *, spare: Sequence[str] = (), rule: int = 0) -> str:
-    """A table with a line after ``rule`` rows, or for a single row its fields."""
+    """Renders a table with a line after ``rule`` rows, or the fields of a single row."""
     if len(rows) == 1:
         return fields({name.replace("_", " "): x for name, x in rows[0].items()})
     return table_of(rows, spare=spare, rule=rule)
 
 
 def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int]) -> str:
-    """The geometry and resources of a launch in one line."""
+    """Renders the geometry and resources of a launch in one line."""
     rounds = plan.rounds_of(launch)
     grid = " x ".join(f"{size:,}" for size in launch.grid if size != 1)
     known = "".join(f", {value:,} {name}" for name, value in resources.items())
@@ -302,14 +302,14 @@ def launch_line(plan: Plan, launch: PlannedLaunch, resources: Mapping[str, int])
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """A verdict without its name: short if it passed, else in full."""
+    """Renders a verdict without its name: short if it passed, else in full."""
     if verdict.passed:
         return f"error {verdict.error:.3g}, at worst {verdict.ratio:.3g} x its bound"
     return str(verdict).removeprefix(f"{verdict.name}: ")
 
 
 def text(value: Any) -> str:
-    """The text of a value in a table."""
+    """Renders a value of a table."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -322,7 +322,7 @@ def text(value: Any) -> str:
 
 
 def _abilities(row: Row) -> str:
-    """Dtypes, largest d, precisions and tile of a kernel."""
+    """Describes the dtypes, the largest d, the precisions and the tile of a kernel."""
     d, float32_as = row["largest_d"], text(row["float32_as"]).replace("float", "f")
     abilities = [
         text(row["dtypes"]).replace("float", "f"),
@@ -334,7 +334,7 @@ def _abilities(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value for JSON, with None for NaN and infinity."""
+    """Returns the value for JSON, with None for NaN and infinity."""
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -343,7 +343,7 @@ def _plain(value: Any) -> Any:
 
 
 def _csv(rows: Sequence[Row]) -> str:
-    """CSV with numbers in full and nested values as JSON."""
+    """Renders CSV with numbers in full and nested values as JSON."""
     out = io.StringIO()
     names = list(rows[0]) if rows else []
     writer = csv.DictWriter(out, fieldnames=names, lineterminator="\n")
@@ -364,10 +364,10 @@ def table_of(
     rule: int = 0,
     shown: Callable[[Any], str] | None = None,
 ) -> str:
-    """A table; with ``share`` values that are equal in all rows stand above it.
+    """Renders a table; with ``share``, values that are equal in all rows stand above it.
 
-    Columns of ``spare`` are left out, one by one, until the others fit. There is a line after
-    ``rule`` rows, if others follow. ``shown`` makes the text of a value, by default ``text``.
+    Columns of ``spare`` are dropped, one by one, until the others fit. A line follows ``rule``
+    rows, if there are more. ``shown`` renders a value, by default ``text``.
     """
     if not rows:
         return ""
@@ -406,13 +406,13 @@ def _table(
 
 
 def _widths(content: RenderableType) -> Widths:
-    """The characters that it needs at least, and at most."""
+    """Returns the least and the most characters that the content needs."""
     console = Console()
     return console.measure(content, options=console.options.update(width=10_000))
 
 
 def _drawn(content: RenderableType) -> str:
-    """The text by rich for this terminal, or for a wider one if the longest words need it."""
+    """Renders by rich for this terminal, or for a wider one if the longest words need it."""
     console = Console(highlight=False)
     if isinstance(content, Table) and _widths(content).minimum > console.width:
         content.collapse_padding = True

@@ -42,9 +42,9 @@ from cupyfa.runtime.guard import run_guarded
 from cupyfa.runtime.prepared import fill
 from cupyfa.score.expressions import Expression
 
-# Kinds of numbers: each finds other faults.
+# Kinds of input values: each finds different faults.
 VALUES = {
-    "scales": "normal, times powers of two: of each head of V, and of each row of dO",
+    "scales": "normal, times a power of two for each head of V and for each row of dO",
     "normal": "normally distributed",
     "uniform": "from 0 to 1: sums grow, they do not cancel",
     "integers": "-2 … 2: products are exact",
@@ -55,8 +55,8 @@ VALUES = {
     "nan": "NaN in one query, one key and one value, and in one sequence of a ragged batch",
     "inf": "infinity in one query, one key and one value, and in one sequence of a ragged batch",
     "lowest": "the lowest number of a dtype in rows and keys of a bias, a large one in a few "
-    "pairs; without texts, products of q and k near the ends of float32",
-    "outliers": "normal; to one number of 1000 ten times another one is added",
+    "pairs; without expressions, products of q and k near the ends of float32",
+    "outliers": "normal, but about one number in 1000 is about ten times as large",
 }
 # Memory layouts: kernels see [batch, heads, rows, columns] and strides.
 LAYOUTS = {
@@ -69,7 +69,7 @@ LAYOUTS = {
     "unaligned": "the address of element 0 is not a multiple of 16",
     "far": "the last batch element, head or row lies more than 2**31 elements from the first",
 }
-# How the keys and values of new tokens come into a cache in pages.
+# How the keys and values of new tokens get into a paged cache.
 TOKENS = {
     "cached": "they are there already",
     "appended": "they are written into it first",
@@ -77,14 +77,14 @@ TOKENS = {
     "interleaved": "and rotated in pairs (2 x, 2 x + 1)",
     "turned": "they are there, and the queries alone are rotated",
 }
-WRITTEN = ("appended", "rotated", "interleaved")  # of TOKENS
+WRITTEN = ("appended", "rotated", "interleaved")  # those of TOKENS that write to the cache
 FINITE = ("normal", "uniform", "integers", "equal", "one_hot", "tiny")  # without NaN and infinity
 E4M3_MOST = 448.0  # the largest number of e4m3
-_NEAR_THE_END = 1e38  # of float32; products of this and two normal numbers are near it
-_MOST_OF_LOWEST = 1.8  # of those normal numbers: beyond the end the product is infinite
-_FAR = 2**31 + 64  # elements
+_NEAR_THE_END = 1e38  # its product with two normal numbers is near the end of float32
+_MOST_OF_LOWEST = 1.8  # the limit of these normal numbers: larger ones overflow
+_FAR = 2**31 + 64  # a stride in elements
 _SEEN = 0.8  # the share of a mask that is True
-_GROUPS = 4  # different whole numbers in an array that expressions read
+_GROUPS = 4  # distinct integers in an array that expressions read
 _WORK = 2e9  # multiply-adds of a forward pass in float64 in about a second
 
 
@@ -118,17 +118,17 @@ class Case:
     def inputs(
         self, backend: Backend | None = None, kernel: Kernel | None = None
     ) -> dict[str, np.ndarray]:
-        """The arrays of the operation, each [batch, heads, rows, columns], and a kernel's own.
+        """Returns the operation's arrays [batch, heads, rows, columns] and the kernel's own.
 
-        O and lse, the inputs of gradients, are those of the reference. Where that takes long, the
-        fastest kernel of a backend, if one is given, computes them: any O and lse define the
-        right gradients. Raises Unsupported if the backend does not have this layout.
+        O and lse, inputs of gradients, come from the reference. Where that would take long, and a
+        backend is given, its fastest kernel computes them: any O and lse define the right
+        gradients. Raises Unsupported if the backend does not have this layout.
         """
         if backend is not None:
             self.require_reach(backend)
         p, rng = self.problem, np.random.default_rng(self.seed)
         inputs = OPERATIONS[self.operation].inputs_of(p)
-        # Not twice: the sum of two such scores is beyond the range.
+        # Not also in q and k: the sum of two such scores would overflow.
         values = "normal" if self.values == "lowest" and p.modifiers.score else self.values
         arrays = {
             name: _drawn(name, x.shape(p), values, x.dtype(p), rng)
@@ -137,7 +137,7 @@ class Case:
         }
         self._poison(arrays)
         arrays |= {x.input: self._read(x) for x in p.modifiers.arrays}
-        if p.pages and p.cached is None:  # else its numbers of keys and pages are known
+        if p.pages and p.cached is None:  # a cache gives its lengths and pages
             self._put_in_pages(arrays)
         elif p.is_ragged and p.sequences is None and p.cached is None:
             self._pad(arrays)
@@ -152,9 +152,9 @@ class Case:
         return self.completed(made, kernel) if kernel else made
 
     def _poison(self, arrays: Arrays) -> None:
-        """Writes NaN to rows of no sequence; to all of one sequence with such values.
+        """Writes NaN to rows outside sequences, and for "nan" and "inf" fills one sequence.
 
-        No other sequence may read them.
+        No other sequence may read these rows.
         """
         if self.problem.lengths is None:
             return
@@ -169,11 +169,11 @@ class Case:
                 array[:, :, start : start + of.counts[chosen]] = poison[self.values]
 
     def _put_in_pages(self, arrays: dict[str, np.ndarray]) -> None:
-        """Writes lengths and a page table, and NaN to keys that no batch element has.
+        """Writes lengths and a page table, and NaN to keys that no batch element uses.
 
-        Lengths are 0, 1, near whole pages, and the most; pages come in any order, some elements
-        share their first one, and numbers after the last page of an element are wrong ones. With
-        such values one element has NaN or infinity in all keys that no other one has.
+        Lengths are 0, 1, near whole pages, and the maximum. Pages are in random order, some
+        elements share their first page, and entries after an element's last page are invalid. For
+        "nan" and "inf", one element has such numbers in all keys that no other element uses.
         """
         p, rng = self.problem, np.random.default_rng((self.seed, *b"pages"))
         size, most = p.page_size, p.N // p.page_size
@@ -184,7 +184,7 @@ class Case:
         may_share = p.batch > 1 and self.tokens not in WRITTEN
         for i in np.flatnonzero(rng.random(p.batch) < 0.5)[:1] if may_share else ():
             table[i, 0] = table[i - 1, 0]
-        users = np.zeros((p.batch, p.pages, size), bool)  # which elements have which rows
+        users = np.zeros((p.batch, p.pages, size), bool)  # which elements use which rows
         for b, length in enumerate(lengths):
             keys = np.arange(length)
             users[b, table[b, keys // size], keys % size] = True
@@ -201,7 +201,7 @@ class Case:
         arrays[f"mods.{PAGE_TABLE}"] = np.where(needed, table, wrong).astype(np.int32)
 
     def _pad(self, arrays: dict[str, np.ndarray]) -> None:
-        """Writes NaN to the rows of batch elements that do not count: nobody may read them."""
+        """Writes NaN to the unused rows of batch elements, which no kernel may read."""
         for name, array in arrays.items():
             of = f"mods.{PADDED[name in ('K', 'V')]}"
             if of in arrays and array.ndim > 2 and not name.startswith("mods."):
@@ -211,9 +211,9 @@ class Case:
     def completed(
         self, inputs: Arrays, kernel: Kernel, *, keep: bool = False
     ) -> dict[str, np.ndarray]:
-        """These inputs and those of a kernel's own that are not among them.
+        """Returns the inputs that a kernel takes, with missing ones of its own drawn.
 
-        The O and lse of gradients are those of the kernel's ``forward``, unless ``keep``.
+        O and lse, inputs of gradients, come from the kernel's ``forward``, unless ``keep``.
         """
         p, layout = self.problem, "bshd" if self.layout == "packed" else self.layout
         own = {
@@ -233,11 +233,11 @@ class Case:
         return found | {name: _arranged(x, layout) for name, x in there.items()}
 
     def _read(self, x: Operand) -> np.ndarray:
-        """A random array that expressions read; it does not depend on the others.
+        """Draws an array that expressions read; it does not depend on the others.
 
         ALiBi slopes are from 0 to 1, most of a mask is True, a seed of dropout is any number of its
-        dtype, other whole numbers grow along the last axis from 0 and stay inside the axes that
-        they index.
+        dtype, other integers ascend from 0 along the last axis and stay inside the axes that they
+        index.
         """
         rng, p = np.random.default_rng((self.seed, *x.name.encode())), self.problem
         dtype = x.numpy
@@ -261,7 +261,7 @@ class Case:
             return _in_tiles(x.shape, rng)
         if x.captured.kind == "bool":
             drawn = rng.random(x.shape) < _SEEN
-            if x.name == MASK and drawn.size and not drawn.any():  # nothing would be checked
+            if x.name == MASK and drawn.size and not drawn.any():  # else nothing is checked
                 drawn.flat[0] = True
             return drawn
         if x.captured.kind == "int":
@@ -279,7 +279,7 @@ class Case:
         return array
 
     def _table(self, rng: np.random.Generator, most: int) -> np.ndarray:
-        """A page table [batch, most] of a cache: its pages in any order, -1 where there is none."""
+        """Draws a cache's page table [batch, most]: pages in random order, -1 for no page."""
         p = self.problem
         assert p.cached is not None
         needed = -(-np.array(p.cached.rows) // p.page_size)
@@ -288,7 +288,7 @@ class Case:
         return table
 
     def _own(self, kernel: Kernel, name: str, wanted: Input) -> np.ndarray:
-        """A random array of a kernel's own; it does not depend on the others."""
+        """Draws an input of the kernel's own; it does not depend on the others."""
         p, rng = self.problem, np.random.default_rng((self.seed, *name.encode()))
         shape, dtype = wanted.shape(p), wanted.dtype(p)
         if wanted.draw is None:
@@ -307,7 +307,7 @@ class Case:
             raise Unsupported("the simulator does not have the layout 'far'", "it needs a GPU")
 
     def options(self) -> list[str]:
-        """The options of the command line for this case."""
+        """Returns the command-line options that describe this case."""
         p = self.problem
         rows: dict[str, Any] = {"-M": p.M, "-N": p.N}
         sizes = {"-B": p.batch, "-H": p.heads, **rows, "-d": p.d}
@@ -332,7 +332,7 @@ class Case:
 
 
 def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Expression]) -> int | None:
-    """The largest element that an array may have where it is part of an index; else None."""
+    """Returns the largest element that an array may have if it is part of an index, or None."""
     ends = [
         array.shape[axis] - 1
         for text in texts
@@ -347,7 +347,7 @@ def _largest_index(x: Operand, found: Iterable[Operand], texts: Iterable[Express
 def _drawn(
     name: str, shape: tuple[int, ...], values: str, dtype: np.dtype, rng: np.random.Generator
 ) -> np.ndarray:
-    """The elements of one array, contiguous."""
+    """Draws the elements of one contiguous array."""
     if dtype == np.bool_:
         return rng.random(shape) < 0.5
     if dtype.kind in "iu":
@@ -367,7 +367,7 @@ def _drawn(
     elif values == "huge" and name in ("Q", "K", "S"):
         x *= 2500 if name == "S" else 50
     elif values == "scales" and name in ("V", "dO"):
-        most = ml_dtypes.finfo(dtype).maxexp // 3  # of a product of both there is room for sums
+        most = ml_dtypes.finfo(dtype).maxexp // 3  # sums of products of both stay finite
         heads_or_rows = (*shape[: 2 if name == "V" else 3], 1, 1)[:4]
         x = np.ldexp(x.astype(np.float64), rng.integers(-most, most + 1, heads_or_rows))
     elif values == "lowest" and name in ("Q", "K") and x.size:
@@ -379,14 +379,15 @@ def _drawn(
         x += 10 * rng.standard_normal(shape, np.float32) * (rng.random(shape) < 0.001)
     elif values in ("nan", "inf") and x.size:
         x[tuple(rng.integers(0, shape))] = math.nan if values == "nan" else math.inf
-    if dtype == E4M3:  # which has NaN for what is beyond
+    if dtype == E4M3:  # beyond its range numbers become NaN
         x = x.clip(-E4M3_MOST, E4M3_MOST)
     return x.astype(dtype)
 
 
 def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
-    """A mask some of whose parts show all pairs, some no pair and some a few; they end at the ends
-    of tiles, or a row or key before or after.
+    """Draws a mask of rectangles in which all, no or most pairs are visible.
+
+    They end at the ends of tiles, or a row or key before or after.
     """
     rows, keys = map(int, rng.choice((32, 127, 129, 256), 2))
     kinds = rng.random((*shape[:2], -(-shape[2] // rows), -(-shape[3] // keys)))
@@ -395,8 +396,8 @@ def _in_tiles(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
 
 
 def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
-    """Writes the lowest number into a third of the rows and of the keys, half of the largest one
-    into a few pairs of other rows.
+    """Writes the lowest number to about a third of the rows and of the keys of a bias, and half of
+    the largest number to a few pairs of other rows.
     """
     ends = ml_dtypes.finfo(bias.dtype)
     rows, keys = (rng.random(n) < 0.3 for n in bias.shape[2:])
@@ -406,7 +407,7 @@ def _spread_ends(bias: np.ndarray, rng: np.random.Generator) -> None:
 
 
 def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, np.ndarray]:
-    """O and lse of a correct forward pass, in their dtypes."""
+    """Computes O and lse of a correct forward pass, in their dtypes."""
     if backend is not None and p.heads * p.pairs * (p.d + p.dv) > _WORK:
         with suppress(Unsupported, DeviceError):
             return _forward_by_kernel(p, arrays, backend)
@@ -416,7 +417,7 @@ def _forward(p: Problem, arrays: Arrays, backend: Backend | None) -> dict[str, n
 
 
 def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str, np.ndarray]:
-    """O and lse of the backend's fastest kernel that does not round float32 inputs."""
+    """Computes O and lse by the backend's fastest kernel that does not round float32 inputs."""
     p = p.with_options(precision="float32" if p.dtype.name == "float32" else None)
     p = transforms.differentiate(p, ())
     p = transforms.leave_out(p, DLSE)
@@ -432,7 +433,7 @@ def _forward_by_kernel(p: Problem, arrays: Arrays, backend: Backend) -> dict[str
 
 
 def arranged(arrays: Arrays, layout: str) -> dict[str, np.ndarray]:
-    """Contiguous arrays in one of LAYOUTS: the same elements at other places in memory."""
+    """Copies contiguous arrays to one of LAYOUTS: the same elements, another order in memory."""
     if layout == "packed":
         return _packed(arrays)
     return {name: _arranged(array, layout) for name, array in arrays.items()}
@@ -460,9 +461,9 @@ def _arranged(x: np.ndarray, layout: str) -> np.ndarray:
 
 
 def _far(x: np.ndarray) -> np.ndarray:
-    """The outermost axis with several elements has a stride of more than 2**31 elements.
+    """Copies an array; its outermost axis of several elements gets a stride above 2**31 elements.
 
-    The memory between is never touched, so it takes addresses only.
+    The memory in between is never touched, so it takes only addresses.
     """
     axis = next((axis for axis in range(3) if x.shape[axis] > 1), None)
     if axis is None or not x.size:
@@ -476,9 +477,9 @@ def _far(x: np.ndarray) -> np.ndarray:
 
 
 def _packed(arrays: Arrays) -> dict[str, np.ndarray]:
-    """Slices of one array [batch, rows, all heads, columns], where rows and columns agree.
+    """Copies arrays of equal rows and columns to slices of one [batch, rows, all heads, columns].
 
-    The last array of four axes that has the dtype of the first, V of a forward pass, decides.
+    The sizes are those of the last 4D array with the first one's dtype: V in a forward pass.
     """
     dtype = next(iter(arrays.values())).dtype
     like_first = {name: x for name, x in arrays.items() if x.ndim == 4 and x.dtype == dtype}

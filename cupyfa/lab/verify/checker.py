@@ -52,20 +52,20 @@ from cupyfa.runtime.environment import Progress, no_progress
 from cupyfa.runtime.simulator import Simulator
 
 EXAMINED = 5  # failures of a kernel that are shrunk and written to files
-MOST_SAMPLES = 100_000  # all cases exist before the first one runs
-_LONGEST = 1_000_000  # seconds, of a timeout
+MOST_SAMPLES = 100_000  # since all cases are drawn before the first one runs
+_LONGEST = 1_000_000  # seconds, the largest timeout
 _PATIENCE = 3  # times that a kernel may hang or die before it is given up
 _WHILE_SHRINKING = 10.0  # seconds, the timeout while a failure is shrunk
 _SHRINKING = 8.0  # seconds that a worker may shrink the failures of a kernel
-AUTO = "auto"  # in place of a kernel's name: what attention takes for a problem
+AUTO = "auto"  # in place of a kernel's name: the kernel that attention chooses
 
 
 @dataclass(frozen=True, repr=False)
 class Tally(ShownRow):
-    """The results of one kernel, and the cases not run by reason.
+    """The results of one kernel, and the cases that were not run, counted by reason.
 
     worst: the largest error / bound of all results that were compared.
-    covered: how many of its cases cover what ``fuzz.covers`` names.
+    covered: for each item of ``fuzz.covers``, the number of cases that cover it.
     """
 
     kernel: str
@@ -162,10 +162,10 @@ def check(
         and 200 on a GPU.
     seed: of the drawn cases and of the inputs.
     dtypes: in place of the grid's.
-    options: of attention, in place of the grid's own; with a precision, inputs are float32, and
-        with an out_dtype of float32 of 16 bits, unless dtypes are given. Arrays that change scores
-        are forms of ``shape_language``. With ``lengths`` every case is a ragged batch of such
-        sequences.
+    options: of attention, in place of the grid's. Unless dtypes are given, a precision implies
+        float32 inputs, and an out_dtype of float32 implies 16-bit inputs. Arrays that change
+        scores are forms of ``shape_language``. With ``lengths`` every case is a ragged batch of
+        such sequences.
     schedules: in how many orders of threads the simulator runs each case, each compared with the
         reference.
     reruns: how often each kernel runs again and must give the same bits.
@@ -232,7 +232,7 @@ def tasks_of(
     schedules: int = 1,
     **options: Unpack[Keywords],
 ) -> list[Task]:
-    """What ``check`` runs with these arguments, without running anything."""
+    """Returns the tasks that ``check`` would run with these arguments."""
     if samples is not None:
         samples = whole("samples", samples, 1, MOST_SAMPLES)
     seed, schedules = whole("seed", seed, 0), whole("schedules", schedules, 1)
@@ -257,7 +257,7 @@ def tasks_of(
     )  # refuses wrong names and values before anything runs
     rows: dict[str, Any] = {} if LENGTHS_OF in arrays else {"M": 1}
     of_rows = {name: arrays[name] for name in (LENGTHS_OF, PAGE_SIZE) if name in arrays}
-    Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong ones, and both
+    Problem.of_sizes(d=1, **rows, **of_rows)  # refuses wrong values, and both together
     if "precision" in given and not dtypes:
         dtypes = ("float32",)
     if (out_dtype := given.get("out_dtype")) is not None and not dtypes:
@@ -276,7 +276,7 @@ def tasks_of(
 
 
 def covered(task: Task, kernel: Kernel, backend: Backend) -> dict[str, bool]:
-    """What a case covers of a kernel; nothing if the kernel cannot run it."""
+    """Returns what a case covers, as ``fuzz.covers``; nothing if the kernel cannot run it."""
     with suppress(Exception):  # the outcome of running it gives the reason
         limits = backend_of(task, backend).limits
         plan = choose_kernel.plan(kernel, task.case.problem, limits, **task.constants)
@@ -302,7 +302,7 @@ def replay(
 ) -> Replayed:
     """Runs the kernel of a file of ``check``, or another kernel, on the inputs in the file.
 
-    With a timeout it runs in a process of its own, for at most so many seconds. Constants and the
+    With a timeout it runs in a process of its own, for at most that many seconds. Constants and the
     simulator's thread order are those of the file where possible. A script that the file names is
     not run: its kernel must be given. Raises OSError if the file cannot be read, ValueError if it
     is damaged or if such a kernel is missing, and Unsupported if the kernel cannot run the case.
@@ -313,13 +313,13 @@ def replay(
     case, name = stored.case, stored.outcome.kernel
     if kernel is None and not stored.has_name:
         raise ValueError(
-            f"{file} is of {name}, a record from a script; give it as kernel= or, on the command "
-            f"line, as --kernel script.py:{name}"
+            f"{file} has a failure of {name}, a record from a script; give it as kernel= or, on "
+            f"the command line, as --kernel script.py:{name}"
         )
     if kernel is None and not any(name in records for records in LADDER.values()):
         raise ValueError(
-            f"{file} is of {name!r}, and a script that a file names is not run; give the kernel "
-            "as kernel= or, on the command line, as --kernel script.py:name"
+            f"{file} has a failure of {name!r}, and a script that a file names is not run; give "
+            "the kernel as kernel= or, on the command line, as --kernel script.py:name"
         )
     chosen = kernel or name
     record = record_named(chosen) if isinstance(chosen, str) else chosen
@@ -372,13 +372,13 @@ def _named(
     chosen = [kernels] if isinstance(kernels, KernelOrName) else list(kernels)
     if not chosen:
         raise ValueError("no kernel is named; give at least one")
-    named = cache(record_named)  # a script makes another record each time
+    named = cache(record_named)  # each load of a script makes a new record
     found: dict[str, tuple[KernelOrName, Kernel | None]] = {}
     for kernel in chosen:
         if not isinstance(kernel, KernelOrName):
             raise TypeError(f"a kernel is {kernel!r}; give names, or records")
         name = name_of(kernel)
-        record: Kernel | None = None  # of AUTO
+        record: Kernel | None = None  # for AUTO
         if isinstance(kernel, Kernel):
             record = kernel
         elif kernel != AUTO:
@@ -417,9 +417,9 @@ def _refuse_foreign(
     dtypes: Sequence[str],
     given: Mapping[str, Any],
 ) -> None:
-    """Raises for an option that no kernel has; warns where a softmax is checked without one.
+    """Raises an error for an option that no kernel has; warns of softmaxes, which have none.
 
-    Other kernels without it count as not supported.
+    Kernels of attention that lack an option count as not supported.
     """
     softmaxes = [x.name for x in records if x and x.operation == "softmax"]
     others = [x for x in records if x is None or x.operation != "softmax"]
@@ -440,7 +440,7 @@ def _refuse_foreign(
 
 
 def _together(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """An option, and what belongs to it: what its text reads, a seed."""
+    """Returns an option with those it belongs to: captured arrays of expressions, a seed."""
     groups = (*TEXTS, *NAMES), DROPOUT, (name,)
     together = next(group for group in groups if name in group)
     return {x: given[x] for x in together if x in given}
@@ -485,7 +485,7 @@ def _of_grid(named: _Named, backend: Backend, grid: str, **how: Any) -> Iterator
 
 
 def _runs(case: Case, record: Kernel | None, backend: Backend) -> bool:
-    """Whether kernel and backend take a case, as far as is known before."""
+    """Whether kernel and backend take a case, as far as is known before it runs."""
     try:
         case.require_reach(backend)
         refuse_long(backend, case.problem)
@@ -532,7 +532,7 @@ class _Sheet:
         return Tally(name, runs, right, worst, not_run, self._covered(name, done))
 
     def _covered(self, name: str, outcomes: Mapping[int, Outcome]) -> dict[str, int]:
-        """How many cases that ran cover what; each counts once, whatever the order of threads."""
+        """Counts the cases that ran, by what they cover; several thread orders count once."""
         found: Counter[str] = Counter()
         named = cache(record_named)
         for i, outcome in outcomes.items():
@@ -545,7 +545,7 @@ class _Sheet:
 
 
 def _run(workers: Sequence[Worker], tasks: Mapping[int, Task], sheet: _Sheet) -> None:
-    """Runs numbered tasks; what other workers may have caused is run again, alone."""
+    """Runs numbered tasks; failures that other workers may have caused are run again, alone."""
     alone = len(workers) == 1
     lost = Counter[str]()  # outcomes without a result, by kernel
     later: dict[int, Task] = {}
@@ -582,7 +582,7 @@ def _only(task: Task, *names: str) -> Task:
 def _examined(
     workers: Sequence[Worker], sheet: _Sheet, backend: Backend, folder: Path | None, *, shrink: bool
 ) -> list[Failure]:
-    """The failures; the first ones of each kernel are shrunk and written to files if asked for."""
+    """Returns the failures; if requested, shrinks and stores the first ones of each kernel."""
     failed = sheet.failed()
     found = {i: _failure(backend, *one) for i, one in enumerate(failed)}
 
@@ -607,16 +607,16 @@ def _examined(
 
 
 def _written(folder: Path, backend: Backend, task: Task, failure: Failure) -> Path | None:
-    """The file that is written of a failure, for ``replay``."""
+    """Writes a failure to a file for ``replay``, and returns its path."""
     named, about = has_name(task.kernels[0]), environment.describe(backend)
     how = task.reruns, _schedule(backend, task), named, about, task.multiprocessors
     return write(folder, Stored(failure.case, failure.outcome, *how), failure.command)
 
 
 def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
-    """The numbers of the failures to examine: EXAMINED of each kernel, of all its kinds in turn.
+    """Returns the numbers of EXAMINED failures of each kernel, alternating between their kinds.
 
-    One that loses the device is enough: every case of it that is tried starts a process.
+    One failure that loses the device is enough: each attempt to repeat it starts a process.
     """
     by_kind: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (_, outcome) in enumerate(failed):
@@ -630,7 +630,7 @@ def _first(failed: Sequence[tuple[Task, Outcome]]) -> list[int]:
 def _closer(
     worker: Worker, backend: Backend, task: Task, outcome: Outcome, seconds: float
 ) -> Failure:
-    """The failure again with its arrays, on the smallest case that is found in some seconds."""
+    """Repeats a failure to get its arrays, on the smallest case that is found in this time."""
     quick = replace(task, timeout=min(task.timeout, _WHILE_SHRINKING))
     found = [(task, outcome)]
 
@@ -651,7 +651,7 @@ def _closer(
 
 
 def _schedule(backend: Backend, task: Task) -> int | None:
-    """The order of threads that a task runs in; None for that by index."""
+    """Returns the order of threads that a task runs in; None stands for the order by index."""
     return getattr(backend, "schedule", None) if task.schedule is None else task.schedule
 
 

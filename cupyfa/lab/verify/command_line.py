@@ -1,4 +1,4 @@
-"""The options of the command line for a problem's options and arrays."""
+"""Renders a problem's options and arrays as options of the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cupyfa.problem.wrt import WRT
 
 
 def words_of_problem(p: Problem) -> list[str]:
-    """The options of the command line for the options and arrays of a problem."""
+    """Returns the command-line options that describe the options and arrays of a problem."""
     q, k = p.lengths or (None, None)
     lengths = {"lengths": q} if q == k else {"lengths-q": q, "lengths-k": k}
-    is_padded = not p.pages and p.cached is None  # lengths of batch elements that are not known
+    is_padded = not p.pages and p.cached is None  # pages and caches imply lengths
     named = {
         "padded": [x.name[-1] for x in p.operands if x.name in PADDED and is_padded],
         "descales": [x.name[0] for x in p.operands if x.name in DESCALES],

@@ -47,8 +47,8 @@ NOT_RUN = (UNSUPPORTED, NO_MEMORY)
 LOST = (NO_ANSWER, DIED, DEVICE_LOST)  # without a result
 
 _FORMAT = "cupyfa failure 2"
-_RESULTS = ("actual_", "expected_", "bound_")  # what names of arrays begin with that are no inputs
-MOST_RERUNS = 1000  # that a file asks for
+_RESULTS = ("actual_", "expected_", "bound_")  # prefixes of the names of arrays that are not inputs
+MOST_RERUNS = 1000  # that a file may ask for
 _MOST_BYTES = 4 << 30  # of a file, and of the arrays of its problem
 _MOST_ARRAYS = 1000
 
@@ -57,7 +57,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, repr=False)
 class Outcome(Shown):
-    """The outcome of one kernel on one case; arrays are those of a failure's file, if asked for."""
+    """The outcome of one kernel on one case; arrays, if kept, are those for a failure's file."""
 
     kernel: str
     kind: str
@@ -68,7 +68,7 @@ class Outcome(Shown):
 
     @property
     def failed(self) -> bool:
-        """Whether the kernel is wrong."""
+        """Whether the kernel failed."""
         return self.kind not in (RIGHT, *NOT_RUN)
 
     @property
@@ -82,8 +82,8 @@ class Failure(ShownRow):
     """A kernel that failed on a case, and the command that repeats it.
 
     found_on: the original case if ``case`` was made smaller.
-    file: for ``replay``.
-    cases: how many failures have this command; reduced to small cases, several may be equal.
+    file: where the failure is stored for ``replay``.
+    cases: how many failures have this command, since several may shrink to the same case.
     """
 
     case: Case
@@ -116,7 +116,7 @@ class Stored(Shown):
     """A failure in a file.
 
     schedule: the simulator's order of threads. has_name: whether the kernel is found by its name.
-    multiprocessors: of the simulator, if not as many as usual.
+    multiprocessors: the simulator's, if not its default number.
     """
 
     case: Case
@@ -129,19 +129,19 @@ class Stored(Shown):
 
     @property
     def environment(self) -> str:
-        """The device and the version that it was found with, in words."""
+        """The device and the version with which the failure was found, in words."""
         device, version = (self.made_with.get(x) for x in ("device", "cupyfa"))
         return f"{device or 'an unknown device'} with cupyfa {version or 'of unknown version'}"
 
     @property
     def inputs(self) -> dict[str, np.ndarray]:
-        """The inputs, contiguous, and those of the kernel's own."""
+        """The contiguous inputs, the kernel's own included."""
         arrays = self.outcome.arrays
         return {name: x for name, x in arrays.items() if not name.startswith(_RESULTS)}
 
 
 def command(case: Case, outcome: Outcome, options: Mapping[str, Any]) -> str:
-    """The command line that repeats an outcome, with the options that have a value."""
+    """Returns the command line that repeats an outcome; options that are None are left out."""
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     fixed = [f"--tile={name}={value}" for name, value in outcome.constants.items()]
     return shlex.join(["cupyfa", "run", outcome.kernel, *case.options(), *given, *fixed])
@@ -177,16 +177,16 @@ def write(folder: Path, stored: Stored, command: str) -> Path | None:
 
 
 def read(path: str | Path) -> Stored:
-    """The failure in a file of ``write``. Raises OSError, or ValueError for other files.
+    """Reads the failure in a file of ``write``. Raises OSError, or ValueError for other files.
 
-    The file may be a stranger's: nothing in it is executed, every field has its type and range, and
-    arrays take no more memory than the file has bytes.
+    The file may come from a stranger: nothing in it is executed, the type and range of each field
+    are checked, and arrays take no more memory than the file has bytes.
     """
     with records.refusing(f"{path} is damaged, or not a file of `cupyfa check`"):
         members = _members(path)
         written = members.pop("about")
         if written.dtype.kind != "U" or written.shape:
-            raise ValueError(f"about is {written.dtype} {written.shape}, not a text")
+            raise ValueError(f"about is {written.dtype} {written.shape}, not a string")
         about = _ABOUT(records.parsed(str(written)))
         arrays = {name: _viewed(members, name, x) for name, x in about["dtypes"].items()}
         outcome = Outcome(
@@ -246,9 +246,9 @@ _ABOUT = records.record(
 
 
 def _members(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, without objects. Raises ValueError where they would be large.
+    """Reads the arrays of an .npz file, without objects. Raises ValueError if they are too large.
 
-    Files of ``write`` are not compressed, so that their arrays together are no larger than they.
+    Files of ``write`` are not compressed, so all arrays together are no larger than the file.
     """
     with Path(path).open("rb") as file:
         if not zipfile.is_zipfile(file):  # np.load would read it as a pickle
@@ -266,7 +266,7 @@ def _members(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """A member of an archive, whose header must not promise more than it has."""
+    """Reads an array of an archive, whose header must not announce more bytes than it has."""
     with archive.open(member) as file:
         content = io.BytesIO(file.read(member.file_size + 1))
     version = np.lib.format.read_magic(content)
@@ -287,7 +287,7 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
 
 
 def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndarray:
-    """An array in the dtype that it was written for."""
+    """Returns an array viewed in the dtype that it had before it was written."""
     if name not in members:
         raise ValueError(f"{name} is missing")
     found, wanted = members[name], INPUTS[dtype].numpy if dtype in INPUTS else np.dtype(dtype)
@@ -298,7 +298,7 @@ def _viewed(members: Mapping[str, np.ndarray], name: str, dtype: str) -> np.ndar
 
 
 def _check_arrays(stored: Stored) -> None:
-    """Raises ValueError unless the inputs are those of the problem, and results are not huge."""
+    """Raises ValueError unless the inputs fit the problem and its results are not huge."""
     p, inputs = stored.case.problem, stored.inputs
     operation = OPERATIONS[stored.case.operation]
     require_inputs(inputs, operation.inputs_of(p), p)
@@ -309,7 +309,7 @@ def _check_arrays(stored: Stored) -> None:
 
 
 def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> None:
-    """Raises ValueError unless all these inputs of a problem are there, each as wanted."""
+    """Raises ValueError unless all wanted inputs exist with the right shapes and dtypes."""
     for name, x in wanted.items():
         if name not in arrays:
             raise ValueError(f"{name} is missing")
@@ -319,7 +319,7 @@ def require_inputs(arrays: Arrays, wanted: Mapping[str, Input], p: Problem) -> N
 
 
 def _check_lengths(inputs: Arrays, p: Problem) -> None:
-    """Raises ValueError for lengths and pages by which kernels would read beside arrays."""
+    """Raises ValueError for lengths and pages that would make kernels read outside arrays."""
     given = {
         name: inputs[f"mods.{name}"].astype(np.int64)
         for name in (*LENGTHS, PAGE_TABLE)
@@ -341,4 +341,4 @@ def _check_lengths(inputs: Arrays, p: Problem) -> None:
             raise ValueError(f"{PADDED[1]} is missing")
         needed = np.arange(table.shape[1]) < -(-lengths[:, None] // p.page_size)
         if (needed & ((table < 0) | (table >= p.pages))).any():
-            raise ValueError(f"{PAGE_TABLE} names pages that are not there")
+            raise ValueError(f"{PAGE_TABLE} names pages that do not exist")

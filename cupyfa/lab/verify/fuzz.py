@@ -1,11 +1,12 @@
 """Random cases for one kernel, with sizes near those of its tiles, rings and schedule.
 
-A fault often needs a size: a mask's edge at the end of a tile, more keys than a ring of stages has
-room for, more tasks than blocks. So lengths are drawn relative to the constants that the kernel is
-compiled with. All choices take turns, so that few samples have each of them. The first sample is
-plain: contiguous arrays of normal values, several tiles, no mask or other options, a usual head
-dimension. Groups of samples that share what is compiled are plain, or about texts, ragged batches,
-many arrays at once, expressions of the whole grammar, pages, new tokens of a cache or gradients.
+Many faults appear only at certain sizes: a mask's edge at the end of a tile, more keys than a ring
+of stages holds, more tasks than blocks. So lengths are drawn relative to the constants that the
+kernel is compiled with. Choices alternate, so that a few samples cover each of them. The first
+sample is plain: contiguous arrays of normal values, several tiles, no mask or other options, a
+usual head dimension. Samples come in groups that share one compilation. A group is plain, or its
+subject is expressions, ragged batches, many arrays at once, expressions of the whole grammar,
+pages, new tokens of a cache, or gradients.
 """
 
 import math
@@ -61,23 +62,23 @@ from cupyfa.runtime.simulator import Simulator
 
 Value = TypeVar("Value")
 
-# What the groups of samples are about, in turn: plain ones find most faults.
+# The subjects of successive groups of samples: plain ones find most faults.
 _GROUPS = (
     *(*("plain",) * 4, "arrays", "texts", "expressions", "sequences of texts"),
     *("pages", "new tokens"),
 )
-# Where a kernel has no pages, and of gradients.
+# Subjects in place of these, for kernels without pages and for gradients.
 _INSTEAD = {"pages": "padded", "new tokens": "arrays"}
 _OF_GRADIENTS = {"pages": "padded", "new tokens": "gradient of a bias"}
 _MODIFIED = {"texts", "sequences of texts", "arrays", "expressions", "gradient of a bias"}
 
 SAMPLES = {"simulator": 40, "cuda": 160}  # by default
-_ONE_IS_LOWEST = 7  # of so many samples one has scores near the ends of the range of float
-TOGETHER = 4  # successive samples that share what is compiled
+_ONE_IS_LOWEST = 7  # one sample of this many has scores near the ends of float32's range
+TOGETHER = 4  # successive samples that share one compilation
 _MOST_WORK = {"simulator": 3 * 2**24, "cuda": 2**29}  # multiply-adds of a case
 _MOST_REPAIRED = 512  # rows and keys of a case that are computed again, each by a block
-_ATTEMPTS = 8  # at a sample that kernel and backend can run
-# Queries and keys of successive samples. "many" is more of them than the kernel does at once.
+_ATTEMPTS = 8  # to draw a sample that kernel and backend can run
+# Kinds of numbers of queries and keys; "many" is more than the kernel processes at once.
 _LENGTHS = (("below", "edge"), ("edge", "beyond"), ("beyond", "below"), ("many", "many"))
 _PLAIN_LENGTHS = ("beyond", "beyond")
 _HEADS = (
@@ -92,22 +93,22 @@ _DIMS = ("odd", 64, "edge", "usual", 128, "wide")
 _USUAL_DIMS = (8, 16, 32, 48, 80, 96, 112, 144, 160, 192, 208, 256)
 _PLAIN_DIM = 64
 _NARROW, _NARROW_GROUP = 64, 3
-_WIDEST = 640  # of kernels for any head dimension
+_WIDEST = 640  # the largest d drawn for kernels that take any
 _FEW, _FEW_HEADS = ("few", "beyond"), (2, 2, 3)  # heads that may share tiles of rows
 _HEADS_OF_LENGTHS = ((3, 2, 2), (5, 2, 1), (2, 2, 3), (3, 1, 5))
 _PAGE_SIZES = (16, 64, 32, 128)
-_SMALL_PAGES = (16, 32)  # several in a tile
+_SMALL_PAGES = (16, 32)  # several fit in a tile
 _SIDES_PADDED = (("q", "k"), ("k",), ("q",))
 _MASKS = (None, "bottom-right", None, "top-left")
 _SIDES = ("neither", "both", "neither", "left", "neither", "right")
 _SEEDS = ("i64[1]", "u64[1]", "i32[1]", "u32[1]")
 _FEW_ROWS = 48
 _NEAR = tuple(layout for layout in LAYOUTS if layout != "far")
-_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # rows are contiguous
-_OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens have others
+_OF_CACHES = ("bhsd", "bshd", "reversed", "gaps", "unaligned")  # with contiguous rows
+_OF_PAGES = ("bhsd", "reversed", "columns")  # with aligned rows; new tokens also try others
 _VALUES = ("normal", "normal", "uniform", *VALUES)
-_REPAIRED = ("tiny", "lowest", "nan", "inf")  # with which float16 cannot hold most rows
-_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # where no wrong result exceeds its bound
+_REPAIRED = ("tiny", "lowest", "nan", "inf")  # float16 cannot hold most of their rows
+_OF_TOKENS = tuple(x for x in FINITE if x != "tiny")  # bounds of "tiny" hide errors
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,15 @@ class Drawn:
     case: Case
     kernel: Kernel
     constants: Mapping[str, int]
-    multiprocessors: int | None = None  # of the simulator, if not as many as usual
+    multiprocessors: int | None = None  # the simulator's, if not its default number
 
 
 @dataclass(frozen=True)
 class Fuzz:
-    """Draws cases for a kernel, or for what "auto" chooses if it is None.
+    """Draws cases for a kernel, or, if it is None, for the kernels that "auto" chooses.
 
     Sample i of a seed does not depend on the other samples. dtypes, options of attention and arrays
-    (their forms) replace the drawn ones; sizes are such that every index is inside its array.
+    (their forms) replace the drawn ones; sizes keep every index inside its array.
     """
 
     kernel: Kernel | None
@@ -136,7 +137,7 @@ class Fuzz:
     arrays: Mapping[str, Any] | None = None
 
     def sample(self, i: int) -> Drawn:
-        """One sample; one that the kernel refuses only if no attempt finds another."""
+        """Returns sample i; the kernel refuses it only if no attempt draws one that it can run."""
         for attempt in range(_ATTEMPTS):
             pick = random.Random(f"{self.seed} {i} {attempt}")
             try:
@@ -153,7 +154,7 @@ class Fuzz:
         return self._plain(i)
 
     def _kind(self, turns: "_Turns") -> str:
-        """What a group of samples is about."""
+        """Returns the subject of a group of samples."""
         if self._lengths:
             return "sequences of texts" if turns.i % 8 >= 6 or turns.i % 2 else "sequences"
         kind, has = _GROUPS[turns.i % len(_GROUPS)], self._has
@@ -173,7 +174,7 @@ class Fuzz:
 
     @cached_property
     def _planned(self) -> dict[Any, Plan]:
-        """The plans of the last group, of which each is asked for several times."""
+        """The plans of the latest group, kept because each is needed several times."""
         return {}
 
     def _plan(self, record: Kernel, p: Problem, constants: Mapping[str, int]) -> Plan:
@@ -198,8 +199,9 @@ class Fuzz:
 
     @property
     def _values(self) -> Sequence[str]:
-        """Kinds of input values. Nothing is known of infinity and of an lse that is rounded where
-        the author of a kernel gives the reference, so that its scores stay away from both.
+        """Kinds of input values, without "lowest" for a kernel with its own reference.
+
+        Such a reference need not define results for infinite scores or for a rounded lse.
         """
         has_own = self.kernel is not None and self.kernel.reference is not None
         return [x for x in _VALUES if x != "lowest"] if has_own else _VALUES
@@ -216,30 +218,30 @@ class Fuzz:
 
     @cached_property
     def _lengths(self) -> Packed | None:
-        """The lengths of sequences that replace drawn ones."""
+        """The given lengths of sequences, which replace drawn ones, or None."""
         given = (self.arrays or {}).get(shape_language.LENGTHS_OF)
         return None if given is None else lengths_of(given)
 
     def _is_in_blocks(self, turns: "_Turns") -> bool:
-        """Whether a group of many arrays has a block mask in any case, as the first one has."""
+        """Whether a group about arrays always has a block mask, as the first such group does."""
         return turns.i % len(_GROUPS) == _GROUPS.index("arrays")
 
     def _is_narrow(self, turns: "_Turns") -> bool:
-        """Whether a plain group is of gradients of narrow heads without a window."""
+        """Whether a group computes gradients of narrow heads without a window."""
         return self._operation == "backward" and turns.i % len(_GROUPS) == _NARROW_GROUP
 
     def _is_ragged(self, turns: "_Turns") -> bool:
-        """Whether a group is of ragged batches: by its number, or since lengths are given."""
+        """Whether a group has ragged batches, by its number or because lengths are given."""
         return self._kind(turns).startswith("sequences")
 
     def _has_texts(self, turns: "_Turns") -> bool:
-        """Whether texts, arrays and dropout are drawn for a group."""
+        """Whether expressions, arrays and dropout are drawn for a group."""
         return self._kind(turns) in _MODIFIED or (
             self._kind(turns) in ("pages", "padded") and turns.choose("texts", (True, False))
         )
 
     def _drawn(self, turns: "_Turns", i: int, pick: random.Random) -> Drawn:
-        """A sample: what is compiled takes turns from group to group, the rest in each sample."""
+        """Draws sample i: compiled choices change from group to group, others in each sample."""
         is_plain = i == turns.attempt == 0
         compiled = self._compiled(turns, is_plain)
         record = self._record(compiled)
@@ -268,17 +270,17 @@ class Fuzz:
         problem = self._in_kind(problem, turns, pick)
         if not problem.is_softmax:
             problem = self._scaled(problem, values, pick)
-        tokens = tokens if problem.d > 1 else "cached"  # a pair of columns turns
+        tokens = tokens if problem.d > 1 else "cached"  # rotations need two columns
         case = Case(self._operation, problem, pick.randrange(2**31), values, layout, tokens)
-        if self.kernel is None:  # other sizes, another choice
+        if self.kernel is None:  # "auto" may choose another for these sizes
             record = self._record(problem)
             constants = {}
         return Drawn(case, record, constants, crowd.multiprocessors if crowd else None)
 
     def _is_lowest(self, p: Problem, turns: "_Turns", each: "_Turns") -> bool:
-        """Whether scores are near the ends of the range of float.
+        """Whether a sample has scores near the ends of float32's range.
 
-        A kernel that stores scores in float16 cannot hold them.
+        A kernel that stores scores in float16 cannot represent them.
         """
         if self._operation == "softmax" or self._kind(turns) == "new tokens":
             return False
@@ -290,7 +292,7 @@ class Fuzz:
     def _crowd(
         self, p: Problem, plan: Plan, turns: "_Turns", each: "_Turns", lengths: tuple[str, str]
     ) -> Crowd | None:
-        """Sizes for another schedule in some of the plain samples that have many tasks."""
+        """Returns sizes that reach another schedule, for some plain samples with many tasks."""
         is_free = isinstance(self.backend, Simulator) and self.backend.multiprocessors is None
         can = is_free and not (self.arrays or p.is_softmax) and self._kind(turns) == "plain"
         if lengths[0] != "many" or not can or self.kernel is None:
@@ -299,7 +301,7 @@ class Fuzz:
         return each.choose("crowd", found) if found else None
 
     def _in_kind(self, p: Problem, turns: "_Turns", pick: random.Random) -> Problem:
-        """The problem with what depends on its sizes: pages, lengths, descales."""
+        """Returns the problem with features that depend on its sizes: pages, lengths, descales."""
         kind = self._kind(turns)
         if kind in ("pages", "new tokens"):
             sizes = _SMALL_PAGES if kind == "pages" else _PAGE_SIZES
@@ -315,7 +317,7 @@ class Fuzz:
         return p
 
     def _plain(self, i: int) -> Drawn:
-        """A sample for a kernel whose tiles are not known; running it gives the reason."""
+        """Returns a sample for a kernel that cannot be planned; running it gives the reason."""
         turns = _Turns(self.seed, i // TOGETHER)
         p = transforms.resize(self._problem(turns), M=i + 1, N=i + 2)
         p = self._in_form(p)
@@ -352,12 +354,12 @@ class Fuzz:
         sizes: dict[str, Any] = {"M": M, "N": N, "heads": 2 if few else 16, "dtype": dtype}
         given = self._modified(turns) | self._options(turns)
         if given.keys() & {*TEXTS, *shape_language.NAMES}:
-            sizes["batch"] = 2  # 1 is no broadcast
+            sizes["batch"] = 2  # more than 1, so that broadcasts are tested
         asked = {DLSE: self._has_dlse(turns), shape_language.RETURN_MAX: self._has_row_max(turns)}
         given = asked | given
         p = Problem.of_sizes(**sizes, d=d, dv=dv, **given)
         if self._is_ragged(turns):
-            # Half of the kernels get seqused of q and k, of another seed others.
+            # Half of the kernels get lengths with unused rows; the seed decides which.
             name = self.kernel.name if self.kernel else "auto"
             used = random.Random(f"{self.seed} unused rows {name}").random() < 0.5
             return transforms.make_ragged(p, self._lengths or some_lengths(used=used))
@@ -368,7 +370,7 @@ class Fuzz:
         return self._differentiated(p, turns)
 
     def _differentiated(self, p: Problem, turns: "_Turns") -> Problem:
-        """The problem with the gradients of some of its arrays, where the kernel gives such."""
+        """Returns the problem with gradients of some of its arrays, if the kernel computes them."""
         able = [x.name for x in p.operands if x.is_differentiable]
         if self._operation != "backward" or not self._has("wrt") or not able:
             return p
@@ -380,20 +382,20 @@ class Fuzz:
         return transforms.differentiate(p, names)
 
     def _has_dlse(self, turns: "_Turns") -> bool:
-        """Whether the gradient of lse is given, in half of the groups that have texts."""
+        """Whether a group has a gradient of lse: about half of those with expressions do."""
         if self._operation != "backward" or not self._has(DLSE) or self._arrays:
             return False
         asked = turns.choose(DLSE, (True, False))
         return self._has_texts(turns) and (asked or self._kind(turns) == "arrays")
 
     def _has_row_max(self, turns: "_Turns") -> bool:
-        """Whether the largest scores are asked for, in every third group."""
+        """Whether a group returns the largest scores, as every third one does."""
         if self._operation != "forward" or not self._has(ROW_MAX) or self._arrays:
             return False
         return turns.choose(ROW_MAX, (True, False, False))
 
     def _modified(self, turns: "_Turns") -> dict[str, Any]:
-        """Texts and arrays that change scores: those given, or of the last groups drawn ones."""
+        """Returns expressions and arrays that change scores: given ones, else drawn ones."""
         given = self.options or {}
         if self._arrays or any(name in given for name in TEXTS):
             return self._arrays
@@ -406,15 +408,15 @@ class Fuzz:
             return some_arrays(pick, has_sink=self._has(SINK), in_blocks=self._is_in_blocks(turns))
         if kind == "expressions":
             return some_expressions(pick)
-        if kind == "gradient of a bias":  # for each pair, of the dtype of results
+        if kind == "gradient of a bias":  # an element for each pair, in the dtype of results
             return {BIAS: pick.choice(("bhmn", "1hmn", "b1mn", "11mn"))}
-        of = self.kernel.name if self.kernel else ""  # other kernels have other texts
+        of = self.kernel.name if self.kernel else ""  # each kernel has another order of expressions
         return dict(turns.choose(f"text {of}", MODIFIED))
 
     def _dim(self, turns: "_Turns", name: str) -> int:
-        """A head dimension: mostly small and odd, or one that models use, or a large one.
+        """Draws a head dimension: odd and small, near an edge, one that models use, or large.
 
-        Rows of odd ones are copied one element at a time, of pages only in new tokens.
+        Rows of odd length are copied one element at a time; groups about pages avoid them.
         """
         kind, pick = turns.choose(name, _DIMS), turns.random(f"{name} itself")
         kind = "usual" if self._kind(turns) == "pages" else kind
@@ -430,7 +432,7 @@ class Fuzz:
         return round(math.exp(pick.uniform(math.log(min(80, most)), math.log(most))))
 
     def _options(self, turns: "_Turns") -> dict[str, Any]:
-        """Mask, sides of the window and other options of a group; sizes are drawn later."""
+        """Draws the mask, the window's sides and other options of a group; sizes come later."""
         is_plain = self._is_ragged(turns) and not self._has_texts(turns)
         masks = [x for x in _MASKS if x] if is_plain else _MASKS
         causal = turns.choose("causal", self._able("causal", masks))
@@ -446,7 +448,7 @@ class Fuzz:
             option = OPTIONS[name]
             tried = self._able(name, option.tried)
             found[name] = turns.choose(name, [option.default] * (3 * len(tried) or 1) + tried)
-        # float32 of some groups with 16-bit inputs
+        # Some groups with 16-bit inputs have float32 results.
         dtype = INPUTS[turns.choose("dtype", self._dtypes)]
         able = self._able("out_dtype", OPTIONS["out_dtype"].tried)
         tried = [x for x in able if can_give(x, dtype)]
@@ -454,7 +456,7 @@ class Fuzz:
         return found | self._dropout(turns) | dict(self.options or {})
 
     def _dropout(self, turns: "_Turns") -> dict[str, Any]:
-        """Dropout of a group, if it has any: its seed and offset, each a number or in memory."""
+        """Draws the dropout of a group, if any; seed and offset are numbers or arrays."""
         pick = turns.random("dropout itself")
         tried = self._able("dropout", (0.0, pick.choice((0.05, 0.5))))
         if not self._has_texts(turns) or not turns.choose("dropout", tried):
@@ -466,14 +468,14 @@ class Fuzz:
         return {"dropout": tried[-1], **seeds}
 
     def _able(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """The values of an option for which the kernel has the features."""
+        """Returns the values of an option that the kernel's features allow."""
         features = OPTIONS[name].features.items()
         return [
             x for x in values if all(self._has(what) or not needs(x) for what, needs in features)
         ]
 
     def _constants(self, record: Kernel, p: Problem, turns: "_Turns") -> Mapping[str, int]:
-        """The plan's own constants; with little room, where the kernel works in rounds."""
+        """Returns the plan's constants, sometimes with little room for kernels with rounds."""
         constants = dict(self._plan(record, p, {}).constants)
         if "room" in constants and turns.choose("room", (True, False)):
             constants["room"] = turns.random("room itself").randrange(2, 9)
@@ -490,7 +492,7 @@ class Fuzz:
         lengths: tuple[str, str],
         crowd: Crowd | None = None,
     ) -> Problem:
-        """A problem with other lengths, heads and limits of the window, for the tiles of a plan."""
+        """Returns the problem with lengths, heads and window limits drawn for a plan's tiles."""
         tile = Tile(plan)
         are_few = bool(p.operands) and not p.lengths and each.i % TOGETHER == 0
         of_rows, of_keys = _FEW if are_few else lengths
@@ -501,12 +503,12 @@ class Fuzz:
         is_packed = any("pack_gqa" in x.constants for x in plan.launches)
         how = {"shares": bool(p.operands), "is_packed": is_packed}
         batch, kv_heads, group = self._heads(turns, each, values, are_few, **how)
-        if p.operands or p.options.changed.keys() & {*TEXTS}:  # lengths of 0 and 1 change them
+        if p.operands or p.options.changed.keys() & {*TEXTS}:  # lengths 0 and 1 change their code
             M, N = max(M, 2), max(N, 2)
         if crowd:
             (batch, kv_heads, group), M, N = crowd.heads, crowd.M, crowd.N
             group = group if self._has("gqa") else 1
-        elif of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are shared out
+        elif of_rows == "many" and tile.has_splits:  # few row tiles, whose keys are split
             batch, kv_heads, M = 1, 1, tile.length("below", tile.rows, 1, pick)
         heads: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads}
         if p.lengths:
@@ -540,23 +542,24 @@ class Fuzz:
         shares: bool,
         is_packed: bool,
     ) -> tuple[int, int, int]:
-        """Batch, key heads and the query heads of each; few rows of heads may share a tile.
+        """Draws the batch, the key heads, and the query heads for each key head.
 
-        shares: whether there are arrays, whose texts differ for a single batch element or head.
+        are_few: whether heads have so few rows that they may share a tile. shares: whether there
+        are arrays, whose code differs for a single batch element or head.
         """
-        if values in ("nan", "inf"):  # what computes rows again finds its heads on its own
+        if values in ("nan", "inf"):  # the launch that recomputes rows finds their heads itself
             batch, kv_heads, group = 2, 2, turns.choose("group", (2, 5, 3)) if is_packed else 2
         else:
             of_lengths = self._kind(turns) in ("pages", "new tokens", "padded")
             usual = _HEADS_OF_LENGTHS if of_lengths or shares else _HEADS
             batch, kv_heads, group = _FEW_HEADS if are_few else each.choose("heads", usual)
-            # It may be compiled in, so that it is the same for a group of samples.
+            # The number of query heads may be compiled in, so samples of a group share it.
             group = group if group == 1 else turns.choose("group", (2, 5, 3))
         group = group if self._has("gqa") else 1
         return batch, max(kv_heads, 2) if shares and group == 1 else kv_heads, group
 
     def _moved(self, p: Problem, each: "_Turns") -> Problem:
-        """The problem with an offset of its mask, in some samples: anywhere in reach of a key."""
+        """Returns the problem, in some samples with an offset of its mask near the keys."""
         if not p.is_masked or p.causal == "top-left" or p.is_ragged:
             return p
         if not each.choose("offset", (False,) * 7 + (True,)):
@@ -584,7 +587,7 @@ class Fuzz:
                 p = transforms.resize(p, heads=2)
             elif self._lengths:
                 break
-            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # whose last rows would go
+            elif p.M > _FEW_ROWS and not (p.lengths and p.N > p.M):  # else last rows are lost
                 p = transforms.resize(p, M=p.M // 2)
             else:
                 p = transforms.resize(p, N=p.N // 2)
@@ -592,7 +595,7 @@ class Fuzz:
 
     @property
     def _arrays(self) -> dict[str, Any]:
-        """The forms that replace drawn ones, without the lengths of sequences."""
+        """The given forms, which replace drawn ones, without the lengths of sequences."""
         given = (self.arrays or {}).items()
         return {name: x for name, x in given if name != shape_language.LENGTHS_OF}
 
@@ -604,7 +607,7 @@ class Fuzz:
         return transforms.replace_arrays(p, given)
 
     def _crowded(self, p: Problem, plan: Plan) -> Problem:
-        """The problem with so many batch elements that blocks have several tasks, if it may be."""
+        """Doubles the batch until blocks have several tasks or the work reaches its limit."""
         while p.M and p.N:
             now = choose_kernel.plan(plan.kernel, p, self.backend.limits, **plan.constants)
             most = _MOST_WORK[self.backend.name]
@@ -622,14 +625,14 @@ class Fuzz:
         if values == "lowest":
             return p.with_options(scale=math.copysign(1.0, p.scale))
         if p.options.scale is not None:
-            # Scores of 0 are a case of their own, and show nothing of q and k.
+            # Scores of 0 are worth testing, but do not depend on q and k.
             size = 0.02 if values == "huge" else pick.choice((0.0, size, size, size))
             return p.with_options(scale=-size)
         return p if values == "huge" or pick.random() < 0.75 else p.with_options(scale=size)
 
 
 def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
-    """What a problem covers of its kernel: sizes relative to the constants of its plan, options."""
+    """Returns what a problem exercises: options, and sizes relative to the plan's constants."""
     p, tile = plan.problem, Tile(plan)
     arrays = {x.name for x in p.operands}
     sizes = list(pairs_of(*p.lengths)) if p.lengths else [(p.M, p.N)]
@@ -673,14 +676,14 @@ def covers(plan: Plan, limits: Limits) -> dict[str, bool]:
 
 
 def other_options() -> list[str]:
-    """The options with values to try, besides those that grids have as axes of their own."""
+    """Returns the options with values to try, without those that are axes of grids."""
     own = ("causal", "window", "scale", "out_dtype")
     return [name for name, option in OPTIONS.items() if option.tried and name not in own]
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Choices for the turn i of a seed, each by its name and independent of the others."""
+    """Random choices for number i of a seed, each by its name and independent of the others."""
 
     seed: int
     i: int
@@ -690,7 +693,7 @@ class _Turns:
         return random.Random(f"{self.seed} {self.i} {self.attempt} {name}")
 
     def choose(self, name: str, values: Sequence[Value]) -> Value:
-        """The value whose turn it is: as many turns as there are values have each value once."""
+        """Returns the value for i; successive numbers take each value once, in random order."""
         turn, place = divmod(self.i, len(values))
         order = random.Random(f"{self.seed} {turn} {name}").sample(range(len(values)), len(values))
         return values[order[(place + self.attempt) % len(values)]]

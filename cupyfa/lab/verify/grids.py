@@ -45,12 +45,12 @@ def cases(
     arrays: Choice | None = None,
     can: Sequence[Callable[[Case], bool]] = (),
 ) -> list[Case]:
-    """The cases of one of GRIDS but ``fuzz``, or a sample with many pairs of values.
+    """Returns the cases of a grid other than ``fuzz``, or a sample with many pairs of values.
 
     dtypes, options (of attention), arrays (their forms): in place of the grid's own. samples: how
-    many to draw, by default all. seed: of the sample and of the inputs. can: says of each kernel
-    which cases it can run. Kernels take turns, so that a sample has cases for all of them; it has
-    others only where there are none.
+    many to draw, by default all. seed: of the sample and of the inputs. can: for each kernel, a
+    function that tells which cases it can run. Samples alternate between the kernels, so that each
+    has cases; cases that no kernel can run are drawn only if there are no others.
     """
     chosen = _choices(grid, operation == "softmax", dtypes)
     if operation == "backward":
@@ -69,7 +69,7 @@ def cases(
 def _takes(p: Problem, options: Choice, arrays: Choice) -> bool:
     """Whether a problem may have these options and arrays.
 
-    A ragged batch has no arrays of pairs, nor their wrt. An offset needs its own mask.
+    A ragged batch has no bias, mask or wrt. An offset needs the mask that it belongs to.
     """
     if not can_give(options.get("out_dtype"), p.dtype):
         return False
@@ -113,7 +113,7 @@ def _case(
     sequences: str | None = None,
     **sizes: Any,
 ) -> Case:
-    """A case of the chosen values; d may be the pair of d and dv."""
+    """Makes a case of the chosen values; d may be a pair of d and dv."""
     M, N = lengths
     d, dv = d if isinstance(d, tuple) else (d, d)
     if operation == "softmax":
@@ -158,8 +158,8 @@ _ODD: Axes = {
 _OFFSETS = (-200, -5, 0, 7, 64, 1000)
 _OF_RESULTS = 8  # cases with results in float32
 _OF_ODD = 200  # cases; a quarter as many with a window, with all options, and of ragged batches
-# Lengths of queries and keys: without rows, with one, near the edges of tiles, with several tiles;
-# rows that do not count, and rows of no sequence.
+# Lengths of queries and keys: 0, 1, near the edges of tiles, several tiles; with unused rows, and
+# with rows outside sequences.
 _SEQUENCES = (
     *("1", "0:0", "0,0,5", "1,1,1:3,0,1", "64,0,128,1", "5,70,0:7,0,9", "33,17,64,1:17,64,33,1"),
     *("15,16,17,31,32,33:33,32,31,17,16,15", "63,64,65:129,127,128", "_3,20,30,_10:_3,25,35,_10"),
@@ -167,7 +167,7 @@ _SEQUENCES = (
 )
 
 
-# Queries, keys and keys of a page, and the batch; the lengths of its elements are those of Case.
+# Queries, keys, keys per page, batch and d; Case draws the lengths of the batch elements.
 _PAGED: tuple[Choice, ...] = tuple(
     {"lengths": (M, N), "page_size": size, "batch": batch, "d": d}
     for M, N, size, batch, d in (
@@ -238,7 +238,7 @@ def _sampled(
     pick = random.Random(seed)
     left, met = list(found), set[Any]()
     chosen: list[Case] = []
-    of_others: list[Case] = []  # cases that the kernel whose turn it was cannot run
+    of_others: list[Case] = []  # cases that the kernel they were drawn for cannot run
     while left and len(chosen) < samples:
         tried = pick.sample(range(len(left)), min(_TRIED, len(left)))
         best = max(tried, key=lambda i: len(_pairs(_fields(left[i])) - met))

@@ -1,4 +1,4 @@
-"""Calls on arrays in two memories: q, k and v in a GPU's, what changes scores in NumPy's."""
+"""Calls on arrays in two memories: q, k and v on a GPU, arrays that change scores in NumPy."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from cupyfa.problem.optional_inputs import DESCALES, OWN_ARRAYS, PADDED, PAGE_TA
 from cupyfa.problem.structured_arrays import wrap
 from cupyfa.runtime.backend import Backend
 
-_OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}  # which are no arguments of calls, or options too
+_OTHERS = {*SEEDS, PAGE_TABLE, *SCALES}  # not arguments of calls, or also options
 
 
 def may_be_mixed(plan: Plan) -> bool:
@@ -23,7 +23,7 @@ def may_be_mixed(plan: Plan) -> bool:
 
 
 def mixed_results(backend: Backend, plan: Plan, inputs: Arrays) -> dict[str, np.ndarray]:
-    """The outputs of a prepared call, whose arrays that change scores are NumPy's."""
+    """Returns the outputs of a prepared call whose arrays that change scores are NumPy's."""
     p = plan.problem
     q, k, v = (backend.upload(np.ascontiguousarray(inputs[name])) for name in "QKV")
     own = {x for text in (*p.modifiers.score, *p.modifiers.mask) for x in text.captured}

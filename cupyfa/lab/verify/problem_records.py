@@ -16,7 +16,7 @@ _SIZE, _TEXT = records.whole(0, MOST), records.text()
 _NUMBER = records.any_of(records.flag, records.whole(-(2**63)), records.number(finite=False))
 _SHAPE = records.list_of(_SIZE, optional_inputs.MOST_AXES)
 _OPERAND = records.row_of(_TEXT, _TEXT, _SHAPE, records.optional(_NUMBER), records.flag, least=3)
-# The options read their values themselves.
+# AttentionOptions checks the values of options.
 _read_fields = records.record(
     {**dict.fromkeys(SIZES, _SIZE), "dtype": records.one_of(INPUTS)},
     {
@@ -43,9 +43,9 @@ def record_of_problem(p: Problem) -> dict[str, Any]:
 
 
 def problem_of_record(record: Mapping[str, Any]) -> Problem:
-    """The problem of a record; what the record lacks has its default.
+    """Returns the problem of a record; missing fields have their defaults.
 
-    Raises ValueError or TypeError for a record that describes none: it may be from a file.
+    Raises ValueError or TypeError for an invalid record, since it may come from a file.
     """
     options = {name: value for name, value in record.items() if name in OPTIONS}
     fields = _read_fields({name: x for name, x in record.items() if name not in OPTIONS})

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from cupyfa.score.expressions import Expression
 from cupyfa.score.functions import FUNCTIONS
 
-Form = str | bool | int | float  # of an array, as "f32[heads]", or a number
-# Of every dtype and kind; the axes of several arrays are places, those of others are numbers.
+Form = str | bool | int | float  # of an array, such as "f32[heads]", or a number
+# Arrays of every dtype, and numbers; some axes are named sizes, others have fixed sizes.
 CAPTURED: Mapping[str, Form] = {
     **{"slope": "f32[heads]", "half": "f16[N]", "brain": "bf16[M]", "wide": "f64[heads,4]"},
     **{"table": "f32[4,4]", "doc": "i32[M|N]", "tiny": "i8[heads]", "byte": "u8[N]"},
@@ -28,7 +28,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 _OF_PLACES = ("batch", "head", "query", "key", "position", "queries", "keys")
 _KINDS = {"b": "bool", "i": "whole", "u": "whole", "f": "number"}
-_DEEPEST = 3  # functions and operators inside each other
+_DEEPEST = 3  # levels of nested functions and operators
 _OF_ONE = [x for x in FUNCTIONS.values() if len(x.arguments) == 1]
 _OF_SMALL = [x.name for x in _OF_ONE if x.small_near_0]
 
@@ -38,19 +38,18 @@ def draw_expression(
     kind: Literal["score", "mask"],
     names: Mapping[str, Form] = CAPTURED,
 ) -> tuple[str, dict[str, Form]]:
-    """A random text, and the forms of those of ``names`` that it reads.
+    """Draws an expression, and returns it with the forms of those ``names`` that it reads.
 
     rng: decides everything: the same state gives the same expression.
-    kind: "score" gives a text for ``score_mod``, which names the score; "mask" one for
-         ``mask_mod``, which hides a part of the pairs, never all keys of a query.
-    names: the captured arrays and numbers that the text may read, by name. A form is one that
-        ``shape_language`` takes under "captured": a number, or a text such as "f32[heads]",
-        "bool[batch,N]" or "i32[M|N]". An axis of a size by name is indexed with its place alone, so
-        arrays fit problems of any size; one of a size by number may have any index.
+    kind: "score" draws a ``score_mod``, which reads the score; "mask" draws a ``mask_mod``,
+        which hides some pairs, but never all keys of a query.
+    names: the captured arrays and numbers that the expression may read, by name. A form is one
+        that ``shape_language`` takes under "captured": a number, or a string such as
+        "f32[heads]", "bool[batch,N]" or "i32[M|N]". An axis with a named size is indexed only by
+        the index of that size, so arrays fit problems of any size; other axes have any index.
 
-    The text and the forms are what a problem takes:
-    ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Elements of whole numbers have to
-    be from 0 to 3, and those of floats moderate, as ``Case`` draws them.
+    A problem takes both: ``Problem.of_sizes(..., score_mod=text, captured=captured)``. Elements of
+    integer arrays must be from 0 to 3, and those of float arrays moderate, as ``Case`` draws them.
     """
     drawer = _Drawer(rng, names, has_score=kind == "score")
     text = drawer.score() if kind == "score" else f"key == 0 or {drawer.condition(_DEEPEST)}"
@@ -59,7 +58,7 @@ def draw_expression(
 
 
 class _Drawer:
-    """Draws texts of numbers, of whole numbers and of conditions, up to a depth."""
+    """Draws expressions for numbers, integers and conditions, up to a depth."""
 
     def __init__(self, rng: random.Random, names: Mapping[str, Form], has_score: bool) -> None:
         self.rng = rng
@@ -67,7 +66,7 @@ class _Drawer:
         self.has_score = has_score
 
     def score(self) -> str:
-        """A number of the score, which stays moderate."""
+        """Draws a modified score, which stays moderate."""
         a = self.number(_DEEPEST)
         whole = f"max(min({self.number(_DEEPEST)}, 20), -20)"
         return self._any(
@@ -80,7 +79,7 @@ class _Drawer:
         )
 
     def number(self, depth: int) -> str:
-        """A number of moderate size: below about 100."""
+        """Draws a number of moderate size: below about 100."""
         if depth <= 0:
             return self._leaf()
         return self._any(
@@ -95,7 +94,7 @@ class _Drawer:
         )
 
     def whole(self, depth: int) -> str:
-        """A whole number of any size that has fewer than 64 bits."""
+        """Draws an integer of any size below 64 bits."""
         if depth <= 0:
             return self._whole_leaf()
         a, b = self.whole(depth - 1), self._whole_leaf()
@@ -111,7 +110,7 @@ class _Drawer:
         )
 
     def condition(self, depth: int) -> str:
-        """True of some pairs."""
+        """Draws a condition that holds for some pairs."""
         if depth <= 0:
             return self._compared()
         a, b = self.condition(depth - 1), self._compared()
@@ -132,7 +131,7 @@ class _Drawer:
         return f"{function.name}({function.drawn.format(argument)})"
 
     def _of_small(self, depth: int) -> str:
-        """A function of a small argument, times the factor that makes it moderate again."""
+        """Draws a function of a small argument, times a factor that makes it moderate again."""
         large = self._pick(("1e3", "3e4", "1e6", "1e8"))
         inner = f"min(max({self.number(depth - 1)}, -9), 9) / {large}"
         return f"{large} * {self._pick(_OF_SMALL)}({inner})"
@@ -148,7 +147,7 @@ class _Drawer:
         )
 
     def _not_a_number(self) -> str:
-        """A choice that NaN decides: it is not equal to itself, and wins in min and max."""
+        """Draws a choice that NaN decides, which differs from itself and wins in min and max."""
         lost = self._pick(("log(-1 - abs(score))", "sqrt(-1 - abs(score))", "rsqrt(-1 - key)"))
         sides = self.rng.sample((lost, self._pick(("score", "0.5", "key"))), 2)
         either = f"{self._pick(('min', 'max'))}({', '.join(sides)})"
@@ -185,7 +184,7 @@ class _Drawer:
         )
 
     def _of_kind(self, kind: str, count: int, *, arrays: bool = False) -> list[str]:
-        """Readings of up to so many captured arrays and numbers of a kind."""
+        """Draws reads of up to ``count`` captured arrays and numbers of a kind."""
         able = [
             x
             for x, form in self.names.items()

@@ -1,4 +1,4 @@
-"""Texts and arrays that change scores, as random cases have them."""
+"""Draws expressions and arrays that change scores, for random cases."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ _NAN_WINS = (
     f"max({{}}, {_LOST})",
     f"max({_LOST}, {{}})",
 )
-# Nearly the lowest number of float32, and one of it: gradients read lse, which has its format.
+# A float32 number near the lowest: gradients read an lse of this size, which is in float32.
 _LOWEST = "-3.299999965482712e+38"
 _ARGUMENTS = ("score", "score - 0.5", "0.3 * score + 0.7", "score + 0.01 * (key - query)")
 _FEW_ARGUMENTS = 0.2  # a factor of each function
@@ -53,9 +53,9 @@ _FLOATS = ("", "f16", "bf16", "f32", "f64")
 
 
 def some_expressions(pick: random.Random) -> dict[str, Any]:
-    """A random score_mod, often with a random mask_mod, and what they capture.
+    """Draws a score_mod, often also a mask_mod, and the arrays and numbers that they capture.
 
-    The score_mod ends with all functions.
+    The score_mod ends with the sum of all functions.
     """
     score, read = draw_expression(pick, "score")
     score = f"{score} + {_of_functions(pick)}"
@@ -76,8 +76,8 @@ def _of_functions(pick: random.Random) -> str:
 
 
 def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict[str, Any]:
-    """Most of the arrays that are arguments of calls, in any of their forms; with a block mask, a
-    mask that differs from head to head.
+    """Draws forms of some of sink, ALiBi slopes, bias and mask; for a block mask, the mask has
+    elements for each head.
     """
     found: dict[str, Any] = {}
     if has_sink:
@@ -92,6 +92,6 @@ def some_arrays(pick: random.Random, *, has_sink: bool, in_blocks: bool) -> dict
 
 
 def _formed(pick: random.Random, axes: Sequence[str]) -> str:
-    """A form with some axes, of some dtype of floats."""
+    """Draws a form: one of these axes, with a float dtype or the default one."""
     short, letters = pick.choice(_FLOATS), pick.choice(axes)
     return f"{short}[{letters}]" if short else letters

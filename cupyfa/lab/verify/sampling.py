@@ -18,18 +18,21 @@ from cupyfa.problem.lengths import pairs_of
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.arrays import readable_inputs
 
-_WORK = 2e9  # multiply-adds of the reference in about a second
-# The rest of the reference's work, in multiply-adds:
-_LEAST_WIDTH = 32  # for a score
-_OF_GRADIENTS = 4  # times the forward pass's work on a score
-_OF_ELEMENT = 40  # for an element of the arrays
-_ROWS = 64  # of an excerpt
-_SEQUENCES = 4  # of a part of a ragged batch
+_WORK = 2e9  # multiply-adds that the reference computes in about a second
+# How the reference's work is estimated, in multiply-adds:
+_LEAST_WIDTH = 32  # for each score, at least
+_OF_GRADIENTS = 4  # the factor by which gradients take more work for a score
+_OF_ELEMENT = 40  # for each element of the arrays
+_ROWS = 64  # rows of an excerpt
+_SEQUENCES = 4  # sequences of a ragged batch that `smaller` keeps
 
 
 @dataclass
 class Judge:
-    """Judges rows of results, all for [None], by the reference, computed once for each rounding."""
+    """Judges results by the reference, which is computed once for each rounding.
+
+    excerpts: the rows that are judged; None stands for all rows.
+    """
 
     operation: Operation
     problem: Problem
@@ -39,16 +42,16 @@ class Judge:
 
     @classmethod
     def of(cls, plan: Plan, inputs: Arrays, excerpts: Sequence[Excerpt | None] = (None,)) -> Judge:
-        """The judge of kernels with plans for the same problem, or of one with its own reference.
+        """Returns a judge for a plan, and for other plans of its problem that share its reference.
 
-        A reference of a kernel's own is computed as a whole.
+        A kernel's own reference is always computed for all rows.
         """
         readable = readable_inputs(plan, inputs)
         chosen = (None,) if plan.kernel.reference else excerpts
         return cls(plan.operation, plan.problem, readable, chosen)
 
     def expected(self, *roundings: str | None) -> list[list[Mapping[str, Expected]]]:
-        """What every excerpt should hold, for each rounding; they share most of the work."""
+        """Returns the expected values of all excerpts, by rounding; roundings share most work."""
         if new := [x for x in dict.fromkeys(roundings) if x not in self._known]:
             p, reference = self.problem, self.operation.reference
             found = [reference(self.inputs, p, new, excerpt) for excerpt in self.excerpts]
@@ -56,7 +59,7 @@ class Judge:
         return [self._known[rounding] for rounding in roundings]
 
     def at(self, name: str, index: Sequence[int]) -> Judge:
-        """A judge of one element of an output."""
+        """Returns a judge of one element of an output."""
         return replace(self, excerpts=[self.operation.excerpt_at(name, index, self.problem)])
 
     @property
@@ -82,7 +85,7 @@ class Judge:
         for chosen, values in zip(self.excerpts, self.expected(rounding)[0]):
             excerpt = chosen and self.operation.place(name, chosen, self.problem)
             (verdict,) = tolerance.compare({name: excerpt.of(array) if excerpt else array}, values)
-            if excerpt and verdict.index:  # the index in the whole array
+            if excerpt and verdict.index:  # as an index into the whole array
                 row = verdict.index[2] + excerpt.rows.start
                 index = excerpt.batch, excerpt.head, row, *verdict.index[3:]
                 verdict = replace(verdict, index=index)
@@ -94,10 +97,10 @@ class Judge:
 
 
 def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt | None]:
-    """The excerpts to judge a problem by: [None], all of it, if that is quick.
+    """Returns the excerpts of a problem that are judged: [None], all rows, if that is quick.
 
-    Otherwise the first and last rows of the first and last head, and at least two random ones. The
-    gradients of arrays that change scores are sums over all rows, so they are judged as a whole.
+    Otherwise they are the first and last rows of the first and last head, and at least two random
+    excerpts. Gradients of arrays that change scores are sums over all rows: these judge all rows.
     """
     gradients = operation == "backward"
     width = max(p.d + p.dv, _LEAST_WIDTH) * (_OF_GRADIENTS if gradients else 1)
@@ -107,7 +110,7 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
         return scores * width + rows * columns
 
     whole = work(p.heads * p.pairs, p.batch * (p.heads * p.M + p.kv_heads * p.N))
-    is_padded = p.is_ragged and p.sequences is None  # which is computed as a whole
+    is_padded = p.is_ragged and p.sequences is None  # always judged as a whole
     if whole <= _WORK or p.M <= _ROWS or (gradients and p.wrt) or is_padded:
         return [None]
     M, N = map(max, zip((0, 0), *pairs_of(*p.lengths))) if p.lengths else (p.M, p.N)
@@ -125,7 +128,7 @@ def excerpts(p: Problem, seed: int, operation: str = "forward") -> list[Excerpt 
 
 
 def smaller(plan: Plan) -> Problem:
-    """A part of a problem that is checked quickly; its sizes are no multiples of the tiles."""
+    """Returns a smaller problem that is quick to check; its sizes are no multiples of tiles."""
     p, largest = plan.problem, max(plan.constants.values(), default=32)
     if p.is_softmax:
         return replace(p, M=min(p.M, 37), N=min(p.N, 1051))

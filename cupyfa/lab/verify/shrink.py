@@ -1,4 +1,4 @@
-"""Shrinks a case that fails: smaller sizes and default options, while the failure stays."""
+"""Shrinks a failing case to smaller sizes and default options, as long as it still fails."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ def _smaller(p: Problem) -> Iterator[Problem]:
 
 
 def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
-    """Dense ones, those of one sequence or without one, without unused rows; then fewer rows."""
+    """Yields problems made dense, with one or all but one sequence, or with fewer rows."""
     assert p.lengths is not None
     q, k = p.lengths
     yield transforms.make_dense(p)
@@ -94,7 +94,7 @@ def _of_fewer_rows(p: Problem) -> Iterator[Problem]:
 
 
 def _sizes(size: int) -> list[int]:
-    """Smaller sizes, the smallest first; faults often depend on the remainder by a tile's size."""
+    """Returns smaller sizes in order; faults often depend on a size modulo the tile's size."""
     remainders = {size % 2**power for power in range(1, 11)}
     parts = {1, 2, size // 2, size - size // 4, size - 1}
     return sorted(x for x in remainders | parts if 0 < x < size)

@@ -14,12 +14,12 @@ from cupyfa.problem.lengths import Lengths, Packed
 from cupyfa.problem.options import Window
 from cupyfa.problem.problem import Problem
 
-_STAGES = ("stages", "Qs")  # names of constants
+_STAGES = ("stages", "Qs")  # constants that count stages
 _MANY_BLOCKS, _ODD_BLOCKS = 44, 33  # multiprocessors
-_COUNTED = 64  # columns of heads whose tiles of keys are counted, if there are many
+_COUNTED = 64  # the largest d for which many heads have their tiles of keys counted
 _BOX = 64  # columns of a slice of d that is copied by boxes
 _EMPTY = 0.03  # the share of lengths that are 0
-_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always there
+_ROWS_OF_SEQUENCES = (  # kinds of lengths of queries and keys; the first is always drawn
     *(("edge", "beyond"), ("beyond", "edge"), ("below", "edge"), ("none", "below")),
     *(("edge", "none"), ("one", "one"), ("below", "below")),
 )
@@ -32,7 +32,7 @@ class Tile:
         constants = plan.constants
         self.is_persistent = plan.kernel.persistent
         self.counts_heads = any("finishes" in x.constants for x in plan.launches)
-        # Without tiles of keys, those that a warp or a block takes at a time.
+        # Without tiles of keys, the number of keys that a warp or a block takes at a time.
         threads = max((x.threads for x in plan.launches), default=1)
         at_a_time = WARP if any(name in constants for name in TILE_ROWS) else threads
         self.rows = max((constants[x] for x in TILE_ROWS if x in constants), default=1)
@@ -47,17 +47,17 @@ class Tile:
         self.has_splits = any("num_splits" in x.numbers for x in plan.launches)
 
     def is_left(self, p: Problem) -> bool:
-        """Whether there are more keys, or rows of gradients, than stages hold at once."""
+        """Whether there are more keys, or in gradients more rows, than stages hold at once."""
         rows = self.row_stages * self.rows
         return self.stages * self.keys < p.N or (self.row_stages > 1 and rows < p.M)
 
     def length(self, kind: str, size: int, stages: int, pick: random.Random) -> int:
-        """A number of rows or keys of a kind, for tiles of a size."""
+        """Draws a number of rows or keys of a kind, for tiles of this size."""
         if pick.random() < _EMPTY:
             return 0
         if kind == "below":  # a small part of a tile as often as a large one
             return min(int(math.exp(pick.uniform(0, math.log(max(size, 2))))), max(size - 1, 1))
-        if kind == "few":  # so few that heads may share a tile of rows
+        if kind == "few":  # few enough that heads may share a tile of rows
             return pick.randrange(1, max(size // 4, 1) + 1)
         if kind == "edge":
             return max(
@@ -86,7 +86,7 @@ def is_on_few_blocks(plan: Plan, limits: Limits) -> bool:
 
 @dataclass(frozen=True)
 class Crowd:
-    """Sizes and multiprocessors for a schedule that no few tiles and heads reach."""
+    """Sizes and multiprocessors that reach a schedule for many tiles or heads."""
 
     heads: tuple[int, int, int]  # batch, kv_heads, group
     M: int
@@ -95,11 +95,11 @@ class Crowd:
 
 
 def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]:
-    """What reaches the other schedules of a kernel; None for no crowd, as often as that pays."""
+    """Returns sizes that reach a kernel's other schedules, and None, for usual sizes, as often."""
     few, found = partial(pick.randrange, 1, 20), list[Crowd | None]()
     if p.is_ragged:
         return found
-    if tile.has_splits:  # so many splits that merging them takes several rounds
+    if tile.has_splits:  # enough splits that merging takes several rounds
         keys = tile.keys * pick.randrange(34, 41) - pick.randrange(2)
         few_heads = 1, 1, pick.choice((1, 2))
         found += [Crowd(few_heads, pick.choice((1, 2)), keys, _MANY_BLOCKS), None]
@@ -107,7 +107,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
         rows = tile.rows + pick.randrange(1, tile.rows)
         heads = pick.choice(((2, 4, 4), (8, 4, 1)))
         found += [Crowd(heads, rows, pick.randrange(1, 12), _ODD_BLOCKS), None]
-    if tile.counts_heads:  # tiles of keys that blocks count, or heads whose last block finishes
+    if tile.counts_heads:  # blocks count tiles of keys, or the last block of a head finishes it
         is_plain = max(p.d, p.dv) <= _COUNTED and p.window == (None, None) and not p.has_mask
         heads = 2, 132 if is_plain else 66, 1
         found += [Crowd(heads, few(), few()), *[None] * (2 - 2 * is_plain)]
@@ -115,7 +115,7 @@ def crowds_of(p: Problem, tile: Tile, pick: random.Random) -> list[Crowd | None]
 
 
 def with_long_rows(p: Problem) -> Problem:
-    """The problem whose last row sees all keys, under a mask that is compiled in the same way."""
+    """Returns the problem with a mask whose code is the same and whose last row sees all keys."""
     left, right = p.window
     causal = "bottom-right" if p.causal else None
     return p.with_options(causal=causal, window=(None if left is None else p.N, right))
@@ -128,7 +128,7 @@ def work_of(p: Problem, operation: str = "forward") -> int:
 
 
 def repaired_of(p: Problem, operation: str = "forward") -> int:
-    """The rows of O, or of the three gradients."""
+    """Returns the number of rows of O, or of the three gradients."""
     rows, keys = p.batch * p.heads * p.M, p.batch * p.kv_heads * p.N
     return rows + 2 * keys if operation == "backward" else rows
 
@@ -139,16 +139,16 @@ def longest(p: Problem) -> int:
 
 
 def some_lengths(used: bool) -> Packed:
-    """Lengths in whose place others are drawn, with seqused or without."""
+    """Returns placeholder lengths, with seqused or without, that drawn ones replace."""
     one = Lengths((64, 64), (64, 64) if used else None)
     return one, one
 
 
 def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bool) -> Packed:
-    """Sequences without rows, with one, near a tile and with several; and rows of no sequence.
+    """Draws lengths of sequences: 0, 1, near a tile, several tiles; and rows outside sequences.
 
-    is_full: of few sequences the last one starts at an edge of tiles and ends the array, so that
-    all numbers of tiles are taken.
+    is_full: there are few sequences, and the last one starts at a tile's edge and ends the array,
+    so that every tile number is used.
     """
     kinds = [_ROWS_OF_SEQUENCES[0], *pick.sample(_ROWS_OF_SEQUENCES[1:], pick.randrange(1, 6))]
     pick.shuffle(kinds)
@@ -158,7 +158,7 @@ def lengths_near(tile: "Tile", like: Packed, pick: random.Random, *, is_full: bo
     def drawn(of: Sequence[str], size: int, is_used: bool) -> Lengths:
         fixed = {"none": 0, "one": 1}
         rows = [fixed[x] if x in fixed else tile.length(x, size, 1, pick) for x in of]
-        # The longest one has rows that are not used, others may.
+        # The longest sequence has unused rows; others may have some.
         halved = [n == max(rows) or pick.random() < 0.3 for n in rows]
         used = tuple(n // 2 if x else n for n, x in zip(rows, halved)) if is_used else None
         before, after = (pick.choice((0, 0, 1, size + 1)) for _ in range(2))
@@ -180,10 +180,10 @@ def window_near(
     edge: int | None = None,
     shift: int = 0,
 ) -> Window:
-    """Limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile.
+    """Draws window limits of 0 to N keys, uniform in their logarithm, or at the edge of a tile.
 
-    edge: how far from a tile's edge the limits of a tile of queries lie, if they are near one;
-    shift: how many keys stand before the key of query 0.
+    edge: the distance from a tile's edge at which the limits lie, if they must be near one;
+    shift: the number of keys before the key of query 0.
     """
 
     def side(sign: int) -> int:

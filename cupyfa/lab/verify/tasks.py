@@ -63,7 +63,7 @@ def has_name(kernel: KernelOrName) -> bool:
 
 
 def backend_of(task: Task, backend: Backend) -> Backend:
-    """The backend that a task runs on: the simulator as the task asks for it, or the given one."""
+    """Returns the backend of a task: the given one, or the simulator with the task's settings."""
     asked = {x: getattr(task, x) for x in ("schedule", "multiprocessors")}
     changes = {name: value for name, value in asked.items() if value is not None}
     return backend.like(**changes) if changes and isinstance(backend, Simulator) else backend
@@ -72,7 +72,7 @@ def backend_of(task: Task, backend: Backend) -> Backend:
 def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
     """Runs a task and yields the steps and the outcome of each kernel; DEVICE_LOST ends it.
 
-    Raises CompilerNotFound without one for the simulator.
+    Raises CompilerNotFound if the simulator finds no compiler.
     """
     backend = backend_of(task, backend)
     plans: dict[str, Plan] = {}
@@ -132,7 +132,7 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
 
 
 def _planned(backend: Backend, kernel: KernelOrName, task: Task) -> Plan:
-    """The plan. Raises Unsupported if kernel or backend cannot run the case."""
+    """Returns the plan. Raises Unsupported if kernel or backend cannot run the case."""
     record = record_named(kernel) if isinstance(kernel, str) else kernel
     p = task.case.problem
     plan = choose_kernel.plan(record, p, backend.limits, **task.constants)
@@ -191,9 +191,9 @@ def difference(
 ) -> str | None:
     """Runs a plan again and describes the first output whose bits differ; None if none does.
 
-    inputs: as ``blocks.readable`` returns them. Unordered outputs are left out: only the reference
-    judges them. The simulator runs its threads in another order each time. ``begins`` is called
-    before each run.
+    inputs: as ``block_mask.readable`` returns them. Unordered outputs are left out: only the
+    reference judges them. The simulator runs its threads in another order each time. ``begins`` is
+    called before each run.
     """
     for again in range(1, reruns + 1):
         begins()
@@ -223,7 +223,7 @@ def _kind(backend: Backend, error: Exception) -> str:
 
 
 def _kept(inputs: Arrays, judge: Judge, plan: Plan) -> Arrays:
-    """Inputs and, unless sampled, expected values and bounds; nothing if they are too large."""
+    """Returns inputs and, unless sampled, expected values and bounds; {} if they are too large."""
     arrays = dict(inputs)
     if None in judge.excerpts:
         for name, pair in judge.expected(plan.rounding)[0][0].items():

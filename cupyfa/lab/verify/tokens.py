@@ -1,4 +1,4 @@
-"""New tokens of a cache in pages: they are written into it and rotated before attention."""
+"""Writes new tokens into a paged cache and rotates them before attention."""
 
 import numpy as np
 
@@ -10,20 +10,20 @@ from cupyfa.problem.optional_inputs import PADDED, PAGE_TABLE
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 
-_MORE = 5  # rows of the tables of angles that no key needs
+_MORE = 5  # extra rows of the rotary tables, which no key needs
 
 
 def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
-    """The inputs of attention once new tokens are in the cache, and what is rotated is so.
+    """Returns the inputs of attention after new tokens are written to the cache and rotated.
 
-    The last rows of each batch element are the new tokens. Raises WrongResult if what was written
-    is wrong, or anything else was changed.
+    The last rows of each batch element are the new tokens. Raises WrongResult if the written
+    rows are wrong, or anything else was changed.
     """
     if case.tokens == "cached":
         return inputs
     p = case.problem
     if not p.pages or not 0 < p.M <= p.N:
-        raise ValueError(f"tokens is {case.tokens!r}; it is for keys in pages, as many as queries")
+        raise ValueError(f"tokens is {case.tokens!r}; it needs a page_size and M from 1 to N")
     rng = np.random.default_rng((case.seed, *b"tokens"))
     lengths, table = inputs[f"mods.{PADDED[1]}"], inputs[f"mods.{PAGE_TABLE}"]
     filled = {name: inputs[name].copy() for name in "KV"}
@@ -48,14 +48,14 @@ def written(backend: Backend, case: Case, inputs: Arrays) -> Arrays:
 
 
 def _places(before: np.ndarray, table: np.ndarray, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The page and the row in it of each new token, [batch, tokens]."""
+    """Returns the page of each new token and its row in that page, both [batch, tokens]."""
     rows = before[:, None] + np.arange(p.M)
     pages = np.take_along_axis(table, rows // p.page_size, axis=1)
     return pages, rows % p.page_size
 
 
 def _taken_out(array: np.ndarray, before: np.ndarray, table: np.ndarray, p: Problem) -> np.ndarray:
-    """The new tokens' rows [batch, kv_heads, tokens, columns], which become NaN in the cache."""
+    """Returns the rows of new tokens [batch, kv_heads, tokens, columns]; the cache gets NaN."""
     pages, rows = _places(before, table, p)
     by_row = array.swapaxes(1, 2)
     found = np.ascontiguousarray(by_row[pages, rows].swapaxes(1, 2))
@@ -64,7 +64,7 @@ def _taken_out(array: np.ndarray, before: np.ndarray, table: np.ndarray, p: Prob
 
 
 def _angles(rng: np.random.Generator, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of some angles for every position, in the dtype of q or of sums."""
+    """Returns cosines and sines of random angles per position, in the dtype of q or of sums."""
     angles = rng.uniform(-4, 4, (p.N + _MORE, int(rng.integers(1, p.d // 2 + 1))))
     numbers = p.dtype.numpy if rng.random() < 0.5 else p.dtype.sums
     return np.cos(angles).astype(numbers), np.sin(angles).astype(numbers)
@@ -78,10 +78,10 @@ def _check_rest(
     lengths: np.ndarray,
     p: Problem,
 ) -> None:
-    """Raises WrongResult for other rows of the cache that changed, or wrong lengths."""
+    """Raises WrongResult if another row of the cache changed, or if lengths are wrong."""
     used = step.backend.download(step.lengths) if step.is_moved else step.lengths
     if (used != lengths).any():
-        raise WrongResult(f"append_keys on {cache!r}: lengths are {used}, and right is {lengths}")
+        raise WrongResult(f"append_keys on {cache!r}: lengths are {used}, not {lengths}")
     new = np.zeros(before["K"].shape[:3:2], bool)  # [pages, page_size]
     if (cache.lengths != lengths).any():
         new[_places(cache.lengths, table, p)] = True

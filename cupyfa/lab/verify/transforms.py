@@ -34,7 +34,7 @@ from cupyfa.score.expressions import Expression
 def resize(p: Problem, **sizes: int) -> Problem:
     """The problem with other sizes, and with arrays that fit them.
 
-    Of a ragged batch the first sequences and rows are kept, as many as these sizes are.
+    A ragged batch keeps its first sequences and rows, up to these sizes.
     """
     if size := p.page_size:
         return resize(p.in_pages(None), **sizes).in_pages(size)
@@ -53,13 +53,14 @@ def resize(p: Problem, **sizes: int) -> Problem:
 
 
 def differentiate(p: Problem, names: Sequence[str]) -> Problem:
-    """The problem with the gradients of these arrays, besides those of q, k and v."""
+    """Returns the problem that has gradients of these arrays besides those of q, k and v."""
     return replace(p, operands=differentiated(p.operands, names))
 
 
 def pad(p: Problem, sides: Collection[str]) -> Problem:
-    """The problem whose batch elements have lengths of their own, of queries ("q"), of keys ("k")
-    or of both; without a side all rows count.
+    """Returns the problem with a length per batch element, of queries ("q"), keys ("k") or both.
+
+    All rows of a side that is not named count.
     """
     if p.pages:
         raise ValueError("batch elements with keys in pages have lengths; leave out padded")
@@ -69,7 +70,7 @@ def pad(p: Problem, sides: Collection[str]) -> Problem:
 
 
 def add_descales(p: Problem, names: Collection[str]) -> Problem:
-    """The problem with descales of these, of "q", "k" and "v"."""
+    """Returns the problem with descales of the named inputs, some of "q", "k" and "v"."""
     _refuse_others("descales", names, "qkv")
     shape = p.batch, p.kv_heads
     descales = (Operand(x, "float32", shape) for x in DESCALES if x[0] in names)
@@ -77,7 +78,7 @@ def add_descales(p: Problem, names: Collection[str]) -> Problem:
 
 
 def _replace_operands(p: Problem, names: Collection[str], new: Iterable[Operand]) -> Problem:
-    """The problem with these in place of the operands with such names."""
+    """Returns the problem with ``new`` in place of all operands with these names."""
     return replace(p, operands=(*(x for x in p.operands if x.name not in names), *new))
 
 
@@ -88,7 +89,7 @@ def _refuse_others(what: str, names: Collection[str], known: str) -> None:
 
 
 def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
-    """The problem of sequences of these lengths, with arrays that fit them, or other heads."""
+    """Returns the problem with sequences of these lengths, and with these heads if given."""
     q, k = packed = lengths_of(lengths)
     after = len(q.rows), heads.get("heads", p.heads), q.total, k.total
     others = [x for x in p.operands if x.name not in LENGTHS]
@@ -104,7 +105,7 @@ def make_ragged(p: Problem, lengths: Any, **heads: int) -> Problem:
 
 
 def make_dense(p: Problem) -> Problem:
-    """The problem of one sequence that has the rows of all of a ragged batch."""
+    """Returns the problem with one sequence that has all rows of a ragged batch."""
     others = [x for x in p.operands if x.name not in LENGTHS]
     made = resized(others, p.expressions, p.of_scores, (1, p.heads, p.M, p.N))
     return replace(p, operands=made, rows=DENSE)
@@ -136,7 +137,7 @@ def replace_arrays(p: Problem, arrays: Mapping[str, Any]) -> Problem:
 
 
 def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) -> Problem:
-    """The problem with other options; with expressions or forms of arrays in place of all its own.
+    """Returns the problem with other options; new expressions or arrays replace all of its own.
 
     With lengths among the arrays, it is a ragged batch of such sequences; with a page_size, its
     keys lie in pages.
@@ -161,9 +162,9 @@ def modify(p: Problem, options: Mapping[str, Any], arrays: Mapping[str, Any]) ->
 
 
 def leave_out(p: Problem, name: str) -> Problem:
-    """The problem without an option or an array, and without what that alone reads."""
+    """Returns the problem without an option or array, and without arrays that only it reads."""
     options = p.options
-    if name in OPTIONS and name != SEED:  # which dropout needs
+    if name in OPTIONS and name != SEED:  # dropout needs the seed
         options = replace(options, **{name: OPTIONS[name].default})
     texts = [x for x in (options.score_mod, options.mask_mod) if x is not None]
     unread = {name, *MAPS, *(() if options.dropout else SEEDS)}
@@ -175,7 +176,7 @@ def leave_out(p: Problem, name: str) -> Problem:
 
 
 def _largest_sizes(found: Iterable[Operand], texts: Iterable[Expression]) -> dict[str, int]:
-    """The largest sizes, by name, whose places have elements in every array that they index."""
+    """Returns the largest sizes, by name, whose indices stay inside every array."""
     most: dict[str, int] = {}
     for x in found:
         for axis, n in enumerate(x.shape):

@@ -80,7 +80,7 @@ class Process:
 
     def __init__(self, backend: Backend, number: int = 0) -> None:
         self._variables = _ONE_THREAD | _one_of(backend.devices, number)
-        cache_folder.warn_unless_kept()  # here: what a worker process prints is not seen
+        cache_folder.warn_unless_kept()  # in this process, since output of workers is not shown
         if isinstance(backend, Simulator):
             machine.compiler()  # likewise
         self._backend = backend.like(workers=1) if isinstance(backend, Simulator) else backend.name
@@ -107,7 +107,7 @@ class Process:
             process.end()
 
     def _begun(self, task: Task) -> list[Outcome]:
-        """The outcomes up to and including the first kernel that ended or blocked the process."""
+        """Returns the outcomes until a kernel ended or blocked the process, its own included."""
         done: list[Outcome] = []
         doing: Outcome | None = None
         seconds: float | None = None
@@ -184,11 +184,11 @@ class _Started:
             start_new_session=True,  # Ctrl-C goes to this process only
         )
         theirs.close()
-        with suppress(BrokenPipeError):  # it is dead already; `next_step` raises
+        with suppress(BrokenPipeError):  # the process is already dead; `next_step` raises
             self.pipe.send(backend)
 
     def next_step(self) -> Any:
-        """What it sends next. Raises ConnectionError if it is dead, and any exception it sends."""
+        """Returns the worker's next message; raises what it sends, or ConnectionError if dead."""
         try:
             step = self.pipe.recv()
         except EOFError:
@@ -198,7 +198,7 @@ class _Started:
         return step
 
     def end(self) -> None:
-        """Ends it and a compiler that it started; kills it if it does not end in time."""
+        """Ends the process and a compiler that it started; kills it if it does not end in time."""
         self._process.terminate()
         try:
             self._process.wait(_PATIENCE)
@@ -209,7 +209,7 @@ class _Started:
             self._process.stdin.close()
 
     def cause_of_death(self) -> str:
-        """Its signal or exit code, and the last line of its output."""
+        """Describes the signal or exit code of the process, and the last line of its output."""
         code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
@@ -246,7 +246,7 @@ def _end_with_parent() -> None:
 def in_parallel(
     workers: Sequence[Worker], job: Callable[[Any, Item], Made], items: Sequence[Item]
 ) -> Iterator[tuple[Item, Made]]:
-    """Each item with job(worker, item), as jobs finish; an error stops all workers."""
+    """Yields each item with job(worker, item), as jobs finish; an error stops all workers."""
     if len(workers) == 1:
         yield from ((item, job(workers[0], item)) for item in items)
         return

@@ -540,7 +540,7 @@ def test_blocks_and_windows_that_are_refused(tmp_path, overlap):
     for kind, odd in ((commands._Block(), "²"), *((commands._Window(), x) for x in ODD_WINDOWS)):
         with pytest.raises(click.BadParameter, match="is n"):
             kind.convert(odd, None, None)
-    with pytest.raises(ValueError, match="is empty; its end comes last"):
+    with pytest.raises(ValueError, match="is empty; give the earlier time first"):
         draw(overlap, tmp_path / "x.png", (5, 5))
     with pytest.raises(ValueError, match=f"shows nothing; .* 0 to {overlap.end:g} steps; give"):
         draw(overlap, tmp_path / "x.png", (overlap.end, overlap.end + 1))

@@ -115,4 +115,4 @@ def test_benchmarks_show_both():
     swept = ("-p", "block_mask=false,true", "--budget", 0.01, "--format", "csv")
     shown = cli("bench", "fa2", "--alone", *SIMULATOR, *given, *swept)
     assert ["block_mask" in row for row in shown.stdout.splitlines()] == [False, False, True]
-    assert "count the pairs that mask and mask_mod hide, too" in shown.stderr
+    assert "also count the pairs that mask and mask_mod hide" in shown.stderr

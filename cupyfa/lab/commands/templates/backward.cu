@@ -10,7 +10,7 @@
 #include <tile/tensor.cuh>
 
 // The modification of a scaled score, and its derivative. Change both, here and in the record's
-// file: results are compared with what is computed there. A score that depends on positions also
+// file: results are compared with the reference there. A score that depends on positions also
 // needs `row` and `key`.
 __device__ real modified(real score, real limit) {
   return score / (1 + fabs(score) / limit);
@@ -24,8 +24,8 @@ struct Pair {
   real P, dS;
 };
 
-// P and dS of a row and a key: what the gradients are sums of. P is not kept from the forward pass,
-// exp(score - lse) is any element of it. (Dao et al., 2022, arXiv:2205.14135, appendix B.2)
+// P and dS of a row and a key; gradients are sums over them. The forward pass does not store P:
+// each element is exp(score - lse). (Dao et al., 2022, arXiv:2205.14135, appendix B.2)
 __device__ Pair pair(const scalar* q, const scalar* k, const scalar* v, const scalar* gradient,
                      real lse, real delta, real scale, real limit) {
   real product = 0, dP = 0;
@@ -36,19 +36,19 @@ __device__ Pair pair(const scalar* q, const scalar* k, const scalar* v, const sc
   return {P, P * (dP - delta) * derivative(score, limit)};
 }
 
-// dQ of a row, the sum over the keys that it sees; and delta, which the other kernel reads.
+// dQ of a row, a sum over the keys that it sees; and delta, which the other kernel reads.
 // The arguments are those of `args` in the record, in the same order: change both.
 extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const scalar> O,
     Tensor<const real> lse, Tensor<const scalar> dO, Tensor<real> delta, Tensor<scalar> dQ,
     Sizes sizes, int heads, int group, real scale, real limit) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Extent extent = extent_of(sizes, batch);  // which keys a row sees
+  const Extent extent = extent_of(sizes, batch);  // the keys that a row sees
   const int row = tile * Br + threadIdx.x, kv_head = head / group;
   if (row >= extent.M) return;  // after the last row; with a barrier below, threads must stay
 
   const scalar *q = Q.row(batch, head, row), *gradient = dO.row(batch, head, row);
-  real mean = 0;  // of dP in this row, weighted with P: it is the same as the sum of dO * O
+  real mean = 0;  // of dP in this row, weighted by P: it equals the sum of dO * O
   for (int i = 0; i < dv; ++i) mean += real(gradient[i]) * real(O.row(batch, head, row)[i]);
   *delta.row(batch, head, row) = mean;
 
@@ -64,7 +64,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_rows(
   for (int i = 0; i < d; ++i) dQ.row(batch, head, row)[i] = scalar(sums[i] * scale);
 }
 
-// dK and dV of a key, the sums over the rows that see it, of all heads that share the key.
+// dK and dV of a key: sums over the rows that see it, in all heads that share the key.
 extern "C" __global__ __launch_bounds__(threads) void NAME_columns(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<const real> lse,
     Tensor<const scalar> dO, Tensor<const real> delta, Tensor<scalar> dK, Tensor<scalar> dV,

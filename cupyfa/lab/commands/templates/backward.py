@@ -11,29 +11,29 @@ from cupyfa.numerics.reference import softmax
 
 
 def modified(scores, c):
-    """The modification of scaled scores. Change it here and in the .cu file."""
+    """Modifies scaled scores. Change it here and in the .cu file."""
     return scores / (1 + np.abs(scores) / c.limit)
 
 
 def derivative(scores, c):
-    """The derivative of `modified`. Change it here and in the .cu file."""
+    """Computes the derivative of `modified`. Change it here and in the .cu file."""
     return (1 + np.abs(scores) / c.limit) ** -2
 
 
 def scaled_scores(arrays, p):
-    """The scores before the modification, with a key head for each head of Q."""
+    """Computes the scores before the modification, with a key head for each head of Q."""
     return arrays["Q"] @ np.repeat(arrays["K"], p.group, axis=1).mT * p.scale
 
 
 def forward(arrays, p, c):
-    """O and lse of the forward pass, which checks give to the kernel."""
+    """Computes O and lse of the forward pass, which checks give to the kernel."""
     scores = modified(scaled_scores(arrays, p), c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
     return {"O": P @ np.repeat(arrays["V"], p.group, axis=1), "lse": lse}
 
 
 def reference(arrays, p, c):
-    """What the kernel computes, in float64. Checks compare the kernel with it."""
+    """Computes the gradients in float64. Checks compare the kernel with them."""
     Q, dO = arrays["Q"], arrays["dO"]
     K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
     scores = scaled_scores(arrays, p)
@@ -48,13 +48,13 @@ def reference(arrays, p, c):
 
 
 def sum_of_groups(x, p):
-    """The sums over the heads of Q that share a key head."""
+    """Sums over the heads of Q that share a key head."""
     return x.reshape(p.batch, p.kv_heads, p.group, *x.shape[2:]).sum(2)
 
 
 NAME = Kernel(
     name="NAME",
-    adds="gradients of damped scores",  # what is new in it, for tables
+    adds="gradients of damped scores",  # the kernel's new idea, for tables
     operation="backward",
     launches=(
         # The arguments of each entry point in the .cu file, in the same order. An array of your

@@ -18,7 +18,7 @@ FILES = {
 
 
 def own_file(step):
-    """A launch with its file in this folder, if it has one; else the step itself."""
+    """Returns a launch with its file in this folder, if there is one; else the step itself."""
     file = FILES.get(getattr(step, "entry", None))
     return replace(step, file=file) if file else step
 
@@ -26,7 +26,7 @@ def own_file(step):
 NAME = replace(
     rung,
     name="NAME",
-    adds="changes in RUNG",  # what is new in it, for tables
+    adds="changes in RUNG",  # the kernel's new idea, for tables
     launches=tuple(map(own_file, rung.launches)),
     folder=Path(__file__).parent,
     # Other fields of the rung's record are replaced in the same way: tiles=, features=, args of a

@@ -8,7 +8,7 @@
 #include <tile/tensor.cuh>
 
 // The modification of a scaled score. Change it here and in the record's file: results are compared
-// with what is computed there. A score that depends on positions also needs `row` and `key`.
+// with the reference there. A score that depends on positions also needs `row` and `key`.
 __device__ real modified(real score, real limit) {
   return score / (1 + fabs(score) / limit);
 }
@@ -18,7 +18,7 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_forward(
     Tensor<const scalar> Q, Tensor<const scalar> K, Tensor<const scalar> V, Tensor<scalar> O,
     Tensor<real> lse, Sizes sizes, int heads, int group, real scale, real limit) {
   const auto [tile, head, batch] = place(blockIdx.x, cdiv(sizes.M, Br), heads);
-  const Extent extent = extent_of(sizes, batch);  // which keys a row sees
+  const Extent extent = extent_of(sizes, batch);  // the keys that a row sees
   const int row = tile * Br + threadIdx.x, kv_head = head / group;
   if (row >= extent.M) return;  // after the last row; with a barrier below, threads must stay
 
@@ -40,5 +40,5 @@ extern "C" __global__ __launch_bounds__(threads) void NAME_forward(
       sums[i] = sums[i] * factor + p * real(V.row(batch, kv_head, key)[i]);
   }
   for (int i = 0; i < dv; ++i) O.row(batch, head, row)[i] = scalar(sums[i] * softmax.inverse_sum());
-  *lse.row(batch, head, row) = softmax.lse();  // which gradients need
+  *lse.row(batch, head, row) = softmax.lse();  // gradients need it
 }

@@ -11,12 +11,12 @@ from cupyfa.numerics.reference import softmax
 
 
 def modified(scores, c):
-    """The modification of scaled scores. Change it here and in the .cu file."""
+    """Modifies scaled scores. Change it here and in the .cu file."""
     return scores / (1 + np.abs(scores) / c.limit)
 
 
 def reference(arrays, p, c):
-    """What the kernel computes, in float64. Checks compare the kernel with it."""
+    """Computes O and lse in float64. Checks compare the kernel with them."""
     K, V = (np.repeat(arrays[x], p.group, axis=1) for x in "KV")
     scores = modified(arrays["Q"] @ K.mT * p.scale, c)
     P, lse = softmax(np.where(p.visible(), scores, -np.inf))
@@ -25,7 +25,7 @@ def reference(arrays, p, c):
 
 NAME = Kernel(
     name="NAME",
-    adds="damped scores",  # what is new in it, for tables
+    adds="damped scores",  # the kernel's new idea, for tables
     launches=(
         Launch(
             "NAME_forward",
