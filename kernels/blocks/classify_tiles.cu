@@ -7,7 +7,7 @@
 //
 //   states [batch, heads, cdiv(M, rows), cdiv(N, keys)]
 //   grid (the number of states)    block (threads)
-//   the host sets: rows, keys, heads, threads and options (score.cuh)
+//   the host sets: rows, keys, heads, threads and options (extent.cuh)
 #include <attention/extent.cuh>
 
 constexpr int rows_at_once = keys < threads ? threads / keys : 1;

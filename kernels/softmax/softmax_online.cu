@@ -6,7 +6,7 @@
 //
 //   S, P [batch, heads, M, N]    lse [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, threads, shared_bytes and options (extent.cuh)
 #include <tile/block.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>

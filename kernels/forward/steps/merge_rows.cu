@@ -9,7 +9,7 @@
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads), a thread has columns
-//   the host sets: scalar, result, real, dv, threads and options (score.cuh)
+//   the host sets: scalar, result, real, dv, threads and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/tensor.cuh>

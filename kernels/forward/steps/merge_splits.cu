@@ -12,7 +12,7 @@
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, `at_once` of them at a time, a lane four columns of each 128
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/kv_dtype.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_max.cuh>

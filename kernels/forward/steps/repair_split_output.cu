@@ -10,7 +10,7 @@
 //   lse, flags [batch, heads, M]    V_exponents, small_values: see split_operands.cu
 //   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, rows_of_block, counted, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/row_max.cuh>
 #include <attention/score.cuh>
 #include <attention/tile_index.cuh>
