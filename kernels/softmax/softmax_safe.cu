@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_safe(Tensor<const 
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, batch);
-  const Scorer<real> scorer = {1, mods};  // the product before it has taken the scale
+  const Scorer<real> scorer = {1, mods};  // the launch before has applied the scale
   const scalar* scores = S.row(batch, head, row);
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);
