@@ -3,7 +3,8 @@
 // A warpgroup begins the scores of the next tile together with O += P V of this one, and computes
 // the softmax of the first while the second goes on. Warpgroups begin in turns (ping-pong), so that
 // one computes exponentials while the tensor cores work for another. A row's maximum is raised only
-// where a score exceeds it by more than `slack`: O is then hardly ever rescaled.
+// where a score exceeds it by more than `slack`, so O is hardly ever rescaled. A bias is staged in
+// shared memory, one tile ahead.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
