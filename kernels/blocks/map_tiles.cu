@@ -1,9 +1,9 @@
-// map_tiles: the map of a block mask, by which kernels go from tile to tile (tile_map.cuh in
+// map_tiles: makes the map of a block mask, by which kernels go from tile to tile (tile_map.cuh in
 // kernels/with/attention), from the states of its tiles.
 //
 // A block makes the lines of a batch element and head. A warp goes through a line from its end, 32
-// tiles at a time. Then each line counts those that come before it in the order of their numbers of
-// tiles, the longest first.
+// tiles at a time. Then the lines are ordered by their numbers of tiles, the longest first: each
+// line counts those before it.
 //
 //   map [copies, lines, tiles + 2]: the last column has that order
 //   states [copies, lines * tiles]: that of tile t of line l is l * line_step + t * tile_step
@@ -32,7 +32,7 @@ extern "C" __global__ __launch_bounds__(threads) void map_tiles(int* map,
       const int state = tile < tiles ? states[at] : 0;
       const unsigned some = __ballot_sync(full_warp, state != 0);
       const unsigned partial = __ballot_sync(full_warp, !alone || state != full);
-      const auto element = [&](unsigned from) {  // of the first tile among these that is not empty
+      const auto element = [&](unsigned from) {  // the first tile from here on that is not empty
         const int n = __ffs(from) - 1;
         return from == 0 ? next : 2 * (first + n) + int(partial >> n & 1);
       };

@@ -7,9 +7,9 @@
 // blocks fit.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   grid (any; cdiv(M, Br) * heads * batch gives every tile a block)    block (Br)
+//   grid (any, blocks loop over tiles; cdiv(M, Br) * heads * batch is one a tile)    block (Br)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/row_tile.cuh>
 #include <attention/score.cuh>
@@ -41,13 +41,13 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads == Br, "one thread per row of the Q tile");
 
-// The sums that a thread has in registers at a time, for keys or for columns of O: all of them use
-// an element of its own row that is read once.
+// How many keys, and columns of O, a thread sums in registers at a time: all of these sums use an
+// element of its own row that is read once.
 constexpr int keys_together = Bc < 16 ? Bc : 16;
 constexpr int cols_together = 32;
 static_assert(Bc % keys_together == 0, "the tile's keys are taken in whole groups");
 
-// Computes this thread's row of S in whole groups; returns the maximum from seen.first to seen.end.
+// Computes this thread's row of S in groups of keys; returns its maximum over the seen keys.
 __device__ real scores(Shared& shared, const Seen& seen, const Scorer<real>& scorer) {
   const timeline::Phase phase(timeline::arithmetic, Bc * d);
   real largest = -infinity;
@@ -89,7 +89,7 @@ __device__ void accumulate(Shared& shared, int first, const Seen& seen, real fac
   real sums[cols] = {};
 #pragma unroll 4
   for (int key = seen.first; key < seen.end; ++key) {
-    if (!seen.shows(key)) continue;
+    if (!seen.shows(key)) continue;  // 0 * NaN is NaN
     const real p = shared.S[key][threadIdx.x];
 #pragma unroll
     for (int i = 0; i < cols; ++i) sums[i] += p * real(shared.KV[key][first + i]);

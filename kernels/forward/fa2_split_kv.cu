@@ -1,17 +1,16 @@
 // fa2_split_kv: `fa2_coalesced` for few queries, with the keys of a row tile split among blocks.
 //
-// In `fa2_coalesced` a thread owns a row. Of one query a block has one row, and all other threads
-// wait. Here a thread has one key of a row for the scores, and then some columns of all rows for
-// the output, whose sums stay in registers. The query heads that share a key head are rows of one
-// tile. Each of `num_splits` blocks takes a split of the keys, and merge_rows adds up their
+// In `fa2_coalesced` a thread owns a row. With one query a block has one row, and all other threads
+// wait. Here a thread computes the score of one key and row at a time, and then some columns of the
+// output for all rows, whose sums stay in registers. The query heads that share a key head are rows
+// of one tile. Each of `num_splits` blocks takes a split of the keys, and merge_rows adds up their
 // results; a single split writes O and lse itself.
-//
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_splits [batch, heads, M, num_splits, dv]
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)    block (threads)
 //   the host sets: scalar, result, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/block_copy.cuh>
@@ -21,7 +20,7 @@
 #include <timeline.cuh>
 
 constexpr int KV_width = (d > dv ? d : dv) | 1;  // odd: a column of a tile lies in all banks
-constexpr int own_cols = cdiv(dv, threads);      // of each thread: neighbours have neighbours
+constexpr int own_cols = cdiv(dv, threads);      // columns of each thread, interleaved
 constexpr int warps = threads / warp_size;
 
 struct alignas(16) Shared {
@@ -34,7 +33,7 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(threads % warp_size == 0, "shuffles need whole warps");
 
-// What takes the place of P where a key is not seen, whose value may be NaN.
+// Stands for P where a key is not seen, because its value may be NaN.
 constexpr real hidden = -1;
 
 // The tile's rows: those of one query head after another, for each query.
@@ -49,7 +48,7 @@ struct Rows {
   __device__ bool sees(int i, int key) const { return exists(i) && context(i).sees(query(i), key); }
 };
 
-// The split of the tile's keys. The numbers of tiles of any two differ by one at most.
+// The split of the tile's keys. Splits differ by at most one in their numbers of tiles.
 struct Split {
   int begin, end;
 
@@ -88,7 +87,7 @@ __device__ void scores(Shared& shared, const Rows& rows, int first_key,
   });
 }
 
-// Turns S into P, a row for each warp, with the sums so far.
+// Turns S into P, one row for each warp, and updates the softmax of the row.
 __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
   const timeline::Phase phase(timeline::softmax, Br * Bc / threads);
   const int warp = threadIdx.x / warp_size, lane = threadIdx.x % warp_size;
@@ -113,7 +112,7 @@ __device__ void exponentiate(Shared& shared, const Rows& rows, int first_key) {
   }
 }
 
-// Adds this thread's columns of P V to those of O, which come last, as in `fa2`.
+// Adds this thread's columns of P V to O: as in `fa2`, a tile is summed before it is added.
 __device__ void accumulate(const Shared& shared, real (&O)[Br][own_cols]) {
   const timeline::Phase phase(timeline::arithmetic, Br * Bc * own_cols);
   real sums[Br][own_cols] = {};

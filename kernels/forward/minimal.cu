@@ -8,7 +8,7 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch): one block per head, so most of the GPU is idle    block (Bc)
 //   the host sets: scalar, result, real, Br, Bc, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/last_tile.cuh>

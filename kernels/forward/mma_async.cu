@@ -7,7 +7,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr): each warp owns Wr rows
 //   the host sets: scalar, result, real, Br, Bc, Wr, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
@@ -25,8 +25,8 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of V and O
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 constexpr int in_chunk = 8;                   // elements in 16 bytes
 
 struct Shared {
@@ -146,7 +146,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_async(
     multiply_scores(shared.Q, shared.K[buffer], S, own_row, lane);
     scorer.apply(S, rows, first_key, tile.is_full<Bc>(first_key));
     if (is_masked(extent, tile.row, Br, first_key, Bc))
-      rescale<true>(S, sums, rows, first_key, lane);
+      rescale<true>(S, sums, rows, first_key, lane);  // masks S first
     else
       rescale<false>(S, sums, rows, first_key, lane);
     exponentiate(S, rows, first_key);

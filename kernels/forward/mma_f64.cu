@@ -1,15 +1,15 @@
-// mma_f64: float64 on tensor cores, whose products of doubles are fused additions of IEEE.
+// mma_f64: float64 on tensor cores, whose products of doubles are fused multiply-adds of IEEE 754.
 //
 // No ldmatrix is needed: a lane loads 16 bytes, two neighbouring columns of K. A sum may take its
 // terms in any order, so that indices c and c + 4 of a product, which the lane holds, are columns
-// 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q
-// lies in the order of its operands. A row's sums take twice the registers of float: above d or
-// dv = 128 there is another launch.
+// 2c and 2c + 1 of Q and K, or keys 2c and 2c + 1 of P and V. Then P needs no shuffles either. Q is
+// stored in the order of its operands. A row's sums take twice the registers of float: above d or
+// dv = 128 another kernel is launched (`mma_f64_wide`).
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -27,8 +27,8 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of V and O
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<step, pack_gqa>;
 
 struct Shared {
@@ -47,7 +47,7 @@ struct Task : KeyTiles {
   Scorer<real> scorer;
   Head keys, values;
   int rows, lane;
-  int end;  // of the keys that some row of the block sees
+  int end;  // end of the keys that some row of the block sees
 };
 
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
@@ -103,9 +103,9 @@ __device__ __forceinline__ void multiply_output(const Task& task, operand (&V)[B
   rows.add(sum);
 }
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
-// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
-// all of its keys.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
+// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
+// keys of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<step, width>& O, OwnRows& rows) {
@@ -144,7 +144,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp * step;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -164,7 +164,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
   __syncthreads();  // Q and the first tile have arrived
   Fragments<step, width> sums = {};
   OwnRows rows(first_row + own_row + lane / 4, extent, scorer.scale2());
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
   const int end = extent.kv_end(last_query);
   const Task task = {map, shared, scorer, keys, values, warp, lane, end};
   int buffer = 0;
@@ -175,7 +175,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64(
       attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  // The loop does not keep registers for the block's place: it is computed again.
+  // The block's place is computed again, so that the loop keeps no registers for it.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   if (needs_repair(sums, rows))

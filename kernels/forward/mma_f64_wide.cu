@@ -1,12 +1,12 @@
 // mma_f64_wide: `mma_f64` for wide heads, whose sums of 16 rows are more than a warp's registers
-// hold. Teams of four warps own 32 rows. Each warp multiplies a quarter of the columns of Q and K
-// for all of them; the warps exchange the sums. Then each has the softmax of 8 rows; they exchange
-// P of these, and each adds a quarter of the columns of O += P V.
+// hold. Teams of four warps own 32 rows. For all of these each warp multiplies a quarter of the
+// columns of Q and K, and the warps exchange their sums. Each warp then computes the softmax of 8
+// rows, shares their P, and adds P V to a quarter of the columns of O.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (4 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, pack_gqa, d, dv, threads, shared_bytes
-//   and options (score.cuh)
+//   and options (extent.cuh)
 #include <attention/exp2_f64.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
@@ -26,8 +26,8 @@
 #include <timeline.cuh>
 
 constexpr int team = 4, team_rows = 2 * step;              // warps that share rows
-constexpr int depth = cdiv(d, step) * step;                // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, team* step) * team * step;  // of V and O
+constexpr int depth = cdiv(d, step) * step;                // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, team* step) * team * step;  // columns of V and O
 constexpr int own_width = width / team;
 using OwnRows = Rows<step, pack_gqa>;  // a lane's row is the first of its two
 using TeamRows = Rows<team_rows, pack_gqa>;
@@ -38,21 +38,21 @@ struct Shared {
   operand K[Bc][depth];
   operand V[Bc][width];
   double2 exchange[Br / 8][team][2][warp_size];  // of 8 rows each: sums of all warps, then P
-  operand factors[Br];                           // of earlier sums
+  operand factors[Br];                           // for earlier sums
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 8, "these tensor-core products take float64");
 static_assert(threads == warp_size * Br / 8 && Br % team_rows == 0, "four warps own 32 rows");
 static_assert(Bc == step, "P of a tile is one operand");
 
-// The state of a warp in the loop over tiles of keys. Of its team it is number `turn`; it has the
-// softmax of rows 8 * eight and so on.
+// The state of a warp in the loop over tiles of keys. It is number `turn` of team `group`, and
+// computes the softmax of rows 8 * eight … 8 * eight + 7.
 struct Task : KeyTiles {
   Shared& shared;
   Scorer<real> scorer;
   Head keys, values;
   int group, turn, eight, lane;
-  int end;  // of the keys that some row of the block sees
+  int end;  // end of the keys that some row of the block sees
 };
 
 __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head& values,
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_values(operand (&V)[Bc][width], const Head&
   copy_tile<threads, width, width == dv>(V, values, first_key, 0, dv);
 }
 
-// Gives the team S = Q K^T of its rows, summed over the warp's columns.
+// Writes S = Q K^T of the team's rows, summed over the warp's columns, for the team.
 __device__ __forceinline__ void write_scores(const Task& task) {
   const timeline::Phase phase(timeline::products);
   constexpr int share = cdiv(depth / step, team);
@@ -92,8 +92,8 @@ __device__ __forceinline__ void write_scores(const Task& task) {
   }
 }
 
-// P = exp(S - maximum) of the warp's 8 rows, written for the team with what earlier sums are
-// multiplied by.
+// Writes P = exp(S - maximum) of the warp's 8 rows for the team, with the factors by which earlier
+// sums are multiplied.
 template <bool masked>
 __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, int first_key) {
   double2(&exchange)[team][2][warp_size] = task.shared.exchange[task.eight];
@@ -126,7 +126,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   }
   rows.maximum[0][0] = now;
   rows.sum[0][0] = rows.sum[0][0] * factor + sum;
-  // Random bits are for rows r and r + 8 of 16 together; a packed row has its own.
+  // Random bits belong to rows r and r + 8 of 16 together; a packed row has its own.
   const int half = pack_gqa == 1 ? rows.first / 8 % 2 : 0;
   for_dropped(S, 0, 1, rows, first_key, [&](int i, int j, int e) {
     if (e / 2 == half) S[i][j][e % 2] = 0;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void write_weights(const Task& task, OwnRows& rows, i
   if (task.lane % 4 == 0) task.shared.factors[task.eight * 8 + task.lane / 4] = factor;
 }
 
-// O += P V of the team's rows, for the warp's columns.
+// Adds P V of the team's rows to O, for the warp's columns.
 __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
   const timeline::Phase phase(timeline::products);
   double a[2][8], factor[2][2];
@@ -164,8 +164,8 @@ __device__ __forceinline__ void add_output(const Task& task, Sums& O) {
   }
 }
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and the next
-// when it ends. Unless it is `masked`, all rows see all of its keys.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, on
+// exit that of the next tile. Unless `masked`, all rows see all keys of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, Sums& O, OwnRows& rows,
                                        int last_row) {
@@ -197,7 +197,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_team = warp / team, turn = warp % team;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;
@@ -216,7 +216,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
   __syncthreads();  // Q and the first tile have arrived
   Sums sums = {};
   OwnRows own_rows(first_row + warp * 8 + lane / 4, extent, scorer.scale2());
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
   const int end = extent.kv_end(last_query);
   const Task task = {map, shared, scorer, keys, values, own_team, turn, warp, lane, end};
   const int last_row = first_row + (own_team + 1) * team_rows - 1;
@@ -236,10 +236,10 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_f64_wide(
     rows.maximum[i / 2][i % 2] = of_row.x, rows.sum[i / 2][i % 2] = of_row.y;
     if (has_row_max) rows.set_row_max(i, shared.exchange[own_team * team + i][0][1][lane].x);
   }
-  // The loop does not keep registers for the block's place: it is computed again.
+  // The block's place is computed again, so that the loop keeps no registers for it.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
-  // Warps that share rows agree, for the one that computes them again writes all columns.
+  // Warps that share rows must agree: the one that computes these again writes all columns.
   const bool wrong = needs_repair(sums, rows);
   if (__syncthreads_or(wrong)) {
     if (turn == 0)

@@ -1,12 +1,12 @@
-// mma_fp16x2: `mma_pipelined` for float32 at its own accuracy. Each operand is the sum of two parts
-// in float16 (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
+// mma_fp16x2: `mma_pipelined` with the accuracy of float32. Each operand is the sum of two float16
+// numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is split in
 // registers.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/score.cuh>
 #include <attention/store_rows.cuh>
@@ -24,10 +24,10 @@
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of V and O
-// Whether fragments are loaded ahead, which is 5 % faster at d = 64, with tiles of 64 keys 11 % at
-// d = 128, and 8 % slower at d = 256, where sums leave no registers for it.
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of V and O
+// Whether fragments are loaded ahead. It is 5 % faster at d = 64 and, with tiles of 64 keys, 11 %
+// at d = 128, but 8 % slower at d = 256, where sums leave no registers for it.
 constexpr bool looks_ahead = depth % 64 == 0 && depth <= 128 && width <= 128;
 using OwnRows = SplitRows<Wr, pack_gqa>;
 
@@ -47,12 +47,12 @@ struct Task : KeyTiles {
   SplitHead<depth> keys;
   SplitHead<width> values;
   int own_row, lane;
-  int end;  // of the keys that some row of the block sees
+  int end;  // end of the keys that some row of the block sees
 };
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
-// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
-// all of its keys.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
+// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
+// keys of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -96,9 +96,9 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
-  // Without an expression the scale, with its sign, is in Q's parts and units.
+  // Without an expression, the split Q and its units contain the scale and its sign.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const int kv_head = head * pack_gqa / group;
   const SplitHead<depth> queries(Q_high, Q_low, batch, head * pack_gqa, extent.M * pack_gqa);
@@ -135,7 +135,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_fp16x2(
       attend<false>(task, first_key, buffer, sums, rows);
     buffer = stages - 1 - buffer;
   }
-  // The loop does not keep registers for the block's place: it is computed again.
+  // The block's place is computed again, so that the loop keeps no registers for it.
   const Place same =
       place_of_rows<Br, pack_gqa>(opaque(int(blockIdx.x)), sizes, mods, heads / pack_gqa);
   const long long key_heads = heads / group, own_head = same.head * pack_gqa / group;

@@ -10,7 +10,7 @@
 //   grid (cdiv(M, Br) * heads * batch)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, Wc, Bd, span, stages, pack_gqa, d,
-//   dv, threads, shared_bytes and options (score.cuh)
+//   dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/row_state.cuh>
 #include <attention/row_tile.cuh>
@@ -27,10 +27,10 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int col_warps = Bc / Wc;  // that share a row
+constexpr int col_warps = Bc / Wc;  // warps that share a row
 using OwnRows = Rows<Wr>;
 constexpr int slices = cdiv(d, Bd);  // of Q and K
-// A warp owns Wr x Wv of a tile of O. O has as many tiles as with Bc columns each, equally wide.
+// A warp owns a Wr x Wv block of O. O is split into cdiv(dv, Bc) tiles of equal width.
 constexpr int Wv = cdiv(dv, cdiv(dv, Bc) * col_warps * step) * step;
 constexpr int Bo = Wv * col_warps;
 
@@ -54,7 +54,7 @@ struct Shared {
   operand P[Br][span];
   Slice ring[stages];
   float factors[span / Bc][Br];  // for O, at each tile of keys
-  float shares[col_warps][Br];   // of a row's maximum or sum, one for each warp
+  float shares[col_warps][Br];   // each warp's maximum or sum of a row
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
@@ -66,7 +66,7 @@ static_assert(stages >= 2, "one slice is multiplied while another one comes");
 // All slices that a block multiplies, one after the other: in each span of keys those of Q and K
 // for each tile of S, then those of V for each tile of O.
 struct Stream {
-  Head Q, K, V;  // of K and V, the keys that some row sees
+  Head Q, K, V;  // K and V have only the keys that some row sees
   int first_row;
   bool late;
   int first_key, tile = 0, slice = 0, stage = 0;
@@ -96,7 +96,7 @@ struct Stream {
     cp_async_commit_group();
   }
 
-  // The next slice. Some warps begin copies while others multiply, because they share the
+  // Returns the next slice. Some warps begin copies while others multiply, because they share the
   // schedulers: `late` warps copy after their products, in `done`.
   __device__ __forceinline__ Slice& next(Shared& shared) {
     cp_async_wait_group<stages - 2>();
@@ -110,7 +110,7 @@ struct Stream {
   }
 };
 
-// The part of a tile that a warp owns: its first row, and its number among warps that share rows.
+// The part of a tile that a warp owns: its first row, and its index among warps that share rows.
 struct Part {
   int row, col_warp, lane;
   bool used;  // some of its rows exist
@@ -118,7 +118,7 @@ struct Part {
   __device__ __forceinline__ int tile_row(int i, int half) const {
     return row + i * step + half * 8 + lane / 4;
   }
-  // The same, from which the compiler computes nothing ahead of a loop.
+  // Returns a copy from which the compiler computes nothing ahead of a loop.
   __device__ __forceinline__ Part again() const {
     return {opaque(row), opaque(col_warp), opaque(lane), used};
   }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void multiply_output(Shared& shared, Slice& slice, Fr
   }
 }
 
-// S becomes P = 2^(S * scale2 - maximum), in 16 bits, in columns `key` … of shared.P. Sums are
+// Turns S into P = 2^(S * scale2 - maximum), in 16 bits, in columns `key` … of shared.P. Sums are
 // rescaled to the new maximum; O is rescaled later, by `factors`.
 template <bool masked>
 __device__ __forceinline__ void softmax(Shared& shared, Fragments<Wr, Wc>& S, OwnRows& rows,
@@ -325,7 +325,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
   for (int i = 0; i < stages - 1; ++i) stream.begin(shared.ring[i]);
 
   OwnRows rows(first_row + own.row + lane / 4, extent, scorer.scale2());
-  if (has_sink && own.col_warp > 0) {  // the sums of these warps are added up
+  if (has_sink && own.col_warp > 0) {  // warps' sums are added up: one has the sink
     for (auto& sums : rows.sum) sums[0] = sums[1] = 0;
   }
   bool wrong = false;
@@ -374,7 +374,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_slices(
       }
     }
   }
-  // The loops do not keep registers for the block's place: it is computed again.
+  // The block's place is computed again, so that the loops keep no registers for it.
   const Place same = place(opaque(int(blockIdx.x)), tiles, heads);
   if (own.col_warp == 0 && lane % 4 == 0) {
     for (int i = 0; i < 2 * (Wr / step); ++i) {

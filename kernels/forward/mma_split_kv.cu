@@ -5,7 +5,7 @@
 // results. K and V go through a ring of `stages` tiles, so that enough loads are in flight to keep
 // memory busy. A single split writes O and lse itself.
 //
-// A tile of few rows would be a single warp's. Then the keys of each tile are divided among
+// A single warp would own a tile of few rows. Instead the keys of each tile are divided among
 // `key_warps` warps, whose sums are added up at the end.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
@@ -14,7 +14,7 @@
 //   grid (cdiv(M * pack_gqa, Br) * num_splits * heads / pack_gqa * batch)
 //   block (32 * Br / Wr * key_warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, key_warps, d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   threads, shared_bytes and options (extent.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/key_head.cuh>
@@ -35,9 +35,9 @@
 #include <timeline.cuh>
 
 constexpr int whole = step * in_operand;
-constexpr int depth = cdiv(d, whole) * whole;        // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, whole) * whole;       // of V and O
-constexpr int stored_width = cdiv(dv, step) * step;  // of a split's O
+constexpr int depth = cdiv(d, whole) * whole;        // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, whole) * whole;       // columns of V and O
+constexpr int stored_width = cdiv(dv, step) * step;  // columns of a split's O
 constexpr int Wc = Bc / key_warps;                   // keys of a tile that a warp owns
 // The largest grid of merge_splits, one block for each row, that is launched early.
 constexpr int few_merged = 256;
@@ -58,7 +58,7 @@ static_assert(Br / Wr * key_warps * sizeof(OwnSums) <= sizeof(Shared::K) + sizeo
                   key_warps == 1,
               "sums of warps take the place of keys and values");
 
-// A split of the keys from `start` to `end`. The numbers of tiles of any two differ by one at most.
+// A split of the keys from `start` to `end`. Their numbers of tiles differ by at most one.
 struct Split {
   int first_key, end;
 
@@ -77,7 +77,7 @@ struct Task {
   KeyHead keys, values;
   Scaling<Mods> scales;
   int own_row, own_key, lane;
-  int end;  // of the split's keys
+  int end;  // end of the split's keys
 };
 
 // Begins to copy a tile of K and V, if it belongs to the split.
@@ -89,8 +89,8 @@ __device__ __forceinline__ void copy_keys(const Task& task, int first_key, int b
   cp_async_commit_group();
 }
 
-// The warp's keys of one tile: S = Q K^T, P = softmax(S), O += P V. Unless it is `masked`, all rows
-// see all of its keys.
+// Processes the warp's keys of one tile: S = Q K^T, P = softmax(S), O += P V. Unless `masked`, all
+// rows see all of these keys.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void attend(const Task& task, int first_key, int buff
                          task.lane, task.scales, task.values);
 }
 
-// Writes what merge_splits needs of the warp's rows: the maxima, the sums of P relative to them,
+// Writes what merge_splits reads of the warp's rows: the maxima, the sums of P relative to them,
 // and O before the division.
 __device__ void store_split(const Fragments<Wr, width>& O, const OwnRows& rows, float* O_splits,
                             float* max_splits, float* sum_splits, int split, int num_splits,
@@ -150,7 +150,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
   const long long heads_of_all = gridDim.x / (tiles * num_splits);
   if (heads_of_all * sizes.M * pack_gqa <= few_merged) launch_dependents();
   const auto [index, head, batch] = place(blockIdx.x, tiles * num_splits, heads / pack_gqa);
-  // The longest rows of a causal mask first; blocks with the same keys one after another.
+  // The longest rows of a causal mask come first; blocks with the same keys follow each other.
   const int first_row = (tiles - 1 - index % tiles) * Br;
   const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
   const int own_row = warp / key_warps * Wr, key_warp = warp % key_warps;
@@ -167,7 +167,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
 
   copy_tile<threads, depth, d == depth, pack_gqa>(shared.Q, queries, first_row, 0, d);
   cp_async_commit_group();
-  keys.aligned = values.aligned = keys.aligned && values.aligned;  // in one register
+  keys.aligned = values.aligned = keys.aligned && values.aligned;  // one register for both
   const Task task = {shared,  scorer,        keys, values,   {mods, batch, kv_head},
                      own_row, key_warp * Wc, lane, split.end};
 #pragma unroll 1
@@ -190,7 +190,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_split_kv(
     add_up<key_warps>(all, key_warp, sums, rows, lane);
     if (key_warp > 0) return;
   }
-  // The loop does not keep registers for the block's place: it is computed again.
+  // The block's place is computed again, so that the loop keeps no registers for it.
   const int same_tiles = cdiv(opaque(sizes.M) * pack_gqa, Br);
   const Place same = place(opaque(int(blockIdx.x)), same_tiles * num_splits, heads / pack_gqa);
   const int row = (same_tiles - 1 - same.tile % same_tiles) * Br;

@@ -8,7 +8,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M * pack_gqa, Br) * heads / pack_gqa * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/finish_rows.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_softmax.cuh>
@@ -25,8 +25,8 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-constexpr int depth = cdiv(d, step) * step;   // of Q and K, filled up with zeros
-constexpr int width = cdiv(dv, step) * step;  // of V and O
+constexpr int depth = cdiv(d, step) * step;   // columns of Q and K, padded with zeros
+constexpr int width = cdiv(dv, step) * step;  // columns of V and O
 using OwnRows = Rows<Wr, pack_gqa>;
 constexpr int rank = 8;  // columns of A and rows of B in a product
 
@@ -111,12 +111,12 @@ struct Task : KeyTiles {
   Scorer<real> scorer;
   Head keys, values;
   int own_row, lane;
-  int end, seen;  // keys that some row of the block sees, of the warp
+  int end, seen;  // ends of the keys that rows of the block, of the warp see
 };
 
-// One tile of keys: S = Q K^T, P = softmax(S), O += P V. K has arrived when it begins, and V too if
-// tiles have two buffers; the next has arrived when it ends. Unless it is `masked`, all rows see
-// all of its keys.
+// Processes one tile of keys: S = Q K^T, P = softmax(S), O += P V. On entry its K has arrived, with
+// two buffers its V, too; on exit those of the next tile have. Unless `masked`, all rows see all
+// keys of the tile.
 template <bool masked>
 __device__ __forceinline__ void attend(const Task& task, int first_key, int buffer,
                                        Fragments<Wr, width>& O, OwnRows& rows) {
@@ -185,7 +185,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void mma_tf32(
       place_of_rows<Br, pack_gqa>(blockIdx.x, sizes, mods, heads / pack_gqa);
   const int lane = threadIdx.x % warp_size, own_row = threadIdx.x / warp_size * Wr;
   const Extent extent = extent_of(sizes, mods, batch, head * pack_gqa);
-  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // the longest ones first
+  const int first_row = (cdiv(extent.M * pack_gqa, Br) - 1 - tile) * Br;  // longest rows first
   if (!extent.has_tile_of_rows(first_row / pack_gqa)) return;
   const Scorer<real> scorer = {scale, mods};
   const int kv_head = head * pack_gqa / group;

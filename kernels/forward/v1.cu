@@ -7,7 +7,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (threads)
-//   the host sets: scalar, result, real, Bc, d, dv, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, result, real, Bc, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <forward/parts/last_tile.cuh>

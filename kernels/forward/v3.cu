@@ -8,7 +8,7 @@
 //   O_sum [batch, heads, M, dv], row_max, row_sum [batch, heads, M]: scratch
 //   grid (heads * batch)    block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, result, real, Br, Bc, Wr, Wc, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <cuda_fp16.h>
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
@@ -23,12 +23,12 @@
 constexpr int Bd = Bc;    // columns of Q, K, V and O in shared memory at a time
 constexpr int step = 16;  // rows, columns and depth of one matrix instruction
 constexpr int warps = threads / warp_size;
-constexpr int rounds = cdiv(Br * Bd, threads);  // of the block over a slice of O
+constexpr int rounds = cdiv(Br * Bd, threads);  // passes of the block over a slice of O
 
 struct Shared {
   float S[Br][Bc];
   float O[Br][Bd];
-  OnlineSoftmax rows[Br];  // up to the tile before
+  OnlineSoftmax rows[Br];  // their state after the tile before
   float keep[Br];          // the factor of earlier sums of O
   float take[Br];          // the factor of this tile's sums
   __half Q[Br][Bd];

@@ -9,7 +9,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
 #include <attention/row_tile.cuh>
@@ -22,7 +22,7 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "a tile is a whole number of products");
@@ -81,7 +81,7 @@ struct Consumer {
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
@@ -105,18 +105,18 @@ struct Consumer {
     values.advance();
   }
 
-  // S becomes P in float; O is rescaled.
+  // Turns S into P in float and rescales O.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key) {
     const int lane = threadIdx.x % warp_size;
     scorer.apply(S, rows, first_key, task.is_full<Bc>(first_key));
     if (is_masked(rows.extent, task.row, Br, first_key, Bc))
-      rescale<true>(S, O, rows, first_key, lane);
+      rescale<true>(S, O, rows, first_key, lane);  // masks S first
     else
       rescale<false>(S, O, rows, first_key, lane);
     exponentiate<false>(S, rows, first_key);
   }
 
-  // A tile of keys: S = Q K^T, P = softmax(S), O += P V.
+  // Processes a tile of keys: S = Q K^T, P = softmax(S), O += P V.
   __device__ __forceinline__ void advance(const RowTile& task, int first_key) {
     begin_scores();
     wgmma_wait_group<0>(flat(S));

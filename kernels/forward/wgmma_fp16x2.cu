@@ -1,5 +1,5 @@
-// wgmma_fp16x2: `wgmma_persistent` for float32 at its own accuracy. Each operand is the sum of two
-// parts in float16 (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is
+// wgmma_fp16x2: `wgmma_persistent` with the accuracy of float32. Each operand is the sum of two
+// float16 numbers (split_pair.cuh). An earlier launch, split_operands, splits Q, K and V; P is
 // split in registers. The sums of a tile's O take the registers in which `wgmma_persistent`
 // computes the next scores, so the tensor cores work for others during a warpgroup's softmax.
 //
@@ -7,7 +7,7 @@
 //   Q_high …, V_exponents, scale2, flags: see split_operands.cu
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, Q_stages, turns, pack_gqa,
-//   bias_bytes, d, dv, batch_first, threads, shared_bytes and options (score.cuh)
+//   bias_bytes, d, dv, batch_first, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <attention/finish_rows.cuh>
 #include <attention/register_budget.cuh>
@@ -24,14 +24,14 @@
 #include <ptx/setmaxnreg.cuh>
 #include <tile/shared.cuh>
 
-constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "a tile is a whole number of products");
 static_assert(threads == (consumers + 1) * warpgroup_size, "one more warpgroup loads");
 
-// `turns` of 1 is unordered: warpgroups begin products as soon as they can. 2 and 3 are ping-pong
-// order: with 2 a turn ends with the first columns of O += P V, with 3 with the last.
+// turns = 1: no order, warpgroups begin products as soon as they can. 2 and 3: ping-pong, in which
+// a turn ends with the first columns of O += P V (2) or with the last ones (3).
 template <bool used>
 struct TurnsOf : PingPong<consumers> {};
 template <>
@@ -108,7 +108,7 @@ struct Consumer {
   PipelineState<Q_stages> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ void begin(const RowTile& task) {  // warps 0-3 load
+  __device__ __forceinline__ void begin(const RowTile& task) {  // warps 0-3 own none
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     rows = OwnRows(task.row + first - warpgroup_rows + lane / 4,
                    extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
@@ -132,7 +132,7 @@ struct Consumer {
     values.advance();
   }
 
-  // S becomes P in parts. The tile's product with V is to be multiplied by `weight`.
+  // Turns S into the high and low parts of P. `weight` has to multiply the tile's product with V.
   __device__ __forceinline__ void softmax(const RowTile& task, int first_key,
                                           Fragments<step, Bc>& S, float (&weight)[1][2]) {
     const int lane = threadIdx.x % warp_size;
@@ -158,7 +158,7 @@ struct Consumer {
         [&] { release_values(); });
   }
 
-  // Ends the scores of a tile of keys, and adds P V of it to O.
+  // Completes the scores of a tile of keys, and adds its P V to O.
   __device__ __forceinline__ void add(const RowTile& task, int first_key, bool is_last) {
     Fragments<step, Bc> S;
     float weight[1][2];
@@ -171,7 +171,7 @@ struct Consumer {
     add_output(weight);
   }
 
-  // A tile of keys that no row of the warpgroup sees.
+  // Skips a tile of keys that no row of the warpgroup sees.
   __device__ __forceinline__ void skip() {
     shared.K_pipeline.wait(keys);
     shared.V_pipeline.wait(values);
@@ -187,7 +187,7 @@ struct Consumer {
   template <class Finish>
   __device__ __forceinline__ void run(Tasks tasks, Finish finish) {
     if (!tasks.advance()) return;
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
     RowTile task = tasks.task();
     shared.Q_pipeline[warpgroup].wait(queries);
     begin_scores();
@@ -224,7 +224,7 @@ struct Consumer {
   }
 };
 
-// store_rows() for rows of which two neighbours are stored at once, where a row begins at a
+// Stores rows as store_rows() does, but two neighbouring columns at once where a row begins at a
 // multiple of their bytes.
 template <int cols>
 __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
@@ -248,7 +248,7 @@ __device__ __forceinline__ void store_row_pairs(const Fragments<step, width>& O,
   }
 }
 
-// The end of a row tile.
+// Finishes a row tile.
 struct Epilogue {
   const int* V_exponents;
   Tensor<unsigned char> flags;
@@ -296,7 +296,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_fp16x2(
     return;
   }
   increase_registers<Registers::consumer>();
-  // Without an expression the scale, with its sign, is in Q's parts and units.
+  // Without an expression, the split Q and its units contain the scale and its sign.
   const Scorer<real> scorer = {has_score_mod ? scale : real(1), mods};
   const Epilogue finish = {V_exponents, flags, O, lse, heads / group, group};
   Consumer{shared, sizes, scorer, warpgroup, scale2}.run(tasks, finish);

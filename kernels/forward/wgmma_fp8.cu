@@ -1,19 +1,19 @@
 // wgmma_fp8: `wgmma_overlap` on e4m3, whose products are twice as fast as those of 16 bits.
 //
-// `quantise` has rounded Q, K and V, transposed, to 8 bits, each tile with a power of two as its
-// scale. Those of Q and K join the scale of the scores. O is kept in units of the largest scale of
-// V so far: a tile of V with a larger one rescales O, the P of a tile with a smaller one is
-// lowered. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and `transpose_e4m3`
-// has transposed V. Their descales take the place of the tiles' scales; that of V multiplies O at
-// the end. P is 2^offset times as large as usual, which makes use of the range of e4m3. Four
-// elements of P fill a register of the second product, in the order in which V8 has its keys. Rows
-// that come out wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
+// `quantise` has rounded Q, K and V to 8 bits, V transposed, each tile with a power of two as its
+// scale. The scales of Q and K become part of the scale of the scores. O is kept in units of the
+// largest scale of V so far: a tile of V with a larger one rescales O, and one with a smaller scale
+// lowers its P. Inputs in e4m3 are not quantised: TMA loads Q and K as they are, and
+// `transpose_e4m3` has transposed V. Their descales replace the tiles' scales; that of V multiplies
+// O at the end. P is 2^offset times as large as usual, to use the range of e4m3. Four elements of P
+// fill a register of the second product, in the order in which V8 has its keys. Rows that come out
+// wrong, because of infinities, NaN or huge scores, are computed again from Q, K, V.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   Q8, K8, V8 and Q_scale, K_scale, V_scale as quantise.cu has them; of e4m3 Q, K and V8 alone
+//   Q8, K8, V8 and Q_scale, K_scale, V_scale: see quantise.cu; e4m3 inputs have only Q, K and V8
 //   grid (cdiv(M, Br) * heads * batch)    block (128 + 2 * Br)
 //   the host sets: scalar, result, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <attention/descales.cuh>
 #include <attention/nonfinite.cuh>
@@ -33,13 +33,13 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 constexpr int offset = 6;
-constexpr float tolerated = 2.75;  // as slack: no P is above 2^8.75, and e4m3 ends at 448
+constexpr float tolerated = 2.75;  // slack: no P is above 2^8.75, and e4m3 ends at 448
 constexpr int depth = 32;          // of a product
 constexpr bool e4m3_inputs = sizeof(scalar) == sizeof(E4m3);
-// By measurements: with fewer columns the softmax of whole tiles is faster.
+// Measured: with fewer columns the softmax of whole tiles is faster.
 constexpr bool in_halves = width > (e4m3_inputs ? 64 : 96);
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % depth == 0, "a tile is a whole number of products");
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(Shared& shared, const RowTile& task, con
   }
 }
 
-// O += P V, of e4m3: V lies transposed.
+// Starts O += P V in e4m3, where V is transposed.
 __device__ __forceinline__ void begin_output(const Values& V, const PackedP& P,
                                              Fragments<step, width>& O) {
   wgmma_fence();
@@ -106,15 +106,15 @@ __device__ __forceinline__ void pack_operands(const Fragments<step, Bc>& S, Pack
   }
 }
 
-// The scales of a tile of keys. With e4m3 inputs the one of K has the descale of Q, too: each by
-// itself may be near the ends of float.
+// The scales of a tile of keys. With e4m3 inputs, that of K contains the descale of Q, because a
+// single one may be near the ends of float.
 struct Units {
   float K, V;
 };
 
 // The scales of the tiles of keys of a head, and the unit of O.
 struct Scales {
-  const float *K, *V;  // of e4m3 inputs there are none, and these are not read
+  const float *K, *V;  // not read with e4m3 inputs, which have none
   float own, of_O = 0;
 
   __device__ __forceinline__ Units at(int first_key, const Descales& descales) const {
@@ -151,7 +151,7 @@ struct Consumer {
   PipelineState<1> queries;
   PipelineState<stages> keys, values;
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
@@ -176,7 +176,7 @@ struct Consumer {
     values.advance();
   }
 
-  // Scores become P, 2^lowered times smaller than usual; sums are of P that is not lowered.
+  // Turns scores into P, 2^lowered times smaller than usual; sums are of P that is not lowered.
   template <int n>
   __device__ __forceinline__ void exponentiate_lowered(float (&scores)[1][n][4], int first_key,
                                                        int lowered) {
@@ -194,7 +194,7 @@ struct Consumer {
     Half low = reinterpret_cast<Half>(S[0][0]), high = reinterpret_cast<Half>(S[0][Bc / 16]);
     if (is_masked(rows.extent, row, Br, first_key, Bc)) hide_masked(S, rows, first_key);
     const int above = scales.take(units.V);
-    const int lowered = min(max(-above, 0), 40);  // e4m3 has nothing left of 2^-40 P
+    const int lowered = min(max(-above, 0), 40);  // 2^-40 P is 0 in e4m3
     float own[2], again[1][2];
     for (float& x : factor[0]) x = 1;
     find_own_maxima(low, own);
@@ -212,7 +212,7 @@ struct Consumer {
     return risen || above > 0;
   }
 
-  // S becomes P in float. Returns whether O has to be multiplied by the factors.
+  // Turns S into P in float. Returns whether O has to be multiplied by the factors.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
@@ -256,7 +256,7 @@ struct Consumer {
     units = scales.at(task.kv_begin, descales);
     if constexpr (in_halves) scales.of_O = units.V;
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -283,7 +283,7 @@ struct Consumer {
 
   __device__ __forceinline__ void run(const RowTile& task) {
     rows = rows_of(task);
-    for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // of a sink, as P
+    for (float& sum : rows.sum[0]) sum *= exp2f(offset);  // a sink's term has the scale of P
     shared.Q_pipeline[warpgroup].wait(queries);
     if (task.kv_begin >= task.kv_end) return;
     begin(task);

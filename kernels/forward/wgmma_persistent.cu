@@ -6,7 +6,7 @@
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
 //   grid (min(multiprocessors, cdiv(M, Br) * heads * batch))    block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, pack_gqa, bias_bytes, d, dv,
-//   Q_stages, batch_first, threads, shared_bytes and options (score.cuh)
+//   Q_stages, batch_first, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -21,7 +21,7 @@
 #include <tile/shared.cuh>
 #include <tile/warpgroup_products.cuh>
 
-constexpr int width = cdiv(dv, step) * step;    // of O
+constexpr int width = cdiv(dv, step) * step;    // columns of O
 constexpr int consumers = Br / warpgroup_rows;  // warpgroups; one more loads
 static_assert(Br % warpgroup_rows == 0 && Wr == step && pack_gqa == 1, "a warpgroup owns 64 rows");
 static_assert(Bc % step == 0, "a tile is a whole number of products");
@@ -96,7 +96,7 @@ struct Consumer {
   PipelineState<stages> keys, values;
   bool added = false;  // whether O holds sums of the row tile
 
-  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 load
+  __device__ __forceinline__ Rows<step> rows_of(const RowTile& task) const {  // warps 0-3 own none
     const int lane = threadIdx.x % warp_size, first = threadIdx.x / warp_size * step;
     return Rows<step>(task.row + first - warpgroup_rows + lane / 4,
                       extent_of(sizes, scorer.mods, task.batch, task.head), scorer.scale2());
@@ -121,7 +121,7 @@ struct Consumer {
     values.advance();
   }
 
-  // S becomes P in float. Returns whether O has to be multiplied by the factors.
+  // Turns S into P in float. Returns whether O has to be multiplied by the factors.
   __device__ __forceinline__ bool softmax(const RowTile& task, int first_key,
                                           float (&factor)[1][2]) {
     const int lane = threadIdx.x % warp_size;
@@ -142,7 +142,7 @@ struct Consumer {
   __device__ __forceinline__ void begin(const RowTile& task) {
     float factor[1][2];
     shared.bias.own().load(rows, task.kv_begin);
-    if (warpgroup == 0) Turns::arrive(consumers - 1);  // it has the first turn
+    if (warpgroup == 0) Turns::arrive(consumers - 1);  // for the last one, which has not run
     begin_scores();
     Turns::arrive(warpgroup);
     wgmma_wait_group<0>(flat(S));
@@ -227,7 +227,7 @@ struct Consumer {
     }
     begin_output();
     wgmma_wait_group<0>(flat(O));
-    release_values();  // for the producer to end
+    release_values();  // so that the producer can end
     finish(O, rows, task);
   }
 };

@@ -1,16 +1,16 @@
 // wgmma_slices: `mma_slices` with the tensor cores of Hopper, for head dimensions of any size.
 //
-// As there, a tile of S is the sum over slices of d of Q and K, and a tile of O the sum over slices
-// of keys of V. All slices pass through one ring of buffers that a producer fills. A warpgroup owns
-// 64 rows of both tiles, so P stays in registers between the two products. A span of two tiles of
-// keys halves the memory traffic of O between spans: P of the first tile is saved in shared memory.
+// As in `mma_slices`, a tile of S is summed over slices of d, and a tile of O over slices of keys.
+// All slices pass through one ring of buffers that a producer fills. A warpgroup owns 64 rows of
+// both tiles, so P stays in registers between the two products. A span of two tiles of keys halves
+// the memory traffic of O between spans: P of the first tile is saved in shared memory.
 //
 //   Q, O [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]    lse [batch, heads, M]
-//   O_sum: scratch, of each block as many floats as its tiles of O have, if N > span
+//   O_sum: scratch for the tiles of O of each block, in float, if N > span
 //   grid: any number of blocks, which share out cdiv(M, Br) * heads * batch row tiles
 //   block (128 + 2 * Br)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, span, stages, pack_gqa, d, dv,
-//   threads, shared_bytes and options (score.cuh)
+//   threads, shared_bytes and options (extent.cuh)
 #include <attention/nonfinite.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/row_softmax.cuh>
@@ -36,7 +36,7 @@ using Registers = RegisterBudget<consumers, 24>;
 using PackedP = unsigned[Bc / step][4];  // P of a tile of keys, as operands of O += P V
 
 constexpr int d_slices = cdiv(d, box_columns);  // of Q and K
-constexpr int output_tiles = cdiv(dv, 256);     // equally wide
+constexpr int output_tiles = cdiv(dv, 256);     // of equal width
 constexpr int Wv = step * cdiv(dv, step* output_tiles);
 
 // The keys of a slice of V: as many as fit into a stage.
@@ -53,7 +53,7 @@ union Slice {
   TmaTile<operand, Bv, Wv> V;
 };
 
-// P of a tile of keys as the registers of all threads; a placeholder if a span is one tile.
+// P of a tile of keys, as registers of all threads; a placeholder if a span is one tile.
 constexpr int consumer_threads = consumers * warpgroup_size;
 using SavedP = uint4[span > Bc ? Bc / step : 1][consumer_threads];
 
@@ -129,7 +129,7 @@ struct Slices {
   __device__ __forceinline__ void release() {
     if (holds) shared.pipeline.release(held);
   }
-  // Commits the products of the slice.
+  // Commits the products with the slice.
   __device__ __forceinline__ void commit() {
     wgmma_commit_group();
     wgmma_wait_group<1>();
@@ -187,7 +187,7 @@ __device__ __forceinline__ void save(SavedP& saved, const PackedP& P) {
   for (int i = 0; i < Bc / step; ++i) piece(saved, i) = {P[i][0], P[i][1], P[i][2], P[i][3]};
 }
 
-// The same with saved P: that of a product is loaded while the product before it runs.
+// Multiplies saved P, which is loaded for each product while the product before it runs.
 __device__ __forceinline__ void multiply_saved(Slices& slices, SavedP& saved,
                                                Fragments<step, Wv>& O) {
   unsigned P[2][4];
@@ -258,7 +258,7 @@ struct Consumer {
   Scorer<real> scorer;
   int warpgroup, lane;
 
-  // P of a span: its last tile stays in registers, the one before it is saved.
+  // Computes P of a span: its last tile stays in registers, the one before it is saved.
   __device__ __forceinline__ void softmax(const Span& keys, const RowTile& task, Rows<step>& rows,
                                           PackedP& P) {
 #pragma unroll 1
@@ -284,7 +284,7 @@ struct Consumer {
     }
   }
 
-  // A tile of O += P V, for all keys of a span.
+  // Computes a tile of O += P V, for all keys of a span.
   __device__ __forceinline__ void multiply(const Span& keys, const PackedP& P,
                                            Fragments<step, Wv>& O) {
     if (span > Bc && keys.tiles() > 1) multiply_saved(slices, slices.shared.saved_P, O);

@@ -1,6 +1,6 @@
 #pragma once
-// What warps do and wait for, for `cupyfa timeline`. Everything here is empty and costs nothing: a
-// launch that is recorded gets kernels/timeline/timeline.cuh in its place.
+// Records what warps do and wait for, for `cupyfa timeline`. Everything here is empty and costs
+// nothing; a launch that is recorded gets kernels/timeline/timeline.cuh in place of this header.
 
 #include <tile/timeline_kinds.cuh>
 

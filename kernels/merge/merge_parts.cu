@@ -1,11 +1,11 @@
-// merge_parts: the attention of all keys, from the attentions of parts of them.
+// merge_parts: merges attention over parts of the keys into attention over all keys.
 //
 // With m the largest lse of a row's parts and w_i = exp(lse_i - m), the row is the sum of
 // w_i / sum(w) * out_i, and its lse is m + log(sum(w)). Parts are added in their order, each column
 // by one thread, so that the bits depend on nothing else. Weights add up to 1 before they meet
 // outputs: no sum is larger than the largest output. (Dao et al., 2023, Flash-Decoding)
 //
-// More parts than there is room for take several launches, which carry the sums in `sums` and
+// If there are more parts than `room`, several launches carry the running sums in `sums` and
 // `totals`.
 //
 //   O [batch, heads, M, dv]    lse [batch, heads, M]    parts: `count` of them, of these shapes
@@ -14,7 +14,7 @@
 //   the host sets: scalar, real, room, vector, lanes, threads, carries
 #include <merge/parts.cuh>
 
-// Of the parts so far: the largest lse, and the sum of exp(lse - maximum).
+// The largest lse of the parts so far, and the sum of exp(lse - maximum).
 struct Total {
   real maximum, sum;
 };

@@ -14,7 +14,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_parts_gradients(
     Tensor<const real> dlse, int M, int heads, long long rows, int dv, int count,
     const __grid_constant__ Parts<const scalar, const real> parts,
     const __grid_constant__ Parts<scalar, real> gradients) {
-  // A thread past the last row computes that one again, because sums need all of a warp.
+  // A thread past the last row computes the last row, too, because sums need all of a warp.
   const unsigned long long number = row_of_thread();
   const bool inside = number < rows;
   const Row row = row_numbered(inside ? number : rows - 1, M, heads);

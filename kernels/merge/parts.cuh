@@ -3,9 +3,9 @@
 // sum of exp(score) that each row has, its weight among the parts.
 //
 // A group of `lanes` threads has a row, of all rows of all heads and batch elements. Each thread
-// takes 16 bytes of columns at a time, by accesses of `vector` columns: as many as begin at their
-// own multiples in all rows. So it is the same thread that has a column, whatever the strides are.
-// `room` is the most parts that a launch can have.
+// takes 16 bytes of columns at a time, in accesses of `vector` columns, the most that are aligned
+// in all rows. So a column belongs to the same thread, whatever the strides are. `room` is the
+// largest number of parts in a launch.
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 #include <tile/warp.cuh>
@@ -28,7 +28,7 @@ static_assert(width % vector == 0, "accesses end where a thread's columns end");
 struct alignas(vector * sizeof(scalar)) Access {
   scalar x[vector];
 };
-// Columns of a thread from `col` on; those past the last one are 0, and are not written.
+// A thread's columns from `col` on; those past the last one are 0, and are not written.
 struct Columns {
   Access access[width / vector] = {};
 
@@ -45,11 +45,11 @@ struct Columns {
   }
 };
 
-// The number of a thread's row, which may be past the last one.
+// Returns the number of a thread's row, which may be past the last one.
 __device__ __forceinline__ unsigned long long row_of_thread() {
   return (unsigned long long)blockIdx.x * (threads / lanes) + threadIdx.x / lanes;
 }
-// Where a row is; its number may need more than 32 bits.
+// The position of a row, whose number may need more than 32 bits.
 struct Row {
   int batch, head, row;
 };

@@ -1,12 +1,12 @@
 // softmax_online: maximum and sum in one pass over the row, then divide.
 //
-// Each thread carries the maximum and the sum of what it has seen, and rescales the sum when the
-// maximum grows; the threads' pairs are merged the same way. The row is read twice, not three
+// Each thread keeps the maximum and the sum of the scores it has read, and rescales the sum when
+// the maximum grows; the threads' pairs are merged the same way. The row is read twice, not three
 // times.
 //
 //   S, P [batch, heads, M, N]    lse [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, threads, shared_bytes and options (extent.cuh)
 #include <tile/block.cuh>
 #include <attention/score.cuh>
 #include <tile/shared.cuh>
@@ -29,7 +29,7 @@ extern "C" __global__ __launch_bounds__(threads) void softmax_online(Tensor<cons
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   const Extent extent = extent_of(sizes, batch);
-  const Scorer<real> scorer = {1, mods};  // the product before it has taken the scale
+  const Scorer<real> scorer = {1, mods};  // the launch before has applied the scale
   const scalar* scores = S.row(batch, head, row);
   scalar* out = P.row(batch, head, row);
   const int kv_begin = extent.kv_begin(row), kv_end = extent.kv_end(row);

@@ -11,9 +11,9 @@ __device__ timeline::Log timeline_log[timeline_blocks * timeline_warps];
 
 namespace timeline {
 
-// Writes an entry for the warp, with clock(counter) as its time: the first of the lanes that are
-// here does. All of them read the counter, which stays in L1, so that the warp need not branch:
-// instructions that follow may need all of its lanes together.
+// Writes an entry for the warp, with clock(counter) as its time, by the first of its active lanes.
+// All of them read the counter, which stays in L1, so that the warp need not branch: instructions
+// that follow may need all of its lanes together.
 template <class Clock>
 __device__ __forceinline__ void record_with(Clock clock, unsigned kind, unsigned argument) {
   const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);

@@ -1,13 +1,13 @@
 #pragma once
-// What warps do and wait for, recorded with the time. The functions are those of
-// kernels/include/timeline.cuh; the text of a launch that is recorded begins with this file.
+// Records what warps do and wait for, with the time. The functions are those of
+// kernels/include/timeline.cuh; the source of a launch that is recorded begins with this file.
 
 #include <tile/timeline_kinds.cuh>
 #include <timeline/record.cuh>
 
 namespace timeline {
 
-// Of all blocks only a few kinds are recorded.
+// Unless `timeline_detailed`, only a few kinds are recorded of each block.
 __device__ __forceinline__ constexpr bool is_recorded(unsigned kind) {
   return timeline_detailed || kind == in_block || kind == epilogue || kind == marked;
 }
@@ -34,7 +34,7 @@ struct [[maybe_unused]] Phase {
   __device__ __forceinline__ ~Phase() { end(kind); }
 };
 
-// The whole kernel: all returns end it.
+// Records the whole kernel: every return ends it.
 struct [[maybe_unused]] Block {
   __device__ __forceinline__ Block() {
     record_place(placed);
@@ -47,7 +47,7 @@ struct [[maybe_unused]] Block {
   }
 };
 
-// The two ends of __syncthreads, which is a macro here.
+// Record the beginning and end of __syncthreads, which is a macro here.
 __device__ __forceinline__ void begin_block_wait() {
   event(block_wait);
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ void end_block_wait() {
   end(block_wait);
 }
 
-// FNV-1a, of which a compiler makes a constant.
+// FNV-1a, which compilers evaluate to a constant.
 template <int size>
 __device__ __forceinline__ constexpr unsigned hash_of(const char (&name)[size]) {
   unsigned hash = 2166136261u;
@@ -64,8 +64,8 @@ __device__ __forceinline__ constexpr unsigned hash_of(const char (&name)[size]) 
   return hash;
 }
 
-// Of a member of struct Shared: the size of an element, and of a Pipeline how many of its barriers
-// are for "full".
+// Describes a member of struct Shared: the size of an element, and for a Pipeline how many of its
+// barriers are for "full".
 template <class T>
 struct Member {
   static constexpr int bytes = sizeof(T);

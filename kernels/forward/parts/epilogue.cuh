@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_output(const float (&O)[1][blocks][4], con
   }
 }
 
-// If a row is wrong (nonfinite.cuh), the warp computes its rows again, from the tensors Q, K and V.
+// If a row is wrong (nonfinite.cuh), the warp computes all its rows again from Q, K and V.
 template <int d, int dv>
 struct Epilogue {
   Tensor<const operand> Q, K, V;

@@ -6,8 +6,8 @@
 #include <tile/async_copy.cuh>
 #include <tile/warp.cuh>
 
-// Q in the order of operands: of each 16 columns those of lanes c = 0 … 3, four of each. A pair has
-// rows r and r + 8 of a column.
+// Loads Q in the order of operands: of each 16 columns, those of lanes c = 0 … 3, four of each. A
+// pair has rows r and r + 8 of a column.
 template <int threads, int pack_gqa, int cols, int groups, int steps>
 __device__ __forceinline__ void load_queries(double2 (&Q)[groups][steps][4][warp_size],
                                              const Head& queries, int first_row) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ void hide_masked(real (&S)[1][n][4], const Rows<step>
   }
 }
 
-// The lane's largest score of each row, of even and odd keys apart as in find_maxima().
+// Finds the lane's largest score of each row, with even and odd keys apart as in find_maxima().
 template <int n>
 __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (&maximum)[2]) {
   const timeline::Phase phase(timeline::softmax, n * 4);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void find_own_maxima(const real (&S)[1][n][4], real (
     maximum[half] = fmax(opaque(part[half][0]), opaque(part[half][1]));
 }
 
-// Raises the rows' maxima to those of lanes. Returns whether the warp has raised one; only then
-// sets the factors that rescale earlier sums.
+// Raises the rows' maxima to those that lanes have found. Returns whether the warp has raised one;
+// only then sets the factors that rescale earlier sums.
 __device__ __forceinline__ bool raise_exceeded(const real (&own)[2], Rows<step>& rows,
                                                real (&factor)[1][2], real slack) {
   bool exceeds = false;

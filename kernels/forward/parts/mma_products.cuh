@@ -31,9 +31,9 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[Br][columns], opera
   }
 }
 
-// P = exp(S - maximum) and O += P V. Two fragments of P side by side, 16 keys, are an operand of
-// the product. They are computed right before it, so that the exponentials of some keys overlap
-// with the products of others.
+// Computes P = exp(S - maximum) and O += P V. Two fragments of P side by side, 16 keys, are an
+// operand. They are computed right before their product, so that the exponentials of some keys
+// overlap with the products of others.
 template <int Bc, int width, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void multiply_output(operand (&V)[Bc][width], float (&S)[m][keys][4],
                                                 float (&O)[m][cols][4],

@@ -3,7 +3,7 @@
 
 #include <ptx/mma.cuh>
 
-// D += A B for 16 columns of A. `load` brings the fragments of 16 columns of B.
+// D += A B for 16 columns of A. `load` loads the fragments of 16 columns of B.
 template <class T, int m, int n, class Load>
 __device__ __forceinline__ void multiply_fragments(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                                    Load load) {

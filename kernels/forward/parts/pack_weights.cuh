@@ -1,5 +1,5 @@
 #pragma once
-// P as operands of the product with V, rounded to T, without the weights that dropout drops.
+// Packs P as operands of the product with V, rounded to T, without dropped weights.
 #include <attention/row_state.cuh>
 #include <tile/warpgroup_products.cuh>
 

@@ -1,12 +1,12 @@
 #pragma once
-// Ping-pong: warpgroups start products in turns, so that one computes exponentials while the tensor
-// cores work for another.
+// Ping-pong: warpgroups take turns to start products, so that one computes exponentials while the
+// tensor cores work for another.
 
 #include <ptx/named_barrier.cuh>
 #include <tile/warp.cuh>
 
-// A score may exceed the maximum that exponents are relative to by this much, as a power of two.
-// P is at most 2^8; float16 holds numbers up to almost 2^16.
+// A score may exceed the maximum of its row by this much, as a power of two, before the maximum is
+// raised. P is at most 2^8; float16 holds numbers up to almost 2^16.
 constexpr int slack = 8;
 
 // Turns of `consumers` warpgroups, with named barriers 1 … consumers.

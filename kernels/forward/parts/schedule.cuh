@@ -1,6 +1,6 @@
 #pragma once
 // The tile scheduler of a persistent block. Where lengths differ, the host puts
-// kernels/with/forward/parts/schedule.cuh in the place of this header.
+// kernels/with/forward/parts/schedule.cuh in place of this header.
 
 #include <forward/parts/static_schedule.cuh>
 

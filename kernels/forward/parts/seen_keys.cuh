@@ -3,8 +3,8 @@
 
 #include <attention/extent.cuh>
 
-// The keys `first` … `end` - 1 of a tile that a row sees, counted from the tile's first, without
-// those that a mask expression hides. A row past the end sees none.
+// The keys `first` … `end` - 1 of a tile, counted from its first, that a row reaches. A mask
+// expression may still hide some: shows() tells. A row past the end sees none.
 struct Seen {
   Extent extent;
   int row, first_key, first, end;

@@ -5,12 +5,12 @@
 #include <attention/row_tile.cuh>
 #include <ptx/opaque.cuh>
 
-// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of as
-// many heads as make two rounds are assigned together, the longest first, and the second round goes
-// from the last block to the first. All blocks then have about the same work, and heads whose K and
-// V are in the cache are finished before others. With the map of a block mask, which has the order
-// of the tiles, it is the same. Where batch elements share an array that an expression reads, the
-// batch elements of a head follow each other.
+// Row tiles are assigned in rounds. With a causal mask tiles differ in length. So the tiles of
+// several heads, enough for two rounds, are assigned together, the longest first, and the second
+// round goes from the last block to the first. All blocks then have about the same work, and heads
+// whose K and V are in the cache are finished before others. With a block mask, whose map orders
+// the tiles, it is the same. Where batch elements share an array of an expression, they follow each
+// other for each head.
 //
 // Heads of few tiles are assigned one by one, and a block moves on to the next tile index in each
 // round: after as many rounds as a head has tiles, all blocks have done the same work. Long and
@@ -36,9 +36,9 @@ struct StaticSchedule {
         turned(heads_in_turn()),
         first(may_skip && blockIdx.x >= slots ? turned : 0) {}
 
-  // The number of heads that are assigned one by one (no faster with more tiles): whole groups of
-  // an even number of rounds, after which a block has the same slot. The last may lack a 32nd of
-  // heads.
+  // The number of heads that are assigned one by one (no faster with more tiles): whole groups that
+  // take an even number of rounds, after which a block has its first slot again. The last group may
+  // lack a 32nd of its heads.
   __device__ __forceinline__ int heads_in_turn() const {
     const int blocks = gridDim.x, group = tiles % 2 ? 2 * slots : slots;
     if (!by_length || has_key_tiles || tiles < 2 || tiles > (may_skip ? 8 : 4)) return 0;
@@ -48,7 +48,7 @@ struct StaticSchedule {
 
   __device__ __forceinline__ bool in_turn() const { return !has_key_tiles && first < turned; }
 
-  // The number of heads that are assigned together, from `first` on.
+  // Returns how many heads are assigned together, from `first` on.
   __device__ __forceinline__ int count() const {
     return min(by_length && in_turn() ? turned : together, all_heads - first);
   }
@@ -64,7 +64,7 @@ struct StaticSchedule {
         index = round * blocks + (round % 2 && !in_turn() ? blocks - 1 - slot : slot);
         round += 1;
         if (index < count() * tiles) return true;
-        // The blocks that had one tile less begin with the next heads.
+        // The blocks that got one tile less begin with the next heads.
         const int left = count() * tiles % blocks;
         slot = (slot + (cdiv(count() * tiles, blocks) % 2 ? blocks - left : left)) % blocks;
       }
@@ -72,8 +72,8 @@ struct StaticSchedule {
     }
   }
 
-  // The row tile, with at least one tile of keys: without keys it is one of zeros. Its divisions
-  // take a while, and an opaque divisor keeps them where they are called: between products.
+  // Returns the row tile, with at least one tile of keys: without keys that is one of zeros. The
+  // divisions take a while, and an opaque divisor keeps them at the call, between products.
   __device__ __forceinline__ RowTile task() const {
     const int size = opaque(by_length && !in_turn() ? count() : tiles);
     const int all = opaque(batch_first ? all_heads / heads : heads);
@@ -99,8 +99,8 @@ struct StaticSchedule {
     return task;
   }
 
-  // Where the keys end that a warpgroup sees which has `rows` of the tile's rows. It may skip the
-  // tiles after that, but at most `most` of them.
+  // Returns where the keys end that a warpgroup with `rows` of the tile's rows sees. It may skip
+  // the tiles after that, but at most `most` of them.
   template <int rows>
   __device__ __forceinline__ int own_end(const RowTile& task, int warpgroup, int most) const {
     if constexpr (!causal) return task.kv_end;

@@ -1,6 +1,6 @@
 #pragma once
 // The products of mma_split_kv with keys and values as they are stored: here as operands. Where
-// they are e4m3, the host puts kernels/with/forward/parts/stored_products.cuh in the place of this
+// they are e4m3, the host puts kernels/with/forward/parts/stored_products.cuh in place of this
 // header.
 
 #include <attention/key_head.cuh>

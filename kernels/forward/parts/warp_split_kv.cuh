@@ -6,7 +6,7 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// `count` keys of a tile from `first` on, a multiple of 16: the swizzle repeats.
+// Returns `count` keys of a tile from `first` on, a multiple of 16: the swizzle repeats.
 template <int count, int height, int columns>
 __device__ __forceinline__ operand (&keys_from(operand (&tile)[height][columns], int first))
     [count][columns] { return reinterpret_cast<operand(&)[count][columns]>(tile[first]); }
@@ -20,8 +20,8 @@ struct WarpSums : RowMaxima<2 * m * warp_size> {
 };
 
 // Adds up the accumulators of all warps with the same rows, which they leave in `all`. Each warp
-// adds up a share of the fragments; the first one gets the result. Every thread of the block must
-// call it.
+// adds up a share of the fragments; the first warp gets the result. Every thread of the block must
+// call this.
 template <int warps, int m, int n, int pack_gqa>
 __device__ __forceinline__ void add_up(WarpSums<m, n>* all, int warp, float (&O)[m][n][4],
                                        Rows<m * step, pack_gqa>& rows, int lane) {

@@ -2,9 +2,9 @@
 // rotates these keys, and the queries, by their positions.
 //
 // Token i of a batch element stands at position lengths[batch] + shift + i. Rotary embedding takes
-// columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x turns by
-// an angle of which row `position` of two tables has the cosine and the sine. If the sequence has a
-// prefix in another cache, its keys count too. Columns after these pairs stay as they are. (Su et
+// columns in pairs: x and x + `angles`, or 2 x and 2 x + 1 if it is `interleaved`. Pair x is
+// rotated by an angle whose cosine and sine are in row `position` of two tables. If the sequence
+// has a prefix in another cache, its keys count, too. Columns after these pairs are copied. (Su et
 // al., 2021, arXiv:2104.09864, equation 34)
 //
 //   Q, turned_Q [batch, heads, tokens, d]: if `rotates`
@@ -15,7 +15,7 @@
 //   cosines, sines [positions, angles]: if `rotates`
 //   prefix_keys [batch]: the keys before those of the cache, if `has_prefix`
 //   lengths, used [batch]: the keys that were there before, and with the new ones, if `appends`
-//   numbers [batch, most]: the page table, if page_size is not 0; a page that is not there is not
+//   numbers [batch, most]: the page table, if page_size is not 0; a page that does not exist is not
 //   written
 //   grid (any; cdiv(rows, threads / 32) gives every row a warp)    block (threads)
 //   the host sets: scalar, operand, real, d, dv, threads, appends, rotates, interleaved, angles,
@@ -64,7 +64,7 @@ struct Rotation {
   Tensor<const Angle> cosines, sines;
   int positions;
 
-  // A column of a row at a position.
+  // Returns a column of a row, rotated by its position.
   __device__ __forceinline__ scalar turned(const scalar* row, int col, int position) const {
     if (col >= 2 * angles) return row[col];
     const int pair = interleaved ? col / 2 : col % pairs;

@@ -1,7 +1,7 @@
-// clear_rest: fills the rows of a ragged array that do not count, or belong to no sequence.
+// clear_rest: fills the rows of a ragged array that are unused or belong to no sequence.
 //
-// O and gradients get 0, and lse gets -infinity, as rows that see no key do. Operands get 0, since
-// weights of keys that do not count are 0, and 0 times what memory may hold is NaN.
+// O and gradients get 0, and lse gets -infinity, as rows that see no key do. Operands get 0:
+// weights of unused keys are 0, but 0 times NaN in memory would be NaN.
 //
 //   X [batch, heads, rows, width]
 //   grid (max(cdiv(rows, threads), 1) * heads * batch)    block (threads), a thread for each row
@@ -27,7 +27,7 @@ struct Element<false, true> {
 };
 using Own = Element<of_sums, of_operands>::Type;
 
-// The rows of a batch element that count.
+// The used rows of a batch element.
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_rows(const Arrays& mods, int batch, int rows) {
   if constexpr (of_keys)
@@ -36,7 +36,7 @@ __device__ __forceinline__ PackedRows used_rows(const Arrays& mods, int batch, i
     return used_queries(mods, batch, rows);
 }
 
-// The sequence to which a packed row would belong, if to any.
+// Returns the sequence to which a packed row would belong.
 template <class Arrays>
 __device__ __forceinline__ int sequence_of(const Arrays& mods, int row) {
   const int* offsets = of_keys ? mods.cu_seqlens_k_.data : mods.cu_seqlens_q_.data;
@@ -51,7 +51,7 @@ __device__ __forceinline__ int sequence_of(const Arrays& mods, int row) {
   return sequence;
 }
 
-// Whether a row is one that the launches before have written.
+// Whether earlier launches have written a row.
 template <class Arrays>
 __device__ __forceinline__ bool is_used(const Arrays& mods, int batch, int row, int rows) {
   if constexpr (Arrays::is_packed) batch = sequence_of(mods, row);

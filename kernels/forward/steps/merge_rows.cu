@@ -1,4 +1,4 @@
-// merge_rows: rows of O from the results of several blocks, one for each split of the keys.
+// merge_rows: merges the results of several blocks, one for each split of the keys, into rows of O.
 //
 // A split's sums are relative to its own maximum. They are rescaled to the largest maximum of all
 // splits, added up, always in the same order, and divided once: the online softmax of splits
@@ -9,7 +9,7 @@
 //   max_splits, sum_splits [batch, heads, M, num_splits]
 //   O [batch, heads, M, dv]    lse [batch, heads, M]
 //   grid (M * heads * batch; 1 if there is one split)    block (threads), a thread has columns
-//   the host sets: scalar, result, real, dv, threads and options (score.cuh)
+//   the host sets: scalar, result, real, dv, threads and options (extent.cuh)
 #include <attention/online_softmax.cuh>
 #include <attention/score.cuh>
 #include <tile/tensor.cuh>
@@ -17,7 +17,7 @@
 extern "C" __global__ __launch_bounds__(threads) void merge_rows(
     const real* O_splits, const real* max_splits, const real* sum_splits, Tensor<result> O,
     Tensor<real> lse, int num_splits, Sizes sizes, int heads, Mods mods) {
-  if (num_splits == 1) return;  // its block has written the rows
+  if (num_splits == 1) return;  // the block of the split has written the rows
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
   const long long first = (long long)blockIdx.x * num_splits;

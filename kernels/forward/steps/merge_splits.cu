@@ -1,4 +1,4 @@
-// merge_splits: rows of O from the results of several blocks, one for each split of the keys.
+// merge_splits: merges the results of several blocks, one for each split, into rows of O.
 //
 // A split's sums are relative to its own maximum. They are rescaled to the largest maximum so far,
 // added up, always in the same order, and divided once: the online softmax of splits instead of
@@ -12,7 +12,7 @@
 //   grid (M * heads * batch; 1 if there is one split)    block (threads): a warp takes every fourth
 //   split, `at_once` of them at a time, a lane four columns of each 128
 //   the host sets: scalar, result, operand, real, at_once, d, dv, threads, shared_bytes and options
-//   (score.cuh)
+//   (extent.cuh)
 #include <attention/kv_dtype.cuh>
 #include <attention/nonfinite.cuh>
 #include <attention/row_max.cuh>
@@ -40,7 +40,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     Tensor<real> lse, int num_splits, Tensor<const operand> Q, StoredKeys K, StoredValues V,
     Sizes sizes, int heads, int group, real scale, Mods mods) {
   wait_for_launch_before();
-  if (num_splits == 1) return;  // its block has written the rows
+  if (num_splits == 1) return;  // the block of the split has written the rows
   Shared& shared = shared_memory<Shared>();
   const auto [row, head, batch] = place(blockIdx.x, sizes.M, heads);
   if (!extent_of(sizes, mods, batch).has_tile_of_rows(row)) return;  // no split has written it
@@ -54,7 +54,7 @@ extern "C" __global__ __launch_bounds__(threads) void merge_splits(
     float4 x[at_once][rounds];
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
-      // In place of those that do not exist the last ones: so no load waits for a condition.
+      // The last split replaces those that do not exist, so that no load waits for a condition.
       const long long place = first + min(split + i * warps, num_splits - 1);
       maxima[i] = max_splits[place * stored_maxima], sums[i] = sum_splits[place];
 #pragma unroll

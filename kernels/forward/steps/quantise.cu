@@ -1,4 +1,4 @@
-// quantise: Q, K and V as e4m3, each tile divided by a power of two, and V transposed.
+// quantise: rounds Q, K and V to e4m3, each tile divided by a power of two, and transposes V.
 //
 // The scale puts a tile's largest finite number between 224 and 448, the largest e4m3 number. A
 // power of two loses none of the three bits of mantissa; only numbers 2^15 times smaller than the
@@ -8,7 +8,7 @@
 // which a thread of wgmma_fp8 holds their P.
 //
 //   Q [batch, heads, M, d]    K, V [batch, kv_heads, N, d | dv]
-//   Q8, K8 the same, d filled up to d16 with zeros    V8 [batch, kv_heads, dv, N32] likewise
+//   Q8, K8 the same, d padded to d16 with zeros    V8 [batch, kv_heads, dv, N32], padded likewise
 //   Q_scale [batch, heads, cdiv(M, Br)]    K_scale, V_scale [batch, kv_heads, cdiv(N, Bc)]
 //   grid (cdiv(M, Br) * heads * batch for Q, then cdiv(N, Bc) * kv_heads * batch for K, and for V)
 //   block (threads): a tile
@@ -29,7 +29,7 @@ static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct S
 constexpr int resident = sizeof(scalar) == 2 ? 1152 / threads : 1;  // blocks of a multiprocessor
 static_assert(Bc % 32 == 0, "keys change their order within 32");
 
-// A number from its bits, the lowest ones, and back.
+// Converts a number from its bits, the lowest ones, and back.
 __device__ __forceinline__ scalar as_scalar(unsigned bits) {
   scalar x;
   memcpy(&x, &bits, sizeof(scalar));
@@ -41,7 +41,7 @@ __device__ __forceinline__ unsigned as_bits(scalar x) {
   return bits;
 }
 
-// The scale of a tile with this largest magnitude.
+// Returns the scale of a tile with this largest magnitude.
 __device__ __forceinline__ float unit_for(float largest) {
   // The addition carries into the exponent where the mantissa is above that of 448.
   const int exponent = int((__float_as_uint(largest) + 0x1fffff) >> 23) - 8;
@@ -55,7 +55,7 @@ struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   static constexpr int bits = 8 * sizeof(scalar), in_word = 32 / bits;
   unsigned words[count / in_word];
 
-  // The bits of a number's magnitude: as whole numbers in the order of magnitudes, NaN the largest.
+  // Returns the bits of a number's magnitude: as integers they are ordered as magnitudes, NaN last.
   __device__ __forceinline__ unsigned magnitude(int j) const {
     return words[j / in_word] >> j % in_word * bits & (1u << (bits - 1)) - 1;
   }
@@ -67,7 +67,7 @@ struct alignas(count < 8 ? count * sizeof(scalar) : 16) Piece {
   }
 };
 
-// A tile in registers: each thread has groups of `wide` columns and `tall` rows.
+// A tile in registers: each thread has groups of `tall` rows and `wide` columns.
 template <int rows, int cols, int tall, int wide>
 struct Tile {
   static_assert(rows % tall == 0, "threads have whole groups of rows");
@@ -120,7 +120,7 @@ struct Tile {
   }
 };
 
-// The largest magnitude of a thread's numbers, infinity if one is NaN, or of its finite numbers.
+// The thread's largest magnitude, infinity if a number is NaN; or that of its finite numbers.
 template <bool finite, int rows, int cols, int tall, int wide>
 __device__ __forceinline__ float largest_of(const Tile<rows, cols, tall, wide>& tile) {
   const unsigned end = as_bits(scalar(infinity));
@@ -147,12 +147,12 @@ __device__ __forceinline__ float unit_of(const Tile& tile, Shared& shared) {
   return unit_for(block_max(largest_of<true>(tile), shared.partial));
 }
 
-// A number times a factor; infinity becomes NaN, because infinity times zero is.
+// Multiplies a number; infinity becomes NaN, because infinity times zero is.
 __device__ __forceinline__ float scaled(float x, float factor) {
   return x * factor + x * 0.0f;
 }
 
-// Multiplies Q or K by a power of two.
+// Rounds Q or K, multiplied by a power of two.
 template <class Tile>
 __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned char> to, int batch,
                                            int head, float factor) {
@@ -164,12 +164,12 @@ __device__ __forceinline__ void round_rows(const Tile& tile, Tensor<unsigned cha
   });
 }
 
-// The same for V, transposed: 16 keys of a column at a time.
+// Rounds V likewise, and transposes it: 16 keys of a column at a time.
 __device__ __forceinline__ void transpose_values(const Tile<Bc, dv, 16, 2>& tile,
                                                  Tensor<unsigned char> to, int batch, int head,
                                                  float factor) {
   tile.each([&](int key, int col, int round) {
-    if (key / 32 * 32 >= tile.end) return;  // rows of V8 end where 32 keys do
+    if (key / 32 * 32 >= tile.end) return;  // rows of V8 end at a multiple of 32 keys
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (col + j >= dv) break;

@@ -1,4 +1,4 @@
-// repair_rows: sums elements of the baseline's O again where a masked V was not finite.
+// repair_rows: recomputes elements of the baseline's O where a masked V was not finite.
 //
 // A product of whole matrices multiplies the zeros of P at masked keys with V, and 0 * NaN and
 // 0 * infinity are NaN. Elements of O that are NaN are summed again over the visible keys alone;

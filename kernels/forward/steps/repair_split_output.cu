@@ -1,8 +1,8 @@
 // repair_split_output: computes flagged rows, whose split operands were not accurate, from the
 // float32 arrays.
 //
-// Rows with a flag are rare: a block whose rows have none returns at once. For a row with one,
-// the keys are divided among the warps of a block, unless its values are large enough
+// Rows with a flag are rare: a block whose rows have none returns at once. The keys of a flagged
+// row are divided among the warps of a block, unless its values turn out to be large enough
 // (cancellation.cuh): then its flag becomes 0. The other rows are not touched, so that their bits
 // do not depend on their neighbours.
 //
@@ -10,7 +10,7 @@
 //   lse, flags [batch, heads, M]    V_exponents, small_values: see split_operands.cu
 //   grid (cdiv(M, rows_of_block) * heads * batch)    block (threads)
 //   the host sets: scalar, result, real, rows_of_block, counted, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/row_max.cuh>
 #include <attention/score.cuh>
 #include <attention/tile_index.cuh>
@@ -20,7 +20,7 @@
 #include <tile/warp.cuh>
 
 constexpr int warps = threads / warp_size;
-constexpr int together = 4;  // keys, whose loads and sums are under way at the same time
+constexpr int together = 4;  // keys whose loads and sums are in flight at the same time
 
 struct Shared {
   real maximum[warps], sum[warps];
@@ -30,8 +30,8 @@ struct Shared {
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(rows_of_block <= threads, "a thread reads the flag of each row");
 
-// Whether a row of O with this flag is accurate: no column whose element is small has that many
-// small values. `counts` has the numbers for each `counted` keys.
+// Whether a row of O with this flag is accurate: no column whose element is small has too many
+// small values. `counts` has the numbers of small values for each `counted` keys.
 __device__ bool is_held(int flag, const result* row, const int* exponents,
                         const unsigned char* counts, int keys) {
   bool held = flag > 1;
@@ -46,7 +46,7 @@ __device__ bool is_held(int flag, const result* row, const int* exponents,
   return __syncthreads_and(held);
 }
 
-// Every 32nd column of a row.
+// A lane's columns of a row, every 32nd.
 template <int cols>
 struct Columns {
   static constexpr int count = cdiv(cols, warp_size);
@@ -66,7 +66,7 @@ struct Sums {
   real maximum = -infinity, sum = 0;
   Columns<dv> output = {};
 
-  // Adds a key with this score. `kept` is its weight after dropout, of 1.
+  // Adds a key with this score. `kept` is the factor of its weight after dropout.
   __device__ __forceinline__ void add(real x, real kept, const Columns<dv>& v) {
     const real before = maximum;
     maximum = fmax(maximum, x);
@@ -79,7 +79,7 @@ struct Sums {
   }
 };
 
-// A warp's contribution of keys first … end - 1 to a row. No loop's condition depends on the lane.
+// Returns a warp's sums of a row over keys first … end - 1. No loop condition depends on the lane.
 __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
                                        Tensor<const scalar> V, const Extent& extent, int query,
                                        int batch, int kv_head, int first, int end,
@@ -113,7 +113,7 @@ __device__ __forceinline__ Sums attend(const scalar* q, Tensor<const scalar> K,
   return sums;
 }
 
-// A row's O and lse from what the warps have in shared memory; each thread has some columns.
+// Writes a row's O and lse from the warps' sums in shared memory; each thread has some columns.
 template <int count>
 __device__ void write_row(const Shared& shared, const Extent& extent, int row, scalar* out,
                           real* lse) {
@@ -130,7 +130,7 @@ __device__ void write_row(const Shared& shared, const Extent& extent, int row, s
     }
   }
   if (const real sink = extent.sink(); sink != -infinity)
-    sum += exp(sink - origin) * (sink - sink + 1);    // NaN of infinity
+    sum += exp(sink - origin) * (sink - sink + 1);    // NaN if it is infinite
   const real inverse = sum == 0 ? real(0) : 1 / sum;  // NaN of V stays NaN
 #pragma unroll
   for (int i = 0; i < count; ++i) {

@@ -1,6 +1,6 @@
-// round_operands: float32 inputs as the 16-bit numbers that a kernel's products take.
+// round_operands: rounds float32 inputs to the 16-bit numbers that a kernel's products take.
 //
-// A launch of its own reads each input once and writes half as many bytes; the kernel then reads
+// A separate launch reads each input once and writes half as many bytes; the kernel then reads
 // 16-bit numbers, as for other dtypes. Rows are padded with zeros to a multiple of 8 numbers, so
 // that each begins at a multiple of 16 bytes. In float16, numbers above 65504 become infinite.
 //

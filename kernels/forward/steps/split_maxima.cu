@@ -1,4 +1,4 @@
-// split_maxima: the largest finite magnitude in each column of K and V, or of Q and dO.
+// split_maxima: finds the largest finite magnitude in each column of K and V, or of Q and dO.
 //
 // The keys, or rows, of a head are divided among `slabs` blocks, each of which writes a line of a
 // table; readers take the maximum of all lines. So nothing has to be cleared, and no
@@ -18,7 +18,7 @@ struct Shared {
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 
-// Writes the maxima of `cols` columns of some rows of a head. Returns whether the thread has met
+// Writes the maxima of `cols` columns of some rows of a head. Returns whether the thread has found
 // NaN or infinity.
 template <int cols>
 __device__ bool write_maxima(Tensor<const scalar> X, int batch, int head, int first_row, int end,

@@ -2,8 +2,8 @@
 //
 // A float32 has 24 bits of mantissa, two float16 hold 22 to 23 of them. Powers of two bring the
 // numbers into the range of float16: one for each column of K and of V, found by `split_maxima`,
-// and one for each row of Q, after those of K's columns were taken into it. Let e be the exponents
-// of the largest numbers of columns j, and r that of row i (see split_pair.cuh):
+// and one for each row of Q, which first takes up those of K's columns. Let e[j] be the exponent of
+// the largest number of column j, and r[i] that of row i (see split_pair.cuh):
 //
 //   K[k][j] * 2^(14 - e[j])                       = K_high + K_low / 2^11
 //   V[k][j] * 2^(14 - e[j])                       = V_high + V_low / 2^11
@@ -23,7 +23,7 @@
 //   Q_high, Q_low [batch, heads, M, d], K_high, K_low, V_high, V_low [batch, kv_heads, N, d | dv]:
 //   contiguous, columns filled up with zeros to a multiple of 16
 //   V_exponents [batch, kv_heads, dv]    scale2, flags [batch, heads, M]
-//   of packed rows (batch.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
+//   with packed rows (batch.cuh) the arrays [batch, kv_heads, …] have an element for each sequence
 //   grid (query_blocks for tiles of Q, then blocks for tiles of K and V)    block (threads)
 //   the host sets: scalar, operand, real, slabs, rows_of_block, d, dv, threads, shared_bytes and
 //   options (extent.cuh)
@@ -38,15 +38,15 @@
 
 struct Shared {
   int exponents[d + dv];                      // of the columns of K, then of V
-  unsigned small[cdiv(dv, step) * step / 2];  // small values of a pair of columns: in 16 bits each
+  unsigned small[cdiv(dv, step) * step / 2];  // 16 bits for each column of a pair: its small values
 };
 static_assert(sizeof(Shared) == shared_bytes, "the record's shared= and struct Shared disagree");
 static_assert(sizeof(operand) == 2, "two parts are packed into a word");
 static_assert(rows_of_block < 256, "a byte counts the small values of a block's column");
-constexpr float largest_score = 0x1p22f;              // of a row's largest numbers alone
+constexpr float largest_score = 0x1p22f;              // that a row's largest numbers alone give
 constexpr int resident = resident_threads / threads;  // blocks; memory bounds this launch
 
-// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of parts.
+// Splits rows of K or V. Calls see(pair, x, y) with neighbours in units of the split.
 template <int cols, class See>
 __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tensor<operand> low,
                            int batch, int head, int first_row, int end, const int* exponents,
@@ -69,7 +69,7 @@ __device__ void split_rows(Tensor<const scalar> from, Tensor<operand> high, Tens
   });
 }
 
-// What turns products of a row's parts into scores, corrected for truncation: above 0, for 0
+// Returns the factor from split products to scores, corrected for truncation: above 0, since 0
 // times a hidden score, -infinity, would be NaN.
 __device__ __forceinline__ float unit_of(int exponent, float scale) {
   const float factor = has_score_mod ? 1.0f : fabs(scale) * log2e;
@@ -115,7 +115,7 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
       for (int col = threadIdx.x; col < dv; col += threads)
         V_exponents[kv_head * dv + col] = shared.exponents[d + col];
     for (int i = threadIdx.x; i < cdiv(dv, step) * step / 2; i += threads) shared.small[i] = 0;
-    __syncthreads();  // before they are counted
+    __syncthreads();  // before small values are counted
     split_rows<d>(K, K_high, K_low, batch, head, first, N, shared.exponents,
                   [](int, float, float) {});
     const float least = small_value(N);
@@ -125,7 +125,7 @@ extern "C" __global__ __launch_bounds__(threads, resident) void split_operands(
                      if (counts_values && small > 0) atomicAdd(&shared.small[pair], small);
                    });
     if constexpr (!counts_values) return;
-    __syncthreads();  // all are counted
+    __syncthreads();  // all small values are counted
     const long long place = kv_head * max(cdiv(N, rows_of_block), 1) + tile;
     for (int col = threadIdx.x; col < dv; col += threads)
       small_values[place * dv + col] = shared.small[col / 2] >> 16 * (col % 2);

@@ -1,9 +1,9 @@
-// transpose_e4m3: V of e4m3 as wgmma_fp8 takes it; V of other dtypes quantise transposes.
+// transpose_e4m3: transposes V in e4m3 for wgmma_fp8; `quantise` transposes V of other dtypes.
 //
 // wgmma takes both operands of e4m3 by rows, and so V by its columns; each 32 keys have the order
-// in which a thread of wgmma_fp8 holds their P. The numbers stay as they are.
+// in which a thread of wgmma_fp8 holds their P. The numbers are unchanged.
 //
-//   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N filled up to N32 with zeros
+//   V [batch, kv_heads, N, dv]    V8 [batch, kv_heads, dv, N32], N padded to N32 with zeros
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (threads): a tile
 //   the host sets: Bc, dv, threads, shared_bytes
 #include <ptx/e4m3.cuh>
@@ -13,7 +13,7 @@
 static_assert(shared_bytes == 0, "nothing is shared");
 static_assert(Bc % 32 == 0, "keys change their order within 32");
 
-// Four numbers of a row from a column on, the first in the lowest bits; 0 past its end.
+// Loads four numbers of a row from a column on, the first in the lowest bits; 0 past its end.
 __device__ __forceinline__ unsigned load_four(const E4m3* row, int col, bool aligned) {
   if (aligned && col + 4 <= dv) return *reinterpret_cast<const unsigned*>(row + col);
   unsigned four = 0;
@@ -34,10 +34,10 @@ extern "C" __global__ __launch_bounds__(threads) void transpose_e4m3(Tensor<cons
   const auto [tile, head, of_batch] = place(blockIdx.x, max(cdiv(N, Bc), 1), kv_heads);
   constexpr int in_row = cdiv(dv, 4);
   const bool aligned = is_aligned(V);
-  // A thread has 16 keys of four columns, two neighbouring threads 32 keys of the same ones.
+  // A thread has 16 keys of four columns; two neighbours share columns and have 32 keys.
   for (int i = threadIdx.x; i < Bc / 16 * in_row; i += threads) {
     const int key = tile * Bc + i / 2 / in_row * 32 + i % 2 * 16, col = i / 2 % in_row * 4;
-    if (key / 32 * 32 >= N) return;  // rows of V8 end where 32 keys do
+    if (key / 32 * 32 >= N) return;  // rows of V8 end at a multiple of 32 keys
     unsigned rows[16];
 #pragma unroll
     for (int k = 0; k < 16; ++k)

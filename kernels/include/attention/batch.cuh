@@ -5,16 +5,16 @@
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// What the host passes, the argument `sizes` of a record.
+// The argument `sizes` of every launch, which the host passes.
 struct Sizes {
   int M, N;           // queries and keys of a head
   int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus what a window shows on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: the same, minus what it shows on
-                      // the left
+                      // (top-left), plus a window's keys on the right
+  int window_offset;  // key j is seen if j >= i + window_offset: N - M or 0, minus a window's keys
+                      // on the left
 };
 
-// Where the rows of a batch element begin in packed arrays. Of other arrays nothing is kept.
+// Maps rows of a batch element to rows of packed arrays. For other arrays it changes nothing.
 struct Origin {
   __device__ __forceinline__ int packed_row(int row) const { return row; }
   __device__ __forceinline__ int packed_key(int key) const { return key; }
@@ -23,7 +23,7 @@ struct Origin {
 
 // A batch element: its queries, keys and offsets, and where its rows begin.
 struct BatchElement : Origin, Sizes {
-  // Whether a tile begins with this row: some numbers of tiles have none in ragged batches.
+  // Whether a tile begins with this row: in ragged batches some tile indices have no tile.
   __device__ __forceinline__ bool has_tile_of_rows(int) const { return true; }
   __device__ __forceinline__ bool has_tile_of_keys(int) const { return true; }
 };
@@ -33,7 +33,7 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes, const 
   return {{}, sizes};
 }
 
-// Keys or values as rows of batch elements, in pages or not.
+// Returns keys or values as rows of batch elements, whether they lie in pages or not.
 template <class T, class Arrays>
 __device__ __forceinline__ Tensor<T> rows_of(Tensor<T> tensor, const Arrays&) {
   return tensor;

@@ -1,6 +1,6 @@
 #pragma once
-// A tile of a bias in shared memory: none. Where scores are modified, the host puts
-// kernels/with/attention/bias_tile.cuh in the place of this header.
+// A tile of a bias in shared memory: none here. Where scores are modified, the host puts
+// kernels/with/attention/bias_tile.cuh in place of this header.
 
 #include <attention/no_bias.cuh>
 

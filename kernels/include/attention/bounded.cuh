@@ -9,7 +9,7 @@ struct Bounded {
 
   __device__ __forceinline__ T within(int size) const { return max(T(0), min(index, T(size - 1))); }
 };
-// For which min and max are not declared.
+// min and max are not declared for this type.
 template <>
 struct Bounded<__int128> {
   __int128 index;

@@ -1,6 +1,6 @@
 #pragma once
-// What dropout does to weights and to dS: here nothing. Where there is dropout, the host puts
-// kernels/with/attention/dropped_weights.cuh in the place of this header.
+// Applies dropout to weights and to dS: here it does nothing. Where there is dropout, the host puts
+// kernels/with/attention/dropped_weights.cuh in place of this header.
 
 #include <attention/score.cuh>
 

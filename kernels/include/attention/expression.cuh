@@ -3,17 +3,17 @@
 //
 //  - Dual<n>, a number and its n derivatives; forward kernels compute with Real, which has none,
 //    backward ones with Dual<1>, whose derivative is that by the score;
-//  - Index, a position among queries, keys, heads or batch; Whole, what follows from positions;
-//    int and long long, whole numbers of arrays and of the expression; __int128, elements of uint64
-//    and what follows from them;
+//  - Index, a position among queries, keys, heads or batch; Whole, a number computed from it;
+//    int and long long, integers of arrays and of the expression; __int128, elements of uint64 and
+//    results computed from them;
 //  - bool, conditions. & and | evaluate both sides: no branch keeps a load in a loop.
 //
 // Numbers are of the host's type real. In double all functions are exact. In float they take few
 // instructions, because a kernel has only about 20 for each score:
-//  - x / y is x times a reciprocal, which leaves loops if y is the same in them;
-//  - exp, sigmoid and tanh are made of the special functions 2^x and 1/x, sin and cos of those of
-//    their names, with an absolute error of a few units in the last place of 1. Near 0 tanh and sin
-//    are polynomials: what is multiplied by a large number, as in cap * tanh(x / cap), needs an
+//  - x / y is x times a reciprocal, which is computed outside of loops in which y is constant;
+//  - exp, sigmoid and tanh use the special functions 2^x and 1/x, sin and cos those of their names,
+//    with an absolute error of a few units in the last place of 1. Near 0 tanh and sin are
+//    polynomials: a number that is multiplied by a large one, as in cap * tanh(x / cap), needs an
 //    error relative to x;
 //  - a position is converted to float once for all elements of a tile.
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ float rsqrt(float x) {
 __device__ __forceinline__ double rsqrt(double x) {
   return 1 / ::sqrt(x);
 }
-// The rounded root of float is a subroutine. Of 0 and infinity these two functions give the root.
+// The correctly rounded float root is a subroutine. For 0 and infinity this gives the root, too.
 __device__ __forceinline__ float sqrt(float x) {
   return reciprocal(rsqrtf(x));
 }
@@ -113,7 +113,7 @@ __device__ __forceinline__ float tanh(float x) {
 __device__ __forceinline__ double tanh(double x) {
   return ::tanh(x);
 }
-// cap * tanh(x / cap), with all that follows from cap outside of loops.
+// Returns cap * tanh(x / cap). All that depends only on cap is computed outside of loops.
 __device__ __forceinline__ float capped(float x, float cap) {
   const float t = x * reciprocal(cap), near = fmaf(x, tanh_near_0(t * t), x);
   return fabs(t) < small_tanh ? near : copysign(fmaf(-cap, rest_of_tanh(t), cap), x);
@@ -193,13 +193,13 @@ template <class T>
 __device__ __forceinline__ T softplus(T x) {
   return (x > 0 ? x : T(0)) + log1p(exp(x > 0 ? -x : x));
 }
-// Less the nearest multiple of 2 pi, whose low part is in a second constant: the special functions
-// lose accuracy with the distance from 0, and sinf has a loop for large numbers.
+// Subtracts the nearest multiple of 2 pi, whose low part is a second constant: the special
+// functions lose accuracy with the distance from 0, and sinf has a loop for large numbers.
 __device__ __forceinline__ float within_a_turn(float x) {
   const float turns = rintf(x * 0.159154943f);
   return fmaf(turns, 1.74845553e-7f, fmaf(turns, -6.28318548f, x));
 }
-// Near 0 the special function has an absolute error.
+// Near 0 a polynomial replaces the special function, whose error is absolute.
 __device__ __forceinline__ float sin(float x) {
   const float turned = within_a_turn(x), s = turned * turned;
   const float of_s = fmaf(s, fmaf(s, -0.00019709f, 0.00833314f), -0.16666666f);
@@ -256,8 +256,8 @@ struct Dual {
 };
 using Real = Dual<0>;
 
-// A whole number that was computed from positions, and the same as a number: whichever of the two
-// is not needed costs nothing. The number is exact below 2^24 in float.
+// An integer computed from positions, as an int and as a real: the one that is not needed costs
+// nothing. The real is exact below 2^24 in float.
 struct Whole {
   int value;
   real number;
@@ -292,11 +292,11 @@ template <>
 struct When<true> {
   using type = int;
 };
-// Of built-in types, operators are built in.
+// Only for the types of this header: built-in types have built-in operators.
 template <class A, class B>
 using IfOwn = typename When<is_own<A> || is_own<B>>::type;
 
-// Any number as a Dual, and any whole number as one of C++.
+// Converts any number to a Dual, and any integer to an integer type of C++.
 __device__ __forceinline__ Real number(real x) {
   return x;
 }
@@ -343,7 +343,7 @@ __device__ __forceinline__ Dual<n> wide(const Dual<n>& x) {
 // -------------------------------------------------------------------------------------------------
 // Operators
 
-// f(x) with f' = by, and f(x, y).
+// Applies the chain rule: f(x) with f' = by, or f(x, y).
 template <int n>
 __device__ __forceinline__ Dual<n> chain(real value, const Dual<n>& x, real by) {
   Dual<n> f(value);
@@ -400,8 +400,8 @@ __device__ __forceinline__ auto operator*(const A& a, const B& b) {
   }
 }
 
-// x * y + z, rounded once. As two operations the product may be computed far ahead of z, in
-// registers that a kernel does not have.
+// Returns x * y + z, rounded once. As two operations, the product might be computed far ahead of z,
+// in registers that a kernel does not have.
 template <int n, int m, int k>
 __device__ __forceinline__ auto fused(const Dual<n>& x, const Dual<m>& y, const Dual<k>& z) {
   const real value = elementary::fused(x.value, y.value, z.value);
@@ -483,7 +483,7 @@ __device__ __forceinline__ auto where(bool condition, const A& a, const B& b) {
   }
 }
 
-// NaN wins, as in NumPy. Of equal numbers the slope is that of the first.
+// NaN wins, as in NumPy. If both are equal, the slope is that of the first.
 template <class A, class B>
 __device__ __forceinline__ auto larger(const A& a, const B& b) {
   if constexpr (any_is_dual<A, B>) {
@@ -547,7 +547,7 @@ __device__ __forceinline__ Dual<n> capped(const Dual<n>& x, Real cap) {
   const real rest = elementary::rest_of_tanh(elementary::divide(x.value, cap.value));
   return chain(elementary::capped(x.value, cap.value), x, rest * (2 - rest));
 }
-// y * (1 - y), whose second factor is power * y: that has a small relative error near 0, too.
+// The slope is y * (1 - y), computed as y * (power * y), which is accurate near 0, too.
 template <int n>
 __device__ __forceinline__ Dual<n> sigmoid(const Dual<n>& x) {
   const real y = elementary::sigmoid(x.value);
@@ -590,7 +590,7 @@ __device__ __forceinline__ Whole abs(Whole x) {
   return {abs(x.value), fabs(x.number)};
 }
 
-// Of a number of 64 bits the upper half of the result is known to be 0.
+// For a 64-bit number the compiler knows that the upper half of the result is 0.
 __device__ __forceinline__ __int128 abs(__int128 x) {
   return x < 0 ? -x : x;
 }
@@ -600,13 +600,13 @@ __device__ __forceinline__ auto square(const T& x) {
   return x * x;
 }
 
-// Rounded down, as Python divides; the rest has the sign of the divisor.
+// Rounds a quotient down, as Python does; the remainder has the sign of the divisor.
 template <class T>
 __device__ __forceinline__ T rounded_down(T quotient, T x, T y) {
   return quotient - (x != quotient * y && (x ^ y) < 0);
 }
-// Of many bits a division has hundreds of instructions, which are not repeated for every pair. The
-// lowest number divided by -1 would stop a processor.
+// A wide division takes hundreds of instructions, which are not repeated for every pair. Dividing
+// the lowest number by -1 would stop a CPU.
 template <class T>
 __device__ __noinline__ T divided(T x, T y) {
   return y == -1 ? -x : rounded_down(x / y, x, y);
@@ -624,7 +624,7 @@ template <class A, class B>
 __device__ __forceinline__ auto floor_mod(const A& a, const B& b) {
   return integer(a) - floor_divide(a, b) * integer(b);
 }
-// Of a constant above 0: one instruction for powers of two.
+// Divides by a positive constant: powers of two take one instruction.
 __device__ constexpr int log2_of(int power) {
   return power == 1 ? 0 : 1 + log2_of(power / 2);
 }
@@ -646,7 +646,7 @@ __device__ __forceinline__ auto floor_mod(const A& a) {
 // -------------------------------------------------------------------------------------------------
 // Captured arrays
 
-// The type of an element in an expression: bool; int or long long; or a Real.
+// Converts an array's element to its type in an expression: bool; int or long long; or a Real.
 __device__ __forceinline__ bool element(bool x) {
   return x;
 }
@@ -697,11 +697,11 @@ struct Unsigned<4> {
   using type = unsigned;
 };
 
-// Whether elements are the upper halves of floats; the host says so of bfloat16.
+// Whether elements are the upper halves of floats; the host specialises this for bfloat16.
 template <class Element>
 constexpr bool is_bfloat16 = false;
 
-// The pair that begins at `there`, and an element of it. The compiler makes one load for both.
+// Loads the pair that begins at `there`, and takes an element of it: one load serves both.
 template <class Element>
 __device__ __forceinline__ unsigned pair_at(const Element* there) {
   return *reinterpret_cast<const typename Unsigned<2 * sizeof(Element)>::type*>(there);
@@ -718,8 +718,8 @@ __device__ __forceinline__ auto of_pair(unsigned pair, bool second) {
 }
 
 // The host passes data, strides in elements and sizes. The last axis is dense: its stride is 1.
-// In pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time. Held: what
-// a HeldIndex has is this array's.
+// in_pairs: rows begin at multiples of a pair's bytes, and keys are read two at a time. is_held:
+// the element in a HeldIndex is one of this array.
 template <class Element, int rank, bool in_pairs = false, bool is_held = false>
 struct Array {
   using Type = Element;
@@ -735,7 +735,7 @@ struct Array {
     return read_from<0>(data, 0, indices...);
   }
 
-  // The first element of the row at indices of all axes but the last.
+  // Returns the address of the row at indices of all axes but the last.
   template <class... Indices>
   __device__ __forceinline__ const Element* row(const Indices&... indices) const {
     long long at = 0;
@@ -750,13 +750,13 @@ struct Array {
     return const_cast<Element&>(*row(indices...));
   }
 
-  // The number of that element in an array without strides.
+  // Returns the flat index of that element, as if the array were contiguous.
   template <class... Indices>
   __device__ __forceinline__ long long place(const Indices&... indices) const {
     return place_from<0>(0, indices...);
   }
 
-  // Sets it, in an array that may be written.
+  // Sets the element with a flat index, in an array that may be written.
   __device__ __forceinline__ void write(long long place, double value) const {
     long long at = 0;
     for (int axis = rank - 1; axis >= 0; --axis) {
@@ -782,7 +782,7 @@ struct Array {
     return place_from<axis + 1>(before * size[axis] + own, rest...);
   }
 
-  // `more` is what the positions' constants add to the address: the immediate offset of the load.
+  // `more` is the sum of the positions' constants: the immediate offset of the load.
   template <int axis>
   __device__ __forceinline__ auto read_from(const Element* there, long long more) const {
     return element(there[more]);
@@ -809,7 +809,7 @@ struct Array {
   __device__ __forceinline__ long long inside(long long index, int) const { return index; }
 };
 
-// The array elements that an expression reads, each with the derivative of the score by it.
+// Records the array elements that an expression reads, and the score's derivative by each.
 template <int count>
 struct Tape {
   using Number = Dual<1 + count>;  // derivatives by the score, then by each element

@@ -1,21 +1,21 @@
 #pragma once
 // The geometry of one batch element: how many queries and keys it has, and which keys each query
-// sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: kv_end is what a causal mask and the ends of
-// the keys leave, kv_begin is the left end of a window.
-//
-// What the host writes above every kernel:
-//  - types: scalar, that of the tensors; result, of O, dQ, dK and dV; real, of sums and lse (float;
-//    double for float64); operand, what tensor cores multiply, which may be narrower than scalar;
+// sees. Query i sees keys kv_begin(i) … kv_end(i) - 1: a causal mask and the number of keys set
+// kv_end, the left end of a window sets kv_begin. The host defines above every kernel:
+//  - types: scalar (of the tensors); result (of O, dQ, dK and dV); real (of sums and lse: float, or
+//    double for float64); operand (of products on tensor cores; may be narrower than scalar); and
+//    Mods, the struct of arrays and numbers that options need, empty without any;
 //  - constants of sizes and tiles, which the first comment of a .cu file names;
-//  - options: causal and windowed here, positive_scale in score.cuh, those of score_context.cuh.
+//  - options: causal, windowed, positive_scale; packed, ragged (batch.cuh), page_size (pages.cuh)
+//    and those that score_context.cuh in kernels/with/attention lists.
 
 #include <attention/batch.cuh>
 #include <attention/score_context.cuh>
 
-// Whether a row may not see all keys of a tile that lie in the arrays.
+// Whether some row may not see all keys of a tile that exist.
 constexpr bool has_mask = causal || windowed || has_mask_mod || ragged;
 
-struct Extent : Context, BatchElement {
+struct Extent : Context, BatchElement {  // M and N come from its BatchElement's Sizes
   __device__ __forceinline__ int kv_end(int row) const {
     if constexpr (causal) return max(0, min(N, row + causal_offset + 1));
     return N;
@@ -26,13 +26,13 @@ struct Extent : Context, BatchElement {
     return 0;
   }
 
-  // The mask of one pair.
+  // Whether a row sees a key.
   __device__ __forceinline__ bool sees(int row, int key, int more = 0) const {
     return in_reach(row, key) && shown(row, key, more);
   }
 
-  // What causal masks and windows say. A key left of the window makes `inside` negative: as
-  // unsigned, it is larger than any distance in the window, so one comparison checks both ends.
+  // Whether causal masks and windows show a pair. A key left of the window makes `inside` negative:
+  // as unsigned, it is larger than any distance in the window, so one comparison checks both ends.
   __device__ __forceinline__ bool in_reach(int row, int key) const {
     if constexpr (windowed) {
       const int inside = key - row - window_offset;
@@ -64,7 +64,7 @@ __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Arrays& mo
   return {{}, batch_element(sizes, mods, batch)};
 }
 
-// The extent of one head, whose expressions, sink and dropout may be read.
+// Returns the extent of one head, with access to its expressions, sink and dropout.
 __device__ __forceinline__ Extent extent_of(const Sizes& sizes, const Mods& mods, int batch,
                                             int head) {
   Extent extent = extent_of(sizes, mods, batch);

@@ -1,5 +1,5 @@
 #pragma once
-// The end of a warp's rows: O / sum, lse, and the largest scores if the call asks for them.
+// Finishes a warp's rows: O / sum, lse, and the largest scores if the call asks for them.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>

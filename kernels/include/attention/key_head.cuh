@@ -1,6 +1,6 @@
 #pragma once
-// What asynchronous copies read keys and values from: the rows of a head. Where they lie in pages,
-// the host puts kernels/with/attention/key_head.cuh in the place of this header.
+// The rows of a head, from which asynchronous copies read keys and values. Where they lie in pages,
+// the host puts kernels/with/attention/key_head.cuh in place of this header.
 
 #include <attention/batch.cuh>
 #include <tile/async_copy.cuh>

@@ -1,6 +1,6 @@
 #pragma once
-// The dtype in which keys and values are stored: here that of operands. Where they are e4m3 with
-// scales, the host puts kernels/with/attention/kv_dtype.cuh in the place of this header.
+// The dtype in which keys and values are stored: here the dtype of operands. Where they are e4m3
+// with scales, the host puts kernels/with/attention/kv_dtype.cuh in place of this header.
 
 #include <attention/batch.cuh>
 

@@ -1,5 +1,5 @@
 #pragma once
-// What stands for a tile of a bias where none is copied to shared memory.
+// Stands for a tile of a bias where none is copied to shared memory.
 
 #include <attention/score_context.cuh>
 

@@ -12,7 +12,7 @@ struct OnlineSoftmax : RowMaxima<1> {
   __device__ __forceinline__ OnlineSoftmax(real maximum = -infinity, real sum = 0)
       : maximum(maximum), sum(sum) {}
 
-  // Begins with a score besides those that come in tiles; -infinity is none, infinity makes NaN.
+  // Begins with a score that belongs to no key; -infinity stands for none, infinity makes NaN.
   __device__ __forceinline__ void begin_with(real score) {
     if (score == -infinity) return;
     maximum = score;
@@ -39,6 +39,6 @@ struct OnlineSoftmax : RowMaxima<1> {
   // The factor of the output at the end: 0 if no key was seen, or only scores of -infinity.
   __device__ __forceinline__ real inverse_sum() const { return sum == 0 ? real(0) : 1 / sum; }
 
-  // The natural logarithm of the sum of exp(score), then -infinity.
+  // The natural logarithm of the sum of exp(score), which is -infinity if that sum is 0.
   __device__ __forceinline__ real lse() const { return maximum + log(sum); }
 };

@@ -6,8 +6,8 @@
 // element lie together. If there are pages, struct Mods has
 //   page_table_  the page table [batch, most]
 //   page_count   how many pages there are
-// Nobody may have seen the table before. A number that no page has stands for the first or the last
-// page, and so does one past the table's end, so that nothing outside is read.
+// The table may not have been checked: page numbers out of range are clamped to the first or last
+// page, and indices past the table's end to its last entry, so nothing outside is read.
 
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
@@ -19,7 +19,7 @@ struct Pages {
   const int* numbers;
   int most, count;
 
-  // The number of the page with a row, as it stands in the table.
+  // The number of the page with a row, as the table lists it.
   __device__ __forceinline__ int listed(int row) const {
     return numbers[min(row / page_rows, most - 1)];
   }

@@ -1,6 +1,6 @@
 #pragma once
 // The registers of a thread when one warpgroup loads and `consumers` compute (ptx/setmaxnreg.cuh),
-// multiples of 8. For more than the block has at its launch a warpgroup would wait forever.
+// multiples of 8. A warpgroup would wait forever for more than the block has at its launch.
 
 #include <tile/warp.cuh>
 

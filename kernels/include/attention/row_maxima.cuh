@@ -5,9 +5,9 @@
 #include <attention/row_state.cuh>
 #include <tile/warp.cuh>
 
-// The maximum of a tile's scores in each row, in all lanes; masked scores become -infinity. Each
-// fmax waits for the one before it: a warp with only 16 rows takes even and odd keys apart, so that
-// twice as many are under way.
+// Finds the maximum of a tile's scores in each row, in all lanes. If `masked`, hidden scores become
+// -infinity. As each fmax waits for the one before it, a warp with only 16 rows takes even and odd
+// keys apart: twice as many are in flight.
 template <bool masked, int m, int n, int pack_gqa>
 __device__ __forceinline__ void find_maxima(real (&S)[m][n][4],
                                             const Rows<m * step, pack_gqa>& rows, int first_key,

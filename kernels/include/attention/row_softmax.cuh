@@ -5,9 +5,9 @@
 #include <tile/warp.cuh>
 #include <timeline.cuh>
 
-// Raises the rows' maxima to those of a tile of scores. Sets the factors that rescale earlier sums;
-// returns whether one of the warp is not 1. A maximum exceeded by no more than `slack` stays: P is
-// at most 2^slack. `whole` maxima are rounded up: factors are powers of two, which round nothing.
+// Masks a tile of scores and raises the rows' maxima to it. Sets the factors that rescale earlier
+// sums; returns whether any in the warp is not 1. A maximum exceeded by at most `slack` stays: P is
+// at most 2^slack. `whole` maxima are rounded up: factors are powers of two and round nothing.
 template <bool masked, bool whole = false, int m, int n, int pack_gqa>
 __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                              int first_key, int lane, real (&factor)[m][2],
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool raise_maxima(real (&S)[m][n][4], Rows<m * step, 
   return __any_sync(full_warp, risen);
 }
 
-// Raises the maxima to those of a tile of scores. Where one rises, rescales O and the sums.
+// Masks a tile of scores and raises the maxima to it. If one rises, rescales O and the sums.
 template <bool masked, int m, int keys, int cols, int pack_gqa>
 __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols][4],
                                         Rows<m * step, pack_gqa>& rows, int first_key, int lane) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void rescale(real (&S)[m][keys][4], real (&O)[m][cols
   scale_rows(O, factor);
 }
 
-// S becomes P = 2^(S * scale2 - maximum) for the 8 keys in column j of the fragments.
+// Turns S into P = 2^(S * scale2 - maximum) for the 8 keys in column j of the fragments.
 template <int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
                                              const Rows<m * step, pack_gqa>& rows,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], int j,
   }
 }
 
-// exponentiate() for all keys, and dropout unless the operands of the next product get it. A tile
+// Calls exponentiate() for all keys, and applies dropout unless the packed operands get it. A tile
 // is summed up by itself before it joins the sums: with millions of keys, less is rounded away.
 template <bool drops = true, int m, int n, int pack_gqa>
 __device__ __forceinline__ void exponentiate(real (&S)[m][n][4], Rows<m * step, pack_gqa>& rows,

@@ -3,8 +3,8 @@
 
 #include <attention/extent.cuh>
 
-// kv_begin is rounded down to the first key of a tile. From one tile of keys to the next goes
-// after().
+// kv_begin is rounded down to the first key of a tile. after() leads from one tile of keys to the
+// next.
 struct RowTile : KeyTiles, Origin {
   int row, head, batch, kv_begin, kv_end;
 };
@@ -13,7 +13,7 @@ template <int rows, int keys>
 __device__ __forceinline__ RowTile row_tile(const Extent& extent, int row, int head, int batch) {
   const auto map = extent.key_tiles(row / rows);
   return {map,
-          extent,
+          extent,  // sliced to its Origin
           row,
           head,
           batch,

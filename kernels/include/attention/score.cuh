@@ -1,7 +1,7 @@
 #pragma once
-// From a product of Q and K to the score that the softmax takes, and the derivative of that step:
-// here a positive scale. Where scores are modified or masked by expressions, or the scale is not
-// known to be positive, the host puts kernels/with/attention/score.cuh in the place of this header.
+// Turns a product of Q and K into the score that the softmax takes, and differentiates that step:
+// here by a positive scale. Where scores are modified or masked by expressions, or the scale may
+// not be positive, the host puts kernels/with/attention/score.cuh in place of this header.
 
 #include <attention/extent.cuh>
 

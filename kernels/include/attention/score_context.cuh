@@ -1,11 +1,11 @@
 #pragma once
-// What a score depends on besides q·k and the scale: here on nothing. Where there are expressions,
-// sinks, dropout or block masks, the host puts kernels/with/attention/score_context.cuh in the
-// place of this header.
+// The context of a score besides q·k and the scale: empty here. Where there are expressions, sinks,
+// dropout or block masks, the host puts kernels/with/attention/score_context.cuh in place of this
+// header.
 
 #include <tile/math.cuh>
 
-struct Mods;  // what the host passes for them
+struct Mods;  // arrays and numbers of options (extent.cuh)
 constexpr bool has_expressions = false, has_context = false;
 
 using Index = int;  // of a query or key, for expressions
@@ -21,7 +21,7 @@ struct Scored {
   T score, slope;
 };
 
-// The tiles of keys or rows to visit, of those that do not lie before `first`: all.
+// The tiles of keys or rows to visit, without those that lie before `first`: all.
 struct KeyTiles {
   template <int size>
   __device__ __forceinline__ int from(int first) const {
@@ -59,7 +59,7 @@ struct Context {
   __device__ __forceinline__ int longest(int, int rank) const { return rank; }
 };
 
-// The extent of another head: the same.
+// Returns the extent of another head: here the same.
 template <class Extent>
 __device__ __forceinline__ const Extent& extent_of_head(const Extent& extent, int) {
   return extent;

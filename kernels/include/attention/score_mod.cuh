@@ -1,6 +1,6 @@
 #pragma once
 // Applies expressions and finds sinks. The host includes this above a kernel, and writes struct
-// Mods
+// Mods and these functions:
 //
 //   score_mod(Capped<is_capped>(), score, mods, batch, head, query, key, queries, keys)
 //                                     the modified score; is_capped: the softcap has been applied
@@ -33,7 +33,7 @@ struct HeadContext<true, Arrays> {
   }
   __device__ __forceinline__ void move_to(int head) { this->head = head; }
 
-  // A warp's products become scores after the softcap, if tiles of them do.
+  // Turns a warp's products into softcapped scores, if whole tiles are capped.
   template <class T, int count>
   __device__ __forceinline__ void cap(T (&products)[count], [[maybe_unused]] T scale) const {
     if constexpr (approximates_softcap)
@@ -41,7 +41,7 @@ struct HeadContext<true, Arrays> {
     else if constexpr (caps_tiles)
       elementary::cap_products(products, scale, mods.softcap_);
   }
-  // In a tile of several heads `more` is the head's number from the first one.
+  // In a tile of several heads `more` is the head's distance from the first one.
   template <bool is_capped = false, class T, class Key>
   __device__ __forceinline__ T modified(T score, Index query, Key key, int more) const {
     return score_mod(Capped<is_capped>(), Real(score), mods, batch, head + more, query, key,
@@ -78,7 +78,7 @@ struct HeadContext<true, Arrays> {
     else
       return {};
   }
-  // The tile of rows of this rank by length, the longest first; there are `tiles` tiles of keys.
+  // Returns the tile of rows with this rank, the longest first; there are `tiles` tiles of keys.
   __device__ __forceinline__ int longest([[maybe_unused]] int tiles, int rank) const {
     if constexpr (has_key_tiles) return key_tiles(rank).line[tiles + 1];
     return rank;
@@ -87,7 +87,7 @@ struct HeadContext<true, Arrays> {
   __device__ __forceinline__ const int* line_of(const Map& map, int tile) const {
     return map.data + (batch * map.stride[0] + head * map.stride[1] + tile * map.stride[2]);
   }
-  // -infinity where a head has none.
+  // Returns -infinity if a head has no sink.
   __device__ __forceinline__ real sink(int more = 0) const {
     if constexpr (has_sink) return sink_of(mods.sink_, batch, head + more);
     return -infinity;
@@ -100,21 +100,21 @@ struct HeadContext<true, Arrays> {
       to.at(packed ? 0 : batch, head + more, row) = score;
     }
   }
-  // A weight, or the gradient of one, after dropout: 0, or the kept factor times x.
+  // Applies dropout to a weight or its gradient: returns 0, or x times the kept factor.
   template <class T>
   __device__ __forceinline__ T dropped(T x, int query, int key) const {
     if constexpr (has_dropout)
       return dropout_of(mods).keeps(batch, head, query, key) ? x * T(mods.dropout.factor) : T(0);
     return x;
   }
-  // What kept weights are multiplied by.
+  // The factor of the weights that are kept.
   __device__ __forceinline__ real kept_factor() const {
     if constexpr (has_dropout) return mods.dropout.factor;
     return 1;
   }
 };
 
-// The number of a lane's key j.
+// Returns the index of a lane's key j.
 template <bool at_end, class Bias>
 __device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
                                        [[maybe_unused]] const typename Bias::Part& part,
@@ -128,8 +128,8 @@ __device__ __forceinline__ auto key_of(int even, int j, const Bias& bias,
     return EvenIndex(even, more);
 }
 
-// The modified scores of a lane's products, of rows and a tile of keys; -infinity where an
-// expression hides the pair, unless it is known to hide none. A lane has pairs of keys.
+// Applies expressions to a lane's products of rows and a tile of keys. They become -infinity where
+// an expression hides the pair, unless it is known to hide none. A lane has pairs of keys.
 template <bool at_end, bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
@@ -161,8 +161,8 @@ __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&prod
     apply_expressions<false, hides>(scorer, products, rows, first_key, bias);
 }
 
-// Rows, whose sums are 0, begin with their sinks. Of the lanes that share a row one has the sink's
-// term, 1; or NaN, which has the row computed again, where the sink is NaN or infinity.
+// Begins rows, whose sums are 0, with their sinks. One of the lanes that share a row has the sink's
+// term: 1, or NaN if the sink is NaN or infinite, so that the row is computed again.
 template <class Rows>
 __device__ __forceinline__ void begin_with_sinks(Rows& rows, bool takes_sink) {
   if (!takes_sink) return;

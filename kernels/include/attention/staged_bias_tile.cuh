@@ -36,7 +36,7 @@ __device__ __forceinline__ void copy_bias(const Place& of, int first_row, int fi
   cp_async_commit_group();
 }
 
-// For products of 16 rows and 8 n keys.
+// A tile for products of 16 rows and 8 n keys.
 template <int bytes, int n>
 struct StagedBias {
   static constexpr bool is_used = true;
@@ -66,13 +66,13 @@ struct StagedBias {
     }
     return part;
   }
-  // The index of key j with its element.
+  // Returns the index of key j with its element.
   __device__ __forceinline__ HeldIndex index(Index key, const Part& part, int j) const {
     return {key, part.r[j / 2 % 4], j % 2 != 0};
   }
 };
 
-// For transposed products of 16 keys and 8 n rows.
+// A tile for transposed products of 16 keys and 8 n rows.
 template <int bytes, int n>
 struct StagedBiasColumns {
   static constexpr bool is_used = true;
@@ -117,7 +117,7 @@ struct StagedBiasColumns {
   }
 };
 
-// Four warps that load come before those that compute.
+// The four warps that load come before those that compute.
 template <class Staged, int warps>
 struct OfWarps<Staged, warps, true> {
   Staged staged[warps];

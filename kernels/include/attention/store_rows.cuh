@@ -1,5 +1,5 @@
 #pragma once
-// Stores of O from a warp's registers.
+// Stores O from a warp's registers.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>

@@ -1,5 +1,5 @@
 #pragma once
-// What causal masks, windows and the end of the keys hide of a tile.
+// Says whether causal masks, windows or the end of the keys hide a part of a tile.
 
 #include <attention/extent.cuh>
 

@@ -43,7 +43,7 @@ struct TilePair {
     else
       return extent.key_tiles(first_row / rows).template is_full<keys>(first_key);
   }
-  // Whether every row sees every key, of those that exist; or may, if no expression hides it.
+  // Whether every existing row sees every existing key; reaches_all() ignores mask expressions.
   __device__ __forceinline__ bool sees_all() const {
     return (!has_mask_mod || is_full()) && reaches_all();
   }

@@ -1,4 +1,4 @@
 #pragma once
-// What the GPU is that a kernel is compiled for: ptxas finds other registers for each.
+// The GPU that a kernel is compiled for: ptxas allocates other registers for each.
 
 constexpr bool on_hopper = __CUDA_ARCH__ >= 900;

@@ -1,9 +1,9 @@
 #pragma once
-// Copies of the tensor memory accelerator of bytes as they lie.
+// Copies of contiguous bytes by the tensor memory accelerator.
 #include <ptx/tma.cuh>
 
-// Starts to copy `bytes` bytes, a multiple of 16, between multiples of 16. They count at the
-// barrier.
+// Starts to copy `bytes` bytes, a multiple of 16, between 16-byte aligned addresses. They count at
+// the barrier.
 // cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes
 __device__ __forceinline__ void bulk_load(void* shared, const void* memory, int bytes,
                                           Barrier& barrier) {

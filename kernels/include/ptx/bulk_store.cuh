@@ -1,5 +1,5 @@
 #pragma once
-// Sums that the tensor memory accelerator adds to global memory, and what waits for its stores.
+// Sums that the tensor memory accelerator adds to global memory, and waits for its stores.
 #include <ptx/tma.cuh>
 
 // Starts to add `count` floats, a multiple of 4, to floats in global memory, each atomically, in

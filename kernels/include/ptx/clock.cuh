@@ -10,7 +10,7 @@ __device__ __forceinline__ unsigned long long cycles() {
   return clock;
 }
 
-// The same, once a value that was loaded before has arrived; its bits are not all ones.
+// Returns cycles() once a value that was loaded before has arrived; its bits are not all ones.
 __device__ __forceinline__ unsigned long long cycles_after(unsigned loaded) {
   unsigned long long clock;
   asm volatile(

@@ -2,8 +2,8 @@
 // Asynchronous copies from global to shared memory.
 #include <timeline.cuh>
 
-// Copies the first `bytes` of 16 bytes and writes zeros for the rest; both addresses are multiples
-// of 16. sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
+// Copies the first `bytes` of 16 bytes and writes zeros for the others; both addresses are
+// multiples of 16. sm_75 has no such instruction and copies at once.  cp.async.cg.shared.global
 __device__ __forceinline__ void cp_async(void* shared, const void* global, int bytes) {
   if constexpr (__CUDA_ARCH__ >= 800) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(

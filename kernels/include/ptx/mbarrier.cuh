@@ -1,6 +1,6 @@
 #pragma once
 // Barriers in shared memory (PTX: mbarrier). A phase completes when `arrivals` threads have arrived
-// and all expected bytes were copied. Phases are numbered 0 1 0 1 …; a wait names one.
+// and all expected bytes were copied. Phases alternate between 0 and 1; a wait names one.
 #include <timeline.cuh>
 
 struct Barrier {

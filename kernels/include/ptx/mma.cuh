@@ -6,10 +6,10 @@
 //   B [16][8]   b0 = B[c, c+1][r], b1 = B[c+8, c+9][r]
 //   D [16][8]   d[0], d[1] = D[r][c, c+1]; d[2], d[3] = D[r+8][c, c+1]
 //
-// So two neighbouring D, packed in pairs, are an A: P stays in registers between the two products.
+// So two neighbouring D, packed in pairs, form an A: P stays in registers between the products.
 #include <ptx/pack.cuh>
 
-// An address in shared memory, with which one can compute.
+// An address in shared memory, for computing with addresses.
 struct SharedAddress {
   unsigned bytes;
   __device__ __forceinline__ SharedAddress(const void* shared)
@@ -27,7 +27,7 @@ __device__ __forceinline__ void ldmatrix(unsigned (&r)[4], SharedAddress row) {
                : "memory");
 }
 
-// The same, each matrix transposed.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
+// The same, and transposes each matrix.  ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16
 __device__ __forceinline__ void ldmatrix_trans(unsigned (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -8,7 +8,7 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives without waiting: what this thread wrote is seen by those that wait.  bar.arrive
+// Arrives without waiting: threads that wait see what this thread wrote.  bar.arrive
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   timeline::event(timeline::named_arrive, id, threads);
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,7 +1,7 @@
 #pragma once
 // The 16-bit operands of tensor-core products: a register holds two of them.
 #include <cuda_fp16.h>
-constexpr int step = 16;  // rows of A, keys and depth that two mma.sync of 16-bit numbers take
+constexpr int step = 16;  // rows of A, and depth, of a 16-bit mma.sync; two of them take 16 keys
 
 template <class T>
 constexpr bool is_half = false;

@@ -1,5 +1,5 @@
 #pragma once
-// Threads of all blocks that a multiprocessor holds.
+// The number of threads that a multiprocessor can hold.
 
 constexpr bool is_of_server =
     __CUDA_ARCH__ == 800 || __CUDA_ARCH__ / 100 == 9 || __CUDA_ARCH__ / 100 == 10;

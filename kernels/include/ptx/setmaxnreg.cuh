@@ -12,7 +12,7 @@ __device__ __forceinline__ void increase_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
-// A value that all lanes have; the compiler then keeps it in registers of the warp.
+// Returns a value that all lanes have; the compiler then keeps it in uniform registers.
 __device__ __forceinline__ int warp_uniform(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }

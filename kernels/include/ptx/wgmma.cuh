@@ -14,14 +14,14 @@
 #include <ptx/mbarrier.cuh>
 #include <ptx/pack.cuh>
 
-constexpr int wgmma_bytes = 32;  // of each row of A and B that one product takes
+constexpr int wgmma_bytes = 32;  // of each row of A and B are the depth of one product
 
 // A tile of boxes (tma.cuh) in shared memory, as the operand of a product.
 struct Matrix {
   unsigned long long descriptor;
 
-  // From the lower half: address / 16, and from bit 16 on the leading offset / 16. The upper one is
-  // the same for all: 1024 / 16 from eight rows to the next; bit 30 is the swizzle of 128 bytes.
+  // The lower half has address / 16, and from bit 16 on the leading offset / 16. The upper half is
+  // constant: 1024 / 16 from eight rows to the next; bit 30 is the swizzle of 128 bytes.
   static __device__ __forceinline__ Matrix of(unsigned low) {
     Matrix matrix;
     asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(matrix.descriptor) : "r"(low));
@@ -29,13 +29,13 @@ struct Matrix {
   }
 };
 
-// The same `bytes` further on.
+// Returns the operand that begins `bytes` bytes further on.
 __device__ __forceinline__ Matrix operator+(Matrix matrix, int bytes) {
   return {matrix.descriptor + bytes / 16};
 }
 
 // For A [64][16] as its own rows, and for B [16][n] as those of its transpose: sums go along rows.
-// The next 16 columns (32 of e4m3) are 32 bytes further, in the same box. No leading offset counts.
+// The next 16 columns (32 of e4m3) are 32 bytes further, in the same box; no leading offset counts.
 __device__ __forceinline__ Matrix by_rows(const void* box) {
   return Matrix::of(1 << 16 | shared_address(box) / 16);
 }
@@ -46,7 +46,7 @@ __device__ __forceinline__ Matrix by_columns(const void* box, int rows) {
   return Matrix::of(unsigned(rows * 128 / 16) << 16 | shared_address(box) / 16);
 }
 
-// Before the first product, and before one that takes registers which were written since.
+// Must precede the first product, and a product with registers that were written since.
 // wgmma.fence
 __device__ __forceinline__ void wgmma_fence() {
   timeline::event(timeline::issue);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void wgmma_commit_group() {
   timeline::end(timeline::issue);
 }
 
-// Keeps the compiler from reading D before this place.
+// Keeps the compiler from reading D before this point.
 template <int count>
 __device__ __forceinline__ void read_after_here(float (&d)[count]) {
 #pragma unroll
@@ -75,15 +75,15 @@ __device__ __forceinline__ void wgmma_wait_group(float (&d)[count]) {
   read_after_here(d);
 }
 
-// The same without reading D: operands of the groups that have ended may be overwritten.
+// Waits without reading D: operands of the groups that have ended may be overwritten.
 template <int pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   const timeline::Phase waiting(timeline::product_wait, pending);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// The registers of D, which an instruction names one by one, as text and as operands. Operands 0 to
-// 6 are A and B, whether to add, and A in registers: as "+" operands they are numbered before D.
+// The registers of D, which an instruction names one by one: as strings and as operands. Operands 0
+// to 6 are A and B, whether to add, and A in registers: as "+" operands they are numbered before D.
 #define WGMMA_TEXT(i, j, k, l) "%" #i ",%" #j ",%" #k ",%" #l
 #define WGMMA_AND_TEXT(i, j, k, l) "," WGMMA_TEXT(i, j, k, l)
 #define WGMMA_D(i, j, k, l) "+f"(d[i - 7]), "+f"(d[j - 7]), "+f"(d[k - 7]), "+f"(d[l - 7])
@@ -106,7 +106,7 @@ __device__ __forceinline__ void wgmma_wait_group() {
 #define WGMMA_256(X, Y) WGMMA_240(X, Y) Y(127, 128, 129, 130) Y(131, 132, 133, 134)
 
 // The instruction's last inputs are the signs of A and B, and which of those in shared memory are
-// by columns; of e4m3 none can be.
+// by columns; e4m3 has no such option.
 #define WGMMA(n, depth_and_types, A, columns)                                                    \
   asm volatile(                                                                                  \
       "{.reg .pred p; setp.ne.b32 p, %2, 0;\n"                                                   \
@@ -122,8 +122,8 @@ __device__ __forceinline__ void wgmma_wait_group() {
   else                                      \
     WGMMA(n, "16.f32.bf16.bf16", A, columns)
 
-// D [64][n] = A B, or D += A B if it is to be `added`, for each n. A and B are by_rows; or A is in
-// registers and B by_columns, but by_rows for e4m3.
+// D [64][n] = A B, or D += A B if `added`, for each n. A and B are by_rows; or A is in registers
+// and B by_columns, but by_rows for e4m3.
 #define WGMMA_PRODUCTS(n)                                                                       \
   template <class T>                                                                            \
   __device__ __forceinline__ void multiply(float (&d)[n / 2], Matrix a, Matrix b, int added) {  \

@@ -19,7 +19,7 @@ __device__ __forceinline__ int paired(int row) {
   return chunks % 8 == 0 ? row : row ^ (row / 2 & 1);
 }
 
-// A chunk of a tile. Of doubles eight lanes read four chunks of two rows, or two of four even ones.
+// The address of a chunk. Of doubles, eight lanes read 4 chunks of 2 rows, or 2 of 4 even rows.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk) {
   if constexpr (sizeof(operand) == 4) row = paired<columns / in_chunk>(row);
@@ -27,7 +27,7 @@ __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row
   return &tile[row][swizzled<columns / in_chunk>(line, chunk) * in_chunk];
 }
 
-// The same `below` rows further on, a multiple of 8: the swizzle repeats, one address serves all.
+// The address `below` rows further on, a multiple of 8: the swizzle repeats, so one serves all.
 template <int height, int columns>
 __device__ __forceinline__ operand* at(operand (&tile)[height][columns], int row, int chunk,
                                        int below) {
@@ -55,8 +55,8 @@ struct Head {
   }
 };
 
-// Begins to copy `width` columns of rows of a head, 16 bytes at a time; zeros beyond its rows and
-// its `cols` columns. Rows that are not aligned are copied at once, element by element.
+// Begins to copy `width` columns of a head's rows, 16 bytes at a time, and writes zeros beyond its
+// rows and its `cols` columns. Rows that are not aligned are copied at once, one element at a time.
 template <int threads, int width, bool whole, int heads = 1, int height, int columns>
 __device__ __forceinline__ void copy_tile(operand (&tile)[height][columns], const Head& head,
                                           int first_row, int first_col, int cols) {

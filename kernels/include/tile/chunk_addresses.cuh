@@ -4,7 +4,7 @@
 #include <ptx/mma.cuh>
 #include <tile/async_copy.cuh>
 
-// The first of them is that of chunk 0 or 1 of a row. The swizzle changes the same bits of every
+// `first` is the address of chunk 0 or 1 of a row. The swizzle changes the same bits of every
 // address, so that a step of an unrolled product costs one exclusive or, and often nothing.
 template <int columns>
 struct ChunkAddresses {
@@ -14,7 +14,7 @@ struct ChunkAddresses {
   __device__ __forceinline__ ChunkAddresses(operand (&tile)[height][columns], int row, int chunk)
       : first(at(tile, row, chunk)) {}
 
-  // `rows` rows below, a multiple of 8, and `chunks` chunks to the right, a multiple of 2.
+  // The chunk `rows` rows below (a multiple of 8) and `chunks` to the right (a multiple of 2).
   __device__ __forceinline__ SharedAddress operator()(int rows, int chunks) const {
     constexpr int span = swizzle_span(columns / in_chunk), bytes = in_chunk * sizeof(operand);
     const int whole = chunks / span * span;

@@ -1,5 +1,5 @@
 #pragma once
-// 2^power of a power from -126 to 127.
+// Returns 2^power for a power from -126 to 127.
 __device__ __forceinline__ float two_to(int power) {
   return __uint_as_float(unsigned(power + 127) << 23);
 }

@@ -1,20 +1,20 @@
 #pragma once
-// Rows of numbers from the fragments of products: of each 8 columns, lane l of a quad has columns
-// 2 * (l % 4) and the next as a pair. A quad trades pairs of 16 bits for pieces of 16 bytes.
+// Stores rows of numbers from fragments of products: of each 8 columns, lane l of a quad has two,
+// 2 * (l % 4) and the next. Quads exchange pairs of 16-bit numbers: each lane then has 16 bytes.
 
 #include <ptx/pack.cuh>
 #include <tile/math.cuh>
 #include <tile/warp.cuh>
 
-// Of two lanes, the lower one keeps `first` and gets that of the other as `second`; the upper one
-// keeps `second` and gets that of the other as `first`.
+// Exchanges values of two lanes: the lower one keeps `first` and gets the other's `first` as
+// `second`; the upper one keeps `second` and gets the other's `second` as `first`.
 __device__ __forceinline__ void trade(unsigned& first, unsigned& second, int lane, int distance) {
   const bool upper = lane & distance;
   const unsigned other = __shfl_xor_sync(full_warp, upper ? first : second, distance);
   (upper ? first : second) = other;
 }
 
-// Lane l of a quad gets number l of each of its lanes.
+// Transposes a quad: lane l gets number l of each of its lanes.
 __device__ __forceinline__ uint4 transpose_quad(uint4 x, int lane) {
   trade(x.x, x.y, lane, 1);
   trade(x.z, x.w, lane, 1);

@@ -8,7 +8,7 @@ struct Tensor {
   T* data;
   long long batch_stride, head_stride, row_stride;  // in elements
 
-  // If packed, in place of a batch stride: where the first row of each sequence is.
+  // If packed, the batch stride is the address of an array: the first row of each sequence.
   __device__ __forceinline__ const int* first_rows() const {
     return reinterpret_cast<const int*>(batch_stride);
   }
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool is_aligned(Tensor<T> tensor) {
   return (reinterpret_cast<unsigned long long>(tensor.data) | strides * sizeof(T)) % 16 == 0;
 }
 
-// Blocks are counted along one axis, tiles fastest, then heads, then batch: at most 2^31 - 1.
+// Blocks form one axis: tiles vary fastest, then heads, then batch; there are at most 2^31 - 1.
 struct Place {
   int tile, head, batch;
 };

@@ -1,5 +1,5 @@
 #pragma once
-// The accumulators of warpgroups that own 64 rows each, 16 of them a warp.
+// The accumulators of warpgroups that own 64 rows each, 16 per warp.
 
 constexpr int warpgroup_rows = 64;
 

@@ -1,32 +1,32 @@
 #pragma once
-// Batch elements of different lengths, and their tiles. Either the first rows of each one's place
-// in arrays [batch, heads, rows, columns] count, or sequences lie packed, one after the other in
-// the rows of arrays [heads, rows, columns]; these are then the problem's batch elements.
+// Batch elements of different lengths, and their tiles. Either only the first rows of each element
+// in arrays [batch, heads, rows, columns] are used, or sequences are packed, one after the other in
+// the rows of arrays [heads, rows, columns], and are the problem's batch elements.
 //
-// The host writes above every kernel `ragged`: whether the launch goes by lengths, and `packed`:
-// whether it goes by sequences. If so, sizes.M and sizes.N are the rows of the arrays. Of a ragged
-// batch struct Mods has, in every launch,
+// The host writes above every kernel `ragged`: whether lengths differ, and `packed`: whether
+// sequences are packed. If ragged, sizes.M and sizes.N are the rows of the arrays, and struct Mods
+// has, in every launch,
 //   is_packed                      whether it is packed, and
 //   cu_seqlens_q_, cu_seqlens_k_   then the first row of each sequence, and where the last one ends
 //   seqused_q_, seqused_k_         how many of its rows count, if has_seqused_q, has_seqused_k
 //   bottom_right                   whether the last query is at the position of the last key
-// Nobody may have seen them before. A sequence that is not inside the arrays has no rows, and no
-// element has more rows than its place, so that nothing outside is read or written.
+// The lengths may not have been checked. A sequence that is not inside the arrays has no rows, and
+// no element has more rows than its array, so that nothing outside is read or written.
 
 #include <attention/pages.cuh>
 #include <tile/math.cuh>
 #include <tile/tensor.cuh>
 
-// What the host passes, the argument `sizes` of a record.
+// The argument `sizes` of every launch, which the host passes.
 struct Sizes {
   int M, N;           // queries and keys of a head
   int causal_offset;  // key j is seen if j <= i + causal_offset: N - M (bottom-right) or 0
-                      // (top-left), plus what a window shows on the right
-  int window_offset;  // key j is seen if j >= i + window_offset: the same, minus what it shows on
-                      // the left
+                      // (top-left), plus a window's keys on the right
+  int window_offset;  // key j is seen if j >= i + window_offset: N - M or 0, minus a window's keys
+                      // on the left
 };  // In a ragged launch M and N count all rows, and the offsets are those from a query's position.
 
-// Where the rows of a sequence begin in packed arrays. Of other arrays nothing is kept.
+// Maps rows of a sequence to rows of packed arrays. For other arrays it changes nothing.
 template <bool used>
 struct PackedOrigin {
   __device__ __forceinline__ void begin_at(int, int) {}
@@ -48,7 +48,7 @@ struct PackedRows {
   int first, count;
 };
 
-// The rows of a sequence, of `total` in the array.
+// Returns the rows of a sequence, within the `total` rows of the array.
 template <class Offsets>
 __device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int sequence,
                                                      int total) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ PackedRows packed_rows_of(const Offsets& offsets, int
   return {first, end - first};
 }
 
-// The rows of a batch element that count. Those of padded arrays begin at its own row 0.
+// Returns the used rows of a batch element. In padded arrays they begin at its row 0.
 template <class Arrays>
 __device__ __forceinline__ PackedRows used_queries(const Arrays& mods, int sequence, int total) {
   PackedRows found = {0, total};
@@ -78,7 +78,7 @@ __device__ __forceinline__ PackedRows used_keys(const Arrays& mods, int sequence
 // A batch element: its queries, keys and offsets, and where its rows begin.
 using Origin = PackedOrigin<packed>;
 struct BatchElement : Origin, Sizes {
-  // Whether a tile that begins with this row is one. All are, but for numbers in ragged launches.
+  // Whether a tile begins with this row: in ragged launches some tile indices have no tile.
   __device__ __forceinline__ bool has_tile_of_rows(int first_row) const {
     return !ragged || (first_row >= 0 && first_row < M);
   }
@@ -87,7 +87,7 @@ struct BatchElement : Origin, Sizes {
   }
 };
 
-// Masks of a ragged batch are aligned for each element.
+// Returns a batch element. Masks of a ragged batch are aligned for each element.
 template <class Arrays>
 __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes,
                                                       [[maybe_unused]] const Arrays& mods,
@@ -108,7 +108,7 @@ __device__ __forceinline__ BatchElement batch_element(const Sizes& sizes,
   }
 }
 
-// Keys or values that lie in pages.
+// Returns the pages of a batch element's keys or values.
 template <class Table>
 __device__ __forceinline__ Pages pages_of(const Table& table, int count, int batch) {
   return {table.data + batch * table.stride[0], table.size[1], count};
@@ -127,7 +127,7 @@ struct PagedTensor {
   }
 };
 
-// Keys or values as rows of batch elements, in pages or not.
+// Returns keys or values as rows of batch elements, whether they lie in pages or not.
 template <bool in_pages = (page_size > 0), class T, class Arrays>
 __device__ __forceinline__ auto rows_of(Tensor<T> tensor, [[maybe_unused]] const Arrays& mods) {
   if constexpr (in_pages)

@@ -1,6 +1,6 @@
 #pragma once
-// A tile of a bias, or of another array of queries by keys, in shared memory: empty, or that of
-// staged_bias_tile.cuh, which the host includes where bias_bytes, an element's size, is not 0.
+// A tile of a bias, or of another array of queries by keys, in shared memory: empty, or the tile of
+// staged_bias_tile.cuh, which the host includes if bias_bytes, an element's size, is not 0.
 
 #include <attention/no_bias.cuh>
 

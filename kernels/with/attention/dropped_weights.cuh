@@ -1,15 +1,15 @@
 #pragma once
-// What dropout does to weights and to dS.
+// Applies dropout to weights and to dS.
 
 #include <attention/score.cuh>
 
-// dP needs to know which weights are dropped, and comes after them: PS, P times the
-// slope of the modification, is marked (dropout.cuh). row and key are the first of the lane's.
+// dP must know which weights are dropped, but is computed after them. So PS, P times the slope of
+// the modification, is marked (dropout.cuh). row and key are the first of the lane's.
 template <class Weights, class Place>
 __device__ __forceinline__ void mark(Weights& PS, const Place& extent, int row, int key) {
   if constexpr (has_dropout) mark_weights(PS, extent, row, key);
 }
-// P of marked weights, 0 where they are dropped.
+// Sets P of marked weights to 0 where they are dropped.
 template <class Weights>
 __device__ __forceinline__ void drop_marked(Weights& P, const Weights& PS) {
   if constexpr (has_dropout) drop_unmarked(P, PS);

@@ -29,9 +29,8 @@ struct PagedHead {
   }
 };
 
-// Begins to copy all `cols` columns of rows of a head, as the function of a Head does. The first
-// row is a multiple of the tile's height, so that a thread reads the table once for each of its
-// pages.
+// Begins to copy all `cols` columns of rows of a head, like the function for a Head. The first row
+// is a multiple of the tile's height, so that a thread reads the table once for each of its pages.
 template <int threads, int cols, int height, int columns>
 __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], const PagedHead& head,
                                           int first_row) {
@@ -61,7 +60,7 @@ __device__ __forceinline__ void copy_rows(operand (&tile)[height][columns], cons
   }
 }
 
-// What a kernel reads keys and values from.
+// The rows from which a kernel copies keys and values.
 template <bool in_pages>
 struct KeyHeadOf : Head {
   template <class Arrays>

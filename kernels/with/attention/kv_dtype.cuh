@@ -2,7 +2,7 @@
 // The dtype in which keys and values are stored: that of operands, or e4m3 with a scale for each
 // head, or for each page and head.
 //
-// The host writes `has_e4m3` above a kernel: whether they are e4m3. Then struct Mods has
+// The host writes `has_e4m3` above a kernel: whether they are e4m3. If so, struct Mods has
 //   k_scale_, v_scale_  float32 [batch or 1, kv_heads], or [pages, 1, kv_heads]
 // Rows of e4m3 have an even number of bytes and begin at even addresses, so copies take two
 // elements as one operand.
@@ -10,7 +10,7 @@
 #include <attention/batch.cuh>
 #include <attention/scaled_row.cuh>
 
-// Arrays of e4m3, also as operands. Keys and values differ in their scales, which `rows_of` takes.
+// Arrays of e4m3, also as operands. Keys and values have different scales, which `rows_of` takes.
 struct E4m3Tensor : Tensor<const E4m3> {
   __device__ __forceinline__ operator Tensor<const operand>() const {
     return {reinterpret_cast<const operand*>(data), batch_stride / 2, head_stride / 2,
@@ -67,7 +67,7 @@ struct HeadScales {
 
   __device__ __forceinline__ HeadScales(const Scales& scales, int batch, int head)
       : data(scales.of(batch, 0, head)), page_stride(scales.page_stride) {}
-  // Of all rows, or of a row of a head in pages.
+  // The scale of all rows, or of a row of a head in pages.
   __device__ __forceinline__ float of_all() const { return *data; }
   template <class Keys>
   __device__ __forceinline__ float of_row(const Keys& keys, int row) const {
@@ -78,7 +78,7 @@ struct HeadScales {
   }
 };
 
-// The scales of a head's keys and values; of operands there are none.
+// The scales of a head's keys and values; unused if these are stored as operands.
 template <class Arrays, bool e4m3 = has_e4m3>
 struct Scaling {
   static constexpr bool used = false;
@@ -94,7 +94,7 @@ struct Scaling<Arrays, true> {
       : keys(Scales(mods.k_scale_), batch, head), values(Scales(mods.v_scale_), batch, head) {}
 };
 
-// Keys, or values, as rows of numbers, with the interface of a Tensor.
+// Keys or values as rows of scaled numbers, with the interface of a Tensor.
 template <class Keys>
 struct ScaledRows {
   Keys keys;

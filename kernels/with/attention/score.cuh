@@ -1,19 +1,19 @@
 #pragma once
-// From a product of Q and K to the score that the softmax takes, and the derivative of that step.
-// Every kernel, forward and backward, asks here. Without modifications only the scale remains.
+// Turns a product of Q and K into the score that the softmax takes, and differentiates that step,
+// for all kernels, forward and backward. Without modifications only the scale remains.
 //
 //   score = scale * q·k  ->  softcap, score_mod, ALiBi and bias, one after the other
 //                        ->  -infinity where the mask hides the key
 //
-// The host writes above a kernel: positive_scale (whether the scale is known to be above 0)
-// and what score_context.cuh says. Where an argument is __grid_constant__, the compiler makes no
-// copy of it.
+// The host writes above a kernel positive_scale (whether the scale is known to be above 0) and the
+// options that score_context.cuh lists. Where an argument is __grid_constant__, the compiler makes
+// no copy of it.
 
 #include <attention/no_bias.cuh>
 #include <attention/extent.cuh>
 #include <attention/tile_pair.cuh>
 
-// In score_mod.cuh, which the host includes where there are expressions.
+// Defined in score_mod.cuh, which the host includes if there are expressions.
 template <bool hides, class Scorer, class T, int m, int n, class Rows, class Bias>
 __device__ __forceinline__ void apply_expressions(const Scorer& scorer, T (&products)[m][n][4],
                                                   const Rows& rows, int first_key,
@@ -30,7 +30,7 @@ struct Scorer {
                              index_of<true>(key, 0, extent.N));
     return extent.shown(row, key) ? score : T(-infinity);
   }
-  // The score for kernels whose expressions do not depend on the index of a pair.
+  // Returns the score in kernels whose expressions do not depend on the index of a pair.
   __device__ __forceinline__ T operator()(T product) const {
     HeadContext<has_score_mod> nowhere;
     nowhere.take(0, 0, 0, 0, mods);
@@ -57,7 +57,7 @@ struct Scorer {
     return {score * T(log2e), slope};
   }
 
-  // For a pair in tiles of rows and keys; key + more may be past the end.
+  // The same for a pair in tiles of rows and keys; key + more may be past the end.
   template <bool at_end, int rows, int keys>
   __device__ __forceinline__ Scored<T> exponent_with_slope(T product,
                                                            const TilePair<rows, keys>& pair,
@@ -78,7 +78,7 @@ struct Scorer {
                        : scale == 0     ? T(1)
                                         : fabs(scale));
   }
-  // is_capped: the product has become a score, and the softcap is applied.
+  // is_capped: the product has become a score, and the softcap has been applied.
   template <bool is_capped = false, class Key>
   __device__ __forceinline__ T applied(T product, const Extent& extent, Index row, Key key,
                                        int more = 0) const {
@@ -87,7 +87,7 @@ struct Scorer {
           of_products || is_capped ? product : product * scale, row, key, more);
     return positive_scale ? product : product * T((scale > 0) - (scale < 0));
   }
-  // Applies that to the lane's products in a tile of keys; is_full: no pair is hidden.
+  // Applies applied() to the lane's products in a tile of keys; is_full: no pair is hidden.
   template <int m, int n, class Rows, class Bias = NoBias>
   __device__ __forceinline__ void apply(T (&products)[m][n][4], const Rows& rows, int first_key,
                                         [[maybe_unused]] bool is_full = false,

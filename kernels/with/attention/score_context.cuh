@@ -31,7 +31,7 @@ struct Index {
 struct EvenIndex : Index {
   using Index::Index;
 };
-// The index of a key and the element of a copied array for it, the first or second of a pair.
+// The index of a key with its element of a copied array, the first or second of a pair.
 struct HeldIndex : Index {
   unsigned pair;
   bool second;
@@ -40,7 +40,7 @@ struct HeldIndex : Index {
       : Index(key), pair(pair), second(second) {}
 };
 
-// The index base + more, kept below `count`, where arrays may end, if a tile is `at_end`.
+// Returns the index base + more; if a tile is `at_end`, kept below `count`, where arrays may end.
 template <bool at_end>
 __device__ __forceinline__ Index index_of(int base, int more, [[maybe_unused]] int count) {
   return at_end ? Index(min(base + more, count - 1)) : Index(base, more);
@@ -84,7 +84,7 @@ struct HeadContext {
 using Context = HeadContext<has_context>;
 using KeyTiles = TileMap<has_key_tiles>;
 
-// The extent of another head. Without expressions, sinks and dropout no copy is made.
+// Returns the extent of another head. Without expressions, sinks and dropout no copy is made.
 template <class Extent>
 __device__ __forceinline__ auto extent_of_head(const Extent& extent, [[maybe_unused]] int head)
     -> decltype(auto) {

@@ -1,25 +1,25 @@
 #pragma once
 // Tile indices over all heads and batch elements, which may be packed sequences.
 //
-// Tiles of rows are counted without a sum over lengths. An element's place has all its tiles; those
-// of sequence b begin with number cu_seqlens[b] / size + b, which leaves room for its last tile.
-// Some numbers have no tile.
+// Tiles of rows are counted without a sum over lengths. In padded arrays each element has as many
+// indices as its array has tiles; in packed ones the indices of sequence b begin with cu_seqlens[b]
+// / size + b, which leaves room for its last tile. Some indices have no tile.
 
 #include <attention/batch.cuh>
 
-// The number of a sequence's first tile of `size` rows, where `together` rows come of each.
+// The index of a sequence's first tile of `size` rows; each row counts `together` times.
 template <int size, int together, class Offsets>
 __device__ __forceinline__ int first_tile_number(const Offsets& offsets, int sequence, int total) {
   return max(0, min(offsets.data[sequence], total)) * together / size + sequence;
 }
 
-// The numbers of tiles of a head.
+// The number of tile indices of a head.
 template <int size, int together, class Offsets>
 __device__ __forceinline__ int tile_numbers(const Offsets& offsets, int total) {
   return total * together / size + offsets.size[0] - 1;
 }
 
-// The sequence and its tile that a number of a tile of all heads stands for.
+// Returns the sequence and its tile for a tile index over all heads.
 template <int size, int together, class Offsets>
 __device__ __forceinline__ Place ragged_place(int index, const Offsets& offsets, int total,
                                               int heads) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ int tiles_of_rows(const Sizes& sizes,
   else
     return cdiv(sizes.M, size);
 }
-// Converts an index of a tile of keys.
+// Converts an index of a tile of keys likewise.
 template <int size, class Arrays>
 __device__ __forceinline__ Place place_of_keys(int index, const Sizes& sizes,
                                                [[maybe_unused]] const Arrays& mods, int heads) {

@@ -1,23 +1,23 @@
 #pragma once
-// By a block mask's map a kernel visits only tiles that show a pair, and evaluates the mask
-// expression only in partial ones: where it hides a pair, too. Without a map all tiles are visited.
+// With a block mask's map, a kernel visits only tiles that show a pair, and evaluates the mask
+// expression only in partial tiles, which also hide one. Without a map all tiles are visited.
 //
 // The host writes above every kernel has_key_tiles and has_row_tiles: whether the launch has a map
 // of the tiles of keys for each tile of rows, or of the tiles of rows for each tile of keys.
 
 template <bool used>
 struct TileMap {
-  // The first tile of `size` keys or rows to visit, of those that do not lie before `first`.
+  // Returns the first tile of `size` keys or rows to visit that does not lie before `first`.
   template <int size>
   __device__ __forceinline__ int from(int first) const {
     return first;
   }
-  // The next one after the tile that begins with `first`.
+  // Returns the next tile to visit after the one that begins with `first`.
   template <int size>
   __device__ __forceinline__ int after(int first) const {
     return first + size;
   }
-  // How far that is from there.
+  // Returns the distance to that tile.
   template <int size>
   __device__ __forceinline__ int stride(int) const {
     return size;

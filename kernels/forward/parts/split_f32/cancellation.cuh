@@ -1,5 +1,5 @@
 #pragma once
-// Detects cancellation: rows with a small element of O that is accurate nevertheless, because their
+// Detects cancellation: some rows are accurate in spite of a small element of O, because their
 // values are large compared to the errors of the split, and cancel.
 //
 // A weight lacks up to 2^-51 of its row's largest, which is about 1, and a value as much of the
@@ -12,22 +12,22 @@
 #include <attention/score.cuh>
 #include <forward/parts/split_f32/split_pair.cuh>
 
-// Hidden weights of dropout and the sink are in l, but have no values.
+// Dropped weights and the sink are in l, but have no values.
 constexpr bool counts_values = !ragged && !has_dropout && !has_sink;
 
-constexpr float least_share = 0x1p-23f * 0x1p15f;  // elements of O from it on are accurate
+constexpr float least_share = 0x1p-23f * 0x1p15f;  // larger elements of O are accurate
 
 // t for this number of keys, in units of the split V: less than 2^15.
 __device__ __forceinline__ float small_value(int keys) {
   return 0x1p-10f * sqrtf(float(keys));
 }
 
-// The flag of a row that is accurate unless its columns have many small values: 2 + log2(l),
+// The flag of a row that is accurate unless its columns have many small values is 2 + log2(l),
 // rounded down. The flag of a row that is not accurate is 1.
 __device__ __forceinline__ unsigned char flag_of_sum(float sum) {
   return counts_values ? max(exponent_of(sum) + 2, 1) : 1;
 }
-// The number of small values that is too large: half of l, or one.
+// Returns how many small values are too many: half of l, or one.
 __device__ __forceinline__ int many_of_flag(int flag) {
   return 1 << max(flag - 3, 0);
 }

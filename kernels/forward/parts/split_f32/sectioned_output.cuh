@@ -1,7 +1,7 @@
 #pragma once
-// Accumulates O in sections of many keys. The total of earlier sections is in memory: O in its
-// place, and the maxima that it is relative to in that of lse. A single sum of thousands of tiles
-// would lose more by rounding than the split products do.
+// Accumulates O in sections of many keys. The total of earlier sections is in memory: O in the
+// output array, and its maxima in the array of lse. A single sum of thousands of tiles would lose
+// more by rounding than the split products do.
 
 #include <attention/row_state.cuh>
 #include <tile/tensor.cuh>
@@ -19,7 +19,7 @@ struct EarlierSums {
   real sum[m][2] = {};
   bool any = false;
 
-  // Adds them to O and to the row sums. If it `moves` these to memory, registers start from zero.
+  // Adds them to O and to the row sums. If `moves`, stores the result, and registers restart at 0.
   template <bool moves, int cols, int n, int pack_gqa>
   __device__ __forceinline__ void add(real (&O)[m][n][4], Rows<m * step, pack_gqa>& rows,
                                       Tensor<result> out, Tensor<real> lse, int batch, int head,

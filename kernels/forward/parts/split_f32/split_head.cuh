@@ -4,7 +4,7 @@
 #include <ptx/cp_async.cuh>
 #include <tile/async_copy.cuh>
 
-// All copies have arrived for all threads, and what they have read may be overwritten.
+// Waits until the copies of all threads have arrived and earlier tiles may be overwritten.
 __device__ __forceinline__ void meet() {
   cp_async_wait_group<0>();
   __syncthreads();

@@ -12,9 +12,9 @@ __device__ __forceinline__ bool is_beyond_split(real maximum) {
 }
 
 // The least accurate element of O / sum: below it the errors of the low parts of weights and values
-// may exceed the rounding of a float. In units of the split V, less than 2^15; see
-// split_operands.cu. A mask expression may hide all keys in reach but as many as the weights, which
-// are at most 1, need for their sum.
+// may exceed the rounding of a float. It is in units of the split V, less than 2^15; see
+// split_operands.cu. A mask expression may hide most keys in reach. At least `sum` keys are left,
+// because no weight is above 1.
 __device__ __forceinline__ float least_output(float sum, const Extent& extent, int query) {
   const float keys = has_mask_mod ? sum : float(extent.kv_end(query) - extent.kv_begin(query));
   return least_share * rsqrtf(sum * fmax(keys, 1.0f));
@@ -39,7 +39,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
     for (int j = 0; j < 2 * n; ++j) {
       const int col = j / 2 * 8 + 2 * (lane % 4) + j % 2;
       const float o = fabs(O[i / 2][j / 2][i % 2 * 2 + j % 2]);
-      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not of a column of zeros
+      if (col < cols && !(o >= least)) small |= exponents[col] > -127;  // not in a column of zeros
     }
     const real maximum = rows.maximum[i / 2][i % 2];
     const bool wrong = !(sum < infinity) || (maximum != -largest && is_beyond_split(maximum));
@@ -52,7 +52,7 @@ __device__ __forceinline__ void flag_rows(const float (&O)[m][n][4],
   }
 }
 
-// Removes V's powers of two.
+// Removes the powers of two of V's columns from O.
 template <int cols, int m, int n>
 __device__ __forceinline__ void scale_columns(float (&O)[m][n][4], const int* exponents, int lane) {
 #pragma unroll

@@ -20,18 +20,18 @@ __host__ __device__ constexpr float mean_cut(int columns) {
   return float((columns + 15) / 16) * (0.5f * 0.5f * 0.72f * 0x1p-23f);
 }
 
-// x is between 2 to the power of this and twice that. Of 0, and of what -ftz makes 0, it is -127.
+// Returns e with 2^e <= |x| < 2^(e + 1), or -127 for 0 and for what -ftz turns into 0.
 __device__ __forceinline__ int exponent_of(float x) {
   return int(__float_as_uint(x) >> 23 & 255) - 127;
 }
 
-// x * 2^power. No float may hold that power alone, but two factors do.
+// Returns x * 2^power. No float may hold that power, but two factors do.
 __device__ __forceinline__ float times_two_to(float x, int power) {
   const int first = max(-252, min(power, 254)) >> 1;
   return x * two_to(first) * two_to(max(-252, min(power, 254)) - first);
 }
 
-// Splits two neighbours.
+// Splits two neighbouring numbers.
 template <class T>
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
   static_assert(is_half<T>, "float16 has the mantissa that parts need");

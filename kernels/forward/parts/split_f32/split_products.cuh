@@ -11,8 +11,8 @@
 
 static_assert(sizeof(operand) == 2, "these tensor-core products take 16-bit numbers");
 
-// Accumulators of the products with a low part. With `apart` each operand's low part has its own,
-// so that the products do not wait for each other, which matters where few are in flight.
+// Accumulators of the products with a low part. If `apart`, each operand's low part has its own, so
+// that the products do not wait for each other, which matters where few are in flight.
 template <int m, int n, bool apart>
 struct LowSums {
   static constexpr int kinds = apart ? 2 : 1;
@@ -42,14 +42,14 @@ __device__ __forceinline__ void multiply_split(float (&D)[m][n][4], LowSums<m, n
   multiply(C.sums[apart], low, B_high);
 }
 
-// The split fragments of a step of a product of a warp's rows with keys.
+// The split fragments for one step of a product of a warp's rows with keys.
 template <int m, int n>
 struct StepFragments {
   unsigned high[m][4], low[m][4], key_high[n / 2][4], key_low[n / 2][4];
 };
 
-// S = Q K^T for the warp's rows and the tile's keys from first_key on, with at_once steps unrolled.
-// With four, the fragments of a step are loaded during the one before.
+// S = Q K^T for the warp's rows and the tile's keys from first_key on; `at_once` steps are
+// unrolled. If four are, the fragments of a step are loaded during the step before.
 template <int at_once = 1, bool apart = false, int Br, int Bc, int depth, int m, int n>
 __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
                                                 operand (&K)[2][Bc][depth], float (&S)[m][n][4],
@@ -84,7 +84,7 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
     for (int left = steps / 4; left > 0; --left) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (k == 3) {  // from the last step on to the first one, which is not used then
+        if (k == 3) {  // from the last step to the first one, which is then not used
           const int on = left > 1 ? span : span - depth * int(sizeof(operand));
           queries.first.bytes += on;
           keys.first.bytes += on;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void multiply_scores(operand (&Q)[2][Br][depth],
   }
 }
 
-// O += weight * P V, with V from first_row on, 16 columns at a time, each accumulated from zero.
-// With `ahead` the fragments of V of a step are loaded during the one before.
+// O += weight * P V, with V from first_row on, 16 columns at a time, each accumulated from zero. If
+// `ahead`, the fragments of V for a step are loaded during the step before.
 template <bool ahead, int Bc, int width, int m, int n>
 __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
                                                 const float (&P)[m][n][4],
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_output(operand (&V)[2][Bc][width],
     split_pair<operand>(p[i % 2 * 2], p[i % 2 * 2 + 1], high[k][row][i % 4], low[k][row][i % 4]);
   }
   const ChunkAddresses values(V[0], first_row + lane % 16, lane / 16);
-  unsigned b_high[2][4], b_low[2][4];  // of a step, and of the next
+  unsigned b_high[2][4], b_low[2][4];  // of a step, and of the next one
   const auto load = [&](int i) {
     const int j = i / (n / 2), k = i % (n / 2);
     ldmatrix_trans(b_high[i % 2], values(k * step, 2 * j));

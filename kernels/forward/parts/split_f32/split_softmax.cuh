@@ -9,7 +9,7 @@
 
 constexpr int weight_exponent = 15;  // of the largest weight of a row in each tile
 
-// The rows of a warp. Products times `units` are scores, as exponents of two. Maxima are those of
+// The rows of a warp. Products times `units` are scores as exponents of two. Maxima are those of
 // the scores minus 15.
 template <int Wr, int pack_gqa>
 struct SplitRows : Rows<Wr, pack_gqa> {
@@ -24,7 +24,7 @@ struct SplitRows : Rows<Wr, pack_gqa> {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) this->maximum[i / 2][i % 2] += by;
   }
-  // Reads the units. A row past the end has that of the last one.
+  // Reads the units. A row past the end gets that of the last row.
   __device__ __forceinline__ void read_units(Tensor<const real> from, int batch, int head) {
 #pragma unroll
     for (int i = 0; i < 2 * (Wr / step); ++i) {
@@ -34,7 +34,7 @@ struct SplitRows : Rows<Wr, pack_gqa> {
   }
 };
 
-// Prepares products for the softmax: they become scores where an expression modifies them.
+// Prepares products for the softmax: where an expression modifies scores, they become scores.
 template <class T, int m, int n, int pack_gqa, class Bias = NoBias>
 __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)[m][n][4],
                                              const SplitRows<m * step, pack_gqa>& rows,
@@ -47,9 +47,9 @@ __device__ __forceinline__ void apply_scorer(const Scorer<T>& scorer, float (&S)
   scorer.apply(S, rows, first_key, is_full, bias);
 }
 
-// S becomes P = 2^(S * unit - origin), 2^15 in the largest place of each row: relative to the
-// maximum of the tile, not of all tiles, so that weights far below the latter keep their precision.
-// Rescales O and the sums; `weight` is what the tile's product with V is multiplied by.
+// Turns S into P = 2^(S * unit - origin), at most 2^15 in each row: relative to the maximum of the
+// tile, not of all tiles, so that weights far below the latter keep their precision. Rescales O and
+// the sums; `weight` has to multiply the tile's product with V.
 template <bool masked, int m, int n, int cols, int pack_gqa>
 __device__ __forceinline__ void weigh(float (&S)[m][n][4], float (&O)[m][cols][4],
                                       SplitRows<m * step, pack_gqa>& rows, int first_key, int lane,

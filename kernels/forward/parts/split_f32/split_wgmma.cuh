@@ -7,7 +7,7 @@
 #include <tile/pipeline.cuh>
 #include <tile/warpgroup.cuh>
 
-// Each box has rows of high parts, then as many of low ones.
+// Each box has the rows of high parts, then those of low parts.
 template <int rows, int columns>
 using SplitTile = TmaTile<operand, 2 * rows, columns>;
 // The high or low part of weights in registers, as operands.
@@ -31,8 +31,8 @@ __device__ __forceinline__ void load_split(TmaTile<operand, all_rows, columns>& 
   }
 }
 
-// S = A B^T for 64 rows of A and n of B. If `joined`, A's high parts meet both of B in one product,
-// so that they are read once; else the sums take a third fewer registers.
+// S = A B^T for 64 rows of A and n of B. If `joined`, one product multiplies A's high parts with
+// both parts of B, so that they are read once; else the sums take a third fewer registers.
 template <int n, bool joined = true>
 struct SplitScores {
   float high[joined ? n : n / 2];  // high high | high low
@@ -66,7 +66,7 @@ struct SplitScores {
   }
 };
 
-// Splits weights.
+// Splits weights into operands of the product with V.
 template <int n>
 __device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
                                                unsigned (&high)[n / 2][4],
@@ -78,8 +78,7 @@ __device__ __forceinline__ void split_operands(float (&weights)[1][n][4],
 }
 
 // O += weight * P V, with P in registers, 64 columns at a time, with sums from zero. Calls
-// begun(part, is_last) when the products of a part have begun, and read() when V is not read any
-// more.
+// begun(part, is_last) when the products of a part have begun, and read() when V has been read.
 template <int part = 0, int all_rows, int columns, int n, class Begun, class Read>
 __device__ __forceinline__ void add_split_products(const TmaTile<operand, all_rows, columns>& V,
                                                    const unsigned (&P_high)[all_rows / 32][4],

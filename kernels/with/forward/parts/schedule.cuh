@@ -4,7 +4,7 @@
 #include <attention/tile_index.cuh>
 #include <forward/parts/static_schedule.cuh>
 
-// In batch order. A tile index may be past the end of its sequence.
+// Schedules tiles in batch order. A tile index may be past the end of its sequence.
 template <int Br, int Bc>
 struct RaggedSchedule {
   Sizes sizes;

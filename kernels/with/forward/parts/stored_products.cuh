@@ -2,10 +2,10 @@
 // The products of mma_products.cuh with keys and values in e4m3, which become operands in
 // registers. Tiles hold two of them in place of an operand, in rows of whole 32 bytes.
 //
-// A lane of ldmatrix gets four bytes where it would get two operands: of keys, columns 4 c … 4 c +
-// 3 for c = l % 4. Products take columns in any order, so Q is read in the same one. Of values,
-// bytes of a pair of columns are those of two keys, and O has even columns of each 16 in one
-// fragment, odd ones in the next.
+// In place of two operands a lane of ldmatrix gets four bytes. For keys these are columns 4 c … 4 c
+// + 3, c = l % 4. Products take columns in any order, so Q is read in the same order. For values
+// the bytes of a pair of columns belong to two keys, and O has the even ones of each 16 columns in
+// one fragment, the odd ones in the next.
 
 #include <attention/kv_dtype.cuh>
 #include <attention/key_head.cuh>
@@ -53,8 +53,8 @@ __device__ __forceinline__ void multiply_scores_e4m3(operand (&Q)[Br][columns],
   }
 }
 
-// P = exp(S - maximum) and O += P V. If values have `factors`, each sum of 16 keys is multiplied by
-// factor(key) before it joins the others.
+// P = exp(S - maximum) and O += P V. If values have `factors`, each sum over 16 keys is multiplied
+// by factor(key) before it joins the others.
 template <bool factors, int Bc, int pairs, int m, int keys, int cols, int pack_gqa, class Factor>
 __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
                                                      float (&S)[m][keys][4], float (&O)[m][cols][4],
@@ -102,10 +102,10 @@ __device__ __forceinline__ void multiply_output_e4m3(operand (&V)[Bc][pairs],
   rows.add(sum);
 }
 
-// The columns of O in the order of mma.cuh, times a factor.
+// Restores the order of mma.cuh in the columns of O, and multiplies them by a factor.
 template <int m, int n>
 __device__ __forceinline__ void restore_columns(float (&O)[m][n][4], float factor, int lane) {
-  const int from = lane / 4 * 4 + lane % 4 / 2;  // who has the first two; 2 lanes on, the others
+  const int from = lane / 4 * 4 + lane % 4 / 2;  // lane with the first two; 2 lanes on, the others
 #pragma unroll
   for (int i = 0; i < m * n / 2; ++i) {
     float (&even)[4] = O[i * 2 / n][i * 2 % n], (&odd)[4] = O[i * 2 / n][i * 2 % n + 1];
