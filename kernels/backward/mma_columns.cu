@@ -9,7 +9,7 @@
 //   lse, delta [batch, heads, M]    dQ_sum: the tiles of rows, as red.cuh has them
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, stages, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/query_partition.cuh>
 #include <backward/parts/row_range.cuh>

@@ -7,7 +7,7 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * Br / Wr)
 //   the host sets: scalar, result, operand, real, Br, Bc, Wr, stages, d, dv, threads, shared_bytes
-//   and options (score.cuh)
+//   and options (extent.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/store_split_dQ.cuh>

@@ -9,7 +9,7 @@
 //   grid (max(cdiv(M, Br) * cdiv(keys of the round, Bc), 1) * heads of the round)
 //   block (32 * Br * Bc / (Wr * Wc)): each warp owns Wr x Wc of S
 //   the host sets: scalar, operand, real, Br, Bc, Wr, Wc, Bd, stages, room, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/dropped_weights.cuh>
 #include <attention/tile_pair.cuh>
 #include <backward/parts/gradient_slices.cuh>

@@ -16,7 +16,7 @@
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch), or if persistent one for each multiprocessor
 //   block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dS_stages, finishes, persistent,
-//   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (score.cuh)
+//   bias_bytes, batch_first, d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/bias_tile.cuh>
 #include <backward/parts/add_dQ.cuh>
 #include <backward/parts/load_rows.cuh>

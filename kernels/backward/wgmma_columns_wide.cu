@@ -10,7 +10,7 @@
 //   counts [batch, kv_heads]
 //   grid (max(cdiv(N, Bc), 1) * kv_heads * batch)    block (384)
 //   the host sets: scalar, result, real, Br, Bc, stages, dO_stages, finishes, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <backward/parts/column_partition.cuh>
 #include <ptx/bulk_copy.cuh>
 #include <ptx/bulk_store.cuh>

@@ -7,7 +7,7 @@
 //   lse, delta [batch, heads, M]
 //   grid (cdiv(M, 128) * heads * batch)    block (384)
 //   the host sets: scalar, result, operand, real, Bk, stages, V_stages, d, dv, threads,
-//   shared_bytes and options (score.cuh)
+//   shared_bytes and options (extent.cuh)
 #include <attention/row_tile.cuh>
 #include <attention/tile_index.cuh>
 #include <backward/parts/split_f32/split_gradients_wgmma.cuh>

@@ -5,7 +5,7 @@
 //   Q, dO, dQ [batch, heads, M, d | dv]    K, V [batch, kv_heads, N, d | dv]
 //   grid (cdiv(M, Br) * heads * batch)    block (32 * warps)
 //   the host sets: scalar, result, operand, real, Br, Bc, warps, d, dv, threads, shared_bytes and
-//   options (score.cuh)
+//   options (extent.cuh)
 #include <attention/tile_index.cuh>
 #include <backward/parts/query_partition.cuh>
 #include <backward/parts/repair_gradients.cuh>

@@ -7,7 +7,7 @@
 //
 //   S, dP, P, dS [batch, heads, M, N]    lse, delta [batch, heads, M]
 //   grid (M * heads * batch)    block (threads)
-//   the host sets: scalar, real, threads, shared_bytes and options (score.cuh)
+//   the host sets: scalar, real, threads, shared_bytes and options (extent.cuh)
 #include <attention/score.cuh>
 #include <attention/dropped_weights.cuh>
 #include <attention/weight.cuh>

@@ -13,7 +13,7 @@
 //   row_sums [batch, heads, cdiv(M, Br)]    d_bias [batch or 1, heads or 1, M, N]
 //   grid (min(multiprocessors, tiles))    block (384)
 //   the host sets: scalar, real, Br, Q_stages, dO_stages, KV_stages, bias_stages, bias_bytes (0:
-//   the bias is read from global memory), d, dv, threads, shared_bytes and options (score.cuh)
+//   the bias is read from global memory), d, dv, threads, shared_bytes and options (extent.cuh)
 #include <attention/no_bias.cuh>
 #include <attention/register_budget.cuh>
 #include <attention/score.cuh>
