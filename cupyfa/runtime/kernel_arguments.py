@@ -48,7 +48,7 @@ def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> 
 
 def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:
     if argument.form == "map":
-        return backend.tensor_map(mapped(backend, step, argument.name, array))
+        return backend.tensor_map(describe_map(backend, step, argument.name, array))
     if argument.form:
         return np.uint64(backend.address(array))
     return _tensor(backend, array, argument.strides)
@@ -61,7 +61,7 @@ def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.nd
     return np.array((backend.address(array), *strides), TENSOR)
 
 
-def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
     """Describes the tensor map of an array. Raises ValueError if no tensor map is possible.
 
     The stride of an axis of one element is never used, so it is replaced by a valid one. An empty

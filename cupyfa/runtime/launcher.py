@@ -23,8 +23,8 @@ from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.call_cache import make_room
-from cupyfa.runtime.kernel_arguments import arguments, mapped
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.kernel_arguments import arguments, describe_map
+from cupyfa.runtime.workspace import allocate
 
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
 _MOST_MAPS = 256  # tensor maps that a thread keeps for a launch
@@ -45,7 +45,7 @@ def run(
 
     Everything is compiled before anything is launched, so an error leaves the outputs untouched.
     """
-    scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
+    scratch = {name: allocate(backend, plan, name) for name in plan.scratch}
     arrays = {**inputs, **outputs, **scratch}
     launcher = Launcher(backend, plan, arrays, kernels)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
@@ -79,30 +79,30 @@ def find_launcher(
     return launcher
 
 
-def compiled(backend: Backend, plan: Plan) -> Kernels:
+def compile_kernels(backend: Backend, plan: Plan) -> Kernels:
     """Compiles the kernels of a plan, in parallel; returns them by the ``id`` of their Launch."""
     programs = plan.programs
     kernels: Kernels = {}
     errors: list[BaseException] = []
     device = backend.device
 
-    def prepare(program: PlannedLaunch) -> None:
+    def compile_program(program: PlannedLaunch) -> None:
         try:
             backend.use(device)
-            kernels[id(program.launch)] = backend.prepare(program)
+            kernels[id(program.launch)] = backend.compile_launch(program)
         except BaseException as error:
             errors.append(error)
 
-    def prepare_in_thread(program: PlannedLaunch) -> None:
+    def compile_in_thread(program: PlannedLaunch) -> None:
         with backend.working_on(None):  # each thread has its own mode of stream capture
-            prepare(program)
+            compile_program(program)
 
     others = programs[1:] if backend.compiles_in_parallel else ()
-    threads = [threading.Thread(target=prepare_in_thread, args=(x,), daemon=True) for x in others]
+    threads = [threading.Thread(target=compile_in_thread, args=(x,), daemon=True) for x in others]
     for thread in threads:
         thread.start()
     for program in programs[: len(programs) - len(others)]:
-        prepare(program)
+        compile_program(program)
     for thread in threads:
         thread.join()
     if errors:
@@ -141,7 +141,7 @@ class Launcher:
         self._backend, self._device = backend, backend.device
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
-        kernels = kernels or compiled(backend, plan)
+        kernels = kernels or compile_kernels(backend, plan)
         written, before = {*plan.outputs, *plan.scratch}, set[str]()
         self._steps: list[partial[Any]] = []
         for step in _in_order(plan):
@@ -258,7 +258,7 @@ def _launch(
         values,
         tuple((at, inside, place[name]) for at, inside, name, form in given if form != "map"),
         tuple(
-            (at, place[name], mapped(backend, step, name, arrays[name]))
+            (at, place[name], describe_map(backend, step, name, arrays[name]))
             for at, _, name, form in given
             if form == "map"
         ),
@@ -327,10 +327,10 @@ class _Arguments:
             address = addresses[array]
             there = known.get(address)
             if there is None:
-                there = known[address] = self._mapped(like, address)
+                there = known[address] = self._encode_map(like, address)
             self._table[at] = there
 
-    def _mapped(self, like: Mapped, address: int) -> int:
+    def _encode_map(self, like: Mapped, address: int) -> int:
         """Encodes the tensor map of an array at ``address``; returns the address of the map."""
         if address % BOX_ALIGNMENT and like.address:
             raise Misaligned

@@ -45,8 +45,8 @@ from cupyfa.runtime.backend import Backend, Form
 from cupyfa.runtime.call_cache import Repeats, shape_of
 from cupyfa.runtime.choose_backend import adopt, as_array, writable_view
 from cupyfa.runtime.environment import Progress
-from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
-from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
+from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compile_kernels, run
+from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocate
 from cupyfa.score.dropout import Dropout
 
 if TYPE_CHECKING:
@@ -152,10 +152,10 @@ class Prepared(OfThisProcess):
         )
         self._owned = backend.owns(next(iter(inputs.values())))
         self._bound_at = tuple(map(backend.address, self._bound.values())) if self._owned else ()
-        self._launcher = self._made_launcher(inputs) if self._owned else None
+        self._launcher = self._make_launcher(inputs) if self._owned else None
         self._kernels: Kernels | None = None  # for calls without the launcher
         if keep and self._launcher is None:
-            self._kernels = compiled(backend, plan)
+            self._kernels = compile_kernels(backend, plan)
 
     def with_numbers(self, options: AttentionOptions, numbers: Sequence[Operand]) -> Prepared:
         """Returns a copy with other captured numbers and other numbers of softcap and dropout.
@@ -452,7 +452,7 @@ class Prepared(OfThisProcess):
         spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
-    def _made_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
+    def _make_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
         """Makes a launcher, if kernels can use arrays like these without copies; else None."""
         backend, plan = self._backend, self.plan
         inputs = self._seen(arrays)
@@ -525,7 +525,7 @@ class Prepared(OfThisProcess):
             if not self._owned and self._pieces is None:
                 self._pieces = pieces_of(backend, self.plan)
             if self._owned and self._kernels is None:
-                self._kernels = compiled(backend, self.plan)
+                self._kernels = compile_kernels(backend, self.plan)
             fill(
                 *(backend, self.plan, inputs, outputs),
                 check=check,
@@ -605,7 +605,7 @@ def fill(
         written = {
             name: outputs[name]
             if name in outputs and is_writable(plan, name, outputs[name])
-            else allocated(backend, plan, name)
+            else allocate(backend, plan, name)
             for name in plan.outputs
         }
         if check:

@@ -29,7 +29,7 @@ of_graphs: list[Any] = []
 _threads = threading.local()
 
 
-def allocated(backend: Backend, plan: Plan, name: str) -> Any:
+def allocate(backend: Backend, plan: Plan, name: str) -> Any:
     """Allocates an output or temporary of a plan, in the layout that its kernel needs."""
     shape, dtype = {**plan.outputs, **plan.scratch}[name]
     memory = backend.empty(plan.stored_shape(name), dtype)
@@ -68,7 +68,7 @@ class Workspace:
 
     def new(self) -> dict[str, Any]:
         """Allocates arrays for all temporaries."""
-        return {name: allocated(self._backend, self._plan, name) for name in self._names}
+        return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
         """Drops the memory of streams and keeps that of graphs."""

@@ -750,7 +750,7 @@ class Driven:
         from cupyfa.runtime.cuda.device import Cuda
 
         class Engine(Cuda):
-            def prepare(self, launch):
+            def compile_launch(self, launch):
                 return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(launch.entry) & 0xFFFF))
 
             def __init__(self):
