@@ -97,7 +97,7 @@ def target(
     if not (isinstance(given, np.ndarray) if on_host else backend.owns(given)):
         kind = "NumPy" if on_host else "CuPy"
         raise TypeError(
-            f"{name} is {described(given)}, and the inputs are {kind} arrays; give a {kind} array"
+            f"{name} is {described(given)}, the inputs are {kind} arrays; give a {kind} array"
         )
     if is_masked(given):
         raise TypeError(f"{name} is a MaskedArray, whose mask no kernel reads; give its data")
@@ -124,8 +124,8 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
     """Raises ValueError if a caller's array for a result has another shape or dtype."""
     if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
         raise ValueError(
-            f"{name} is {given.dtype} {tuple(given.shape)}, and the result is {dtype} "
-            f"{tuple(shape)}; give an array of that dtype and shape"
+            f"{name} is {given.dtype} {tuple(given.shape)}, the result is {dtype} {tuple(shape)}; "
+            "give an array of that dtype and shape"
         )
 
 

@@ -77,7 +77,7 @@ def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -
     if not can_be_boxed(array, address):
         raise ValueError(
             f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
-            f"multiples of {BOX_ALIGNMENT} bytes, and strides positive: copy it to such an array"
+            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to such an array"
         )
     batch, heads, rows, columns = (max(size, 1) for size in array.shape)
     allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize

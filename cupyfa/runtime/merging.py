@@ -212,8 +212,7 @@ class _Parts:
         if type(mine) is not type(self.outs[0]):
             kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
             raise TypeError(
-                f"{name} is {described(given)}, and the parts are {kind} arrays; give a {kind} "
-                "array"
+                f"{name} is {described(given)}, the parts are {kind} arrays; give a {kind} array"
             )
         return mine
 
