@@ -210,14 +210,14 @@ def attention(
         raise unknown_argument(attention, unknown)
     if append is not None:
         raise TypeError("append is for a KVCache, and k is an array; leave it out")
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
     # Chains of ``is``: is any of these arguments given?
     if causal is not False or not (
         window is offset is scale is softcap is score_mod is precision is None
         and alibi_slopes is bias is mask is captured is sink is dropout is None
     ):
-        given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
+        inputs, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
     target, asked = (None, asked) if out is None else read_out(out, q, asked)
     where: Any = backend
     devices = ANYWHERE
@@ -225,7 +225,7 @@ def attention(
         where, devices = read_devices(backend)
     call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse, return_max)
     how: Any = {"check": check, "repeat": (repeated_as, fixed), "devices": devices}
-    return run_call(call, (q, k, v), {**given, **structure}, target, **how)
+    return run_call(call, (q, k, v), {**inputs, **structure}, target, **how)
 
 
 _NOT_DENSE = (BlockMask, str, tuple)  # types of masks that are not arrays
@@ -366,7 +366,7 @@ def backward(
     if lse is None:
         lse = pullback.make_unread_lse(kernel, q, where, layout)
         arrays = dout, q, k, v, out, lse
-    given, asked = split_keywords(backward, scores) if scores else ({}, {})
+    inputs, asked = split_keywords(backward, scores) if scores else ({}, {})
     _, asked = read_out(out, q, asked)
     wrt = QKV if wrt is QKV else pullback.read_wrt(wrt)
     # fmt: off
@@ -375,9 +375,9 @@ def backward(
     )
     # fmt: on
     if dlse is not None:
-        given["dlse"] = pullback.check_dlse(dlse, lse)
+        inputs["dlse"] = pullback.check_dlse(dlse, lse)
     how: Any = {"check": check, "repeat": ("backward", fixed), "devices": devices}
-    return run_call(call, arrays, {**given, **structure}, None, grads, **how)
+    return run_call(call, arrays, {**inputs, **structure}, None, grads, **how)
 
 
 def compile(
@@ -508,13 +508,13 @@ def dropout_mask(dropout: Dropout, *, batch: int, heads: int, M: int, N: int) ->
 
     Philox 4x32-7: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
     """
-    given, asked = split_keywords(dropout_mask, {"dropout": dropout})
+    inputs, asked = split_keywords(dropout_mask, {"dropout": dropout})
     options = AttentionOptions.of(None, asked)
     sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
     shape = tuple(read_size(name, size, MOST) for name, size in sizes.items())
-    read = tuple(optional_inputs.of_value(name, x) for name, x in given.items())
+    read = tuple(optional_inputs.of_value(name, x) for name, x in inputs.items())
     optional_inputs.modifiers(options, read, shape)  # raises for arrays that cannot be seeds
-    arrays = {name.removeprefix("dropout_"): x for name, x in given.items()}
+    arrays = {name.removeprefix("dropout_"): x for name, x in inputs.items()}
     chosen = KeptWeights.of(options, shape[1], **arrays)
     if chosen is None or 0 in shape:
         return np.ones(shape, bool)

@@ -43,22 +43,22 @@ _OF_CALLS = {
 
 def compile_call(
     function: Callable[..., Any],
-    given: Sequence[Any],
+    required: Sequence[Any],
     dtype: DTypeLike | None,
     keywords: Mapping[str, Any],
 ) -> Prepared:
     """Prepares calls on arrays like these, or on arrays of these shapes if there is a dtype.
 
-    given: q, k and v, or the six arrays of ``backward``. keywords: the other arguments of
+    required: q, k and v, or the six arrays of ``backward``. keywords: the other arguments of
     ``function``.
     """
-    operation: Operation = "forward" if len(given) == len(ARRAYS["forward"]) else "backward"
+    operation: Operation = "forward" if len(required) == len(ARRAYS["forward"]) else "backward"
     names, of_shapes = ARRAYS[operation], dtype is not None
     how = {x: y for x, y in keywords.items() if x in _OF_CALLS[operation]}
     inputs, asked = split_keywords(
         function, {x: y for x, y in keywords.items() if x not in how}, _OF_CALLS[operation]
     )
-    by_name = dict(zip(names, given))
+    by_name = dict(zip(names, required))
     qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
@@ -74,8 +74,8 @@ def compile_call(
         out = by_name["out"]
     _, asked = read_out(out, by_name["q"], asked)
     call = call._replace(asked=asked, **how)
-    given = tuple(by_name.values())
-    if {isinstance(x, tuple | list) for x in given} != {of_shapes}:
+    required = tuple(by_name.values())
+    if {isinstance(x, tuple | list) for x in required} != {of_shapes}:
         raise TypeError(
             f"give {', '.join(names[:-1])} and {names[-1]} as arrays, or all as shapes together "
             "with dtype="
@@ -94,7 +94,7 @@ def compile_call(
         call = call._replace(layout="bshd")
     assert dtype is not None
     backend, of = backend_named(call.backend), dtype_named(dtype)
-    call, _ = add_kernel_arrays(call, backend, given, of_shapes=True)
+    call, _ = add_kernel_arrays(call, backend, required, of_shapes=True)
     sizes = {name: read_shape(f"the shape of {name}", x) for name, x in by_name.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _find_out_dtype(call, of)}

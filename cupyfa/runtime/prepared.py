@@ -61,7 +61,7 @@ class Result(NamedTuple):
 
     name: str  # the operation's name of it
     shape: tuple[int, ...]  # the shape that the caller gets
-    given: str | None  # the caller's array for it, as messages name it; None if there is none
+    label: str | None  # the caller's array for it, as messages name it; None if there is none
 
 
 def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
@@ -127,7 +127,7 @@ class Prepared(OfThisProcess):
             name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
         )
         self._results = tuple(results)
-        self._given = sum(x.given is not None for x in results)
+        self._labelled = sum(x.label is not None for x in results)
         self._is_forward = operation.name != "backward"
         self._is_one = self._is_forward and len(results) == 1  # gradients are a tuple
         self._all_new: tuple[Any, ...] = (None,) * len(results)
@@ -219,15 +219,15 @@ class Prepared(OfThisProcess):
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets, capturing=True)
         try:
-            given = (*map(backend.address, arrays), *self._bound_at)
-            if targets is not self._all_new and not self._takes(targets, given):
+            addresses = (*map(backend.address, arrays), *self._bound_at)
+            if targets is not self._all_new and not self._takes(targets, addresses):
                 return self._closely(arrays, targets, check, progress)
             results = [
                 backend.empty(*new) if mine is None else mine
                 for mine, new in zip(targets, self._new)
             ]
             space = self._workspace.at(stream, capturing)  # which must live until the launch
-            every = (*given, *map(backend.address, results), *space[1])
+            every = (*addresses, *map(backend.address, results), *space[1])
             if self._mask and any(x & self._mask for x in every):
                 return self._in_general(arrays, targets, check, progress)
             try:
@@ -314,10 +314,10 @@ class Prepared(OfThisProcess):
             raise TypeError("backward has no out=; use grads=, an array for each gradient")
         if grads is None:
             return self._all_new
-        if not isinstance(grads, tuple | list) or len(grads) != self._given:
+        if not isinstance(grads, tuple | list) or len(grads) != self._labelled:
             many = isinstance(grads, tuple | list)
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
-            names = [str(x.given).removesuffix(" of grads") for x in self._results if x.given]
+            names = [str(x.label).removesuffix(" of grads") for x in self._results if x.label]
             raise TypeError(
                 f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, each None for a "
                 "new one"
@@ -427,7 +427,7 @@ class Prepared(OfThisProcess):
                 )
         return adopted
 
-    def _takes(self, targets: Sequence[Any], given: tuple[int, ...]) -> bool:
+    def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
         """Whether kernels can write the caller's arrays; if not, ``_closely`` finds out why."""
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
@@ -439,10 +439,10 @@ class Prepared(OfThisProcess):
                 if backend.form(mine) != wanted:
                     return False
                 start = backend.address(mine)
-                for other, (low, high) in zip(given, extents):
+                for other, (low, high) in zip(addresses, extents):
                     if start < other + high and other + low < start + size:
                         return False
-            return self._given == 1 or self._are_apart(targets)
+            return self._labelled == 1 or self._are_apart(targets)
         except (AttributeError, ValueError):  # host arrays, or another library's
             return False
 
@@ -493,7 +493,7 @@ class Prepared(OfThisProcess):
         views = [
             mine
             if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)
-            else writable_view(self._backend, str(result.given), mine)
+            else writable_view(self._backend, str(result.label), mine)
             for result, mine in zip(self._results, targets)
         ]
         if all(map(is_, views, targets)):
@@ -544,7 +544,7 @@ class Prepared(OfThisProcess):
         self, targets: Sequence[Any], inputs: Mapping[str, Any]
     ) -> list[Any | None]:
         """Returns the caller's arrays that the kernel can write in place, None for the others."""
-        named = [(str(x.given), mine) for x, mine in zip(self._results, targets)]
+        named = [(str(x.label), mine) for x, mine in zip(self._results, targets)]
         found = []
         for (name, mine), result, (shape, dtype) in zip(named, self._results, self._new):
             view = self._views[result.name]

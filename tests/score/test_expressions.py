@@ -222,7 +222,7 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: max(score, 0), "maximum"),
         (lambda score: math.exp(score), "instead of those of math"),
         (lambda score: float(score), "instead of those of math"),
-        (lambda score: sum(score), "no elements"),
+        (lambda score: sum(score), "cannot be iterated"),
         (lambda score, slope, key: score + slope[key:], "not a slice"),
         (lambda score: score + np.ones(3), "captured="),
         (lambda score: score + "1", "cannot compute with '1'"),
