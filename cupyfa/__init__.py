@@ -85,8 +85,7 @@ __all__ = [
     "vjp",
 ]
 
-# Not every process has use of checks, the simulator, caches or merging: they are imported when
-# used.
+# Imported on first use, since not every process needs checks, the simulator, caches or merging.
 _LATER = {
     "KVCache": "arrays.kv_cache",
     "Rotary": "arrays.kv_cache",
@@ -97,9 +96,9 @@ _LATER = {
     "merge_vjp": "runtime.merging",
 }
 _MODULES = {"lab": "cupyfa.lab", "transfer": "cupyfa.runtime.transfer"}
-_SUBPACKAGES = {"dask", "distributed"}  # which users import by themselves
+_SUBPACKAGES = {"dask", "distributed"}  # imported explicitly by users
 _RAGGED = "Packed(q, cu_seqlens_q), Packed(k, cu_seqlens_k), Packed(v, cu_seqlens_k)"
-# What to write in place of names that there were.
+# Replacements of removed names, for error messages.
 _FORMER = {
     "AttentionOptions": "the options as keyword arguments, **options of a dictionary",
     "attention_backward": "cupyfa.backward(dout, q, k, v, out, lse, …)",

@@ -97,25 +97,25 @@ def attention(
     head, those of three are [heads, rows, d]; with ``layout="bshd"`` arrays are [batch, rows,
     heads, d]. Any size may be 0, and arrays may have any strides.
 
-    What differs from batch element to batch element belongs to the arrays:
+    Properties that differ between batch elements belong to the arrays:
 
     - ``Padded(q, lengths)``: only the first rows of each batch element count. Masks, windows and
       expressions are aligned as for arrays of these lengths. The other rows have no influence: out
       and gradients are 0 there, and lse is -infinity.
     - ``Packed(q, offsets)``: q [total queries, heads, d], k [total keys, kv_heads, d | dv] and out
       are sequences that lie one after the other, and lse is [heads, total queries]. Masks, windows
-      and expressions are each sequence's own: query and key count from 0 in it, queries and keys
-      are its lengths, batch is its number, as in alibi_slopes and sink [sequences, heads]. Such a
-      call has no bias and no mask but an expression. A row of no sequence has out = 0 and
-      lse = -infinity.
+      and expressions apply within a sequence: query and key count from 0, queries and keys are its
+      lengths, and batch is its index, as in alibi_slopes and sink [sequences, heads]. Such a call
+      takes no bias, and a mask only as an expression. A row that belongs to no sequence has
+      out = 0 and lse = -infinity.
     - Lists of arrays [heads, rows, d] are such sequences, and results are lists.
     - ``Scaled(q, scale)``: float8_e4m3fn with a scale for each key head. Such inputs are not
-      rounded, and their out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` is both.
+      rounded, and their out is bfloat16. ``Padded(Scaled(q, scale), lengths)`` combines both.
     - ``attention(q, cache)``: the attention of new tokens, q [batch, heads, new tokens, d], to the
-      keys and values of a ``KVCache``. They are the last ones of each sequence: of n keys, token i
-      sees those up to n - new tokens + i. Expressions find in ``keys`` how many keys a sequence
-      has. Grids are made for the capacity, and kernels read lengths and page tables when they run:
-      nothing waits for the GPU, and a captured CUDA graph takes other lengths each time.
+      keys and values of a ``KVCache``. New tokens are the last ones of each sequence: of n keys,
+      token i sees those up to n - new tokens + i. In expressions, ``keys`` is the number of keys of
+      a sequence. Grids are sized for the capacity, and kernels read lengths and page tables when
+      they run: nothing waits for the GPU, and a captured CUDA graph may see new lengths each time.
     - Dask arrays give lazy Dask arrays (see ``cupyfa.dask``), and ``cupyfa.distributed.Sharded``
       arrays are rows of a sequence that is divided among ranks.
 
@@ -123,53 +123,54 @@ def attention(
     window: (left, right); query i at position p = i + N - M (p = i with a "top-left" mask) sees
         keys p - left <= j <= p + right. None is no limit; a causal mask is the limit right = 0.
     offset: the position of query 0 among the keys, in place of N - M, for masks, windows and
-        expressions: a causal mask lets query i see keys j <= i + offset. It makes a call on some of
-        the queries or keys a part of the call on all.
+        expressions: a causal mask lets query i see keys j <= i + offset. With it, a call on some of
+        the queries or keys computes its part of the call on all of them.
     scale: the factor of the scores, by default 1/sqrt(d).
     softcap: scores become softcap · tanh(score / softcap), after the scale.
-    score_mod: an expression as text, or a Python function, that gives the score after that from
-        ``score batch head query key position queries keys`` and from ``captured``, as in
+    score_mod: an expression as a string, or a Python function, applied after the softcap: it
+        computes the new score from ``score batch head query key position queries keys`` and from
+        the names in ``captured``, as in
         "score - slope[head] * abs(position - key)". position is query + N - M, or query under a
         "top-left" mask.
     alibi_slopes: [heads] or [batch, heads]; slope · abs(position - key) is subtracted.
     bias: added to the score; of any float, broadcastable to [batch, heads, M, N].
-    mask: the pairs that are seen. An array of bool, broadcastable likewise; a ``block_mask``, whose
-        empty tiles are skipped; or an expression like score_mod, as "key <= position". A tuple of
-        an array and an expression: a pair is seen if both say so.
+    mask: the visible pairs. An array of bool, broadcastable likewise; a ``block_mask``, whose empty
+        tiles are skipped; or an expression like score_mod, as "key <= position". With a tuple of an
+        array and an expression, a pair is visible if it is so in both.
     captured: the arrays and numbers that the expressions name, as {"slope": array}. Arrays are of
         bool, whole numbers or floats; an index has to be inside its axis.
     sink: [heads] or [batch, heads], of any float: one more score of every row of a head, without a
         value. The softmax and lse include it; -infinity has no effect.
-    dropout: a ``Dropout``, which sets weights of the softmax to 0. lse is that without dropout.
-    precision: what float32 inputs may be rounded to, "tf32", "float16" or "bfloat16". By default
-        they are not, unless ``kernel`` is one that always rounds them. "float8_e4m3" is also for
-        float16 and bfloat16 inputs.
+    dropout: a ``Dropout``, which sets weights of the softmax to 0. It does not affect lse.
+    precision: the format that float32 inputs may be rounded to: "tf32", "float16" or "bfloat16". By
+        default they are not rounded, unless ``kernel`` always rounds them. "float8_e4m3" also
+        applies to float16 and bfloat16 inputs.
     append: (k, v) of the new tokens, [batch, kv_heads, new tokens, d | dv], which are first written
-        into the cache from row cache.lengths on; a sequence then has that many more keys. Without
-        it the cache has them already, and cache.lengths counts them. Either way cache.lengths stays
-        as it is.
+        into the cache from row cache.lengths on, which adds them to the keys of the sequences.
+        Without it the cache must already hold them, and cache.lengths counts them. Either way
+        cache.lengths is not changed.
     kernel: a name of ``kernels()``, a Kernel, or "auto". ``kernel.bind(…)`` gives a kernel of your
         own its arrays and floats, and names its outputs that are returned after lse.
     backend: "cuda", "simulator", "auto", or a Simulator with settings of its own. NumPy arrays may
         be computed on several GPUs, and their progress reported: see ``Devices``.
     tiles: tile sizes of the kernel, for example ``{"Br": 64, "Bc": 32}``; the others are chosen.
-        With a cache also ``{"splits": n}``, into how many parts the keys of a row are divided, each
-        of which is computed by a block of its own; by default it depends on the device and the
-        batch. With a number, the bits of a sequence do not depend on the others.
-    out: the array that the output is written to, or the dtype of a new one. "float32" gives out of
-        float16 and bfloat16 inputs in float32, in which it is summed, without its last rounding:
-        for parts that are merged or added. By default out has the dtype of the inputs. Of
-        float8_e4m3fn inputs it is "bfloat16", "float16" or "float32".
-    check: also compare all results with the reference, detect writes outside of them, and look at
+        With a cache also ``{"splits": n}``: the keys of a row are divided into n parts, each of
+        which is computed by its own block; the default depends on the device and the batch. With a
+        fixed n, the bits of a sequence do not depend on the other sequences.
+    out: the array that the output is written to, or the dtype of a new one. With "float32", the
+        output of float16 and bfloat16 inputs is the float32 sum without its last rounding, for
+        results that are merged or added later. By default out has the dtype of the inputs; for
+        float8_e4m3fn inputs it is "bfloat16" (the default), "float16" or "float32".
+    check: also compare all results with the reference, detect writes outside of them, and validate
         lengths, offsets and pages in GPU memory.
 
     Returns out [..., heads, M, dv] of the dtype (see out) and kind of the inputs; with
     ``return_lse`` also the natural logarithm of each row's sum of exp(score), [..., heads, M] in
-    float32 (float64 for float64); and with ``return_max`` the largest score of each row like lse,
-    as the softmax takes it: after the scale, all changes and masks, without the sink. A row that
-    sees no key has out = 0, lse = -infinity, or its sink, and the maximum -infinity. Where lse is
-    NaN, the maximum is NaN. The bits of a batch element or sequence do not depend on finite numbers
-    of others.
+    float32 (float64 for float64); and with ``return_max`` the largest score of each row, in the
+    shape and dtype of lse, after the scale, all modifications and masks, without the sink. A row
+    that sees no key has out = 0, lse = -infinity, or its sink, and the maximum -infinity. Where lse
+    is NaN, the maximum is NaN. The bits of a batch element or sequence do not depend on the finite
+    numbers in others.
 
     Raises ValueError or TypeError for wrong arguments, Unsupported if the kernel or device cannot
     do the problem, DeviceError if the device fails, SimulatorFault if a kernel does something wrong
@@ -184,13 +185,14 @@ def attention(
             return function(attention, locals())
         (q, k, v), structure = unwrap(q, k, v)
     dtype = out if isinstance(out, DTYPES) else None
+    # The key of a repeated call: all arguments but the arrays, which ones are None, and whether
+    # out is an array, since that array decides the dtype which others take from q.
     # fmt: off
     fixed: tuple[Any, ...] = (
         causal, window, offset, scale, softcap, score_mod, precision, dtype,
         kernel, backend, layout, tiles, return_lse, return_max, captured,
     )
     # fmt: on
-    # Apart, as an array for the output decides its dtype, which others have from q.
     repeated_as = "attention" if out is None or dtype is not None else "attention into out"
     arrays: Sequence[Any] = (q, k, v)
     if structure or not (alibi_slopes is bias is mask is sink is dropout is None):
@@ -208,13 +210,14 @@ def attention(
         raise unknown_argument(attention, unknown)
     if append is not None:
         raise TypeError("append is for a KVCache, and k is an array; leave it out")
-    given: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     asked: OptionKeywords = {}
+    # Chains of ``is``: is any of these arguments given?
     if causal is not False or not (
         window is offset is scale is softcap is score_mod is precision is None
         and alibi_slopes is bias is mask is captured is sink is dropout is None
     ):
-        given, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
+        inputs, asked = split_keywords(attention, {name: here[name] for name in OF_SCORES})
     target, asked = (None, asked) if out is None else read_out(out, q, asked)
     where: Any = backend
     devices = ANYWHERE
@@ -222,10 +225,10 @@ def attention(
         where, devices = read_devices(backend)
     call = Call("forward", kernel, where, None, asked, layout, tiles, return_lse, return_max)
     how: Any = {"check": check, "repeat": (repeated_as, fixed), "devices": devices}
-    return run_call(call, (q, k, v), {**given, **structure}, target, **how)
+    return run_call(call, (q, k, v), {**inputs, **structure}, target, **how)
 
 
-_NOT_DENSE = (BlockMask, str, tuple)  # masks that are no arrays
+_NOT_DENSE = (BlockMask, str, tuple)  # types of masks that are not arrays
 
 
 def vjp(
@@ -248,10 +251,10 @@ def vjp(
     Returns out and ``pullback``; ``pullback(dout)`` gives the gradients of ``wrt``, by default dq,
     dk and dv, as ``backward`` does; dout has the dtype of q, also if out is in float32. With
     ``return_lse`` it returns (out, lse) and ``pullback``; then ``pullback(dout, dlse)`` takes the
-    gradient of lse too. ``kernel`` and ``tiles`` are those of ``attention``, ``out`` is the dtype
-    of its output; ``backward_kernel``, ``backward_tiles`` and ``deterministic`` are those of
-    ``backward``. The other arguments go to both. The pullback keeps references to q, k, v, out and
-    lse, and may be called several times; it uses their contents at that time.
+    gradient of lse too. ``kernel`` and ``tiles`` apply to ``attention``, ``out`` is the dtype of
+    its output; ``backward_kernel``, ``backward_tiles`` and ``deterministic`` apply to ``backward``.
+    The other arguments apply to both. The pullback keeps references to q, k, v, out and lse, and
+    may be called several times; it reads their contents when it is called.
     """
     is_other = type(q) in KINDS or type(k) in KINDS or type(v) in KINDS
     if is_other and (function := find_function("vjp", q, k, v)) is not None:
@@ -288,7 +291,7 @@ def vjp(
 def _pullback(
     arrays: tuple[Any, ...], how: Mapping[str, Any], dout: Any, dlse: Any = None, **unknown: Any
 ) -> tuple[Any, ...]:
-    """The function that ``vjp`` returns, with its first arguments; it can be pickled."""
+    """The pullback of ``vjp``, which binds the first arguments; at module level so it pickles."""
     if unknown:
         raise TypeError(
             f"pullback() has no argument {next(iter(unknown))!r}; it has dout and dlse, and "
@@ -321,10 +324,10 @@ def backward(
     q, k, v and the arguments that change scores (causal, window, …) are those of the call of
     ``attention``; ``out`` [..., heads, M, dv] and ``lse`` [..., heads, M] are its results with
     ``return_lse``. dout has the shape of out and the dtype of q. With out in float32, dq, dk and dv
-    are in float32, too. A kernel of your own that computes no softmax takes None for lse.
+    are in float32, too. A custom kernel that computes no softmax takes None for lse.
 
-    deterministic: whether every run gives the same bits.
-    dlse: the gradient of lse, of its shape and dtype; by default it is 0.
+    deterministic: whether every run must give the same bits.
+    dlse: the gradient of lse, in the shape and dtype of lse; 0 by default.
     wrt: the names of the arrays whose gradients are returned, as ("q", "bias") or "q,bias": q, k,
         v, bias, alibi_slopes, sink and captured arrays of floats.
     grads: an array for each of them, or None for a new one.
@@ -336,8 +339,8 @@ def backward(
     return; dk and dv are sums over the query heads that share a key head. The gradient of a row
     that sees no key is 0.
 
-    Raises what ``attention`` raises, and Unsupported if the named kernel is not deterministic but
-    has to be.
+    Raises the errors of ``attention``, and Unsupported if ``deterministic`` is True and the named
+    kernel is not.
 
     FlashAttention: Dao et al., 2022, arXiv:2205.14135, appendix B; Dao, 2023, arXiv:2307.08691.
     """
@@ -363,7 +366,7 @@ def backward(
     if lse is None:
         lse = pullback.make_unread_lse(kernel, q, where, layout)
         arrays = dout, q, k, v, out, lse
-    given, asked = split_keywords(backward, scores) if scores else ({}, {})
+    inputs, asked = split_keywords(backward, scores) if scores else ({}, {})
     _, asked = read_out(out, q, asked)
     wrt = QKV if wrt is QKV else pullback.read_wrt(wrt)
     # fmt: off
@@ -372,33 +375,33 @@ def backward(
     )
     # fmt: on
     if dlse is not None:
-        given["dlse"] = pullback.check_dlse(dlse, lse)
+        inputs["dlse"] = pullback.check_dlse(dlse, lse)
     how: Any = {"check": check, "repeat": ("backward", fixed), "devices": devices}
-    return run_call(call, arrays, {**given, **structure}, None, grads, **how)
+    return run_call(call, arrays, {**inputs, **structure}, None, grads, **how)
 
 
 def compile(
     *arrays: Any, dtype: DTypeLike | None = None, **keywords: Unpack[CallKeywords]
 ) -> Prepared:
-    """The prepared form of ``attention`` or ``backward``: planned, and its kernels compiled.
+    """Plans ``attention`` or ``backward`` and compiles its kernels for arrays of the same form.
 
     ``compile(q, k, v, …)`` prepares calls of ``attention``, ``compile(dout, q, k, v, out, lse, …)``
     those of ``backward``.
 
-    arrays: these arrays with the forms of later calls, or the shapes of contiguous arrays of
-        ``dtype``, a name or NumPy's dtype (CuPy arrays; NumPy arrays in the simulator). Of
-        structured arrays, as ``Packed(q, offsets)``, the fields are given likewise. As shapes, lse
-        is of float32, or float64 for float64.
-    keywords: the other arguments of that function. Arrays that change scores are such arrays too,
-        or with shapes the forms that ``plan`` takes; dlse is an array or shape like lse. With
-        shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel is bound to
-        no arrays, whose shapes follow.
+    arrays: arrays with the shapes, strides and dtypes of later calls, or only the shapes of
+        contiguous arrays of ``dtype``, a name or a NumPy dtype (CuPy arrays; NumPy arrays in the
+        simulator). The fields of structured arrays, as of ``Packed(q, offsets)``, are given in the
+        same way. With shapes, lse is float32, or float64 for float64.
+    keywords: the other arguments of that function. Arrays that change scores are given as arrays
+        too or, with shapes, as the forms that ``plan`` takes; dlse is an array or shape like lse.
+        With shapes, ``out=`` is the dtype of the output, also for ``backward``, and a kernel is not
+        bound to arrays, since the problem determines their shapes.
 
     Returns a Prepared: ``prepared(q, k, v, out=None)`` or ``prepared(dout, q, k, v, out, lse,
     grads=None)`` takes a few microseconds for CuPy arrays. It refuses arrays of other shapes,
     strides, dtypes or devices. Arrays that change scores are given in each call, by name,
-    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, and so is dlse. Numbers keep their
-    values. Offsets and lengths are int32; those in GPU memory are not checked.
+    ``prepared(q, k, v, bias=bias, captured={"slope": slope})``, and so is dlse. Numbers keep the
+    values they had here. Offsets and lengths are int32; those in GPU memory are not checked.
     """
     if len(arrays) not in (3, 6):
         raise TypeError(
@@ -419,7 +422,7 @@ def softmax(
     check: bool = False,
     **unknown: Unpack[NoKeywords],
 ) -> Any:
-    """exp(x) over its sum along the last axis, computed without overflow.
+    """exp(x) divided by its sum along the last axis, computed without overflow.
 
     x [..., N] of float16, bfloat16, float32 or float64; other arguments as for ``attention``.
     Returns an array like x; with ``return_lse`` also the natural logarithm of each row's sum of
@@ -459,19 +462,20 @@ def plan(
     return_max: bool = False,
     **scores: Unpack[ScoreKeywords],
 ) -> Plan:
-    """The plan of an attention call of these sizes, without arrays and without a launch.
+    """Plans an attention call of these sizes, without arrays and without a launch.
 
-    N defaults to M, dv to d, kv_heads to heads. ``limits`` are those of the device to plan for,
-    by default the backend's. ``out`` is the dtype of the output.
+    N defaults to M, dv to d, kv_heads to heads. ``limits`` describes the device to plan for, by
+    default that of the backend. ``out`` is the dtype of the output.
 
-    alibi_slopes, bias, mask, sink and arrays of ``captured`` are forms: a shape, (1, 8, 64, 64),
-    or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of bool); with a dtype
-    "f16[1hmn]", of captured arrays "i32[M]" or "f32[heads]"; or an array, whose shape and dtype are
-    taken. A mask may also be a ``block_mask`` or an expression. lengths_q and lengths_k, of
-    ``Padded`` arrays, are True, or such a form, "i32[batch]". ``scales`` names the arrays that are
-    ``Scaled``, as "qkv". With ``return_max`` the call also returns the largest score of each row.
+    alibi_slopes, bias, mask, sink and the arrays of ``captured`` are given as forms: a shape,
+    (1, 8, 64, 64), or the axes as letters, "1hmn", of float32 (a bias of ``dtype``, a mask of
+    bool); with a dtype, "f16[1hmn]", or for captured arrays "i32[M]" or "f32[heads]"; or an array,
+    of which only shape and dtype are used. A mask may also be a ``block_mask`` or an expression.
+    lengths_q and lengths_k, the lengths of ``Padded`` arrays, are True or such a form,
+    "i32[batch]". ``scales`` names the ``Scaled`` arrays, as "qkv". With ``return_max`` the call
+    also returns the largest score of each row.
 
-    Raises what ``attention`` raises.
+    Raises the errors of ``attention``.
     """
     arrays, asked = split_keywords(plan, scores)
     if out is not None:
@@ -504,13 +508,13 @@ def dropout_mask(dropout: Dropout, *, batch: int, heads: int, M: int, N: int) ->
 
     Philox 4x32-7: Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011.
     """
-    given, asked = split_keywords(dropout_mask, {"dropout": dropout})
+    inputs, asked = split_keywords(dropout_mask, {"dropout": dropout})
     options = AttentionOptions.of(None, asked)
     sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
     shape = tuple(read_size(name, size, MOST) for name, size in sizes.items())
-    read = tuple(optional_inputs.of_value(name, x) for name, x in given.items())
-    optional_inputs.modifiers(options, read, shape)  # raises for arrays that are no seed
-    arrays = {name.removeprefix("dropout_"): x for name, x in given.items()}
+    read = tuple(optional_inputs.of_value(name, x) for name, x in inputs.items())
+    optional_inputs.modifiers(options, read, shape)  # raises for arrays that cannot be seeds
+    arrays = {name.removeprefix("dropout_"): x for name, x in inputs.items()}
     chosen = KeptWeights.of(options, shape[1], **arrays)
     if chosen is None or 0 in shape:
         return np.ones(shape, bool)
@@ -522,8 +526,8 @@ def empty_pinned(
 ) -> np.ndarray:
     """A NumPy array with unspecified elements in page-locked host memory.
 
-    Copies to and from the GPU need no buffer for such arrays, but they take longer to allocate. In
-    the simulator it is an ordinary array.
+    Copies between such an array and the GPU need no intermediate buffer, but its allocation takes
+    longer. The simulator returns an ordinary array.
     """
     sizes = read_shape("shape", (shape,) if isinstance(shape, int | np.integer) else shape)
     of = dtype_named(dtype).numpy if dtype == "bfloat16" else np.dtype(dtype)

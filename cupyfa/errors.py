@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, Self
 
 _FEW = 4  # elements of a sequence that a message shows
-_OTHER = "of type"  # how a message begins that shows no value
-# All but tab and newline; marks that reverse the direction of writing hide what follows, too.
+_OTHER = "of type"  # stands before the type of a value that a message does not show
+# All control characters but tab and newline, and marks that change the direction of writing.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 _LIBRARY = os.path.dirname(__file__) + os.sep
 
 
 class Unsupported(NotImplementedError):
-    """A valid problem that this kernel or device cannot do; the message names kernels that can.
+    """A valid problem that this kernel or device does not support; names kernels that do.
 
     ``reason`` is short and without sizes, so that equal reasons can be counted.
     """
@@ -44,10 +44,10 @@ class OutOfMemory(DeviceError):
 
 
 class SimulatorFault(RuntimeError):
-    """A kernel did what the simulator forbids: names kernel, block, thread, access and source line.
+    """An invalid operation of a kernel: names kernel, block, thread, access and source line.
 
     ``kernel`` is the entry point, ``block`` and ``thread`` are (x, y, z), ``what`` describes the
-    fault and ``place`` is its ``file:line``, empty where unknown, and the line that called that.
+    fault and ``place`` is its ``file:line`` with the line of the caller, or "" if unknown.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class SimulatorFault(RuntimeError):
         self.what, self.place = what, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made again of what it was made of: worker processes send it to the first one."""
+        """Pickles the arguments of the constructor, so that worker processes can send the fault."""
         parts = self.kernel, self.block, self.thread, self.what, self.place
         return type(self), parts, self.__dict__
 
 
 class OfThisProcess:
-    """An object that holds a device, threads or a loaded kernel: no other process can have it.
+    """An object that holds a device, threads or a loaded kernel, and so cannot be pickled.
 
-    ``_instead`` says what to do there.
+    ``_instead`` tells the user what to do in another process.
     """
 
     _instead: str
@@ -89,22 +89,22 @@ class OfThisProcess:
         return self
 
     def _another(self) -> Self:
-        """A second object with the same attributes, to change some of them."""
+        """Returns a shallow copy, whose attributes may then be changed."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         return other
 
 
 class CompilerNotFound(RuntimeError):
-    """There is no working C++ compiler; the message says what was tried and how to get one."""
+    """No working C++ compiler was found; the message lists the attempts and how to get one."""
 
 
 class CompileError(RuntimeError):
-    """The compiler refused a kernel's text; the message is the compiler's own."""
+    """The compiler rejected the source of a kernel; the message is the compiler's output."""
 
 
 def described(value: object) -> str:
-    """A wrong argument in a message: short values as they are written, others by their type."""
+    """Describes a wrong argument for a message: short values by their repr, others by type."""
     if value is None or isinstance(value, str | numbers.Number | type):
         return reprlib.repr(value)
     if isinstance(value, tuple | list) and len(value) <= _FEW:
@@ -117,15 +117,15 @@ def described(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """A text without characters that control a terminal, which stand as their codes, as \\x1b.
+    """Replaces the characters of a string that control a terminal by escapes such as \\x1b.
 
-    Strings of files may be a stranger's. Ends of lines and tabs stay.
+    Strings from files may be untrusted. Newlines and tabs are kept.
     """
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def closest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is written most like another one, in whatever case; None if none is."""
+    """Returns the known name that is spelled most like ``name``, ignoring case, or None."""
     from difflib import get_close_matches
 
     by_case = {x.lower(): x for x in known}
@@ -134,13 +134,13 @@ def closest(name: object, known: Iterable[str]) -> str | None:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """What an unknown name may mean, for an error message; empty if no known name is near."""
+    """Returns " (did you mean …?)" for an unknown name, or "" if no known name is similar."""
     close = closest(name, known)
     return f" (did you mean {close!r}?)" if close else ""
 
 
 def warn(text: str) -> None:
-    """Warns at the line that called the library, however deep in it the reason was found."""
+    """Issues a warning that points to the line of the user's code that called the library."""
     frame, level = sys._getframe(), 1
     while frame.f_back and frame.f_code.co_filename.startswith(_LIBRARY):
         frame, level = frame.f_back, level + 1

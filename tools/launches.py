@@ -21,7 +21,7 @@ from cupyfa.problem.dtypes import dtype_named
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.choose_backend import backend_named
 from cupyfa.runtime.launcher import run
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.workspace import allocate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.problems import DTYPES, FORWARD, RAGGED, WINDOWED, claimed, inputs_of
@@ -68,7 +68,7 @@ def launch(backend, kernel, problem):
     plan = planning.plan(kernel, problem, backend.limits)
     inputs = {name: backend.upload(x) for name, x in inputs_of(plan).items()}
     inputs = readable_inputs(plan, inputs)
-    outputs = {name: allocated(backend, plan, name) for name in plan.outputs}
+    outputs = {name: allocate(backend, plan, name) for name in plan.outputs}
     run(backend, plan, inputs, outputs)
     for array in outputs.values():
         backend.download(array)

@@ -1,1 +1,1 @@
-"""Arrays with structure: block masks and caches of keys and values."""
+"""Structured arguments: block masks, and caches of keys and values."""

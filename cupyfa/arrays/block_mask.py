@@ -39,16 +39,16 @@ from cupyfa.score.expressions import Expression
 
 # A call adds this prefix to the names of a block mask's arrays.
 _PREFIX = optional_inputs.OF_BLOCKS
-_DRAWN = 128  # rows and keys of a tile that `density` counts and that is drawn
-_MOST_DRAWN = 64  # characters and lines
-_SIGNS = " ░█"  # by states
+_DRAWN = 128  # rows and keys of the tiles that `density` counts and `str` draws
+_MOST_DRAWN = 64  # columns and lines of a drawing
+_SIGNS = " ░█"  # the signs of the states EMPTY, PARTIAL and FULL
 
 
 class BlockMask:
     """A mask with the state of its tiles; ``block_mask`` makes one. Only ``update`` changes it.
 
-    Arrays are copied. What is found out about its tiles is kept in it for later calls, for each
-    device and size of tiles. ``a & b``, ``a | b`` and ``~a`` are block masks.
+    Arrays are copied. The states of tiles are kept for later calls, for each device and size of
+    tiles. ``a & b``, ``a | b`` and ``~a`` are block masks.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class BlockMask:
         self.text, self.captured, self.sizes, self.backend = text, captured, sizes, backend
         self._lock = threading.RLock()
         self._states_kept = dict[Any, np.ndarray]()
-        # Copies of arrays, by place and name, and maps by place and what they are of. Calls keep
-        # their addresses.
+        # Copies of arrays by memory and name, and maps by memory and parameters. Prepared calls
+        # depend on their addresses.
         self._placed, self._maps = dict[Any, Any](), dict[Any, _HostMap | DeviceMap]()
         self._updated = set[str]()  # the names of arrays in ``captured`` that may change
-        _ = self._problem  # raises for expressions and arrays that do not fit
+        _ = self._problem  # raises for expressions and arrays that do not fit together
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made again without what it keeps for calls: maps, places of arrays, a lock."""
+        """Pickles the definition without maps, copies of arrays and the lock."""
         return BlockMask, (self.text, self._unchanging(), self.sizes, self.backend)
 
     @property
@@ -94,10 +94,10 @@ class BlockMask:
         return float((states != EMPTY).mean()) if states.size else 0.0
 
     def states(self, rows: int, keys: int) -> np.ndarray:
-        """The state of each tile of so many rows and keys: 0 is empty, 1 partial, 2 full.
+        """Returns the state of each tile of ``rows`` x ``keys``: 0 is empty, 1 partial, 2 full.
 
-        Of uint8, [batch, heads, cdiv(M, rows), cdiv(N, keys)], where batch and heads are 1 unless
-        the expression names them.
+        The result is uint8, [batch, heads, cdiv(M, rows), cdiv(N, keys)], where batch and heads are
+        1 unless the expression names them.
         """
         return self._states(backend_named(self.backend), "float32", rows, keys, self.N - self.M)
 
@@ -107,24 +107,24 @@ class BlockMask:
     def __or__(self, other: BlockMask) -> BlockMask:
         return self._joined(other, "|")
 
-    __rand__, __ror__ = __and__, __or__  # of what is no block mask: they refuse it
-    __array_ufunc__ = None  # NumPy's arrays leave & and | to these
+    __rand__, __ror__ = __and__, __or__  # these refuse operands that are not block masks
+    __array_ufunc__ = None  # makes NumPy arrays defer & and | to this class
 
     def __invert__(self) -> BlockMask:
         text = _expression(f"not ({self.text.text})")
         return BlockMask(text, self._unchanging(), self.sizes, self.backend)
 
     def update(self, captured: Mapping[str, Any]) -> None:
-        """Gives captured arrays other elements, and finds out about the tiles again.
+        """Replaces the elements of captured arrays, and recomputes the states of tiles.
 
-        captured: some of its arrays by name, of the same shapes and dtypes; a mask that was given
-        as an array is called ``array``. They are copied. Later calls use them, those of ``compile``
-        and of captured CUDA graphs too. On a GPU two launches make each map that calls have needed
-        so far, in CuPy's current stream, which may be captured; with CuPy arrays the host does not
-        wait for them. Work in other streams has to. Block masks that were joined from this one
-        before stay as they are.
+        captured: some of its arrays by name, with unchanged shapes and dtypes; a mask that was
+        given as an array is called ``array``. The arrays are copied. Later calls use them,
+        including those of ``compile`` and of captured CUDA graphs. On a GPU two launches recompute
+        each map that calls have needed so far, in CuPy's current stream, which may be captured;
+        with CuPy arrays the host does not wait for them. Work in other streams must wait. Block
+        masks that were made from this one earlier do not change.
 
-        Raises ValueError or TypeError for arrays unlike those before.
+        Raises ValueError or TypeError for arrays of other names, shapes or dtypes.
         """
         if not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
@@ -149,9 +149,9 @@ class BlockMask:
         return f"<block mask {self.text.text!r}: {sizes}>"
 
     def __str__(self) -> str:
-        """The tiles of 128 queries (lines) and 128 keys, or larger ones: █ full, ░ partial.
+        """Draws the tiles of 128 queries (lines) and 128 keys, or larger ones: █ full, ░ partial.
 
-        Of several batch elements and heads a tile shows what is alike in all, else partial.
+        A tile whose state differs between batch elements or heads is drawn as partial.
         """
         states = self.drawn()
         return "\n".join(
@@ -162,7 +162,7 @@ class BlockMask:
         )
 
     def drawn(self, most: int = _MOST_DRAWN) -> np.ndarray:
-        """The states of at most so many rows and columns of tiles, of all heads together."""
+        """Returns the states of at most ``most`` x ``most`` tiles, over all heads."""
         states = self.states(_DRAWN, _DRAWN)
         if not states.size:
             return np.zeros((0, 0), np.uint8)
@@ -173,13 +173,13 @@ class BlockMask:
             largest = np.maximum.reduceat(largest, starts, axis=axis)
         return np.where(least == largest, least, PARTIAL).astype(np.uint8)
 
-    # What a call takes of it
+    # The mask in a call
 
     def masked(self, p: Problem) -> Problem:
-        """The problem of a call with this mask.
+        """Returns the problem of a call with this mask added.
 
-        Raises ValueError for one of other sizes, Unsupported for one of elements that have lengths
-        of their own: tiles were found for the sizes of the mask.
+        Raises ValueError if its sizes differ from the mask's, and Unsupported for a ragged batch,
+        since the states of tiles hold for the sizes of the mask.
         """
         if p.is_ragged:
             raise Unsupported(
@@ -195,7 +195,7 @@ class BlockMask:
         return replace(p, options=options, operands=(*p.operands, *mine))
 
     def arrays(self, backend: Backend, on_host: bool) -> dict[str, Any]:
-        """Its arrays by their names in a call, where the call's are."""
+        """Returns its arrays by their names in a call, in the memory of the call's arrays."""
         return {
             f"mods.{_PREFIX}{x.name}": self._array(backend, on_host, x.name)
             for x in self._operands
@@ -212,16 +212,17 @@ class BlockMask:
         for name, mine, given in (("batch", self.batch, p.batch), ("heads", self.heads, p.heads)):
             if mine == given or (mine == 1 and not self._depends(name)):
                 continue
-            why = "" if mine != 1 else f", and its text names {_PLACE_OF[name]}"
+            why = "" if mine != 1 else f", and its expression names {_PLACE_OF[name]}"
             raise ValueError(
                 f"mask is a block mask of {own}{why}, and the call has {sizes}; make one with "
                 f"{name}={given}"
             )
 
     def maps(self, plan: Plan, backend: Backend, on_host: bool, alone: bool) -> dict[str, Any]:
-        """The maps of tiles that the kernel of a plan goes by; none for one that visits all tiles.
+        """Returns the maps of tiles that the kernel of a plan reads; none if it visits all tiles.
 
-        alone: whether no other expression hides pairs, so that full tiles need no expression.
+        alone: whether no other expression hides pairs, so that the kernel need not evaluate the
+        mask in full tiles.
         """
         p, found = plan.problem, dict[str, Any]()
         if 0 in (p.batch, p.heads, p.M, p.N):
@@ -232,10 +233,10 @@ class BlockMask:
         return found
 
     def planned(self, plan: Plan, limits: Limits) -> Plan:
-        """The plan of a call with this mask, whose kernel goes by its maps."""
+        """Returns the plan of a call with this mask, whose kernel reads its maps."""
         return choose_kernel.with_maps(plan, limits, [self.text])
 
-    # How it is found out
+    # Computing the states and maps
 
     @cached_property
     def _operands(self) -> tuple[Operand, ...]:
@@ -243,7 +244,7 @@ class BlockMask:
 
     @cached_property
     def _problem(self) -> Problem:
-        """A problem of its tiles: a batch element and a head of 1 stand for all."""
+        """The problem of its tiles; batch and heads are 1 if the expression does not name them."""
         batch, heads, M, N = self.sizes
         batch, heads = (
             batch if self._depends("batch") else 1,
@@ -258,11 +259,11 @@ class BlockMask:
         return _PLACE_OF[size] in self.text.positions
 
     def _position(self, p: Problem) -> int:
-        """The position of query 0, where it matters."""
+        """Returns the position of query 0 in a problem, or a fixed value if it does not matter."""
         return p.first_position if "position" in self.text.positions else self.N - self.M
 
     def _array(self, backend: Backend, on_host: bool, name: str) -> Any:
-        """A captured array in the memory of the host or of a backend, kept."""
+        """Returns a captured array in host memory or a backend's; keeps the copy."""
         key = _place(backend, on_host), name
         with self._lock:
             if key not in self._placed:
@@ -272,7 +273,7 @@ class BlockMask:
             return self._placed[key]
 
     def _map(self, backend: Backend, on_host: bool, name: str, *how: Any) -> Any:
-        """A map of tiles in the memory of the host or of a backend, kept."""
+        """Returns a map of tiles in host memory or a backend's; keeps it."""
         key = _place(backend, on_host), name, *how
         *tiles, alone = how
         with self._lock:
@@ -290,7 +291,7 @@ class BlockMask:
         position, alone = how
         if backend.is_capturing:
             raise ValueError(
-                "mask is a block mask whose tiles are not known yet, and they cannot be found out "
+                "mask is a block mask whose tiles are not known yet, and they cannot be computed "
                 "while a graph is captured; compile the call before"
             )
         p, arrays = self._problem_at(sums, position), self._arrays(backend)
@@ -314,16 +315,16 @@ class BlockMask:
             return self._states_kept[key]
 
     def _problem_at(self, sums: str, position: int) -> Problem:
-        """The problem of its tiles with query 0 at a position, computed in sums of a dtype."""
+        """Returns its problem with query 0 at ``position`` and float64 sums if ``sums`` says so."""
         p = replace(self._problem, shift=position - (self.N - self.M))
         return replace(p, dtype=DTYPES[sums]) if sums == "float64" else p
 
     def _arrays(self, backend: Backend) -> dict[str, Any]:
-        """Its arrays in the memory of a backend."""
+        """Returns its arrays in the memory of a backend."""
         return {x.name: self._array(backend, False, x.name) for x in self._operands if x.is_array}
 
     def _unchanging(self) -> dict[str, Any]:
-        """What it captures, for another block mask."""
+        """Returns captured values for another block mask, with copies of arrays that may change."""
         return {x: y.copy() if x in self._updated else y for x, y in self.captured.items()}
 
     def _like_before(self, name: str, given: Any) -> Any:
@@ -388,20 +389,20 @@ def block_mask(
     N: int | None = None,
     backend: str | Backend = "auto",
 ) -> BlockMask:
-    """A mask that kernels skip by tiles, to be passed as ``mask=`` of ``attention`` and others.
+    """Makes a mask whose empty tiles kernels skip, for ``mask=`` of ``attention`` and others.
 
-    mask: an array of bool, broadcastable to [batch, heads, M, N]; True is seen.
-    mask_mod, captured: in place of it an expression and what it names, as of ``attention``.
-        ``position`` is that of the call.
-    batch, heads, M, N: the sizes. M and N are those of the calls. A batch or heads of 1 serve any
-        number, unless the expression names ``batch`` or ``head``. Of an array they follow from its
-        shape, where its axes are not 1.
-    backend: where ``density`` and pictures are computed, by name or as a Simulator.
+    mask: an array of bool, broadcastable to [batch, heads, M, N]; True means visible.
+    mask_mod, captured: instead of an array, an expression and the arrays and numbers that it names,
+        as for ``attention``. ``position`` is that of the call.
+    batch, heads, M, N: the sizes. M and N must equal those of the calls. A batch or heads of 1
+        serve any number, unless the expression names ``batch`` or ``head``. For an array, the sizes
+        follow from the axes that are not 1.
+    backend: the backend that computes ``density`` and drawings, by name or as a Simulator.
 
-    A tile of queries and keys is empty, full or partial, which is found out exactly, from all of
-    its pairs, when it is first needed. Most kernels skip empty tiles, and evaluate
-    the mask in partial ones only; the others evaluate it in all tiles. The results are those
-    of the same mask without tiles.
+    A tile of queries and keys is empty, full or partial, which is determined exactly, from all of
+    its pairs, when it is first needed. Most kernels skip empty tiles and evaluate the mask only in
+    partial ones; the others evaluate it in all tiles. The results are those of the same mask
+    without tiles.
 
     Raises ValueError or TypeError for wrong arguments.
     """
@@ -413,7 +414,7 @@ def block_mask(
     sizes = [options.read_size("batch", batch, 2**31), options.read_size("heads", heads, 2**31)]
     if mask is not None:
         if given:
-            raise TypeError("captured is for expressions; leave it out")
+            raise TypeError("captured is only for expressions, and mask is an array; leave it out")
         array = _copied("mask", mask)
         return _of_array(array, (*sizes, M, N), backend)
     if M is None or N is None:
@@ -427,9 +428,9 @@ def block_mask(
 
 
 def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs on the host as the kernel of a plan reads them.
+    """Returns inputs on the host in a form that the kernel of a plan can read.
 
-    Those of a problem with a block mask get the maps of the plan's tiles.
+    For a problem with a block mask they include the maps of the plan's tiles.
     """
     p, found = plan.problem, dict(inputs)
     if any(x.name in optional_inputs.MAPS for x in p.operands):
@@ -438,7 +439,7 @@ def readable(backend: Backend, plan: Plan, inputs: Mapping[str, Any]) -> dict[st
 
 
 def _of_inputs(p: Problem, inputs: Mapping[str, Any], backend: Backend) -> BlockMask:
-    """The block mask of all masks of a problem."""
+    """Makes a block mask of all masks of a problem."""
     texts, own = p.modifiers.mask, {optional_inputs.MASK: f"{_PREFIX}array"}
     text = _expression(" and ".join(f"({rename_in_text(x.text, own)})" for x in texts))
     captured = {
@@ -461,14 +462,14 @@ def _of_array(array: Any, given: tuple[int | None, ...], backend: str | Backend)
     sizes = []
     for name, n, asked in zip(_SIZES, array.shape, given):
         if asked is not None and n not in (1, asked) and not (asked == 1 and name in _PLACE_OF):
-            raise ValueError(f"mask has shape {array.shape}, and {name}={asked}; let them be equal")
+            raise ValueError(f"mask has shape {array.shape}, and {name}={asked}; make them equal")
         sizes.append(max(n, asked or 1) if n else 0)
     text = _expression(f"array[{optional_inputs.indices(array.shape)}]")
     return BlockMask(text, {"array": array}, tuple(sizes), backend)  # type: ignore[arg-type]
 
 
 def rename_in_text(text: str, names: Mapping[str, str]) -> str:
-    """An expression with other names, or expressions, in place of names."""
+    """Replaces names in an expression by other names or by expressions."""
     trees = {name: ast.parse(x, mode="eval").body for name, x in names.items()}
 
     class Renaming(ast.NodeTransformer):
@@ -483,14 +484,14 @@ def _expression(text: str) -> Expression:
 
 
 def _seen(name: str, given: Any) -> Any:
-    """Another library's array as NumPy's or CuPy's."""
+    """Views another library's array as a NumPy or CuPy array."""
     if isinstance(given, np.ndarray) or hasattr(given, "get") or not hasattr(given, "shape"):
         return given
     return given if isinstance(given, np.generic) else adopt("auto", **{name: given})[1][0]
 
 
 def _copied(name: str, given: Any) -> Any:
-    """A number, or a copy of an array where it is, which nobody changes."""
+    """Returns a number, or a private copy of an array in the same memory."""
     seen = _seen(name, given)
     if not is_array(seen):
         return seen
@@ -504,7 +505,7 @@ def _copied(name: str, given: Any) -> Any:
 
 
 def _on_host(array: Any) -> Any:
-    """An array as NumPy's; numbers stay."""
+    """Converts an array to NumPy; returns numbers unchanged."""
     return array.get() if hasattr(array, "get") else array
 
 
@@ -518,12 +519,12 @@ def _place(backend: Backend, on_host: bool) -> Any:
 
 
 def _write(array: Any, given: Any) -> None:
-    """Copies elements into an array of NumPy or CuPy from one of either."""
+    """Copies elements between NumPy or CuPy arrays, in any combination."""
     if isinstance(array, np.ndarray):
         array[...] = _on_host(given)
     elif isinstance(given, np.ndarray):
         array.set(np.ascontiguousarray(given))
-    elif given.flags.c_contiguous:  # no kernel, which could not be compiled during a capture
+    elif given.flags.c_contiguous:  # without a kernel: CuPy cannot compile one during a capture
         array.data.copy_from_device_async(given.data, array.nbytes)
     else:
         array[...] = given

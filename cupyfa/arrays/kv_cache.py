@@ -36,9 +36,9 @@ from cupyfa.runtime.workspace import PER_THREAD, of_graphs
 LAYOUTS = ("bshd", "bhsd")
 SCALES = optional_inputs.SCALES
 E4M3_SINCE = 89
-_IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # and those of the cache
-THREADS = 128  # of a block, of which each warp writes a row
-_MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps until its next step
+_IDENTIFIED = ("q", "lengths", "pages", "k", "v", "cos", "sin")  # arrays compared by identity
+THREADS = 128  # threads of a block; each warp writes a row
+_MOST_KEPT = 1 << 20  # bytes of new tokens that a cache keeps alive until its next step
 APPEND = Launch(
     "append_keys",
     args="Q turned_Q new_K new_V K V cosines sines positions lengths.data used.data pages.data "
@@ -52,11 +52,11 @@ _KERNEL = Kernel("append_keys", "writes new keys and values into a cache", (APPE
 
 
 class Rotary(NamedTuple):
-    """A rotary position embedding, which turns pairs of columns of q and k by their positions.
+    """A rotary position embedding, which rotates pairs of columns of q and k by their positions.
 
-    cos, sin: each [positions, angles], of the dtype of q or of lse. Columns from 2 · angles on stay
-        as they are.
-    interleaved: whether pairs are columns (2 x, 2 x + 1), and not (x, x + angles).
+    cos, sin: each [positions, angles], of the dtype of q or of lse. Columns from 2 · angles on are
+        not rotated.
+    interleaved: whether pairs are columns (2 x, 2 x + 1) instead of (x, x + angles).
 
     Su et al., 2021, arXiv:2104.09864.
     """
@@ -67,37 +67,37 @@ class Rotary(NamedTuple):
 
 
 class KVCache(Structured):
-    """Keys and values of the tokens of several sequences, in arrays of the caller's.
+    """Keys and values of the tokens of several sequences, in the caller's arrays.
 
-    ``attention(q, cache)`` is the attention of new tokens to them, and ``cache.append(k, v)``
+    ``attention(q, cache)`` computes the attention of new tokens to them, and ``cache.append(k, v)``
     writes keys and values of new tokens.
 
     k, v: [batch, kv_heads, capacity, d] and [batch, kv_heads, capacity, dv]; with ``layout="bshd"``
         [batch, capacity, kv_heads, d | dv]. With ``pages`` they are pages: [pages, kv_heads,
         page_size, d | dv], or [pages, page_size, kv_heads, d | dv]; page_size is 16, 32, 64, 128 or
         256. Arrays of float8_e4m3 may be ``Scaled``, each by its own scale; d and dv are then even.
-        New keys and values are divided by the scales and rounded to the nearest number of e4m3, to
-        448 or -448 beyond these.
-    lengths: [batch] of int32, how many keys each sequence has.
+        New keys and values are divided by the scales and rounded to the nearest number of e4m3;
+        larger ones are clamped to 448 or -448.
+    lengths: [batch] of int32, the number of keys of each sequence.
     pages: [batch, most] of int32, the page table: key j of sequence b is row j % page_size of page
         pages[b, j // page_size]. Sequences may share pages. Numbers after the last page that a
-        sequence needs are not looked at.
-    rotary: a ``Rotary``, or its (cos, sin): new keys are turned before they are written, and the
+        sequence needs are ignored.
+    rotary: a ``Rotary``, or its (cos, sin): new keys are rotated before they are written, and the
         queries of new tokens before they attend.
-    prefix: keys and values that all sequences share and that come before their own: a tuple (k, v)
-        of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are read once for
-        all sequences, by the kernel that "auto" stands for; kernel and tiles of a call are for the
-        sequences' own keys. With g sequences in place of one, each is shared by batch / g
-        consecutive sequences. A list has several of these, from the outermost to the innermost.
-        Positions, windows and expressions count as if one cache held all of these keys.
+    prefix: keys and values that all sequences share and that precede those of the cache: a tuple
+        (k, v) of arrays [1, kv_heads, keys, d | dv], or a KVCache of one sequence. They are read
+        once for all sequences, by the kernel that "auto" chooses; kernel and tiles of a call apply
+        to the keys of the cache. With g sequences instead of one, each is shared by batch / g
+        consecutive sequences. A list has several such prefixes, from the outermost to the
+        innermost. Positions, windows and expressions count as if one cache held all of these keys.
 
-    All are NumPy arrays, or all are in the memory of one GPU. No array is copied: what they contain
-    when a call runs counts, of lengths and page tables too. A list of lengths, pages or scales
-    becomes a new array where k is. New keys are written into k and v, so these must not share
-    memory then; lengths are never changed.
+    All are NumPy arrays, or all are in the memory of one GPU. No array is copied: a call uses the
+    contents at the time when it runs, also those of lengths and page tables. A list of lengths,
+    pages or scales becomes a new array in the memory of k. If new keys are written into k and v,
+    these must not share memory; lengths are never changed.
 
-    Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other sizes
-    of pages.
+    Raises ValueError or TypeError for arrays that do not fit together, Unsupported for other page
+    sizes.
 
     Pages: Kwon et al., 2023, arXiv:2309.06180.
     """
@@ -139,7 +139,7 @@ class KVCache(Structured):
         self._scales = tuple(map(self._seen_scale, SCALES, (self.k_scale, self.v_scale)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the last call's launches, which belong to this process."""
+        """Leaves out the launches of the last call, which belong to this process."""
         return {**self.__dict__, "last_call": None}
 
     @classmethod
@@ -155,15 +155,15 @@ class KVCache(Structured):
         rotary: tuple[Any, ...] | None = None,
         prefix: Any = None,
     ) -> KVCache:
-        """A cache in pages whose table is given as FlashInfer has it.
+        """Makes a paged cache from a page table in the format of FlashInfer.
 
         Sequence b has the pages indices[indptr[b]] to indices[indptr[b + 1] - 1], of which all but
         the last are full and the last has last_page_len[b] keys. indptr is [batch + 1], indices
         [all pages of all sequences], last_page_len [batch], all of int32.
 
-        The table and the lengths are new arrays, made from what these contain now. There is room
-        for new keys in the last pages only. In GPU memory nobody waits for the numbers, so the
-        table has a column for each of ``indices``.
+        The table and the lengths are new arrays, made from the current contents. Only the last
+        pages have room for new keys. The host does not wait for arrays in GPU memory, so for these
+        the table has a column for each of ``indices``.
         """
         keys = seen("k", k.array if isinstance(k, Scaled) else k)
         starts = _read_whole("indptr", indptr, keys, axes=1)
@@ -198,29 +198,29 @@ class KVCache(Structured):
     ) -> None:
         """Writes the keys and values of new tokens into the cache, from row ``lengths`` on.
 
-        k [batch, kv_heads, new tokens, d], v [batch, kv_heads, new tokens, dv]. Keys are turned if
-        the cache has a rotary embedding. ``lengths`` stays as it is: add the new tokens to it
-        before the next call. ``attention(q, cache, append=(k, v))`` does this and attends to all
-        keys in one call. check: also compare what is written with a reference.
+        k [batch, kv_heads, new tokens, d], v [batch, kv_heads, new tokens, dv]. Keys are rotated if
+        the cache has a rotary embedding. ``lengths`` is not changed: add the number of new tokens
+        to it before the next call. ``attention(q, cache, append=(k, v))`` appends and attends to
+        all keys in one call. check: also compare the written rows with a reference.
 
-        Raises what ``attention`` raises.
+        Raises the errors of ``attention``.
         """
         functions: Any = import_module("cupyfa.call.decode")
         functions.append_tokens(self, k, v, backend=backend, check=check)
 
     @property
     def batch(self) -> int:
-        """How many sequences it has."""
+        """The number of sequences."""
         return len(self.lengths)
 
     @property
     def page_size(self) -> int | None:
-        """How many keys a page has; None if it has no pages."""
+        """The number of keys in a page; None without pages."""
         return None if self.pages is None else self.rows_of(self.k).shape[2]
 
     @property
     def capacity(self) -> int:
-        """How many keys a sequence may have."""
+        """The largest number of keys that a sequence can have."""
         rows = self.rows_of(self.k).shape[2]
         return rows if self.pages is None else rows * self.pages.shape[1]
 
@@ -231,7 +231,7 @@ class KVCache(Structured):
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether its rotary embedding pairs columns that lie side by side."""
+        """Whether its rotary embedding pairs adjacent columns."""
         return self.rotary is not None and self.rotary.interleaved
 
     def __repr__(self) -> str:
@@ -242,11 +242,11 @@ class KVCache(Structured):
         )
 
     def rows_of(self, array: Any) -> Any:
-        """Keys or values as [batch or pages, kv_heads, rows, columns]."""
+        """Views keys or values as [batch or pages, kv_heads, rows, columns]."""
         return array.swapaxes(1, 2) if self.layout == "bshd" else array
 
     def _seen_scale(self, name: str, scale: Any) -> Any:
-        """A scale as kernels take it: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads]."""
+        """Checks a scale and views it as [batch or 1, kv_heads], or [pages, 1, kv_heads]."""
         if scale is None:
             return None
         heads, shape = self.rows_of(self.k).shape[1], tuple(scale.shape)
@@ -272,7 +272,7 @@ class KVCache(Structured):
         if count and count == self.batch:
             raise ValueError(
                 f"{name} has shape {shape}, and there are as many pages as sequences; give k and v "
-                "a page more, so that the shape says whether scales are those of pages"
+                "a page more, so that the shape shows whether scales belong to pages"
             )
         return scale[:, None] if count and count == shape[0] else scale
 
@@ -286,7 +286,7 @@ class KVCache(Structured):
 
     @property
     def _room(self) -> str:
-        """For messages: how many keys a sequence can have, and how the shape is read."""
+        """The capacity of a sequence and the axes of k, for error messages."""
         rows = "page_size" if self.pages is not None else "capacity"
         first = "pages" if self.pages is not None else "batch"
         axes = f"{rows}, kv_heads" if self.layout == "bshd" else f"kv_heads, {rows}"
@@ -296,7 +296,7 @@ class KVCache(Structured):
         )
 
     def check_numbers(self, lengths: np.ndarray, pages: np.ndarray | None, new: int) -> None:
-        """Raises ValueError for lengths, with ``new`` keys more, or pages that are not there."""
+        """Raises ValueError for lengths, including ``new`` keys, or pages that are out of range."""
         wrong = np.flatnonzero((lengths < 0) | (lengths > self.capacity - new))
         if wrong.size:
             i = int(wrong[0])
@@ -323,12 +323,12 @@ KINDS[KVCache] = "cupyfa.call.decode"
 
 @dataclass(frozen=True)
 class Step:
-    """Queries and a cache in a backend's memory, with new tokens that may have to be written.
+    """Queries and a cache in a backend's memory, and new tokens that may have to be written.
 
-    q: turned by ``write``, if there is a rotary embedding. k, v: [batch or pages, kv_heads, rows,
-    columns]. lengths: those with the new keys. scales: of k and v in e4m3, else None. is_moved:
-    whether the caller's arrays are NumPy's, and these are copies. may_repeat: whether a cache may
-    keep it for a call on the very same arrays in the same stream.
+    q: the queries, which ``write`` rotates if there is a rotary embedding. k, v: [batch or pages,
+    kv_heads, rows, columns]. lengths: include the new keys. scales: the scales of e4m3 k and v,
+    else None. is_moved: whether these are copies of the caller's NumPy arrays. may_repeat: whether
+    a cache may keep the step, for a call on identical arrays in the same stream.
     """
 
     backend: Backend
@@ -347,7 +347,7 @@ class Step:
         return self._new is not None
 
     def read_lengths(self, cache: KVCache) -> None:
-        """Looks at the lengths and pages of the host again, which may have been changed."""
+        """Reads lengths and pages in host memory again, since they may have changed."""
         count = 0 if self.lengths is cache.lengths else self.q.shape[2]
         cache.check_numbers(cache.lengths, cache.pages, count)
         if cache.rotary is not None:
@@ -356,19 +356,19 @@ class Step:
             np.add(cache.lengths, count, out=self.lengths)
 
     def write(self) -> None:
-        """Writes the new keys and values, and turns them and the queries."""
+        """Writes new keys and values, and rotates keys and queries."""
         if self._new is not None:
             self._new.write()
 
     def write_and_check(self) -> None:
-        """The same, compared with a reference. Raises WrongResult for what was written wrongly."""
+        """Like ``write``, but compares with a reference. Raises WrongResult if they differ."""
         if self._new is not None:
             self._new.write()
             self._new.check()
 
 
 def list_arrays(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> list[Any]:
-    """All arrays of a call, each None if it is not given, and how rotary pairs columns."""
+    """Lists all arrays of a call, None for a missing one, and the flag ``interleaved``."""
     rotary = cache.rotary or _NO_ROTARY
     return [q, cache.lengths, cache.pages, *(new or (None, None)), *rotary, cache.k, cache.v]
 
@@ -385,10 +385,10 @@ def step(
     look: bool,
     prefix_keys: Any = None,
 ) -> Step:
-    """Queries and a cache in a backend's memory; nothing is launched yet.
+    """Checks the arrays of a call and moves them to a backend's memory; launches nothing yet.
 
     new: keys and values of the new tokens. look: whether to check lengths and pages that lie in GPU
-    memory, too. prefix_keys: [batch], how many keys stand before those of the cache.
+    memory, too. prefix_keys: [batch], the numbers of keys that precede those of the cache.
     """
     given, rotary = _named(q, cache, new), cache.rotary
     if prefix_keys is not None:
@@ -414,7 +414,7 @@ def step(
     tokens = given["q"].shape[2]
     count = tokens if "k" in given else 0
     made = {}
-    cache.last_call = None  # the next step may have its memory
+    cache.last_call = None  # frees its memory, which this step may use
     with where.working_on(given["q"]):
         if count:
             made["used"] = (
@@ -424,12 +424,12 @@ def step(
             )
         if rotary is not None:
             made["turned"] = where.empty(tuple(given["q"].shape), given["q"].dtype)
-        if made and where.is_capturing:  # a graph writes there whenever it is launched
+        if made and where.is_capturing:  # a graph writes to them whenever it is launched
             of_graphs.append(made)
         for name in ("k", "v") if rotary is None else ("q", "k", "v", "cos", "sin"):
             if name in given and not columns_contiguous(given[name]):
                 given[name] = given[name].copy()
-        alike = copy(cache)  # the step refers to this one, and the cache to the step
+        alike = copy(cache)  # avoids a reference cycle: the cache refers to the step
         new_tokens = _New(where, {**given, **made}, alike, is_moved) if made else None
     may_repeat = not is_moved if on_host else where.stream not in (None, PER_THREAD)
     return Step(
@@ -450,10 +450,10 @@ def step(
 
 
 def _may_keep(given: Mapping[str, Any], arrays: Iterable[Any]) -> bool:
-    """Whether a cache may keep a step: the new tokens are few, and no array is a copy or a view.
+    """Whether a cache may keep a step: new tokens are few, and no array is a copy or a view.
 
-    A copy would not follow what the caller writes, and a view not another library's array that gets
-    other memory.
+    A copy would miss later changes of the caller's array, and a view would miss that another
+    library's array got new memory.
     """
     are_given = all(x is given.get(name) for name, x in zip(_IDENTIFIED, arrays))
     return are_given and sum(given[x].nbytes for x in "qkv" if x in given) <= _MOST_KEPT
@@ -469,7 +469,7 @@ def _read_rotary(given: Any) -> Rotary:
 
 
 def _named(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> dict[str, Any]:
-    """All arrays that are given, by name; those of the cache as [.., kv_heads, rows, columns]."""
+    """Returns all arrays of a call by name; those of the cache have axes as in ``rows_of``."""
     named = {"q": q, "cache.k": cache.rows_of(cache.k), "cache.v": cache.rows_of(cache.v)}
     named["lengths"] = cache.lengths
     if cache.pages is not None:
@@ -483,7 +483,7 @@ def _named(q: Any, cache: KVCache, new: tuple[Any, Any] | None) -> dict[str, Any
 
 
 def check_keys(k: Any, v: Any, layout: str) -> None:
-    """Raises ValueError and TypeError for keys and values that do not fit together."""
+    """Raises ValueError or TypeError for keys and values that do not fit together."""
     shapes = f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}"
     if len(k.shape) != 4 or len(v.shape) != 4 or k.shape[:3] != v.shape[:3]:
         axes = "rows, kv_heads" if layout == "bshd" else "kv_heads, rows"
@@ -507,7 +507,7 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
 
 
 def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
-    """Whole numbers as an array of int32; a list becomes one in the memory of keys."""
+    """Checks an int32 array; converts a list to one in the memory of ``keys``."""
     array = _there(name, given, keys)
     if len(array.shape) != axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")
@@ -522,16 +522,16 @@ def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
 
 
 def _check_csr(starts: np.ndarray, listed: np.ndarray) -> None:
-    """Raises ValueError for offsets that fall or go beyond the pages."""
+    """Raises ValueError for offsets that decrease or exceed the number of indices."""
     if (np.diff(starts) < 0).any() or (starts[0], starts[-1]) != (0, len(listed)):
         raise ValueError(
             f"indptr is {starts.tolist()}, and there are {len(listed)} indices; give offsets from "
-            "0 to that number that do not fall"
+            "0 to that number that do not decrease"
         )
 
 
 def _check_shapes(given: Mapping[str, Any], cache: KVCache) -> None:
-    """Raises ValueError and TypeError for new tokens that do not fit the cache."""
+    """Raises ValueError or TypeError for new tokens that do not fit the cache."""
     q, keys, values = given["q"], given["cache.k"], given["cache.v"]
     shape = tuple(q.shape)
     if len(shape) != 4 or shape[0] != cache.batch or shape[3] != keys.shape[3]:
@@ -577,7 +577,7 @@ def _check_angles(cos: Any, sin: Any, q: Any) -> None:
 
 
 def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) -> None:
-    """Raises ValueError for lengths, pages and memory that cannot be right."""
+    """Raises ValueError for lengths and pages out of range, and for arrays that overlap."""
 
     def downloaded(name: str) -> Any:
         array = given.get(name)
@@ -594,7 +594,7 @@ def _check_contents(backend: Backend, given: Mapping[str, Any], cache: KVCache) 
     for name in ("cache.k", "cache.v"):
         array = given[name]
         if isinstance(array, np.ndarray) and not array.flags.writeable:
-            raise ValueError(f"{name} is read-only, and new keys are given; let it be written")
+            raise ValueError(f"{name} is read-only, and new keys are given; make it writable")
         for other in ("q", "k", "v"):
             if overlap(array, given[other]):
                 raise ValueError(
@@ -613,7 +613,7 @@ def _check_positions(cos: Any, lengths: np.ndarray, new: int) -> None:
 
 
 class _New:
-    """New tokens: the launch that writes them, and the arrays that it reads and writes."""
+    """The launch that writes new tokens, and the arrays that it reads and writes."""
 
     def __init__(
         self, backend: Backend, arrays: Mapping[str, Any], cache: KVCache, is_moved: bool
@@ -631,7 +631,7 @@ class _New:
                 self._copy_back()
 
     def check(self) -> None:
-        """Compares what was written with a reference. Raises WrongResult."""
+        """Compares the written rows with a reference. Raises WrongResult if they differ."""
         found, expected = {}, {}
         if "used" in self._arrays:
             for name, written in self._written().items():
@@ -650,7 +650,10 @@ class _New:
         tolerance.require(verdicts, f"append_keys on {self._cache!r}")
 
     def _turned(self, rows: np.ndarray, *, swapped: bool = False) -> Expected:
-        """The expected rotation of rows [batch, heads, tokens, d]; with the last axes swapped."""
+        """Returns the expected rotation of rows [batch, heads, tokens, d].
+
+        With ``swapped`` the result is [batch, tokens, heads, d].
+        """
         cos, sin = self._on_host("cos"), self._on_host("sin")
         tokens = rows.shape[2]
         first = self._on_host("lengths") - (0 if "used" in self._arrays else tokens)
@@ -663,7 +666,7 @@ class _New:
         return Expected(*(x.swapaxes(1, 2) for x in made)) if swapped else made
 
     def _scales_of_rows(self, name: str) -> np.ndarray:
-        """The scales of the new rows, [batch, tokens, kv_heads, 1]."""
+        """Returns the scales of the new rows, [batch, tokens, kv_heads, 1]."""
         scale, (places, _) = self._on_host(name), self._places()
         batch, kv_heads = len(places), self._arrays["cache.k"].shape[1]
         if scale.ndim == 3:
@@ -675,7 +678,7 @@ class _New:
         return array if isinstance(array, np.ndarray) else self._backend.download(array)
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """The batch element or page, and the row in it, of each new token: [batch, tokens]."""
+        """Returns the batch element or page, and the row in it, of each new token."""
         size, tokens = self._cache.page_size, self._arrays["q"].shape[2]
         rows = self._on_host("lengths")[:, None] + np.arange(tokens)
         batch: np.ndarray = np.arange(len(rows))[:, None]
@@ -684,24 +687,24 @@ class _New:
         return tuple(np.broadcast_arrays(batch, rows))  # type: ignore[return-value]
 
     def _written(self) -> dict[str, np.ndarray]:
-        """The rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
+        """Reads the rows of new tokens in the cache, [batch, tokens, kv_heads, columns]."""
         there = tuple(map(self._backend.upload, self._places()))
         found = {}
         for name in ("cache.k", "cache.v"):
             array = self._arrays[name].swapaxes(1, 2)
-            bits = array.view(np.uint8) if array.dtype == E4M3 else array  # which CuPy can index
+            bits = array.view(np.uint8) if array.dtype == E4M3 else array  # CuPy cannot index e4m3
             found[name] = self._backend.download(bits[there]).view(array.dtype)
         return found
 
     def _copy_back(self) -> None:
-        """Copies the rows that were written into the caller's NumPy arrays."""
+        """Copies the rows that the kernel wrote into the caller's NumPy arrays."""
         cache, places = self._cache, self._places()
         for array, written in zip((cache.k, cache.v), self._written().values()):
             cache.rows_of(array).swapaxes(1, 2)[places] = written
 
 
 def _plan(arrays: Mapping[str, Any], cache: KVCache) -> Plan:
-    """The launch that writes and turns new tokens."""
+    """Plans the launch that writes and rotates new tokens."""
     q, keys, values = (arrays[name] for name in ("q", "cache.k", "cache.v"))
     appends, rotates = "used" in arrays, "turned" in arrays
     (batch, heads, tokens, d), kv_heads = q.shape, keys.shape[1]
@@ -755,7 +758,7 @@ def _arguments(arrays: Mapping[str, Any], cache: KVCache) -> list[Argument]:
 
 
 def _tensor(name: str, is_given: bool, axes: tuple[int | None, ...] = FIRST_AXES) -> Argument:
-    """An array as a Tensor, which is null if it is not given."""
+    """Makes an argument for a Tensor, which is null if there is no such array."""
     value = None if is_given else np.zeros((), TENSOR)
     return Argument(name, value=value, strides=axes)
 
@@ -765,7 +768,7 @@ def _pointer(name: str, is_given: bool) -> Argument:
 
 
 def _scale_argument(name: str, scale: Any) -> Argument:
-    """A scale as a Tensor [batch or pages, kv_heads]; one element serves a whole axis."""
+    """Makes an argument for a scale [batch or pages, kv_heads]; axes of one element broadcast."""
     if scale is None:
         return _tensor(name, False)
     axes = (0, len(scale.shape) - 1)
@@ -774,9 +777,10 @@ def _scale_argument(name: str, scale: Any) -> Argument:
 
 
 def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dict[str, Any]:
-    """The scales of keys and values in e4m3, 1 where none is given; nothing for others.
+    """Returns the scales of e4m3 keys and values (1 if missing), or {} for other dtypes.
 
-    cache: where the keys k lie, if in one. like: an array in the memory where scales have to be.
+    cache: the cache that the keys k belong to, if any. like: an array in the memory that scales
+    have to be in.
     """
     if k.dtype != E4M3:
         return {}
@@ -788,12 +792,12 @@ def scales_of(backend: Backend, cache: KVCache | None, k: Any, like: Any) -> dic
     return {name: one if x is None else x for name, x in zip(SCALES, given)}
 
 
-_ONE = np.ones((1, 1), np.float32)  # the scale of all heads
+_ONE = np.ones((1, 1), np.float32)  # a scale of 1 for all heads
 
 
 @lru_cache
 def _make_unit_scale(backend: Backend, device: int) -> Any:
-    """A scale of 1 for all heads in the memory of a device."""
+    """Makes a scale of 1 for all heads in the memory of a device."""
     return backend.upload(_ONE)
 
 
@@ -808,7 +812,7 @@ def _check_arch(backend: Backend) -> None:
 
 
 def seen(name: str, given: Any) -> Any:
-    """NumPy's and CuPy's arrays as they are, other libraries' as these, without a copy."""
+    """Converts other libraries' arrays to NumPy or CuPy arrays without a copy."""
     if (isinstance(given, np.ndarray) and not is_masked(given)) or hasattr(given, "get"):
         return given
     if not hasattr(given, "shape"):
@@ -821,7 +825,7 @@ _INTEGERS = np.iinfo(np.int32)
 
 
 def _there(name: str, given: Any, keys: Any) -> Any:
-    """An array as ``seen`` has it; a list of numbers as one in the memory of keys."""
+    """Converts arrays like ``seen``, and lists of numbers to arrays in the memory of ``keys``."""
     if not isinstance(given, list | tuple):
         return seen(name, given)
     array = optional_inputs.of_list(name, given)

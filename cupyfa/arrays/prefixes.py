@@ -1,10 +1,10 @@
 """Prefixes in decoding: keys that several sequences share, and that are read once for all of them.
 
 The queries of all sequences that share a prefix are the rows of one problem, whose keys are the
-prefix. Its result is merged with the result of each sequence's own keys. Neither problem knows the
-positions of queries, so its expressions read them from arrays.
+prefix. Its result is merged with the attention to the keys of each sequence. The positions of
+queries are not part of either problem, so expressions read them from arrays.
 
-A captured graph writes to fixed addresses, so every array is kept and written in place.
+A captured graph writes to fixed addresses, so all arrays are kept alive and written in place.
 """
 
 from __future__ import annotations
@@ -28,30 +28,31 @@ from cupyfa.runtime.choose_backend import adopt
 from cupyfa.runtime.workspace import of_graphs
 from cupyfa.score.expressions import Expression
 
-# Arrays that expressions read. For each sequence: the number of all its keys, of keys in its
-# prefixes, and of keys before a prefix. SLOPES are the slopes of ALiBi.
+# The names of arrays that expressions read. For each sequence: the number of all of its keys, of
+# keys in its prefixes, and of keys before a prefix. SLOPES are the slopes of ALiBi.
 ENDS, KEYS, FIRST, SLOPES = "prefix_ends", "prefix_keys", "prefix_first", "prefix_slopes"
 _OF_CACHE = "lengths", "pages"
-# Options that expressions replace, or that a prefix does not need.
+# Options that expressions replace, or that do not matter for a prefix.
 _PLAIN: dict[str, Any] = {"causal": None, "window": NO_WINDOW, "score_mod": None, "mask_mod": None}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A call of attention: queries as rows [groups, heads, rows, d], and keys."""
+    """A call for one prefix: its queries as rows [groups, heads, rows, d], and its keys."""
 
     q: Any
     k: Any
     v: Any
     options: AttentionOptions
-    given: Mapping[str, Any]  # what expressions and kernels read besides
+    given: Mapping[str, Any]  # optional inputs of expressions and kernels
 
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Keys of each of some groups of sequences: k, v [groups or pages, kv_heads, rows, columns].
+    """The keys and values that each group of sequences shares.
 
-    cache: where they lie; None if all rows of k and v are keys.
+    k, v: [groups or pages, kv_heads, rows, columns]. cache: the KVCache that they belong to, or
+    None if all rows of k and v are keys.
     """
 
     name: str
@@ -65,14 +66,14 @@ class _Prefix:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """All of its arrays, by what errors call them."""
+        """All of its arrays, by their names in error messages."""
         more = {} if self.cache is None else {x: getattr(self.cache, x) for x in _OF_CACHE}
         own = {"k": self.k, "v": self.v, **more}
         return {f"{self.name}.{name}": x for name, x in own.items() if x is not None}
 
 
 class Prefixes:
-    """The prefixes of a call from the outermost to the innermost, checked."""
+    """The checked prefixes of a call, from the outermost to the innermost."""
 
     def __init__(
         self, backend: str | Backend, given: Any, q: Any, cache: KVCache, *, look: bool
@@ -91,15 +92,16 @@ class Prefixes:
 
     @cached_property
     def keys(self) -> Any:
-        """How many keys all prefixes of a sequence have: [batch] of int32, where lengths lie."""
+        """The number of keys in all prefixes of each sequence: int32 [batch], beside lengths."""
         return self._counted(self._levels)
 
     def own(
         self, options: AttentionOptions, captured: Mapping[str, Any] | None
     ) -> tuple[AttentionOptions, dict[str, Any]]:
-        """The options of the call for the sequences' own keys, and what its expressions read.
+        """Returns the options of the call for the keys of the cache, and its captured arrays.
 
-        Windows and distances are the same from any first key on; expressions may name positions.
+        Prefixes shift queries and keys alike, which leaves windows and ALiBi unchanged, but
+        expressions may name positions.
         """
         names = {x: f"{x} + {KEYS}[batch]" for x in ("key", "position", "keys")}
         texts: dict[str, Any] = {
@@ -118,7 +120,7 @@ class Prefixes:
         slopes: Any,
         new: int,
     ) -> list[Part]:
-        """The calls for the prefixes. new: how many of the queries come with their keys."""
+        """Makes the calls for the prefixes. new: the number of tokens that are also appended."""
         tokens, made = step.q.shape[2], []
         for i, x in enumerate(self._levels):
             texts = _texts(
@@ -142,7 +144,7 @@ class Prefixes:
         return made
 
     def take_queries(self) -> None:
-        """Copies queries, where they had to be, once more: they may have been rotated since."""
+        """Repeats the copies of queries, which may have been rotated in the meantime."""
         with self._backend.working_on(self._q):
             for rows, queries in self._copies:
                 rows[...] = queries
@@ -150,8 +152,9 @@ class Prefixes:
     def of_sequences(
         self, results: Sequence[tuple[Any, Any]], tokens: int
     ) -> list[tuple[Any, Any]]:
-        """out and lse of all calls, the prefixes' and then the own keys', as the sequences' own:
-        [batch, heads, tokens, ..].
+        """Converts out and lse of all calls to [batch, heads, tokens, ..].
+
+        The last result is that of the keys of the cache, which has this form already.
         """
         *of_prefixes, last = results
         self._keep(*last)
@@ -163,23 +166,23 @@ class Prefixes:
         return [*made, last]
 
     def _split(self, prefix: _Prefix, array: Any, tokens: int) -> Any:
-        """Rows of those that share a prefix, as those of each sequence."""
+        """Splits the rows of the sequences that share a prefix: [batch, heads, tokens, ..]."""
         together = self._together(prefix)
         groups, heads, _, *columns = array.shape
         split = array.reshape(groups, heads, together, tokens, *columns).swapaxes(1, 2)
         return split.reshape(groups * together, heads, tokens, *columns)
 
     def _keep(self, *arrays: Any) -> None:
-        """Keeps arrays that a captured graph reads or writes whenever it is launched."""
+        """Keeps arrays alive that a captured graph reads or writes when it is launched."""
         if self._backend.stream and self._backend.is_capturing:
             of_graphs.append(arrays)
 
     def _together(self, prefix: _Prefix) -> int:
-        """How many sequences share a prefix."""
+        """Returns the number of sequences that share a prefix."""
         return self._cache.batch // prefix.groups
 
     def _rows_of(self, q: Any, prefix: _Prefix) -> Any:
-        """Queries [batch, heads, tokens, d] as rows of those that share a prefix."""
+        """Joins queries [batch, heads, tokens, d] of the sequences that share a prefix to rows."""
         _, heads, tokens, d = q.shape
         groups, together = prefix.groups, self._together(prefix)
         split = q.reshape(groups, together, heads, tokens, d).swapaxes(1, 2)
@@ -190,7 +193,10 @@ class Prefixes:
         return rows
 
     def _counted(self, levels: Sequence[_Prefix], *, own: bool = False, more: int = 0) -> Any:
-        """How many keys each sequence has in these prefixes, in its own if asked, and more."""
+        """Counts the keys of each sequence in these prefixes.
+
+        With ``own`` the count includes the keys of the cache and ``more`` new ones.
+        """
         with self._backend.working_on(self._q):
             counted = np.zeros_like(self._cache.lengths)
             for x in levels:
@@ -208,16 +214,18 @@ class Prefixes:
         own: Mapping[str, Callable[[], Any]],
         captured: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
-        """The caller's captured arrays, and the arrays of prefixes that expressions name."""
+        """Adds the arrays of prefixes that expressions name to the caller's captured arrays."""
         if captured is not None and not isinstance(captured, Mapping):
             raise TypeError(f'captured is {described(captured)}; give {{"name": array}}')
         if taken := [x for x in (ENDS, KEYS, FIRST, SLOPES) if x in (captured or {})]:
-            raise ValueError(f"captured has {taken[0]!r}, which texts of prefixes use; rename it")
+            raise ValueError(
+                f"captured has {taken[0]!r}, a name that prefixes use in expressions; rename it"
+            )
         named = {name for text in texts for name in text.captured}
         return {**(captured or {}), **{x: array() for x, array in own.items() if x in named}}
 
     def _check_contents(self, prefix: _Prefix, look: bool) -> None:
-        """Raises ValueError for lengths and pages of a prefix that are not there."""
+        """Raises ValueError for lengths and pages of a prefix that are out of range."""
         cache = prefix.cache
         if cache is None or not (look or isinstance(cache.lengths, np.ndarray)):
             return
@@ -226,12 +234,12 @@ class Prefixes:
             for x in (cache.lengths, cache.pages)
         )
         with _named(prefix.name):
-            cache.check_numbers(lengths, pages, 0)  # type: ignore[arg-type]  # lengths are there
+            cache.check_numbers(lengths, pages, 0)  # type: ignore[arg-type]  # lengths are not None
 
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Says in errors of caches which prefix it is."""
+    """Adds the name of a prefix to error messages."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -239,7 +247,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _levels(given: Any) -> Iterator[_Prefix]:
-    """What a caller gives: one prefix, or a list of them."""
+    """Reads the argument ``prefix``: one prefix or a list of prefixes."""
     several = isinstance(given, list)
     if several and not given:
         raise ValueError("prefix is an empty list; give at least one prefix, or leave it out")
@@ -264,13 +272,13 @@ def _levels(given: Any) -> Iterator[_Prefix]:
 
 
 def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
-    """Raises ValueError and TypeError for a prefix that cannot stand before a cache's keys."""
+    """Raises ValueError or TypeError for a prefix whose form does not fit the cache."""
     name, groups, batch = prefix.name, prefix.groups, cache.batch
     if groups < 1 or batch % groups or groups % outer:
         of_outer = f" and is a multiple of the {outer} of the prefix before it" * (outer > 1)
         raise ValueError(
-            f"{name} has {groups} sequences, and the cache {batch}; each is shared by as many "
-            f"consecutive sequences: give a number that divides {batch}{of_outer}"
+            f"{name} has {groups} sequences, and the cache {batch}; each is shared by the same "
+            f"number of consecutive sequences: give a number that divides {batch}{of_outer}"
         )
     for what, mine, its in (("k", prefix.k, cache.k), ("v", prefix.v, cache.v)):
         found, wanted = (x.shape[1::2] for x in (mine, cache.rows_of(its)))
@@ -287,7 +295,7 @@ def _check(prefix: _Prefix, cache: KVCache, outer: int) -> None:
 
 
 def _places(tokens: int, together: int, *, is_first: bool) -> dict[str, str]:
-    """Names of places in the expressions of a prefix, whose rows are the queries of sequences."""
+    """Returns index expressions for the call of a prefix, whose rows join several sequences."""
     sequence, token = f"batch * {together} + query // {tokens}", f"query % {tokens}"
     return {
         "batch": sequence,
@@ -306,10 +314,10 @@ def _texts(
     axes_of_slopes: int,
     hides_later: bool,
 ) -> dict[str, Expression]:
-    """The expressions of a prefix's call, which stand for ALiBi, windows and masks, too.
+    """Makes the expressions of a prefix's call, which include ALiBi, windows and masks.
 
-    hides_later: whether a query may stand before keys of the prefix: one of several, which may be
-    more than the sequence's own keys.
+    hides_later: whether the prefix may have keys after a query, as when a call has several queries
+    and a sequence has fewer keys in the cache.
     """
     score = None if options.score_mod is None else options.score_mod.text
     if axes_of_slopes:

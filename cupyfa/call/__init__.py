@@ -1,1 +1,1 @@
-"""The way of a call from the arguments of a public function to a launch."""
+"""The steps of a call from the arguments of a public function to a launch."""

@@ -1,4 +1,4 @@
-"""Attention to a ``KVCache``: new tokens are written into it, and attend to its keys."""
+"""Attention to a ``KVCache``: writes new tokens into it and computes their attention."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from cupyfa.runtime.choose_backend import as_array, writable_view
 from cupyfa.runtime.merging import merge
 
 _CAUSAL = AttentionOptions(causal="bottom-right")
-_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # arrays of a call on a cache
-# Arguments of ``attention`` that such a call cannot have, and why.
+_READ = (optional_inputs.ALIBI, optional_inputs.SINK)  # arrays that a call on a cache may read
+# Arguments of ``attention`` that a call on a cache rejects, and the reasons.
 _REFUSED = {
     **{
         name: "write score_mod= or an expression as mask=, which may read a captured array"
@@ -53,8 +53,8 @@ _REFUSED = {
 class DecodeCall(NamedTuple):
     """The arguments of ``attention`` on a cache.
 
-    options: with a mask that ends at the bottom right, and the dtype of out. scores: alibi_slopes
-    and sink. out: the caller's array.
+    new: the keys and values to append. options: include the mask "bottom-right" and the dtype of
+    out. scores: alibi_slopes and sink. out: the caller's array.
     """
 
     q: Any
@@ -72,20 +72,20 @@ class DecodeCall(NamedTuple):
     check: bool
 
     def write(self, step: Step) -> Callable[[], None] | None:
-        """Writes the new tokens and rotates them; None if there is nothing to do."""
+        """Returns the function that writes and rotates new tokens, or None if none is needed."""
         if not step.writes:
             return None
         return step.write_and_check if self.check else step.write
 
     def list_inputs(self, step: Step) -> dict[str, Any]:
-        """What is read besides q, k and v: arrays, and captured numbers."""
+        """Returns the arrays and captured numbers that the call reads besides q, k and v."""
         inputs = {"alibi_slopes": self.scores[0], "sink": self.scores[1], "captured": self.captured}
         inputs |= {optional_inputs.PADDED[1]: step.lengths, optional_inputs.PAGE_TABLE: step.pages}
         return inputs | dict(zip(optional_inputs.SCALES, step.scales))
 
 
 def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """``attention`` of new tokens to a cache. given: its arguments by name."""
+    """``attention`` of new tokens to a cache. given: the arguments by name."""
     if given["unknown"]:
         raise unknown_argument(attention, given["unknown"])
     q, cache = given["q"], given["k"]
@@ -109,7 +109,7 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
     return _run(_read(attention, q, cache, given), fixed, arrays)
 
 
-# The arguments that are no arrays, by which a call is known again.
+# The arguments that are not arrays: a repeated call must have the same ones.
 _FIXED = itemgetter(
     *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
     *("backend", "tiles", "return_lse", "return_max", "offset", "dropout", "precision"),
@@ -118,10 +118,10 @@ _FIXED = itemgetter(
 
 
 class LastStep(NamedTuple):
-    """The last call on a cache, for one with the very same arguments.
+    """The last call on a cache, to be repeated if the next one has identical arguments.
 
-    given: all arrays, each None if it is not given. shapes: theirs. where: the device and stream.
-    arrays: those that the kernel reads.
+    given: all arrays of the caller, None for a missing one. shapes: the shapes of ``given``.
+    where: the device and stream. arrays: the arrays that the kernel reads.
     """
 
     call: LastCall
@@ -132,9 +132,9 @@ class LastStep(NamedTuple):
     arrays: Sequence[Any]
 
     def is_repeated(self, fixed: tuple[Any, ...], given: list[Any], cache: KVCache) -> bool:
-        """Whether these are the arguments of the call, in the current stream.
+        """Whether these are the arguments of the last call, and the stream is the same.
 
-        Looks again at lengths and pages of the host, which may have been changed.
+        Reads lengths and pages in host memory again, since they may have changed.
         """
         if not all(map(is_, self.call.fixed, fixed)) or not all(map(is_, self.given, given)):
             return False
@@ -143,11 +143,11 @@ class LastStep(NamedTuple):
         if isinstance(cache.lengths, np.ndarray):
             self.step.read_lengths(cache)
             return True
-        backend = self.step.backend  # a captured graph has arrays of its own
+        backend = self.step.backend  # a graph under capture needs its own arrays
         return backend.current() == self.where and not backend.is_capturing
 
     def repeat(self, out: Any) -> Any:
-        """The results of the call; None if ``out`` has another dtype, so that it is another one."""
+        """Repeats the call; returns None if ``out`` has another dtype, which needs a new plan."""
         step, prepared = self.step, self.call.prepared
         before, targets = step.write if step.writes else None, prepared.targets(out, None)
         found = prepared.again(self.arrays, targets, shapes=True, before=before)
@@ -159,7 +159,7 @@ class LastStep(NamedTuple):
 
 
 def _is_usual(out: Any, q: Any) -> bool:
-    """Whether no array decides that the output has another dtype than the queries."""
+    """Whether ``out`` is anything but an array of another dtype than the queries."""
     return out is None or isinstance(out, DTYPES) or getattr(out, "dtype", None) == q.dtype
 
 
@@ -170,7 +170,7 @@ def _shapes_of(arrays: Sequence[Any]) -> list[Any]:
 def append_tokens(
     cache: KVCache, k: Any, v: Any, *, backend: BackendName | Backend, check: bool
 ) -> None:
-    """Writes the keys and values of new tokens, as ``KVCache.append`` says."""
+    """Writes the keys and values of new tokens into a cache; see ``KVCache.append``."""
     prefix_keys = None
     if cache.prefix is not None and cache.rotary is not None:
         prefix_keys = Prefixes(backend, cache.prefix, k, cache, look=check).keys
@@ -181,7 +181,7 @@ def append_tokens(
 def _read(
     attention: Callable[..., Any], q: Any, cache: KVCache, given: Mapping[str, Any]
 ) -> DecodeCall:
-    """The arguments, checked. Raises ValueError and TypeError for what does not fit together."""
+    """Checks the arguments. Raises ValueError or TypeError for those that do not go together."""
     scores = {x: given[x] for x in OF_SCORES if given[x] is not None}
     arrays, asked = split_keywords(attention, scores)
     out, asked = read_out(given["out"], q, asked)
@@ -226,9 +226,9 @@ def _read(
 
 
 def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> Any:
-    """The results of a call.
+    """Runs a call and returns its results.
 
-    fixed, given: its arguments that are no arrays, and the arrays if the call may be repeated.
+    fixed: the arguments that are not arrays. given: the arrays if the call may be repeated.
     """
     shared, options, cache = None, call.options, call.cache
     if cache.prefix is not None:
@@ -241,7 +241,7 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> A
     if call.out is not None and step.is_moved:  # before anything is written
         shape = *step.q.shape[:3], step.v.shape[3]
         require_form("out", call.out, shape, _find_out_dtype(step, options))
-    if str(step.q.dtype) == "float32":  # also by a kernel that would round it
+    if str(step.q.dtype) == "float32":  # not even kernels that usually round it may do so
         options = replace(options, precision="float32")
     tiles = {name: x for name, x in call.tiles.items() if name != "splits"}
     kernel = _choose_kernel(step.q, step.k, call.kernel, call.tiles.get("splits", "auto"))
@@ -265,9 +265,10 @@ def _run(call: DecodeCall, fixed: tuple[Any, ...], given: list[Any] | None) -> A
 def _make_keeper(
     call: DecodeCall, step: Step, given: list[Any] | None, arrays: Sequence[Any]
 ) -> Callable[[LastCall], None] | None:
-    """What keeps a call in its cache; None if it may not be repeated, as where scores are copied.
+    """Returns a function that stores the call in its cache, or None if it may not be repeated.
 
-    given: all arrays of the caller's. arrays: those that the kernel reads.
+    A call whose alibi_slopes or sink were copied may not be repeated. given: all arrays of the
+    caller. arrays: the arrays that the kernel reads.
     """
     scores_are_read = all(x is None or any(x is y for y in arrays) for x in call.scores)
     if given is None or not (step.may_repeat and scores_are_read and _is_usual(call.out, step.q)):
@@ -281,7 +282,7 @@ def _make_keeper(
 
 
 def _copy_to_out(out: Any, results: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Results of which the first one is copied into an array of the caller's, if there is one."""
+    """Copies the first result into the caller's ``out``, if there is one; returns all results."""
     if out is None:
         return results
     require_form("out", out, results[0].shape, results[0].dtype)
@@ -301,7 +302,7 @@ def _choose_kernel(
 
 
 def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefixes) -> Any:
-    """The attention to prefixes and to the sequences' own keys, merged in this order."""
+    """Computes the attention to prefixes and to the keys of each sequence, and merges them."""
     assert cached.options is not None
     out = None if step.is_moved else call.out
     if out is not None:  # before anything is written
@@ -321,7 +322,7 @@ def _run_with_prefixes(call: DecodeCall, cached: Call, step: Step, shared: Prefi
 
 
 def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
-    """Raises for a caller's array that cannot take the result."""
+    """Raises if the caller's ``out`` cannot take the result."""
     shape = *step.q.shape[:3], step.v.shape[3]
     inputs = {"q": step.q, "cache.k": step.k, "cache.v": step.v}
     mine = writable_view(step.backend, "out", out)
@@ -332,7 +333,7 @@ def _check_target(out: Any, step: Step, options: AttentionOptions) -> None:
 def _make_prefix_calls(
     call: DecodeCall, cached: Call, step: Step, shared: Prefixes
 ) -> list[tuple[Call, Sequence[Any]]]:
-    """A call for each prefix, and the one for the sequences' own keys, with their arrays."""
+    """Makes a call for each prefix and one for the keys of the sequences, with their arrays."""
     assert cached.options is not None
     captured, slopes = call.captured, call.scores[0]
     if slopes is not None:
@@ -351,7 +352,7 @@ def _make_prefix_calls(
 def _run_together(
     calls: Sequence[tuple[Call, Sequence[Any]]], begin: Callable[[], None], check: bool
 ) -> list[Any]:
-    """The results of calls, all planned before ``begin`` is done: what is refused is not begun."""
+    """Plans all calls, runs ``begin`` and then the calls: a refusal comes before any write."""
     (call, arrays), *others = calls
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""The functions of calls on arrays of other kinds: lists, caches, Dask's, those of ranks."""
+"""Finds the implementation for other kinds of arrays: lists, caches, Dask, distributed ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from cupyfa.runtime import ragged
 
 
 def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | None:
-    """The function that ``attention``, ``vjp`` or ``backward`` is for such q, k and v.
+    """Finds the implementation of ``attention``, ``vjp`` or ``backward`` for these q, k and v.
 
-    It takes the public function and its ``locals()``. None for arrays that kernels take, and for
-    those that are refused later. Raises TypeError if there is no such function for them.
+    It takes the public function and its ``locals()``. Returns None for arrays that kernels take,
+    and for arrays that are refused later. Raises TypeError if there is no implementation for them.
     """
     kind = k if KINDS.get(type(k)) else q
     module = KINDS.get(type(kind))
@@ -23,7 +23,7 @@ def find_function(name: str, q: Any, k: Any, v: Any) -> Callable[..., Any] | Non
     function = getattr(import_module(module), f"{name}_of_others", None)
     if function is None:
         raise TypeError(
-            f"{name} does not take a {type(kind).__name__}; vjp takes lists, and a KVCache is for "
-            "attention alone"
+            f"{name} does not take a {type(kind).__name__}; vjp takes lists, and only attention "
+            "takes a KVCache"
         )
     return function

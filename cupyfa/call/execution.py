@@ -1,4 +1,4 @@
-"""Runs a call: looks it up among the known ones, prepares it if it is new, and launches it."""
+"""Runs a call: looks up its prepared form or makes it, and launches the kernels."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from cupyfa.runtime.call_cache import LastCall, last_calls
 from cupyfa.runtime.choose_backend import adopt_all, devices_of
 from cupyfa.score.dropout import Dropout
 
-# What a call is kept by for one with the very same arguments: its function, or what keeps the last
-# call on a KVCache; and all of its arguments that are no arrays.
+# The key under which a call is stored, to be repeated with identical arguments: the name of its
+# function (for a KVCache, a function that stores the call), and its arguments that are not arrays.
 Repeatable = tuple[str | Callable[[LastCall], None], tuple[Any, ...]]
 # Types of arguments that cannot change between two calls.
 _FIXED = {type(None), bool, int, float, str, tuple, Kernel, BlockMask, Dropout}
@@ -41,11 +41,12 @@ def run_call(
     repeat: Repeatable | None = None,
     devices: Devices = ANYWHERE,
 ) -> Any:
-    """The results of a call on arrays, some of them in the caller's ``out`` or ``grads``.
+    """Runs a call on arrays and returns its results, in the caller's ``out`` or ``grads`` if given.
 
-    given: what is read besides: arrays that change scores, lengths, captured numbers. before: what
-    is done when all arguments were checked, ahead of the launches. repeat: by what the call is kept
-    if it is known and its arguments cannot change. devices: as callers give them.
+    given: optional inputs: arrays that change scores, lengths, captured numbers. before: called
+    when all arguments have been checked, before the launches. repeat: the key under which the call
+    is stored, if its prepared form was known and its arguments cannot change. devices: the caller's
+    ``Devices``.
     """
     call, check = read_call(call, check)
     names = call.callers_names if call.inputs else ARRAYS[call.operation]
@@ -63,7 +64,7 @@ def run_call(
         prepared, is_known = find_prepared(call, backend, arrays, forms)
         if is_known and repeat is not None and not check:
             keep, fixed = repeat
-            # Where calls wait for their results, no launches are kept that a function could repeat.
+            # Without a stream no launches are kept; then only a KVCache can repeat its last call.
             may_repeat = backend.stream is not None or not isinstance(keep, str)
             if may_repeat and {*map(type, fixed)} - {type(backend)} <= _FIXED:
                 last = LastCall(fixed, prepared)
@@ -80,7 +81,7 @@ def run_call(
 
 
 def _read_numbers(devices: Devices, backend: Backend, *, on_host: bool) -> tuple[int, ...]:
-    """The devices that share a call on NumPy arrays; what they cannot share runs on the first."""
+    """Returns the devices that share a call on NumPy arrays; the first one runs unsplit calls."""
     if not on_host:
         raise TypeError(
             f"backend is Devices({described(devices.numbers)}), and the arrays lie on a device "

@@ -1,4 +1,4 @@
-"""What a call reads besides q, k and v: arrays that change scores, lengths, captured numbers."""
+"""The optional inputs of a call: arrays that change scores, lengths, captured numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cupyfa.runtime import ragged
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.choose_backend import as_array
 
-# In the order of calls.
+# The names of optional inputs, in the order of arguments.
 _NAMES = (
     *(
         *optional_inputs.OWN_ARRAYS,
@@ -42,10 +42,11 @@ def add_inputs(
     given: Mapping[str, Any],
     look: bool = False,
 ) -> tuple[Call, Sequence[Any]]:
-    """A call that also reads these arrays and captured numbers, and all of its arrays.
+    """Adds optional inputs to a call; returns the call and all of its arrays.
 
-    arrays: those of the operation, NumPy's or CuPy's. look: whether to look at lengths in GPU
-    memory too. Raises TypeError and ValueError for wrong ones.
+    arrays: the NumPy or CuPy arrays that the operation always takes. given: the optional arrays and
+    captured numbers. look: whether to check lengths in GPU memory too. Raises TypeError or
+    ValueError for wrong inputs.
     """
     blocks, given = split_block_mask(given)
     if not given:
@@ -85,7 +86,7 @@ def add_inputs(
 def _read_offsets(
     by_name: Mapping[str, Any], found: Mapping[str, Any], look: bool, backend: Backend
 ) -> dict[str, Any]:
-    """Where the sequences of packed arrays lie, checked."""
+    """Checks packed arrays and returns the offsets and lengths of their sequences."""
     check_packed(by_name)
     names = (*optional_inputs.STARTS, *optional_inputs.USED)
     offsets = {name: found[name] for name in names if name in found}
@@ -96,7 +97,7 @@ def _read_offsets(
 
 
 def check_packed(named: Mapping[str, Any]) -> None:
-    """Raises ValueError for arrays, or their shapes, that are no packed ones."""
+    """Raises ValueError for arrays, or shapes of arrays, that cannot be packed sequences."""
     for name, x in named.items():
         shape = getattr(x, "shape", x)
         if name != "lse" and isinstance(shape, tuple) and len(shape) != 3:
@@ -104,7 +105,7 @@ def check_packed(named: Mapping[str, Any]) -> None:
 
 
 def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | None) -> Call:
-    """A call that also reads these operands and a block mask."""
+    """Adds operands and a block mask to a call."""
     return call._replace(
         inputs=(*call.inputs, *(x.input for x in operands if x.is_array)),
         numbers=tuple(x for x in operands if not x.is_array),
@@ -113,7 +114,7 @@ def _name_inputs(call: Call, operands: Sequence[Operand], blocks: BlockMask | No
 
 
 def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[str, Any]]:
-    """The block mask among the arrays that a call reads, and the others."""
+    """Separates the block mask of a call, or None, from its other optional inputs."""
     mask = given.get(optional_inputs.MASK)
     if not isinstance(mask, BlockMask):
         return None, dict(given)
@@ -121,14 +122,14 @@ def split_block_mask(given: Mapping[str, Any]) -> tuple[BlockMask | None, dict[s
 
 
 def _has_dropout(call: Call) -> bool:
-    """Whether a call drops weights, so that arrays of a seed are read; wrong options may."""
+    """Whether a call has dropout and so may read seeds; its options may be unchecked yet."""
     return bool(getattr(call.options, "dropout", None) or call.asked.get("dropout"))
 
 
 def add_input_forms(
     call: Call, inputs: Mapping[str, Any], given: Mapping[str, Any], dtype: str
 ) -> tuple[Call, list[tuple[tuple[int, ...], np.dtype]]]:
-    """A call that also reads arrays of these forms, and their shapes and dtypes.
+    """Adds optional inputs of these forms to a call; returns it, and their shapes and dtypes.
 
     It is ``add_inputs`` for a call that is prepared from shapes.
     """
@@ -142,7 +143,7 @@ def add_input_forms(
     others = {name: x for name, x in given.items() if name not in (optional_inputs.DLSE, *unread)}
     others |= packed
     found = list(shape_language.operands(others, sizes, dtype))
-    if is_empty:  # as ``ragged.with_elements`` has it
+    if is_empty:  # without sequences no axis is empty, as in ``ragged.with_elements``
         captured = given.get("captured") or ()
         grown = [tuple(max(size, 1) for size in x.shape) for x in found]
         found = [replace(x, shape=y) if x.name in captured else x for x, y in zip(found, grown)]
@@ -159,10 +160,10 @@ def add_input_forms(
 
 
 def _read_sequence_shapes(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], bool]:
-    """The shapes of the offsets and lengths of packed sequences, which may be given as arrays.
+    """Reads the shapes of offsets and lengths of packed sequences, given as shapes or arrays.
 
-    There is at least one sequence, as ``ragged.with_a_sequence`` has it. Also returns whether there
-    was none.
+    Without a sequence the shapes are those of one, as in ``ragged.with_a_sequence``. Also returns
+    whether there was none.
     """
     least = dict.fromkeys(optional_inputs.STARTS, (2,)) | dict.fromkeys(optional_inputs.USED, (1,))
     shapes = {
@@ -175,10 +176,10 @@ def _read_sequence_shapes(given: Mapping[str, Any]) -> tuple[dict[str, tuple[int
 
 
 def describe_inputs(call: Call, inputs: Mapping[str, Any]) -> tuple[Operand, ...]:
-    """The operands of the problem of a call: the arrays that it reads besides, and its numbers."""
+    """Returns the operands of a call's problem: its optional arrays and its captured numbers."""
     lead, found = tuple(inputs["q"].shape[:-3]), []
     for name in call.inputs:
-        if not name.startswith("mods."):  # an array of the user's kernel
+        if not name.startswith("mods."):  # an array that a custom kernel is bound to
             continue
         array, caller_name = inputs[name], name.removeprefix("mods.")
         shape = tuple(map(int, array.shape))

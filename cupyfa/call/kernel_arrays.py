@@ -1,4 +1,4 @@
-"""What a kernel of the user's takes and gives besides: arrays, floats and outputs of its record."""
+"""The extra inputs and outputs of a custom kernel: the arrays and floats it is bound to."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cupyfa.runtime.prepared import Result
 def add_kernel_arrays(
     call: Call, backend: Backend, arrays: Sequence[Any], *, of_shapes: bool = False
 ) -> tuple[Call, Sequence[Any]]:
-    """A call with the arrays, floats and outputs that its kernel is bound to, and all its arrays.
+    """Adds the arrays, floats and outputs that a call's kernel is bound to; returns all arrays too.
 
-    The arrays may lie in host or in GPU memory. With ``of_shapes`` they are not given.
+    The arrays may lie in host or in GPU memory. With ``of_shapes`` the kernel must have none.
     """
     bound = call.kernel
     if not isinstance(bound, BoundKernel):
@@ -27,7 +27,7 @@ def add_kernel_arrays(
     if of_shapes and names:
         raise TypeError(
             f"{bound.kernel.name} is bound to {', '.join(names)}, and q is a shape; leave them "
-            "out: their shapes follow"
+            "out: their shapes follow from the problem"
         )
     inputs, outputs = (*call.inputs, *names), (*call.outputs, *bound.returns)
     call = call._replace(kernel=bound.with_floats(), inputs=inputs, outputs=outputs)
@@ -46,7 +46,7 @@ def check_kernel_arrays(
     backend: Backend | None,
     lead: tuple[int, ...],
 ) -> dict[str, Any]:
-    """The arrays of a kernel's own, checked; with a backend they are made."""
+    """Checks the arrays that a custom kernel is bound to; allocates them if there is a backend."""
     found = {}
     for name, wanted in record.inputs.items():
         shape, dtype = wanted.shape(p), wanted.dtype(p)
@@ -60,7 +60,7 @@ def check_kernel_arrays(
             found[name] = backend.empty(shape, dtype)
         elif name not in given:
             raise TypeError(
-                f"{record.name} needs {name}, an array of its own; {takes}: bind it: "
+                f"{record.name} needs the array {name}; {takes}: bind it, as "
                 f"kernel={record.name}.bind({name}=…)"
             )
         elif tuple(given[name].shape) not in (shape, _with_leading_axes(wanted.axes, shape, lead)):
@@ -82,7 +82,7 @@ def list_outputs(
 
 
 def _with_leading_axes(axes: Any, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with the caller's leading axes in place of the batch, where that is the first."""
+    """Replaces a leading batch axis of a shape by the caller's leading axes."""
     if not isinstance(axes, str) or axes.split()[0] != "batch":
         return shape
     return (*lead, *shape[1:])

@@ -1,4 +1,4 @@
-"""The keyword arguments of functions: their types, their values, and errors for unknown ones."""
+"""Keyword arguments of public functions: types, checked values, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from cupyfa.runtime.backend import Backend
 
     class ScoreKeywords(TypedDict, total=False):
-        """All that changes what attention computes."""
+        """The keywords that change the result of attention."""
 
         causal: Causal | bool
         window: Window | None
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
         precision: Precision | None
 
     class CommonKeywords(ScoreKeywords, total=False):
-        """What ``attention`` and ``backward`` both take, without kernel and tiles."""
+        """The keywords that ``attention`` and ``backward`` share, except kernel and tiles."""
 
         backend: BackendName | Backend | Devices
         layout: Layout
         check: bool
 
     class CallKeywords(CommonKeywords, total=False):
-        """What all functions of attention take."""
+        """The keywords of all functions that compute attention."""
 
         kernel: str | Kernel | BoundKernel
         tiles: Tiles | None
@@ -61,15 +61,15 @@ if TYPE_CHECKING:
         """No further keywords: type checkers report one that a function does not have."""
 
 
-DTYPES = (str, np.dtype, type)  # of a dtype in place of an array
-# Of options that are keys as they are; a Python function is no such type.
+DTYPES = (str, np.dtype, type)  # the types of ``out`` that name a dtype
+# Types of options that can be part of a key; Python functions are traced first.
 _VALUES = frozenset({type(None), bool, int, float, str, tuple, Expression})
-# Options of attention that have the same names as keywords and as fields of AttentionOptions.
+# Options with the same name as a keyword and as a field of AttentionOptions.
 _OPTIONS = ("precision", "causal", "window", "offset", "scale", "softcap", "score_mod")
-# Keywords of arrays, and of what expressions read.
+# Keywords for arrays, and for the arrays and numbers that expressions read.
 _ARRAYS = (*optional_inputs.OWN_ARRAYS, "captured")
 OF_SCORES = (*_OPTIONS, *_ARRAYS, "dropout")
-# Keywords of ``vjp`` that go to both passes.
+# Keywords that ``vjp`` passes on to both passes.
 OF_BOTH_PASSES = (*OF_SCORES, "backend", "layout", "check")
 
 
@@ -83,10 +83,10 @@ def read_shape(what: str, shape: Sequence[Any]) -> tuple[int, ...]:
 
 
 def read_call(call: Call, check: Any) -> tuple[Call, bool]:
-    """A call whose flags are bools, and whose options are values that keys can have; and ``check``.
+    """Checks the flags of a call and makes its options hashable; returns the call and ``check``.
 
-    Expressions take the place of Python functions: a function is traced in each call, as it may
-    have changed, and another one may have its address. Raises TypeError for wrong flags.
+    Traces Python functions into expressions in each call, since a function may have changed, and
+    another one may have its address. Raises TypeError for wrong flags.
     """
     if type(call.return_lse) is not bool:
         call = call._replace(return_lse=read_flag("return_lse", call.return_lse))
@@ -103,14 +103,14 @@ def read_call(call: Call, check: Any) -> tuple[Call, bool]:
 
 
 def _read_value(name: str, given: Any) -> Any:
-    """An option as a value that does not change any more."""
+    """Returns an option as an immutable value."""
     if name in TEXTS and callable(given):
         return Expression.of(name, given)
     return given.item() if isinstance(given, np.ndarray) and not given.shape else given
 
 
 def read_devices(backend: Any) -> tuple[Any, Devices]:
-    """The backend of a call, and the devices that it is given as, if it is."""
+    """Splits the argument ``backend`` into the backend and its Devices (by default ANYWHERE)."""
     if not isinstance(backend, Devices):
         return backend, ANYWHERE
     progress = backend.progress
@@ -124,11 +124,11 @@ def read_devices(backend: Any) -> tuple[Any, Devices]:
 def split_keywords(
     function: Callable[..., Any], keywords: Mapping[str, Any], others: Iterable[str] = ()
 ) -> tuple[dict[str, Any], OptionKeywords]:
-    """The arrays and captured numbers among a function's arguments, and the options in their order.
+    """Splits the arguments of a function into arrays with captured numbers, and options.
 
-    A block mask stands among the arrays as ``mask``. In place of seeds that are arrays the options
-    have 0. others: names of further arguments that the function has, for errors. Raises TypeError
-    for arguments that it does not have.
+    A block mask is among the arrays as ``mask``. Seeds that are arrays are 0 among the options.
+    others: names of further arguments of the function, for errors. Raises TypeError for unknown
+    arguments.
     """
     if not keywords.keys() <= {*OF_SCORES}:
         raise unknown_argument(function, keywords, (*OF_SCORES, *others))
@@ -149,7 +149,7 @@ def split_keywords(
 
 
 def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywords]:
-    """The caller's array for the output, if there is one, and the options with its dtype.
+    """Returns the caller's array for the output, or None, and the options with its dtype.
 
     out: an array, or the dtype of a new one.
     """
@@ -164,14 +164,14 @@ def read_out(out: Any, q: Any, asked: OptionKeywords) -> tuple[Any, OptionKeywor
 
 
 def split_mask(mask: Any) -> dict[str, Any]:
-    """The array or block mask, by ``mask``, and the expression, by ``mask_mod``, of an argument."""
+    """Splits ``mask`` into an array or block mask ("mask") and an expression ("mask_mod")."""
     found: dict[str, Any] = {}
     is_shape = isinstance(mask, tuple) and all(isinstance(x, int | np.integer) for x in mask)
     for x in mask if isinstance(mask, tuple) and not is_shape else (mask,):
         is_expression = isinstance(x, str | Expression) or (
             callable(x) and not isinstance(x, BlockMask)
         )
-        if isinstance(x, str) and is_array_form(x):  # of an array
+        if isinstance(x, str) and is_array_form(x):  # the form of an array, for ``plan``
             is_expression = False
         kind = "mask_mod" if is_expression else "mask"
         if kind in found:
@@ -183,7 +183,7 @@ def split_mask(mask: Any) -> dict[str, Any]:
 
 
 def _read_dropout(dropout: Any) -> dict[str, Any]:
-    """The options that a Dropout stands for."""
+    """Returns the options of a Dropout by name."""
     if not isinstance(dropout, Dropout):
         raise TypeError(
             f"dropout is {described(dropout)}; give cupyfa.Dropout(rate, seed), with another seed "
@@ -194,7 +194,7 @@ def _read_dropout(dropout: Any) -> dict[str, Any]:
 
 
 def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The same arguments with arrays in place of lists: a pullback reads them again."""
+    """Converts lists among the arguments to arrays, which a pullback reads again."""
     made = {
         name: optional_inputs.of_list(name, x)
         if name in _ARRAYS and not (name == optional_inputs.MASK and isinstance(x, tuple))
@@ -207,7 +207,7 @@ def convert_lists(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tiles(tiles: Tiles | None) -> Tiles:
-    """The tile sizes that a caller fixes."""
+    """Checks the tile sizes that a caller fixes."""
     if tiles is None:
         return {}
     if not isinstance(tiles, Mapping) or not all(isinstance(name, str) for name in tiles):
@@ -216,9 +216,9 @@ def read_tiles(tiles: Tiles | None) -> Tiles:
 
 
 def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call that differ from the function's defaults.
+    """Returns the keyword arguments of a call that differ from the function's defaults.
 
-    arguments: the function's ``locals()``. Raises TypeError for those that it does not have.
+    arguments: the function's ``locals()``. Raises TypeError for unknown keywords among them.
     """
     given = list_arguments(function, arguments)
     parameters = signature(function).parameters.values()
@@ -229,7 +229,7 @@ def given_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, with those that the function does not have."""
+    """Like ``given_arguments``, but includes keywords that the function does not have."""
     parameters = signature(function).parameters.values()
     given = {
         x.name: arguments[x.name]
@@ -243,8 +243,8 @@ def list_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 
 _NEW_DROPOUT = "write dropout=Dropout(rate, seed, offset)"
 _OF_KERNELS = "write kernel=kernel.bind(name=array, returns=(…)) with the record of your kernel"
-# What to write in place of an argument that a function lacks: by function or package, and under ""
-# names in other libraries and former ones.
+# Remedies for unknown arguments, by function or package. The entry "" lists names that other
+# libraries or earlier versions use.
 _ON_PARTS = {
     "layout": "arrays are [batch, heads, rows, d]: give q.swapaxes(1, 2)",
     **dict.fromkeys(("out", "grads"), "results are new arrays: leave it out"),
@@ -256,9 +256,9 @@ _REMEDIES = {
         **dict.fromkeys(
             ("attn_mask", "attention_mask"), "write mask= for an array of bool, bias= for floats"
         ),
-        "key_padding_mask": "write mask=, of the shape [batch, 1, 1, N], where True is seen",
+        "key_padding_mask": "write mask=, of shape [batch, 1, 1, N], with True for visible keys",
         "attn_bias": "write bias=",
-        "block_mask": "write mask=, of cupyfa.block_mask",
+        "block_mask": "write mask=, with the result of cupyfa.block_mask",
         "mask_mod": 'write mask="key <= query", an expression or a Python function; a tuple '
         "combines it with an array",
         **{f"max_seqlen_{x}": "leave it out: it is computed from the arrays" for x in "qk"},
@@ -313,9 +313,9 @@ def _known_remedy(function: Callable[..., Any], name: str) -> str | None:
 def unknown_argument(
     function: Callable[..., Any], given: Mapping[str, Any], keywords: Iterable[str] = ()
 ) -> TypeError:
-    """The error for a keyword argument that a function does not have, with what to write.
+    """Returns the error for an unknown keyword argument of a function, with a remedy.
 
-    ``keywords`` are the names that it takes besides those of its signature.
+    ``keywords`` are the names that the function takes besides those of its signature.
     """
     parameters = signature(function).parameters.values()
     names = [*(x.name for x in parameters if x.kind is not x.VAR_KEYWORD), *keywords]

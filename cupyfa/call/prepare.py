@@ -1,4 +1,4 @@
-"""Prepares a call: its problem, the choice of a kernel, the plan, the Prepared that runs it."""
+"""Prepares a call: makes its problem, chooses a kernel, plans, and makes a Prepared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cupyfa.runtime.backend import Backend, Form
 from cupyfa.runtime.choose_backend import adopt, backend_named
 from cupyfa.runtime.prepared import Prepared, Result
 
-# Keywords that are fields of a call, and the dtype of the output.
+# Keywords of ``compile`` that are fields of a Call, and ``out`` and ``dlse``.
 _OF_CALLS = {
     "forward": ("kernel", "backend", "layout", "tiles", "return_lse", "return_max", "out"),
     "backward": ("kernel", "backend", "layout", "tiles", "deterministic", "wrt", "dlse", "out"),
@@ -43,25 +43,26 @@ _OF_CALLS = {
 
 def compile_call(
     function: Callable[..., Any],
-    given: Sequence[Any],
+    required: Sequence[Any],
     dtype: DTypeLike | None,
     keywords: Mapping[str, Any],
 ) -> Prepared:
-    """The prepared form of calls on arrays like these, or of these shapes if there is a dtype.
+    """Prepares calls on arrays like these, or on arrays of these shapes if there is a dtype.
 
-    given: q, k and v, or the arrays of gradients. keywords: the other arguments of ``function``.
+    required: q, k and v, or the six arrays of ``backward``. keywords: the other arguments of
+    ``function``.
     """
-    operation: Operation = "forward" if len(given) == len(ARRAYS["forward"]) else "backward"
+    operation: Operation = "forward" if len(required) == len(ARRAYS["forward"]) else "backward"
     names, of_shapes = ARRAYS[operation], dtype is not None
     how = {x: y for x, y in keywords.items() if x in _OF_CALLS[operation]}
     inputs, asked = split_keywords(
         function, {x: y for x, y in keywords.items() if x not in how}, _OF_CALLS[operation]
     )
-    by_name = dict(zip(names, given))
+    by_name = dict(zip(names, required))
     qkv, structure = unwrap(*(by_name[x] for x in "qkv"))
     by_name |= zip("qkv", qkv)
     if isinstance(how.get("backend"), Devices):
-        raise TypeError("backend is Devices, and a prepared call runs on one; give its name")
+        raise TypeError("backend is Devices, and a prepared call runs on one device; give a name")
     call = Call(operation, how.pop("kernel", "auto"), how.pop("backend", "auto"), asked=asked)
     if operation == "backward":
         _complete_lse(call, by_name, how.get("layout", "bhsd"), of_shapes=of_shapes)
@@ -73,11 +74,11 @@ def compile_call(
         out = by_name["out"]
     _, asked = read_out(out, by_name["q"], asked)
     call = call._replace(asked=asked, **how)
-    given = tuple(by_name.values())
-    if {isinstance(x, tuple | list) for x in given} != {of_shapes}:
+    required = tuple(by_name.values())
+    if {isinstance(x, tuple | list) for x in required} != {of_shapes}:
         raise TypeError(
-            f"give {', '.join(names[:-1])} and {names[-1]} as arrays, or all as shapes and with "
-            "them a dtype"
+            f"give {', '.join(names[:-1])} and {names[-1]} as arrays, or all as shapes together "
+            "with dtype="
         )
     call, _ = read_call(call, False)
     if STARTS[0] in structure:
@@ -93,7 +94,7 @@ def compile_call(
         call = call._replace(layout="bshd")
     assert dtype is not None
     backend, of = backend_named(call.backend), dtype_named(dtype)
-    call, _ = add_kernel_arrays(call, backend, given, of_shapes=True)
+    call, _ = add_kernel_arrays(call, backend, required, of_shapes=True)
     sizes = {name: read_shape(f"the shape of {name}", x) for name, x in by_name.items()}
     with backend.working_on(None):
         dtypes = {"lse": of.sums, "out": _find_out_dtype(call, of)}
@@ -106,7 +107,7 @@ def compile_call(
 
 
 def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes: bool) -> None:
-    """Puts an array, or its shape, in the place of an lse that a kernel does not read."""
+    """Fills in an array, or its shape, for a missing lse that the kernel does not read."""
     if by_name["lse"] is not None:
         return
     if not of_shapes:
@@ -117,14 +118,14 @@ def _complete_lse(call: Call, by_name: dict[str, Any], layout: str, *, of_shapes
 
 
 def _find_out_dtype(call: Call, dtype: DType) -> np.dtype:
-    """The dtype of the output of a call on inputs of a dtype."""
+    """Returns the dtype of the output of a call on inputs of ``dtype``."""
     name = name_of(getattr(call.options, "out_dtype", None) or call.asked.get("out_dtype"))
     known = DTYPES.get(name) if isinstance(name, str) else None  # others are refused later
     return (known or DTYPES[dtype.usual_result]).numpy
 
 
 def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """An array of any numbers; CuPy allocates e4m3 as bytes alone."""
+    """Allocates an array without initialising it; CuPy can allocate e4m3 only as bytes."""
     if dtype == E4M3:
         return backend.empty(shape, np.dtype(np.uint8)).view(E4M3)
     return backend.empty(shape, dtype)
@@ -133,10 +134,10 @@ def _make_empty(backend: Backend, shape: tuple[int, ...], dtype: np.dtype) -> An
 def find_prepared(
     call: Call, backend: Backend, arrays: Sequence[Any], forms: tuple[Form, ...]
 ) -> tuple[Prepared, bool]:
-    """The prepared form of a call on arrays of these forms, and whether it was known.
+    """Returns the prepared form of a call on arrays of these forms, and whether it was cached.
 
-    It is copied from that of a call with other numbers if there is one: those that expressions
-    read, the softcap and those of dropout.
+    If the cache has a call that differs only in numbers (captured ones, softcap, dropout), its
+    prepared form is copied with the new numbers.
     """
     key, key_of_alike = _make_key(call, forms), None
     if (prepared := backend.calls.find(key)) is not None:
@@ -160,8 +161,9 @@ def find_prepared(
 
 
 def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
-    """What decides how a call runs. Options are written out: True equals 1, which is refused."""
-    kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)  # kept by the plan
+    """Returns the cache key of a call. Uses the repr of options, since True equals 1."""
+    # The plan keeps the record of a kernel alive, so that its id stays unique.
+    kernel = call.kernel if isinstance(call.kernel, str) else id(call.kernel)
     asked = repr(call.asked) if call.asked else None
     tiles: Any = call.tiles
     if tiles is not None:  # whatever kind of mapping it is
@@ -176,9 +178,9 @@ def _make_key(call: Call, forms: tuple[Form, ...]) -> tuple[Any, ...]:
 def prepare_call(
     call: Call, backend: Backend, arrays: Sequence[Any], *, keep: bool, of_shapes: bool = False
 ) -> Prepared:
-    """The prepared form of a call on arrays like these.
+    """Prepares a call on arrays like these.
 
-    ``of_shapes``: arrays of the kernel's own are not given, but made.
+    ``of_shapes``: the arrays that a custom kernel is bound to are allocated here, not given.
     """
     inputs, blocks = dict(zip(call.array_names, arrays)), call.blocks
     problem = _make_problem(call, inputs)
@@ -219,7 +221,7 @@ def _make_problem(call: Call, inputs: Mapping[str, Any]) -> Problem:
 
 
 def _list_results(call: Call, problem: Problem, inputs: Mapping[str, Any]) -> list[Result]:
-    """What a call returns. Raises for arrays that cannot be those of a forward pass."""
+    """Lists the results of a call. Raises for arrays that no forward pass could have returned."""
     if call.operation == "softmax":
         x = inputs["x"]
         results = [Result("P", tuple(x.shape), "out"), Result("lse", tuple(x.shape[:-1]), None)]

@@ -1,4 +1,4 @@
-"""What the gradients of a call take and give: lse and dlse, and the arrays that wrt names."""
+"""The arguments and results of gradients: lse and dlse, and the arrays that ``wrt`` names."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from cupyfa.runtime.prepared import Result
 def read_pullback(
     return_lse: Any, deterministic: Any, kernel: str | Kernel | BoundKernel, tiles: Tiles | None
 ) -> tuple[bool, dict[str, Any]]:
-    """Whether lse is returned, and what a pullback hands to the backward pass.
+    """Checks ``return_lse`` and the arguments that a pullback passes to the backward pass.
 
-    Raises for what no call of it could have, so that the call is refused and not its pullback.
+    Raises for arguments that the pullback would refuse, so that ``vjp`` itself refuses them.
     """
     record = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     planning.check_named(record, "backward", read_tiles(tiles))
@@ -41,19 +41,19 @@ def read_pullback(
 
 
 def ignores_lse(kernel: str | Kernel | BoundKernel) -> bool:
-    """Whether a kernel for gradients does not read lse."""
+    """Whether a kernel computes gradients without reading lse."""
     record = _find_record(kernel)
     return record is not None and record.operation == "backward" and not record.reads_lse
 
 
 def computes_lse(kernel: str | Kernel | BoundKernel) -> bool:
-    """Whether a kernel computes lse, as far as it is known yet."""
+    """Whether a kernel computes lse; True if it has not been chosen yet."""
     record = _find_record(kernel)
     return record is None or "lse" in record.features
 
 
 def _find_record(kernel: str | Kernel | BoundKernel) -> Kernel | None:
-    """The record of a kernel; None for "auto" and for no kernel, which is refused later."""
+    """Returns the record of a kernel, or None for "auto" and for values that are refused later."""
     kernel = kernel.kernel if isinstance(kernel, BoundKernel) else kernel
     record = lookup.kernel(kernel) if isinstance(kernel, str) and kernel != "auto" else kernel
     return record if isinstance(record, Kernel) else None
@@ -62,7 +62,7 @@ def _find_record(kernel: str | Kernel | BoundKernel) -> Kernel | None:
 def make_unread_lse(
     kernel: str | Kernel | BoundKernel, q: Any, backend: BackendName | Backend, layout: str
 ) -> Any:
-    """An array in the place of an lse that a kernel does not read; None, if it reads lse."""
+    """Makes a placeholder for an lse that a kernel does not read; None if it reads lse."""
     if not ignores_lse(kernel):
         return None
     where, (q,) = adopt(backend, q=q)
@@ -73,7 +73,7 @@ def make_unread_lse(
 
 
 def check_dlse(dlse: Any, lse: Any) -> Any:
-    """The gradient of lse. Raises TypeError and ValueError for what cannot be one."""
+    """Returns ``dlse``. Raises TypeError or ValueError if it cannot be the gradient of lse."""
     if not hasattr(dlse, "shape"):
         raise TypeError(f"dlse is {described(dlse)}; give an array like lse")
     if tuple(dlse.shape) != tuple(lse.shape) or str(dlse.dtype) != str(lse.dtype):
@@ -85,7 +85,7 @@ def check_dlse(dlse: Any, lse: Any) -> Any:
 
 
 def check_like_result(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype) -> None:
-    """Raises if an array is not what the forward pass of the same q, k and v returns."""
+    """Raises if the forward pass of the same q, k and v could not have returned an array."""
     if tuple(array.shape) != tuple(shape):
         remedy = (
             "give the gradient of out, in its shape"
@@ -111,7 +111,7 @@ def describe_gradient(name: str, inputs: Mapping[str, Any]) -> Result:
 
 
 def read_wrt(wrt: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of the arrays whose gradients a call gives."""
+    """Checks ``wrt`` and returns the names of the arrays whose gradients a call returns."""
     if wrt is QKV:
         return QKV
     if not isinstance(wrt, str | Iterable) or not all(isinstance(x, str) for x in wrt):
@@ -123,7 +123,7 @@ def read_wrt(wrt: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def refuse_gradients(dtype: DType | None) -> None:
-    """Raises Unsupported for inputs of a dtype that gradients cannot have."""
+    """Raises Unsupported for inputs of a dtype without gradients."""
     if dtype is not None and dtype.result:
         raise Unsupported(
             f"q, k and v are {dtype.name}, and no kernel computes their gradients; convert them to "
@@ -138,7 +138,7 @@ def check_wrt(wrt: Sequence[str], inputs: Mapping[str, Any]) -> None:
 
 
 def find_dtypes(keywords: Mapping[str, Any]) -> dict[str, str]:
-    """The dtypes, by name, of the arrays that change scores, before any is converted."""
+    """Returns the dtypes, by name, of the arrays that change scores, as the caller passed them."""
     captured = keywords.get("captured")
     arguments = {name: keywords[name] for name in optional_inputs.OWN_ARRAYS if name in keywords}
     found = {**arguments, **(captured if isinstance(captured, Mapping) else {})}

@@ -1,4 +1,4 @@
-"""Calls on sequences of different lengths: packed one after the other, or lists of arrays."""
+"""Calls on lists of arrays, which are packed one after the other into ragged batches."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from cupyfa.runtime.choose_backend import backend_named
 
 
 def _pack_lists(q: Any, k: Any, v: Any, layout: str) -> tuple[list[Packed], list[np.ndarray]]:
-    """Lists of arrays as packed arrays, and the offsets of q and of k."""
+    """Packs lists of arrays; returns the packed arrays, and the offsets of q and of k."""
     counts = {name: len(x) for name, x in zip("qkv", (q, k, v))}
     if len({*counts.values()}) > 1:
         sizes = ", ".join(f"{name} has {n} arrays" for name, n in counts.items())
-        raise ValueError(f"{sizes}; give as many of each")
+        raise ValueError(f"{sizes}; give the same number of each")
     arrays, offsets = zip(*(ragged.packed(*x, layout) for x in (("q", q), ("k", k), ("v", v))))
     if wrong := np.flatnonzero(np.diff(offsets[1]) != np.diff(offsets[2])).tolist():
         rows = [int(np.diff(x)[wrong[0]]) for x in offsets[1:]]
         raise ValueError(
-            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] {rows[1]}; a value for each key"
+            f"k[{wrong[0]}] has {rows[0]} rows and v[{wrong[0]}] {rows[1]}; give a value for each "
+            "key"
         )
     rows, keys = offsets[:2]
     return [Packed(x, of) for x, of in zip(arrays, (rows, keys, keys))], [rows, keys]
 
 
 def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Raises for arguments that no call on lists can have, where there is no array to look at."""
+    """Checks the arguments of a call on empty lists, which has no arrays to check."""
     _, asked = split_keywords(function, {x: y for x, y in given.items() if x in OF_SCORES})
     AttentionOptions.of(None, asked)
     planning.check_named(given.get("kernel", "auto"), "forward", read_tiles(given.get("tiles")))
@@ -50,7 +51,7 @@ def _check_empty_call(function: Callable[..., Any], given: Mapping[str, Any]) ->
 
 
 def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """``attention`` of lists of arrays. arguments: those of the call by name."""
+    """``attention`` of lists of arrays. arguments: the arguments of the call by name."""
     given = given_arguments(attention, arguments)
     q, k, v = (arguments[name] for name in "qkv")
     _refuse_on_lists(attention, given)
@@ -73,7 +74,7 @@ def attention_of_others(attention: Callable[..., Any], arguments: Mapping[str, A
 def vjp_of_others(
     vjp: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, Callable[..., tuple[Any, ...]]]:
-    """``vjp`` of lists of arrays. arguments: those of the call by name."""
+    """``vjp`` of lists of arrays. arguments: the arguments of the call by name."""
     given = given_arguments(vjp, arguments)
     q, k, v = (arguments[name] for name in "qkv")
     _refuse_on_lists(vjp, given)

@@ -18,7 +18,7 @@ Arrays = Mapping[str, Any]
 
 
 def extent(array: Any) -> tuple[int, int]:
-    """Where an array's elements begin and end, in bytes from its element 0."""
+    """Returns the begin and end of an array's memory, in bytes relative to element 0."""
     if array.size == 0:
         return 0, 0
     reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides)]
@@ -27,17 +27,17 @@ def extent(array: Any) -> tuple[int, int]:
 
 
 def contiguous_strides(shape: Sequence[int], dtype: np.dtype) -> tuple[int, ...]:
-    """The strides of a contiguous array, in bytes."""
+    """Returns the strides of a contiguous array, in bytes."""
     return tuple(dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def address_of(array: Any) -> int:
-    """The address of element 0, of NumPy's and of CuPy's arrays."""
+    """Returns the address of element 0 of a NumPy or CuPy array."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays may share memory."""
+    """Whether the memory ranges of two arrays intersect."""
     if isinstance(a, np.ndarray):
         return np.may_share_memory(a, b)
     (low_a, high_a), (low_b, high_b) = extent(a), extent(b)
@@ -46,9 +46,9 @@ def overlap(a: Any, b: Any) -> bool:
 
 
 def share_memory(a: Any, b: Any) -> bool:
-    """Whether two arrays may share memory.
+    """Whether two arrays may have elements in common.
 
-    Unlike ``overlap`` it knows that array[:, 0] and array[:, 1] do not.
+    Unlike ``overlap`` it recognises that array[:, 0] and array[:, 1] have none.
     """
     if not overlap(a, b):
         return False
@@ -63,13 +63,13 @@ def share_memory(a: Any, b: Any) -> bool:
             for x, inner in zip((a, b), axes)
         )
         after = (other - start) % period
-        if size <= after and after + its <= period:  # so in each period
+        if size <= after and after + its <= period:  # apart in one period, and so in each
             return False
     return True
 
 
 def is_masked(array: Any) -> bool:
-    """Whether it is a MaskedArray; numpy.ma takes long to import, so that is left to the caller."""
+    """Whether an array is a MaskedArray. Does not import numpy.ma, which takes long."""
     kind = getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())
     return isinstance(array, kind)
 
@@ -86,11 +86,11 @@ def target(
     inputs: Arrays,
     view: Callable[[Any], Any],
 ) -> Any | None:
-    """The caller's array for a result if the kernel can write it in place, else None.
+    """Returns the caller's array for a result if the kernel can write it in place, else None.
 
-    ``inputs`` are the call's arrays by their names, ``view`` is how the kernel sees the result.
-    Where None is returned, the caller's array is filled at the end. Raises if it cannot hold the
-    result or overlaps an input.
+    ``inputs`` are the call's arrays by name, ``view`` returns a result in the kernel's layout. If
+    this returns None, the result is copied into the caller's array at the end. Raises if the array
+    cannot hold the result or overlaps an input.
     """
     first = next(iter(inputs.values()))
     on_host = isinstance(first, np.ndarray)
@@ -106,7 +106,7 @@ def target(
     if _overlaps_itself(given):
         raise ValueError(
             f"{name} has strides {given.strides} for shape {given.shape}, so that elements share "
-            "memory; give an array with memory for each element"
+            "memory; give an array whose elements do not overlap"
         )
     if on_host and not given.flags.writeable:
         raise ValueError(f"{name} is read-only; give an array that can be written")
@@ -125,7 +125,7 @@ def require_form(name: str, given: Any, shape: Sequence[int], dtype: Any) -> Non
     if tuple(given.shape) != tuple(shape) or given.dtype != dtype:
         raise ValueError(
             f"{name} is {given.dtype} {tuple(given.shape)}, the result is {dtype} {tuple(shape)}; "
-            "give an array like that"
+            "give an array of that dtype and shape"
         )
 
 
@@ -139,11 +139,11 @@ def require_one_device(backend: Backend, arrays: Arrays) -> None:
 
 
 def is_writable(plan: Plan, name: str, array: Any) -> bool:
-    """Whether a kernel can write an output as it is.
+    """Whether a kernel can write an output directly.
 
     The kernel writes the planned shape, which has a column where the caller's array may have none,
-    and takes strides only if its record says so. TMA stores whole groups of 16 bytes, so an array
-    written by TMA needs rows of a multiple of that.
+    and supports strides only if its record says so. TMA stores groups of 16 bytes, so an array
+    written by TMA needs rows whose size is a multiple of 16 bytes.
     """
     shape, _ = plan.outputs[name]
     aligned = plan.stored_shape(name) == shape and (
@@ -156,12 +156,11 @@ def is_writable(plan: Plan, name: str, array: Any) -> bool:
 
 
 def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
-    """The inputs as a kernel can read them; an input that it cannot read is copied.
+    """Returns the inputs in a form that a kernel can read, copying those that it cannot.
 
     Kernels count strides in elements and need contiguous columns; TMA needs rows that begin at
     multiples of 16 bytes, and elements that are read in pairs need aligned pairs. An input without
-    columns becomes the one column of zeros that was planned for it, which adds nothing to any
-    score.
+    columns is replaced by the planned column of zeros, which adds nothing to any score.
     """
     seen = {
         name: _as_bytes(array) if _is_plain(plan, name, array) else _as_bytes(array).copy()
@@ -177,14 +176,14 @@ def readable_inputs(plan: Plan, inputs: Arrays) -> dict[str, Any]:
 
 
 def is_readable(plan: Plan, name: str, array: Any) -> bool:
-    """Whether a kernel can read an input as it is."""
+    """Whether a kernel can read an input without a copy."""
     shape = plan.operation.inputs_of(plan.problem)[name].shape(plan.problem)
     aligned = _has_aligned_rows(plan, name, array)
     return tuple(array.shape) == shape and _is_plain(plan, name, array) and aligned
 
 
 def with_planned_shapes(plan: Plan, inputs: Arrays) -> dict[str, Any]:
-    """The inputs with the shapes that were planned: zeros for an input without columns."""
+    """Returns the inputs in the planned shapes: zeros replace an input without columns."""
     known = plan.operation.inputs_of(plan.problem)
     shapes = {name: known[name].shape(plan.problem) for name in inputs}
     return {
@@ -204,19 +203,19 @@ def _is_plain(plan: Plan, name: str, array: Any) -> bool:
 
 
 def _zeros_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Zeros of an array's own kind."""
+    """Returns zeros of a shape, in the library and dtype of an array."""
     zeros = np.empty_like(_as_bytes(array), order="C", shape=shape)
     zeros[...] = 0
     return _with_dtype(zeros, array.dtype)
 
 
 def _as_bytes(array: Any) -> Any:
-    """An array of e4m3, which CuPy cannot copy by elements, as bytes; others as they are."""
+    """Views an e4m3 array as bytes, since CuPy cannot copy e4m3; returns others unchanged."""
     return array.view(np.uint8) if array.dtype == E4M3 else array
 
 
 def _with_dtype(array: Any, dtype: np.dtype) -> Any:
-    """The array from before ``_as_bytes``."""
+    """Undoes ``_as_bytes``: views an array as ``dtype``."""
     return array if array.dtype == dtype else array.view(dtype)
 
 
@@ -231,12 +230,12 @@ def _has_aligned_rows(plan: Plan, name: str, array: Any) -> bool:
 
 
 def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
-    """A copy, of an array of pairs if it ``repeats``: an axis of one element repeated stays so."""
+    """Copies an array into aligned rows. With ``repeats``, axes of stride 0 are not expanded."""
     axes = zip(array.shape, array.strides)
     repeated = [repeats and n > 1 and stride == 0 for n, stride in axes]
     once = array[tuple(slice(1) if x else slice(None) for x in repeated)]
     width = aligned_width(array.shape[-1], array.dtype.itemsize)
-    # An array of the same library, whose memory begins at a multiple of 16 bytes.
+    # An array of the same library; its memory begins at a multiple of 16 bytes.
     memory = np.empty_like(once, order="C", shape=(*once.shape[:-1], width))
     copy = memory[..., : array.shape[-1]]
     copy[...] = once
@@ -246,7 +245,7 @@ def _with_aligned_rows(array: Any, *, repeats: bool) -> Any:
 
 
 def columns_contiguous(array: Any) -> bool:
-    """Whether the elements of the last axis lie side by side, all at whole multiples of a size."""
+    """Whether the last axis is contiguous and all strides are multiples of the element size."""
     size = array.dtype.itemsize
     return (array.shape[-1] <= 1 or array.strides[-1] == size) and not any(
         stride % size for stride in array.strides
@@ -256,7 +255,7 @@ def columns_contiguous(array: Any) -> bool:
 def _overlaps_itself(array: Any) -> bool:
     """Whether elements share memory; also true for axes that interleave without sharing any."""
     axes = sorted((abs(x), size) for x, size in zip(array.strides, array.shape) if size > 1)
-    end = array.dtype.itemsize  # of the axes so far
+    end = array.dtype.itemsize  # the bytes that the axes so far span
     for stride, size in axes:
         if stride < end and array.size:
             return True

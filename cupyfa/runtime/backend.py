@@ -1,7 +1,7 @@
-"""The interface of a backend: a place with memory, and a way to launch kernels on it.
+"""The interface of a backend, which manages memory and launches kernels.
 
-There are two: ``cuda`` (CuPy) and ``simulator`` (a C++ compiler). Their arrays are CuPy's and
-NumPy's.
+There are two: ``cuda``, whose arrays are CuPy's, and ``simulator``, which compiles kernels for the
+CPU and uses NumPy arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from cupyfa.planner.plan import Limits, PlannedLaunch
 from cupyfa.runtime.call_cache import CallCache
 
 Form = tuple[Any, ...]
-# Starts a launch: (stream, address of a table with each argument's address, 0).
+# Starts a launch: (stream, address of a table with each argument's address, 0). The last one is
+# the parameter ``extra`` of cuLaunchKernel, which is not used.
 Start = Callable[[int | None, int, int], Any]
 
 
@@ -26,13 +27,13 @@ class Region(NamedTuple):
     """Memory that a launch may access: the array of one of its arguments."""
 
     name: str
-    argument: int  # which has the address of the array's element 0
-    low: int  # bytes from there to the region
+    argument: int  # the index of the argument that has the address of element 0
+    low: int  # bytes from element 0 to the start of the region
     bytes: int
     itemsize: int = 1  # bytes of an element
-    constant: bool = False  # an input, which the launch only reads
-    offset: int = 0  # of the address in the argument, in bytes
-    awaited: bool = False  # whether launches before this one of the plan access it, one writing
+    constant: bool = False  # whether the launch only reads the region
+    offset: int = 0  # bytes from the start of the argument to the address in it
+    awaited: bool = False  # whether the launch must wait for earlier launches that access it
     kept: bool = False  # whether the next launch reads it without waiting for this one
 
 
@@ -65,55 +66,55 @@ class Mark(Protocol):
 class Lane(Protocol):
     """A stream: its work is done in order, concurrently with that of other lanes."""
 
-    context: AbstractContextManager  # in which memory is taken and kernels are launched for it
+    context: AbstractContextManager  # to allocate memory and launch kernels in this lane
 
     def enter(self) -> None:
-        """Makes this thread one that may add work."""
+        """Prepares this thread to add work."""
 
     def copy(self, to: int, source: int, size: int) -> None:
         """Starts a copy of ``size`` bytes between addresses, one of them the device's."""
 
     def record(self) -> Mark:
-        """The point where the work ends now."""
+        """Marks the current end of the work."""
 
     def mark(self, again: Mark | None) -> Mark:
-        """The same for threads to sleep on; may reuse a mark of this device, if not needed."""
+        """Like ``record``, for threads that sleep until it; may reuse ``again``, an old mark."""
 
     def wait(self, mark: Mark) -> None:
-        """Work that is added from now on begins after another lane's mark."""
+        """Makes work that is added from now on wait for a mark of another lane."""
 
     def synchronize(self) -> None:
         """Returns when all work is done."""
 
 
 class Backend(ABC):
-    """A place with memory and a way to launch kernels on it."""
+    """Manages the memory of its devices and launches kernels on them."""
 
     name: str
-    compile_errors: tuple[type[Exception], ...] = ()  # raised by ``prepare`` for a kernel's text
-    failures: tuple[type[Exception], ...] = ()  # which ``working_on`` turns into DeviceError
+    compile_errors: tuple[type[Exception], ...] = ()  # raised by ``compile_launch`` for bad source
+    failures: tuple[type[Exception], ...] = ()  # ``working_on`` turns them into DeviceError
     calls: CallCache  # cleared when the limits change
     spaces: dict[Any, Any]  # workspaces that calls share, by device and stream
-    devices: int = 1  # visible ones
-    models: Sequence[str] = ("",)  # of the visible devices, by number
-    compiles_in_parallel = False  # whether threads compile at the same time
-    writes_in_place = True  # whether results are written to a caller's array before all is done
-    # What decides how kernels see an array of this backend, except for its address; the address.
+    devices: int = 1  # the number of visible devices
+    models: Sequence[str] = ("",)  # the names of the visible devices' models, by device number
+    compiles_in_parallel = False  # whether several threads can compile at the same time
+    writes_in_place = True  # whether kernels may write to a caller's array; else it is filled last
+    # Shape, strides, dtype and device of an array of this backend, and the address of element 0.
     form: Callable[[Any], tuple[Any, ...]] = staticmethod(attrgetter("shape", "strides", "dtype"))
-    address: Callable[[Any], int]  # of element 0
+    address: Callable[[Any], int]
     # A new contiguous array with unspecified elements.
     empty: Callable[[tuple[int, ...], np.dtype], Any]
     allocator: Callable[[], Any] = staticmethod(lambda: None)  # where ``empty`` takes memory from
-    read_limits: Any  # of a device; cached
-    device: int = 0  # the number of the current one
-    stream: int | None = None  # the address of the current CUDA stream, if calls return at once
+    read_limits: Any  # a cached function that returns the Limits of a device
+    device: int = 0  # the number of the current device
+    stream: int | None = None  # the current CUDA stream; None if calls wait for their results
     is_capturing: bool = False  # whether the work in the current stream is captured as a graph
 
     def forms(self, arrays: Sequence[Any]) -> tuple[Form, ...]:
-        """What decides how a call sees its arrays: shape, strides, dtype of each, and the device.
+        """Returns the forms of arrays, part of a call's key: shape, strides, dtype and device.
 
-        All lie in this backend's memory, or all on the host. Of arrays of the host that a device
-        cannot reach the strides do not matter.
+        The arrays lie all in this backend's memory or all on the host. The strides of host arrays
+        are left out if the device cannot access them, since pieces of them are copied.
         """
         if self.owns(arrays[0]):
             return tuple(map(self.form, arrays))
@@ -121,7 +122,7 @@ class Backend(ABC):
         return tuple([(tuple(x.shape), None, x.dtype, device) for x in arrays])
 
     def move_beside(self, q: Any, array: Any) -> Any:
-        """NumPy's or CuPy's array in the memory where q is; anything else as it is."""
+        """Copies a NumPy or CuPy array to the memory of q, if needed; returns others unchanged."""
         if isinstance(q, np.ndarray):
             return array.get() if hasattr(array, "get") else array  # of CuPy's arrays
         if not isinstance(array, np.ndarray):
@@ -130,7 +131,7 @@ class Backend(ABC):
             return self.upload(array)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process has a backend of its own, without the calls that are kept here."""
+        """Pickles only the type: another process makes its own backend, without cached calls."""
         return type(self), ()
 
     def __copy__(self) -> Any:
@@ -158,64 +159,64 @@ class Backend(ABC):
         """Whether the array already lies in this backend's memory."""
 
     def adopt(self, array: Any) -> Any:
-        """A view of another library's array in this backend's memory, as an array of its own."""
+        """Returns another library's array in this backend's memory as a view of its own type."""
         return array
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Views of torch's tensors, if they lie in this backend's memory and current stream."""
+        """Returns views of torch tensors, or None if they need DLPack."""
         return None
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
-        """An array of this backend with these elements; arrays of its own are returned as such."""
+        """Copies an array into this backend's memory; returns an array of its own unchanged."""
 
     @abstractmethod
     def download(self, array: Any) -> np.ndarray:
-        """The elements as a NumPy array, after all work before is done."""
+        """Waits for earlier work and returns the elements as a NumPy array."""
 
     @abstractmethod
     def view(self, memory: Any, shape: Sequence[int], dtype: np.dtype, offset: int, strides: Any):
-        """An array over bytes of this backend: element 0 at a byte offset, strides in bytes."""
+        """Returns an array over bytes of this backend: ``offset`` and strides are in bytes."""
 
     @abstractmethod
     def at(self, address: int, shape: Sequence[int], dtype: np.dtype, strides: Any) -> Any:
-        """The array with element 0 at an address; it does not keep the memory alive."""
+        """Returns an array with element 0 at an address; it does not keep the memory alive."""
 
     @abstractmethod
     def tensor_map(self, mapped: Mapped) -> np.ndarray:
-        """The struct TensorMap of tma.cuh for an array, as the value of an argument."""
+        """Encodes the struct TensorMap of tma.cuh for an array, as the value of an argument."""
 
     @abstractmethod
-    def prepare(self, launch: PlannedLaunch) -> Any:
-        """The compiled kernel of a launch; raises before anything has run."""
+    def compile_launch(self, launch: PlannedLaunch) -> Any:
+        """Compiles the kernel of a launch, or finds it in the cache, without running it."""
 
     @abstractmethod
     def starter(
         self, kernel: Any, launch: PlannedLaunch, sizes: Sequence[int], regions: Sequence[Region]
     ) -> Start:
-        """The function that starts a launch.
+        """Returns the function that starts a launch.
 
-        ``sizes`` are the bytes of its arguments, ``regions`` all memory it may access.
+        ``sizes`` are the sizes of its arguments in bytes, ``regions`` all memory it may access.
         """
 
     @abstractmethod
     def matmul(self, a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
-        """out = a b * scale over the last two axes; heads of b are shared by groups of a's.
+        """Computes out = a b * scale over the last two axes; groups of heads of a share one of b.
 
-        If out has fewer heads than a, its heads are sums over the groups. Its elements have the
-        dtype of a and b, or are sums: float32 for 16-bit numbers. ``tf32`` allows rounding float32
-        to that, where it is faster.
+        If out has fewer heads than a, its heads are sums over the groups. out has the dtype of a
+        and b, or the dtype of their sums: float32 for 16-bit numbers. ``tf32`` allows rounding
+        float32 inputs to TF32, where that is faster.
         """
 
     @abstractmethod
     def time(self, call: Callable[[], Any], *, cold: bool = False) -> float:
-        """Milliseconds of a call, measured on the device; waits until it is done.
+        """Returns the milliseconds of a call, measured on the device; waits until it is done.
 
-        With ``cold`` everything in the device's caches is overwritten before.
+        With ``cold`` the caches of the device are overwritten first.
         """
 
     def capture(self, call: Callable[[], Any]) -> Callable[[], Any]:
-        """A function that replays the launches of a call at once, as a CUDA graph does."""
+        """Returns a function that replays the launches of a call at once, as a CUDA graph."""
         return call
 
     def current(self) -> tuple[int, int | None]:
@@ -228,7 +229,7 @@ class Backend(ABC):
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """The context in which a device is the current one of this thread."""
+        """Makes a device current in this thread while the context is open."""
         before = self.device
         if device == before:
             yield
@@ -243,10 +244,10 @@ class Backend(ABC):
         """Waits until all work is done."""
         return
 
-    # For a backend whose memory is not the host's.
+    # For backends with memory of their own, apart from the host's.
 
     def lanes(self) -> AbstractContextManager[tuple[Lane, Lane, Lane]]:
-        """Three lanes for one call: to the device, on it, and back."""
+        """Three lanes for one call: copies to the device, kernels, and copies back."""
         raise NotImplementedError
 
     def pinned(self, size: int) -> np.ndarray:
@@ -274,11 +275,11 @@ class Backend(ABC):
         """The bytes of a global variable of a compiled kernel, as an array of this backend."""
 
     def resources(self, prepared: Any) -> dict[str, int]:
-        """Registers and spilled bytes of a thread, where known."""
+        """Returns registers and spilled bytes per thread, or {} if they are unknown."""
         return {}
 
     def blocks_per_sm(self, prepared: Any, launch: PlannedLaunch) -> int | None:
-        """Blocks of a launch that a multiprocessor runs at a time, where known."""
+        """Returns how many blocks of a launch a multiprocessor runs at a time, or None."""
         return None
 
     def versions(self) -> dict[str, str]:
@@ -286,11 +287,11 @@ class Backend(ABC):
         return {}
 
     def reordered(self, seed: int) -> Backend:
-        """The same backend with another order of threads, where that can be chosen."""
+        """Returns a copy of this backend with another order of threads, or itself on a GPU."""
         return self
 
     def working_on(self, array: Any) -> AbstractContextManager:
-        """The context to work on an array in: its device, and errors as DeviceError."""
+        """Makes the device of an array current; errors in the context become DeviceError."""
         return nullcontext()
 
 

@@ -1,17 +1,18 @@
-"""The cache of calls: a call that came before is neither read nor planned again.
+"""The cache of calls, which saves reading and planning the arguments of a repeated call.
 
-It has two levels, which are asked in this order:
+It has two levels, which are tried in this order:
 
-1. The same arrays. ``repeat_call`` compares the arguments that are no arrays with those of the last
-   call of the function, by identity, and asks the Prepared of that call for its launches on the
-   very same arrays (``Repeats``). A KVCache keeps its own last call, whose step has to be written
-   again, and ``call/decode.py`` compares that in the same way.
+1. The same arrays. ``repeat_call`` compares the arguments other than arrays with those of the last
+   call of the function, by identity, and asks the Prepared of that call for its launches on
+   identical arrays (``Repeats``). A KVCache keeps its own last call, since new tokens have to be
+   written each time; ``call/decode.py`` compares it in the same way.
 2. The same forms. ``CallCache.find`` takes a key of all arguments and of the forms of the arrays:
-   shapes, strides, dtypes and device. The Prepared runs on the new arrays. With a key without
-   numbers it finds a Prepared that is copied with other numbers; compiled kernels stay.
+   shapes, strides, dtypes and device. The Prepared that it finds runs on the new arrays. A second
+   key leaves out numbers; the Prepared that it finds is copied with new numbers, and its compiled
+   kernels are used again.
 
-What is found nowhere is planned, and added under both keys of the second level; the second time it
-is also the last call of its function.
+A call that is found at neither level is planned, and added under both keys of the second level; if
+it comes again, it also becomes the last call of its function.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ if TYPE_CHECKING:
     from cupyfa.runtime.launcher import Launcher
     from cupyfa.runtime.prepared import Prepared
 
-_MOST_KNOWN = 256  # calls of a backend, each under up to two keys; and launches that are no rungs
-_MOST_REPEATS = 32  # calls of a Prepared whose launches are kept, by their arrays
-_MOST_SPARES = 2  # results of a call that are kept for another: the caller usually holds one
-_MOST_MISSES = 8  # calls that found all of these in use, after which no more are kept
-_SMALL = 1 << 20  # bytes; results up to this size are kept
-# Functions of C, so that a repeated call enters few of Python.
+_MOST_KNOWN = 256  # keys of calls (up to two per call) of a backend; also launchers of helpers
+_MOST_REPEATS = 32  # sets of arrays for which a Prepared keeps launches
+_MOST_SPARES = 2  # sets of results kept for reuse: the caller usually still holds one
+_MOST_MISSES = 8  # calls that find all spares in use before no more spares are kept
+_SMALL = 1 << 20  # bytes; larger results are not kept
+# Functions implemented in C, so that a repeated call enters few Python functions.
 is_none = partial(is_, None)
 shape_of = attrgetter("shape")
 
 
 class LastCall(NamedTuple):
-    """The last call of a function, or on a KVCache, which may come again."""
+    """The last call of a function or on a KVCache, which may be repeated."""
 
-    fixed: tuple[Any, ...]  # its arguments that are no arrays
+    fixed: tuple[Any, ...]  # the arguments that are not arrays
     prepared: Prepared
 
 
@@ -52,11 +53,11 @@ last_calls: dict[str, LastCall] = {}  # by function
 def repeat_call(
     function: str, fixed: tuple[Any, ...], arrays: Sequence[Any], out: Any = None, grads: Any = None
 ) -> Any:
-    """The results of a call like the function's last one on the arrays of an earlier call.
+    """Repeats the function's last call if its arguments are the same and its arrays known.
 
-    fixed: all that is no array, compared by identity, as True equals 1, which is refused; and which
-    optional arrays are given. arrays: those that are given, in the order of calls. Returns None if
-    there was no such call.
+    fixed: the arguments that are not arrays, and which optional arrays are present; compared by
+    identity, since True equals 1, which is refused. arrays: the arrays that are present, in the
+    order of arguments. Returns the results, or None if there was no such call.
     """
     last = last_calls.get(function)
     if last is None or len(last.fixed) != len(fixed) or not all(map(is_, last.fixed, fixed)):
@@ -75,24 +76,25 @@ class CallCache:
     def find(self, key: tuple[Any, ...]) -> Prepared | None:
         try:
             return self.prepared.get(key)
-        except TypeError:  # an argument that cannot be hashed, and will be refused
+        except TypeError:  # an unhashable argument, which is refused later
             return None
 
     def add(self, key: tuple[Any, ...], prepared: Prepared) -> None:
-        if any(x.path.is_absolute() for x in prepared.plan.launches):  # own files may change
+        # Files outside the library are a user's kernels, which may change.
+        if any(x.path.is_absolute() for x in prepared.plan.launches):
             return
         make_room(self.prepared)
         self.prepared[key] = prepared
 
     def clear(self) -> None:
-        """Forgets all calls, also the last ones of functions."""
+        """Forgets all calls, including the last call of each function."""
         self.prepared.clear()
         self.launchers.clear()
         last_calls.clear()
 
 
 def make_room(known: dict[Any, Any], most: int = _MOST_KNOWN) -> None:
-    """Forgets all if there is no room for more."""
+    """Empties ``known`` if it has ``most`` entries."""
     if len(known) >= most:
         known.clear()
 
@@ -110,12 +112,12 @@ class Spare(NamedTuple):
     shapes: list[Any]
     allocator: Any
     launch: Callable[[], Any]
-    memory: Any  # of arguments and temporaries
+    memory: Any  # of arguments and temporaries, kept alive for the launches
     holders: tuple[Any, ...]  # the objects that keep the results' memory alive
-    references: int  # to the holders while nobody else has one
+    references: int  # the reference count of the holders while no caller has the results
 
     def is_free(self) -> bool:
-        """Whether nobody else has a reference to the results, nor has changed their shapes."""
+        """Whether no caller has a reference to the results or has changed their shapes."""
         return (
             sum(map(getrefcount, self.holders)) == self.references
             and list(map(shape_of, self.results)) == self.shapes
@@ -123,12 +125,12 @@ class Spare(NamedTuple):
         )
 
     def _are_watched(self) -> bool:
-        """Whether somebody else has a weak reference to a result, and may wait for its end."""
+        """Whether a caller has a weak reference to a result, and may wait for its deletion."""
         return any(type(y) is not _Ref for x in self.results for y in getweakrefs(x))
 
 
 class Repeat:
-    """The launches of a call on certain arrays, for calls on the very same arrays."""
+    """The launches of a call, for later calls on identical arrays."""
 
     __slots__ = ("launch", "memory", "misses", "refs", "shapes", "spares")
 
@@ -136,13 +138,13 @@ class Repeat:
         """``forget`` is called when one of the arrays is deleted: another may get its id."""
         self.refs = [_Ref(x, forget) for x in arrays]
         self.shapes = list(map(shape_of, arrays))
-        self.launch: Callable[[], Any] | None = None  # where the results are the caller's
+        self.launch: Callable[[], Any] | None = None  # if results are written to caller's arrays
         self.memory: Any = None  # of arguments and temporaries
-        self.spares: deque[Spare] = deque()  # where they are new
+        self.spares: deque[Spare] = deque()  # if results are new arrays
         self.misses = 0
 
     def spare(self, allocator: Any) -> Spare | None:
-        """Results that may be used again; nobody else gets them until they are put back."""
+        """Takes results that may be reused out of the spares; the caller puts them back."""
         try:
             spare = self.spares.popleft()
         except IndexError:
@@ -150,14 +152,14 @@ class Repeat:
         if spare.allocator is allocator and spare.is_free():
             self.misses = 0
             return spare
-        if self.spares:  # more are in use than are kept
+        if self.spares:  # all spares are in use
             self.misses += 1
         else:
             self.spares.append(spare)
         return None
 
     def keep(self, backend: Backend, results: list[Any], launch: Any, memory: Any) -> None:
-        """Keeps results for later calls, which take them when the caller has dropped them."""
+        """Keeps results for later calls, which reuse them once the caller has dropped them."""
         holders = tuple(y for x in results for y in backend.holders(x))
         allocator, shapes = backend.allocator(), list(map(shape_of, results))
         count = sum(map(getrefcount, holders))
@@ -166,7 +168,7 @@ class Repeat:
 
 
 class Repeats:
-    """The calls of a Prepared on arrays that may come again: the first level of the cache."""
+    """The calls of a Prepared, by the identity of their arrays: the first level of the cache."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -182,9 +184,9 @@ class Repeats:
         results: list[Any],
         make: Callable[[], tuple[Any, Any]],
     ) -> None:
-        """Keeps a call whose arrays have come before.
+        """Keeps the launches of a call if an earlier call had the same arrays.
 
-        ``make`` lays out launches that write to these results, with the memory they need.
+        ``make`` prepares launches that write to these results, and returns them with their memory.
         """
         own = all(x is None for x in targets)
         if not own and any(x is None for x in targets):

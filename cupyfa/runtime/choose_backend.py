@@ -15,17 +15,16 @@ from cupyfa.runtime.arrays import is_masked
 from cupyfa.runtime.backend import Backend
 
 NAMES = ("auto", "cuda", "simulator")
-CHOICE = "CUPYFA_BACKEND"  # the variable that says what "auto" is
+CHOICE = "CUPYFA_BACKEND"  # the environment variable that overrides "auto"
 _choosing = threading.RLock()
 _owners: dict[type, Backend] = {}  # by the type of the backend's arrays
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # device types of DLPack
 
 
 def backend_named(backend: str | Backend) -> Backend:
-    """A backend by its name, or as it is. "auto" is CUDA if there is a device.
+    """Returns a backend by its name; returns a Backend unchanged. "auto" prefers CUDA.
 
-    CUPYFA_BACKEND names another one for "auto". Raises DeviceError if "cuda" is asked for and there
-    is none.
+    CUPYFA_BACKEND overrides "auto". Raises DeviceError if "cuda" is requested and not available.
     """
     if isinstance(backend, str) and backend in NAMES:
         with _choosing:  # concurrent threads get the same backend
@@ -37,9 +36,9 @@ def backend_named(backend: str | Backend) -> Backend:
 
 
 def backend_to_measure(backend: str | Backend) -> Backend:
-    """A backend whose times are wanted: the simulator only where it is asked for.
+    """Returns the backend for measurements: the simulator only if it is requested by name.
 
-    Raises DeviceError if "auto" is left with the simulator.
+    Raises DeviceError if "auto" would choose the simulator because there is no CUDA device.
     """
     if backend == "auto" and chosen_backend() == "auto" and (reason := _no_cuda()) is not None:
         raise DeviceError(
@@ -50,7 +49,7 @@ def backend_to_measure(backend: str | Backend) -> Backend:
 
 
 def chosen_backend() -> str:
-    """What "auto" is by CUPYFA_BACKEND; "auto" without it. Raises ValueError for other words."""
+    """Returns the value of CUPYFA_BACKEND, by default "auto". Raises ValueError for others."""
     chosen = os.environ.get(CHOICE) or "auto"
     if chosen not in NAMES:
         known = f"use one of {', '.join(NAMES)}, or unset it"
@@ -59,7 +58,7 @@ def chosen_backend() -> str:
 
 
 def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
-    """The backend whose own type all arrays have; None for other arrays."""
+    """Returns the backend to whose array type all arrays belong, or None."""
     found = _owners.get(type(arrays[0]))
     if found is None or not (backend == "auto" or backend is found or backend == found.name):
         return None
@@ -67,7 +66,7 @@ def owner(backend: str | Backend, arrays: Sequence[Any]) -> Backend | None:
 
 
 def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
-    """The backend for these arrays, and the arrays as NumPy's or CuPy's, without a copy.
+    """Returns the backend for these arrays, and the arrays as NumPy or CuPy arrays, uncopied.
 
     NumPy arrays run anywhere; arrays in GPU memory (CuPy, DLPack, __cuda_array_interface__) run
     on CUDA. Raises TypeError for anything else and for a mixture.
@@ -80,13 +79,13 @@ def adopt(backend: str | Backend, **arrays: Any) -> tuple[Backend, list[Any]]:
 def adopt_all(
     backend: str | Backend, names: Sequence[str], arrays: Sequence[Any]
 ) -> tuple[Backend, Sequence[Any]]:
-    """The same for arrays in the order of their names."""
+    """Like ``adopt``, for names and arrays in two sequences."""
     theirs = owner(backend, arrays) if type(arrays[0]) in _owners else None
     return adopt_foreign(backend, dict(zip(names, arrays))) if theirs is None else (theirs, arrays)
 
 
 def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Backend, list[Any]]:
-    """The same for arrays that are not all of a backend's own type (``owner``)."""
+    """Like ``adopt``, for arrays that ``owner`` does not assign to a backend."""
     values = list(arrays.values())
     if (seen := _tensors(backend, values)) is not None:
         return seen
@@ -114,7 +113,7 @@ def adopt_foreign(backend: str | Backend, arrays: Mapping[str, Any]) -> tuple[Ba
 
 
 def as_array(backend: str | Backend, name: str, given: Any) -> Any:
-    """Another library's array as NumPy's or CuPy's, a list as NumPy's; anything else as it is."""
+    """Converts lists and other libraries' arrays to NumPy or CuPy arrays; keeps anything else."""
     given = of_list(name, given)
     _refuse_masked(name, given)
     is_foreign = hasattr(given, "__dlpack__") or hasattr(given, "__cuda_array_interface__")
@@ -125,9 +124,9 @@ def as_array(backend: str | Backend, name: str, given: Any) -> Any:
 
 
 def devices_of(backend: Backend, devices: Any) -> tuple[int, ...]:
-    """The numbers of the devices that share a call, all of one model.
+    """Returns the numbers of the devices that share a call, all of one model.
 
-    devices: "all" are those like the current one, which comes first.
+    devices: numbers, or "all" for the devices of the current one's model, the current one first.
     """
     models = backend.models
     if isinstance(devices, str) and devices == "all":
@@ -162,16 +161,17 @@ def _numbers(devices: Any) -> tuple[int, ...]:
 
 
 def writable_view(backend: Backend, name: str, array: Any) -> Any:
-    """Another library's array as NumPy's or the backend's, to write to, without a copy."""
+    """Returns a writable view of another library's array, as a NumPy or backend array."""
     _, (view,) = adopt(backend, **{name: array})
-    if isinstance(view, np.ndarray) and not view.flags.writeable:  # as older DLPack has it
+    # Views by older versions of DLPack are read-only.
+    if isinstance(view, np.ndarray) and not view.flags.writeable:
         other = np.asarray(array)
         view = other if np.may_share_memory(other, view) else view
     return view
 
 
 def _tensors(backend: str | Backend, values: list[Any]) -> tuple[Backend, list[Any]] | None:
-    """Torch's tensors in GPU memory, without DLPack where possible."""
+    """Converts torch tensors in GPU memory without DLPack; None for other arrays."""
     kind = getattr(sys.modules.get("torch"), "Tensor", None)
     if kind is None or any(type(x) is not kind or not x.is_cuda for x in values):
         return None
@@ -206,7 +206,7 @@ def _on_host(name: str, array: Any) -> bool:
 
 
 def _foreign(name: str, array: Any, view: Callable[[Any], Any]) -> Any:
-    """A view of another library's array; any error becomes a TypeError that names it."""
+    """Views another library's array; turns any error into a TypeError that names the array."""
     try:
         return view(array)
     except (DeviceError, MemoryError):
@@ -244,7 +244,7 @@ def _cuda() -> Backend:
 
 
 def _no_cuda() -> str | None:
-    """Why CUDA cannot be used here, or None if it can."""
+    """Returns the reason why CUDA cannot be used here, or None if it can."""
     try:
         from cupyfa.runtime.cuda import device as cuda
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The environment of a result: device, versions, command."""
+"""Describes the environment of a measurement: device, versions, command line."""
 
 import datetime
 import platform
@@ -23,7 +23,7 @@ def no_progress(done: int, total: int, what: str) -> None:
 
 
 def describe(backend: Backend) -> dict[str, str]:
-    """The device, all versions, the time and the command."""
+    """Returns the device, all versions, the time and the command line."""
     return {
         "device": backend.limits.device,
         "backend": backend.name,
@@ -39,8 +39,8 @@ def describe(backend: Backend) -> dict[str, str]:
 
 
 def command() -> str:
-    """The command line of this process, as a shell takes it."""
-    import shlex  # here, as an import of cupyfa does not need it
+    """Returns the command line of this process, quoted for a shell."""
+    import shlex  # here, since an import of cupyfa does not need it
 
     program = Path(sys.argv[0] or "python").name
     name = "cupyfa" if program in ("cli.py", "__main__.py", "cupyfa") else program
@@ -67,6 +67,6 @@ def kernel_driver() -> str | None:
 
 
 def without_driver() -> str:
-    """What is missing where CUDA finds no driver."""
+    """Describes the driver when CUDA finds none that works."""
     version = kernel_driver()
     return f"version {version}, but libcuda does not work" if version else "no NVIDIA driver"

@@ -30,7 +30,7 @@ FINITE = 0x41  # numbers like 12.08 in float32
 @dataclass(frozen=True)
 class _Guarded:
     memory: Any  # an array's bytes, margins included
-    offset: int  # of element 0, in bytes
+    offset: int  # bytes from the start of the memory to element 0
     array: Any
     bits: Any  # the array's elements as unsigned integers
 
@@ -43,10 +43,10 @@ def run_guarded(
     *,
     left: int = _ONES,
 ) -> dict[str, np.ndarray]:
-    """Runs a plan like ``run``, on guarded copies; of ``outputs`` only the strides are used.
+    """Runs a plan on guarded copies of its inputs, with outputs like ``outputs`` in guarded memory.
 
-    left: the bytes of which scratch is full before, NaN or FINITE numbers. NaN shows what is read
-    before it is written, unless the kernel computes again what comes out as NaN.
+    left: the byte that fills scratch memory first: NaN by default, or FINITE. NaN reveals reads of
+    elements that were never written, unless the kernel recomputes rows that come out as NaN.
 
     Returns the outputs as NumPy arrays. Raises WrongResult if a margin or an input was written.
     """
@@ -57,7 +57,7 @@ def run_guarded(
         guarded[name].bits[...] = original[name]
     for name, (shape, dtype) in {**plan.outputs, **plan.scratch}.items():
         strides = contiguous_strides(plan.stored_shape(name), dtype)
-        new = as_strided(np.empty(0, dtype), shape, strides)  # without memory
+        new = as_strided(np.empty(0, dtype), shape, strides)  # only shape and strides; no memory
         guarded[name] = _guarded(backend, outputs.get(name, new))
         if name in plan.scratch:
             guarded[name].bits[...] = int.from_bytes(bytes([left]) * dtype.itemsize)
@@ -77,7 +77,7 @@ def run_guarded(
 def checked(
     backend: Backend, plan: Plan, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
 ) -> dict[str, np.ndarray]:
-    """The results of a guarded run if they are right; else raises WrongResult."""
+    """Runs a plan guarded and returns its results; raises WrongResult if one is wrong."""
     results = run_guarded(backend, plan, inputs, outputs)
     on_host = {name: backend.download(x) if backend.owns(x) else x for name, x in inputs.items()}
     expected = plan.operation.reference(on_host, plan.problem, [plan.rounding])[plan.rounding]
@@ -92,7 +92,7 @@ def checked(
 
 
 def _guarded(backend: Backend, like: Any) -> _Guarded:
-    """Guarded memory for an array with the shape, strides, dtype and alignment of another."""
+    """Allocates guarded memory for an array with the form and alignment of ``like``."""
     low, high = extent(like)
     memory = backend.empty((MARGIN - low + 15 + high + MARGIN,), np.dtype(np.uint8))
     memory.fill(_ONES)
@@ -107,7 +107,7 @@ def _guarded(backend: Backend, like: Any) -> _Guarded:
 
 def _check_memory(plan: Plan, name: str, g: _Guarded, original: Any | None) -> None:
     """Raises if anything but the elements of outputs and scratch was written."""
-    # Every bit of the elements that may have changed, or has not, becomes one as in the margins.
+    # Set all bits of elements that may be written, or that are unchanged, as in the margins.
     g.bits[...] = ~(g.bits ^ (g.bits if original is None else original))
     if int(g.memory.min()) == _ONES:
         return

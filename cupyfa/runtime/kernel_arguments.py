@@ -1,4 +1,4 @@
-"""How a kernel receives its arguments: arrays as a struct Tensor, a pointer or a TMA tensor map."""
+"""Encodes kernel arguments: arrays become a struct Tensor, a pointer or a TMA tensor map."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from cupyfa.planner.plan import BOX_ALIGNMENT, TENSOR, Argument, PlannedLaunch, 
 from cupyfa.problem.dtypes import E4M3
 from cupyfa.runtime.backend import Backend, Mapped
 
-BOX_ROW_BYTES = 128  # of tma.cuh
-_BOXED = ("float16", "bfloat16", "uint8")  # dtypes that TMA tiles can have
+BOX_ROW_BYTES = 128  # bytes of a row of a box, as in tma.cuh
+_BOXED = ("float16", "bfloat16", "uint8")  # supported dtypes of tensor maps
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-_LARGEST_STRIDE = 2**40  # bytes, of a tensor map
+_LARGEST_STRIDE = 2**40  # bytes; strides of a tensor map are smaller
 
 
 def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) -> list[Any]:
-    """The values of a launch's arguments, each with the bytes of the kernel's parameter."""
+    """Returns the values of a launch's arguments, laid out like the kernel's parameters."""
     return [
         _passed(backend, step, x, arrays[x.name])
         if x.value is None
@@ -28,7 +28,7 @@ def arguments(backend: Backend, step: PlannedLaunch, arrays: Mapping[str, Any]) 
 
 
 def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> Any:
-    """A struct with its arrays: Tensors, or as in Mods struct Array of expression.cuh.
+    """Fills the arrays of a struct argument: Tensors, or the struct Array of expression.cuh.
 
     Strides are in elements.
     """
@@ -48,24 +48,24 @@ def _filled(backend: Backend, argument: Argument, arrays: Mapping[str, Any]) -> 
 
 def _passed(backend: Backend, step: PlannedLaunch, argument: Argument, array: Any) -> Any:
     if argument.form == "map":
-        return backend.tensor_map(mapped(backend, step, argument.name, array))
+        return backend.tensor_map(describe_map(backend, step, argument.name, array))
     if argument.form:
         return np.uint64(backend.address(array))
     return _tensor(backend, array, argument.strides)
 
 
 def _tensor(backend: Backend, array: Any, axes: tuple[int | None, ...]) -> np.ndarray:
-    """struct Tensor, with the strides of these axes in elements."""
+    """Makes a struct Tensor, with the strides of these axes in elements."""
     size = array.dtype.itemsize
     strides = (0 if axis is None else array.strides[axis] // size for axis in axes)
     return np.array((backend.address(array), *strides), TENSOR)
 
 
-def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
-    """The contents of an array's tensor map. Raises ValueError if the array can have none.
+def describe_map(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapped:
+    """Describes the tensor map of an array. Raises ValueError if no tensor map is possible.
 
-    The stride of an axis of one element is never used, so it becomes one that is allowed. An axis
-    of no elements counts as one element; the kernel must not read it.
+    The stride of an axis of one element is never used, so it is replaced by a valid one. An empty
+    axis is described as one element, which the kernel must not read.
     """
     dtype, address = array.dtype, backend.address(array) if array.size else 0
     what = f"{step.entry}: {name}.map is of {dtype.name} {array.shape}"
@@ -77,7 +77,7 @@ def mapped(backend: Backend, step: PlannedLaunch, name: str, array: Any) -> Mapp
     if not can_be_boxed(array, address):
         raise ValueError(
             f"{what}, strides {array.strides}, from {address:#x}; address and strides must be "
-            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to an array like that"
+            f"multiples of {BOX_ALIGNMENT} bytes, strides above 0: copy it to such an array"
         )
     batch, heads, rows, columns = (max(size, 1) for size in array.shape)
     allowed = aligned_width(columns, dtype.itemsize) * dtype.itemsize
@@ -101,7 +101,7 @@ def can_be_boxed(array: Any, address: int) -> bool:
 
 
 def blank_map() -> np.ndarray:
-    """Zeroed memory for a struct TensorMap, aligned as one must be."""
+    """Returns zeroed memory for a struct TensorMap, with the required alignment."""
     memory = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _MAP_ALIGNMENT
     return memory[start : start + _MAP_BYTES].view(f"V{_MAP_BYTES}").reshape(())

@@ -1,8 +1,8 @@
 """Launches the steps of a plan, with arguments that are laid out once.
 
 A call only writes the addresses of its arrays into the arguments, or nothing at all: ``replay``
-keeps launches whose addresses are fixed. Everything that runs a plan goes this way: calls, checks
-and benchmarks, on CUDA and in the simulator.
+returns a function that launches with fixed addresses. Everything that runs a plan uses this module:
+calls, checks and benchmarks, on CUDA and in the simulator.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cupyfa.planner.plan import BOX_ALIGNMENT, Plan, PlannedLaunch
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend, Mapped, Region, Start
 from cupyfa.runtime.call_cache import make_room
-from cupyfa.runtime.kernel_arguments import arguments, mapped
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.kernel_arguments import arguments, describe_map
+from cupyfa.runtime.workspace import allocate
 
 Kernels = dict[int, Any]  # compiled kernels by the ``id`` of their Launch
-_MOST_MAPS = 256  # tensor maps that a thread keeps of a launch
-_WORD = 8  # bytes; every argument begins at a multiple
-# By device; held while the launches of one plan are queued: threads that launch in the same stream
-# share the workspace of that stream.
+_MOST_MAPS = 256  # tensor maps that a thread keeps for a launch
+_WORD = 8  # bytes; the alignment of arguments
+# Locks by device, held while the launches of one plan are queued: threads that launch in the same
+# stream share the workspace of that stream.
 _together: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -45,14 +45,14 @@ def run(
 
     Everything is compiled before anything is launched, so an error leaves the outputs untouched.
     """
-    scratch = {name: allocated(backend, plan, name) for name in plan.scratch}
+    scratch = {name: allocate(backend, plan, name) for name in plan.scratch}
     arrays = {**inputs, **outputs, **scratch}
     launcher = Launcher(backend, plan, arrays, kernels)
     launcher(tuple(map(backend.address, arrays.values())), backend.stream)
 
 
 def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[[], None]:
-    """A function that launches a plan on these arrays, in the stream that is current then."""
+    """Returns a function that launches a plan on these arrays, in the current stream."""
     launcher = Launcher(backend, plan, arrays)
     addresses = tuple(map(backend.address, arrays.values()))
 
@@ -65,9 +65,9 @@ def replay(backend: Backend, plan: Plan, arrays: Mapping[str, Any]) -> Callable[
 def find_launcher(
     backend: Backend, key: tuple[Any, ...], arrays: Mapping[str, Any], make_plan: Callable[[], Plan]
 ) -> Launcher:
-    """The launcher of a plan that is no rung's, for arrays of these forms in this order.
+    """Returns a cached launcher for a helper plan, outside the ladder, for arrays of these forms.
 
-    It is kept in the cache of calls. key: what decides the plan besides the forms.
+    key: all that determines the plan besides the forms. The order of the arrays matters.
     """
     known = backend.calls.launchers
     forms = tuple((name, *backend.form(x)) for name, x in arrays.items())
@@ -79,55 +79,55 @@ def find_launcher(
     return launcher
 
 
-def compiled(backend: Backend, plan: Plan) -> Kernels:
-    """The kernels of a plan by the ``id`` of their Launch, compiled at the same time."""
+def compile_kernels(backend: Backend, plan: Plan) -> Kernels:
+    """Compiles the kernels of a plan, in parallel; returns them by the ``id`` of their Launch."""
     programs = plan.programs
     kernels: Kernels = {}
     errors: list[BaseException] = []
     device = backend.device
 
-    def prepare(program: PlannedLaunch) -> None:
+    def compile_program(program: PlannedLaunch) -> None:
         try:
             backend.use(device)
-            kernels[id(program.launch)] = backend.prepare(program)
+            kernels[id(program.launch)] = backend.compile_launch(program)
         except BaseException as error:
             errors.append(error)
 
-    def prepare_in_thread(program: PlannedLaunch) -> None:
-        with backend.working_on(None):  # each thread has its own mode of captures
-            prepare(program)
+    def compile_in_thread(program: PlannedLaunch) -> None:
+        with backend.working_on(None):  # each thread has its own mode of stream capture
+            compile_program(program)
 
     others = programs[1:] if backend.compiles_in_parallel else ()
-    threads = [threading.Thread(target=prepare_in_thread, args=(x,), daemon=True) for x in others]
+    threads = [threading.Thread(target=compile_in_thread, args=(x,), daemon=True) for x in others]
     for thread in threads:
         thread.start()
     for program in programs[: len(programs) - len(others)]:
-        prepare(program)
+        compile_program(program)
     for thread in threads:
         thread.join()
     if errors:
         del errors[1:]
-        raise errors.pop()  # kept in this frame, it would keep the arrays of the call
+        raise errors.pop()  # a reference from this frame would keep the call's arrays alive
     return kernels
 
 
 class Misaligned(Exception):
-    """An array begins at an address that a tensor map cannot have."""
+    """An array begins at an address that is not aligned enough for a tensor map."""
 
 
 class _Launch(NamedTuple):
     """A launch without the addresses of its arrays."""
 
     start: Start
-    values: tuple[bytes, ...]  # of the arguments, into which addresses are written
+    values: tuple[bytes, ...]  # the arguments, whose addresses are filled in by each call
     addresses: tuple[tuple[int, int, int], ...]  # (argument, bytes before the address, array)
-    maps: tuple[tuple[int, int, Mapped], ...]  # (argument that is a tensor map, of which array)
+    maps: tuple[tuple[int, int, Mapped], ...]  # (argument, array, contents) of each tensor map
 
 
 class Launcher:
-    """The steps of a plan for arrays of fixed forms; a call gives their addresses.
+    """Launches the steps of a plan for arrays of fixed forms, whose addresses each call gives.
 
-    The arguments' memory belongs to a thread, so that any number of threads may call.
+    Each thread has its own memory for arguments, so that any number of threads may call.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Launcher:
         self._backend, self._device = backend, backend.device
         self._mine, self._together = threading.local(), _together[backend.device]
         place = {name: at for at, name in enumerate(arrays)}
-        kernels = kernels or compiled(backend, plan)
+        kernels = kernels or compile_kernels(backend, plan)
         written, before = {*plan.outputs, *plan.scratch}, set[str]()
         self._steps: list[partial[Any]] = []
         for step in _in_order(plan):
@@ -155,7 +155,7 @@ class Launcher:
             before |= written & _named(step)
 
     def with_numbers(self, plan: Plan) -> Launcher:
-        """The same launches with the numbers of another plan; see planner.evaluate."""
+        """Returns a copy with the numbers of another plan; see planner.evaluate."""
         other = copy(self)
         other._mine = threading.local()
         other._steps = [
@@ -174,20 +174,20 @@ class Launcher:
             steps = mine.steps = [make() for make in self._steps]
             mine.addresses = None
         if mine.addresses != addresses:
-            mine.addresses = None  # until all are written: a signal may interrupt this
+            mine.addresses = None  # invalid until all are written: a signal may interrupt this
             for step in steps:
                 step.write(addresses)
             mine.addresses = addresses
         if len(steps) == 1:
             (step,) = steps
-            step.start(stream, step.pointers, 0)
+            step.start(stream, step.pointers, 0)  # 0 is the unused ``extra``; see Start
             return
         with self._together:
             for step in steps:
                 step.start(stream, step.pointers, 0)
 
     def fixed(self, addresses: Sequence[int], stream: int | None) -> tuple[Callable, Any]:
-        """A function that launches the steps again at these addresses, in any thread.
+        """Returns a function that launches the steps at these addresses, from any thread.
 
         Also returns the memory of the arguments, which must live as long as the function.
         """
@@ -199,10 +199,10 @@ class Launcher:
 
 
 def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
-    """The steps that are launched. CUDA refuses an empty grid.
+    """Lists the steps to launch, without those of an empty grid, which CUDA refuses.
 
-    The first one is ordered after all work before the plan, and one that is recorded, or comes
-    after an empty grid, begins when all before it has ended.
+    A launch does not begin early if it is the first one, follows a Matmul or an empty grid, or is
+    recorded: it then waits until all work before it has ended.
     """
     steps: list[PlannedLaunch | Matmul] = []
     before: PlannedLaunch | Matmul | None = None
@@ -221,7 +221,7 @@ def _in_order(plan: Plan) -> list[PlannedLaunch | Matmul]:
 
 
 def _unawaited(step: PlannedLaunch | Matmul | None) -> frozenset[str]:
-    """The arrays that a step reads while the launch before it runs."""
+    """Returns the arrays that a step reads without waiting for the launch before it."""
     if not isinstance(step, PlannedLaunch) or step.recording or not all(step.grid):
         return frozenset()
     return frozenset(step.launch.unawaited.split() if step.begins_early else ())
@@ -258,7 +258,7 @@ def _launch(
         values,
         tuple((at, inside, place[name]) for at, inside, name, form in given if form != "map"),
         tuple(
-            (at, place[name], mapped(backend, step, name, arrays[name]))
+            (at, place[name], describe_map(backend, step, name, arrays[name]))
             for at, _, name, form in given
             if form == "map"
         ),
@@ -266,13 +266,13 @@ def _launch(
 
 
 def _named(step: PlannedLaunch) -> set[str]:
-    """The names of a launch's arrays."""
+    """Returns the names of a launch's arrays."""
     names = {x.name for x in step.arguments if x.value is None}
     return names | {name for x in step.arguments for name, _ in x.arrays}
 
 
 def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
-    """A launch with the values of another step, and the arrays that it has."""
+    """Replaces the values of a launch by those of another step, and keeps its arrays."""
     backend, launch = make.args
     values = list(launch.values)
     for at, argument in enumerate(step.arguments):
@@ -289,7 +289,7 @@ def _with_values(make: partial[Any], step: PlannedLaunch) -> partial[Any]:
 def _operands(
     step: Matmul, arrays: Mapping[str, Any], place: Mapping[str, int]
 ) -> list[tuple[int, tuple[Any, ...]]]:
-    """Of a, b and the result: which array, and its shape, dtype and strides."""
+    """Returns (index of the array, (shape, dtype, strides)) for a, b and the result."""
     operands = []
     for name in (step.a, step.b, step.out):
         array = arrays[name.removesuffix(".T")]
@@ -314,7 +314,8 @@ class _Arguments:
         self._table = (ctypes.c_uint64 * max(len(starts), 1))(*(base + _WORD * x for x in starts))
         self.start, self.pointers = launch.start, ctypes.addressof(self._table)
         self._slots = [(starts[at] + x // _WORD, array) for at, x, array in launch.addresses]
-        self._maps = [(*x, dict[int, int]()) for x in launch.maps]  # where each is, by address
+        # With each map, the addresses of its encoded forms, by the address of the array.
+        self._maps = [(*x, dict[int, int]()) for x in launch.maps]
         self._backend, self._encoded = backend, list[Any]()
 
     def write(self, addresses: Sequence[int]) -> None:
@@ -326,11 +327,11 @@ class _Arguments:
             address = addresses[array]
             there = known.get(address)
             if there is None:
-                there = known[address] = self._mapped(like, address)
+                there = known[address] = self._encode_map(like, address)
             self._table[at] = there
 
-    def _mapped(self, like: Mapped, address: int) -> int:
-        """The address of the tensor map of an array at an address."""
+    def _encode_map(self, like: Mapped, address: int) -> int:
+        """Encodes the tensor map of an array at ``address``; returns the address of the map."""
         if address % BOX_ALIGNMENT and like.address:
             raise Misaligned
         if len(self._encoded) >= _MOST_MAPS:
@@ -342,7 +343,7 @@ class _Arguments:
     def _forget(self) -> None:
         for *_, known in self._maps:
             known.clear()
-        self._dropped, self._encoded = self._encoded, []  # this call's own maps are still in use
+        self._dropped, self._encoded = self._encoded, []  # maps of this call are still in use
 
 
 class _Operands:
@@ -358,11 +359,11 @@ class _Operands:
         self._arrays: list[Any] = []
 
     def write(self, addresses: Sequence[int]) -> None:
-        """Makes the arrays at these addresses."""
+        """Makes arrays of the operands' forms at these addresses."""
         at = self._backend.at
         self._arrays = [at(addresses[array], *form) for array, form in self._operands]
 
     def start(self, stream: int | None, pointers: int, extra: int) -> None:
-        """Multiplies in the current stream, which is the one given."""
+        """Multiplies in the current stream, which ``stream`` must be."""
         a, b, out = self._arrays
         self._backend.matmul(a, b, out, self._scale)

@@ -1,4 +1,4 @@
-"""Merges attentions over parts of the keys, forward and backward: launches that are no rungs."""
+"""Merges attentions over parts of the keys, forward and backward, by helper kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Arrays = dict[str, Any]  # by the names that launches know
 Pullback = Callable[..., list[tuple[Any, Any]]]
 
 _THREADS, _WARP = 128, 32
-# A launch takes 4 KB of arguments. That is room for this many parts, and with gradients for half.
+# The 4 KB of arguments of a launch have room for this many parts, or half of them with gradients.
 MOST_PARTS = 60
 MERGE = Launch(
     "merge_parts",
@@ -52,10 +52,10 @@ def merge(
     backend: str | Backend = "auto",
     check: bool = False,
 ) -> tuple[Any, Any]:
-    """The attention of all keys, from attentions of parts of them.
+    """Merges attentions over parts of the keys into the attention over all keys.
 
-    parts: a list of any number of pairs (out, lse), as ``attention(return_lse=True)`` gives them
-        for the same queries and other keys: out [..., heads, M, dv] of one dtype, float16,
+    parts: a list of any number of pairs (out, lse), as ``attention(return_lse=True)`` returns them
+        for the same queries and different keys: out [..., heads, M, dv] of one dtype, float16,
         bfloat16, float32 or float64, and lse [..., heads, M] of float32 (float64 for float64). They
         may have any strides. With ``layout="bshd"`` out is [..., M, heads, dv]; results of
         ``Packed`` arrays are such arrays, too.
@@ -65,15 +65,15 @@ def merge(
 
     With w_i = exp(lse_i - lse), out = sum of w_i · out_i, and lse = log of the sum of exp(lse_i).
     Sums are kept in float32 (float64 for float64), in the order of the parts, and rounded once: the
-    bits depend on the parts and their order alone. A row with lse = -infinity adds nothing; if all
-    are so, out = 0 and lse = -infinity. An lse of NaN or +infinity makes its row NaN. A ``sink``
-    belongs in one part alone.
+    bits depend on the parts and their order alone. A row with lse = -infinity adds nothing; if it
+    is -infinity in all parts, out = 0 and lse = -infinity. An lse of NaN or +infinity makes its row
+    NaN. Only one part may include the ``sink``.
 
-    Returns (out, lse) like those of a part, and where these are: NumPy arrays, or arrays in GPU
-    memory, for which the call does not wait and may be captured in a CUDA graph.
+    Returns (out, lse) in the form of a part and in the same memory: NumPy arrays, or arrays in GPU
+    memory, in which case the call does not wait and may be captured in a CUDA graph.
 
-    Raises TypeError for what is no list of pairs, for dtypes and kinds that differ, and ValueError
-    for shapes that differ and for an ``out`` that is unlike the result or overlaps a part.
+    Raises TypeError if ``parts`` is not a list of pairs or dtypes and kinds of arrays differ, and
+    ValueError if shapes differ or ``out`` has another form than the result or overlaps a part.
 
     Flash-Decoding: Dao et al., 2023. Ring Attention: Liu et al., 2023, arXiv:2310.01889.
     """
@@ -90,14 +90,16 @@ def merge_vjp(
 ) -> tuple[tuple[Any, Any], Pullback]:
     """``merge``, and the function that computes its gradients.
 
-    Returns (out, lse) and ``pullback``; ``pullback(dout, dlse=None)`` takes their gradients, of
-    their shapes and dtypes, and gives a list of (dout_i, dlse_i) like the parts:
+    Returns (out, lse) and ``pullback``; ``pullback(dout, dlse=None)`` takes the gradients of out
+    and lse, in their shapes and dtypes, and returns a list of (dout_i, dlse_i), in the form of the
+    parts:
 
         dout_i = w_i · dout        dlse_i = w_i · (sum over columns of dout · (out_i - out) + dlse)
 
-    Those of a row with lse_i = -infinity are 0. ``vjp(…, return_lse=True)`` takes them
-    on to q, k and v. The pullback keeps references to the parts, out and lse, and may be called
-    several times; it uses their contents at that time. Raises what ``merge`` raises.
+    The gradients of a row with lse_i = -infinity are 0. The pullbacks of ``vjp(…,
+    return_lse=True)`` propagate them to q, k and v. The pullback keeps references to the parts, out
+    and lse, and may be called several times; it reads their contents when it is called. Raises the
+    errors of ``merge``.
     """
     given, check = _Parts(parts, layout, backend), read_flag("check", check)
     out, lse = given.merged(None, check)
@@ -111,7 +113,7 @@ def _pullback(
 
 
 class _Parts:
-    """The parts of a call, checked."""
+    """The checked parts of a call of ``merge``."""
 
     def __init__(self, parts: Any, layout: str, backend: str | Backend) -> None:
         named = _named(parts)
@@ -124,7 +126,7 @@ class _Parts:
         first = self.outs[0]
         batch, heads, M, dv = sizes_of("parts[0][0]", first, layout)
         self.dtype = _dtype_of(first)
-        # The parts are the keys of an attention whose scores are their lse.
+        # Merging is an attention whose keys are the parts and whose scores are their lse.
         self._problem = Problem(batch, heads, heads, M, len(parts), 0, dv, self.dtype)
         self._shape, self._rows = tuple(first.shape), rows_of(first, layout)
         for i, (x, rows) in enumerate(zip(self.outs, self.lses)):
@@ -134,7 +136,7 @@ class _Parts:
         self._is_moved = not self._backend.owns(first)
 
     def merged(self, out: Any, check: bool) -> tuple[Any, Any]:
-        """out and lse of all, in the caller's array for out if there is one."""
+        """Computes the merged out, in the caller's array if there is one, and lse."""
         backend = self._backend
         with backend.working_on(self.outs[0]):
             mine, into = None, None
@@ -160,7 +162,7 @@ class _Parts:
     def gradients(
         self, out: Any, lse: Any, dout: Any, dlse: Any, check: bool
     ) -> list[tuple[Any, Any]]:
-        """Of each part the gradients of its output and lse, for those of the merged ones."""
+        """Computes the gradients of each part's out and lse from those of the merged ones."""
         backend = self._backend
         dout = self._seen("dout", dout)
         self._check_output("dout", dout, "that of out")
@@ -185,13 +187,16 @@ class _Parts:
         return results
 
     def _view(self, name: str, array: Any) -> Any:
-        """An array as kernels see it: [batch, heads, M, dv], or [batch, heads, M, 1] of lse."""
+        """Views an array with the kernel's axes: [batch, heads, M, dv], or [batch, heads, M, 1]."""
         if "lse" in name:
             return four_axes(array[..., None], "bhsd")
         return four_axes(array, self._layout)
 
     def _there(self, given: Arrays) -> Arrays:
-        """Arrays as kernels see them, in the backend's memory; copies of those they cannot read."""
+        """Moves arrays to the backend's memory and views them with the kernel's axes.
+
+        Copies arrays that kernels cannot read.
+        """
         upload = self._backend.upload
         return {
             name: _readable(self._view(name, upload(x) if self._is_moved else x))
@@ -202,7 +207,7 @@ class _Parts:
         return self._backend.download(array) if self._is_moved else array
 
     def _seen(self, name: str, given: Any) -> Any:
-        """Another library's array as NumPy's or the backend's. Raises TypeError for other kinds."""
+        """Views another library's array as one like the parts. Raises TypeError for other kinds."""
         mine = writable_view(self._backend, name, given)
         if type(mine) is not type(self.outs[0]):
             kind = "NumPy" if isinstance(self.outs[0], np.ndarray) else "CuPy"
@@ -234,12 +239,12 @@ class _Parts:
             )
 
     def _on_host(self, name: str, *arrays: Any) -> np.ndarray:
-        """Arrays as NumPy's: [arrays, batch, heads, M, dv], or [arrays, batch, heads, M] of lse."""
+        """Copies arrays to the host: [arrays, batch, heads, M, dv], without dv for lse."""
         seen = np.stack([self._view(name, self._backend.download(x)) for x in arrays])
         return seen[..., 0] if "lse" in name else seen
 
     def _require_merged(self, out: Any, lse: Any) -> None:
-        """Raises WrongResult if they are not the reference's."""
+        """Raises WrongResult if the merged out or lse differ from the reference."""
         parts = self._on_host("out", *self.outs), self._on_host("lse", *self.lses)
         right = merge_bounds.expected_merge(*parts, dtype=self.dtype.name)
         found = {"out": self._on_host("out", out)[0], "lse": self._on_host("lse", lse)[0]}
@@ -256,11 +261,11 @@ class _Parts:
         tolerance.require(tolerance.compare(found, right), f"merge_vjp of {self._problem}")
 
 
-# What the caller gives
+# Arguments
 
 
 def _named(parts: Any) -> Arrays:
-    """All arrays of the parts, by how the caller writes them."""
+    """Returns all arrays of the parts by expressions such as "parts[0][1]"; checks the pairs."""
     if not isinstance(parts, list | tuple):
         raise TypeError(f"parts is {described(parts)}; give a list of pairs (out, lse)")
     if not parts:
@@ -286,7 +291,7 @@ def _dtype_of(array: Any) -> DType:
 
 
 def _readable(array: Any) -> Any:
-    """An array, or a copy that kernels can read."""
+    """Returns an array that kernels can read, as a copy if needed."""
     is_aligned = not isinstance(array, np.ndarray) or array.flags.aligned
     return array if is_aligned and columns_contiguous(array) else array.copy()
 
@@ -295,7 +300,7 @@ def _readable(array: Any) -> Any:
 
 
 def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
-    """Fills "O" and "lse" of arrays. Those besides ``given`` are copies."""
+    """Computes "O" and "lse" of ``arrays``. ``given`` are the arrays that are not temporary."""
     constants = _constants(p, arrays)
     carries = p.N > MOST_PARTS
     if carries:
@@ -307,7 +312,7 @@ def _merge(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -
 
 
 def _differentiate(backend: Backend, p: Problem, arrays: Arrays, given: Sequence[Any]) -> None:
-    """Fills "dout0", "dlse0" and so on of arrays. Those besides ``given`` are copies."""
+    """Computes "dout0", "dlse0", … of ``arrays``. ``given`` are those that are not temporary."""
     constants = {**_constants(p, arrays), "has_dlse": "dlse" in arrays}
     written = [f"d{name}{i}" for i in range(p.N) for name in ("out", "lse")]
     _launch(backend, p, constants, arrays, given, written, _differentiating)
@@ -322,7 +327,7 @@ def _launch(
     written: Sequence[str],
     steps: Callable[[Problem, Mapping[str, int]], Iterator[PlannedLaunch]],
 ) -> None:
-    """Launches steps in the current stream, without waiting for that."""
+    """Launches steps in the current stream without waiting for them."""
 
     def make_plan() -> Plan:
         made = tuple(steps(p, constants))
@@ -339,14 +344,14 @@ def _launch(
 
 
 def _constants(p: Problem, arrays: Arrays) -> dict[str, int]:
-    """How threads share a row; see parts.cuh."""
+    """Returns the constants that divide a row among threads; see parts.cuh."""
     vector = _vector([x for name, x in arrays.items() if "lse" not in name], p.itemsize)
     lanes = min(_WARP, _power_of_two(cdiv(p.dv * p.itemsize, BOX_ALIGNMENT)))
     return {"vector": vector, "lanes": lanes, "threads": _THREADS, "packed": False}
 
 
 def _vector(arrays: Sequence[Any], itemsize: int) -> int:
-    """How many columns can be read and written at once in all rows of these arrays."""
+    """Returns the number of columns that one aligned access can read or write in all arrays."""
     steps = [BOX_ALIGNMENT]
     for x in arrays:
         strides = (step for n, step in zip(x.shape[:-1], x.strides) if n > 1)
@@ -403,7 +408,7 @@ def _sizes(p: Problem, count: int) -> Iterator[Argument]:
 
 
 def _parts(name: str, of: tuple[str, str], first: int, count: int, room: int) -> Argument:
-    """The struct Parts of parts.cuh, with ``count`` parts from the first on."""
+    """Makes the struct Parts of parts.cuh, with ``count`` parts from number ``first`` on."""
     names = [f"{x}{i}" for i in range(first, first + count) for x in of]
     unused = [(f"unused{i}", TENSOR) for i in range(len(of) * (room - count))]
     kind = np.dtype([*((x, TENSOR) for x in names), *unused])

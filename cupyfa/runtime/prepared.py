@@ -1,4 +1,4 @@
-"""Prepared calls: the plan is made and the kernels are compiled; only the arrays are missing."""
+"""Prepared calls: planned and compiled, so that a call only needs its arrays."""
 
 from __future__ import annotations
 
@@ -45,52 +45,52 @@ from cupyfa.runtime.backend import Backend, Form
 from cupyfa.runtime.call_cache import Repeats, shape_of
 from cupyfa.runtime.choose_backend import adopt, as_array, writable_view
 from cupyfa.runtime.environment import Progress
-from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compiled, run
-from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocated
+from cupyfa.runtime.launcher import Kernels, Launcher, Misaligned, compile_kernels, run
+from cupyfa.runtime.workspace import PER_THREAD, Space, Workspace, allocate
 from cupyfa.score.dropout import Dropout
 
 if TYPE_CHECKING:
     from cupyfa.runtime.transfer import Pieces
 
-# Callers' names of arrays, where they are not the operation's.
+# The operation's names of arrays, by those that callers use for them.
 NAMES = {"q": "Q", "k": "K", "v": "V", "out": "O", "dout": "dO", "x": "S"}
 
 
 class Result(NamedTuple):
-    """An array that a call returns, or that the caller gives for it."""
+    """The description of a result of a call."""
 
-    name: str  # the operation's
-    shape: tuple[int, ...]  # the caller's
-    given: str | None  # what messages call the caller's array; None if there can be none
+    name: str  # the operation's name of it
+    shape: tuple[int, ...]  # the shape that the caller gets
+    label: str | None  # the caller's array for it, as messages name it; None if there is none
 
 
 def viewed(problem: Problem, layout: str | None, axes: str, array: Any) -> Any:
-    """A caller's array as the kernel sees it, with these axes; without a layout they are rows."""
+    """Views a caller's array with the axes of the kernel; without a layout, as rows."""
     if layout is None or len(axes.split()) != 4:
         return array.reshape(problem.shape(axes))
     return four_axes(array, layout)
 
 
 def _reshaped(shape: tuple[int, ...], array: Any) -> Any:
-    """An array of a kernel's own as the kernel sees it; one without columns stays as it is."""
+    """Reshapes an array of a custom kernel; returns one without columns unchanged."""
     return array.reshape(shape) if array.size == prod(shape) else array
 
 
 class Prepared(OfThisProcess):
     """A call for arrays of the same shapes, strides and dtypes on the same device.
 
-    ``prepared(q, k, v, out=None)`` is ``attention`` and ``prepared(dout, q, k, v, out, lse,
-    grads=None)`` is ``backward``, with the options that it was made with; ``plan`` is
-    what was decided. Structured arrays are given as such: ``prepared(Packed(q, offsets), …)``.
-    Arrays of the kernel's own follow in the order of its record, or are given by name; its floats
-    are those that it was made with. What is read besides q, k and v may lie in NumPy's or CuPy's
-    memory, whatever q is, or be lists of numbers.
+    ``prepared(q, k, v, out=None)`` computes ``attention`` and ``prepared(dout, q, k, v, out, lse,
+    grads=None)`` computes ``backward``, with the options that it was made with; ``plan`` has the
+    kernel and its launches. Structured arrays are given as such: ``prepared(Packed(q, offsets),
+    …)``. Arrays of a custom kernel follow in the order of its record, or are given by name; its
+    floats are fixed. Arrays besides q, k and v may be NumPy or CuPy arrays, whatever q is, or lists
+    of numbers.
 
-    A call launches in CuPy's current stream. That may be captured: the graph may be launched as
-    long as the Prepared lives, and not at the same time as another graph that was captured in that
-    stream, or in a later one at its address, for these share temporaries. Any number of threads may
-    call. It is fastest with arrays for the results, and with the very arrays of an earlier call,
-    which it recognises by their identity.
+    A call launches in CuPy's current stream. The stream may be captured: the graph may be launched
+    as long as the Prepared lives, but not at the same time as another graph that was captured in
+    that stream, or in a later one at its address, for these share temporaries. Any number of
+    threads may call. Calls are fastest with arrays for the results, and with the same array objects
+    as an earlier call.
     """
 
     _instead = "call cupyfa.compile there; its plan can be pickled"
@@ -106,10 +106,11 @@ class Prepared(OfThisProcess):
         keep: bool,
         bound: Mapping[str, Any] | None = None,
     ) -> None:
-        """``inputs`` are arrays like those to come, by the callers' names.
+        """``inputs`` are arrays of the form that calls will have, by the callers' names.
 
-        ``bound`` are arrays that every call has and no caller gives, those of a block mask.
-        ``keep`` compiles everything, and holds temporaries and arguments from call to call.
+        ``bound`` are the arrays of a block mask, which every call reads and no caller passes.
+        Kernels are compiled here if calls can launch them directly on such arrays; with ``keep``
+        always, and calls keep their temporaries and arguments.
         """
         for result in results:
             if result.name not in plan.outputs:
@@ -121,12 +122,12 @@ class Prepared(OfThisProcess):
         self._backend, self._device, self._keep = backend, backend.device, keep
         self._names = tuple(inputs)
         self._forms = backend.forms([*inputs.values()])
-        # Whether lengths and offsets of sequences lie on the host, where calls look at them.
+        # Whether lengths and offsets of sequences lie on the host, where each call checks them.
         self._lengths_seen = any(
             name_of(name) in LENGTHS and isinstance(x, np.ndarray) for name, x in inputs.items()
         )
         self._results = tuple(results)
-        self._given = sum(x.given is not None for x in results)
+        self._labelled = sum(x.label is not None for x in results)
         self._is_forward = operation.name != "backward"
         self._is_one = self._is_forward and len(results) == 1  # gradients are a tuple
         self._all_new: tuple[Any, ...] = (None,) * len(results)
@@ -151,15 +152,15 @@ class Prepared(OfThisProcess):
         )
         self._owned = backend.owns(next(iter(inputs.values())))
         self._bound_at = tuple(map(backend.address, self._bound.values())) if self._owned else ()
-        self._launcher = self._made_launcher(inputs) if self._owned else None
+        self._launcher = self._make_launcher(inputs) if self._owned else None
         self._kernels: Kernels | None = None  # for calls without the launcher
         if keep and self._launcher is None:
-            self._kernels = compiled(backend, plan)
+            self._kernels = compile_kernels(backend, plan)
 
     def with_numbers(self, options: AttentionOptions, numbers: Sequence[Operand]) -> Prepared:
-        """The same call with other numbers of expressions and of dropout.
+        """Returns a copy with other captured numbers and other numbers of softcap and dropout.
 
-        ``options`` have the same form, and ``numbers`` are all that a caller gives.
+        ``options`` must have the same form. ``numbers`` are all captured numbers.
         """
         p, by_name = self.plan.problem, {x.name: x for x in numbers}
         names = ("softcap", *DROPOUT)
@@ -173,11 +174,10 @@ class Prepared(OfThisProcess):
         return other
 
     def __call__(self, *arrays: Any, out: Any = None, grads: Any = None, **named: Any) -> Any:
-        """What the function returns for these arrays.
+        """Computes the results of the prepared function for these arrays.
 
-        Raises ValueError for arrays unlike those that it was made for and for NumPy lengths and
-        offsets that are not in the arrays, and what the function raises for ``out``, ``grads`` and
-        failures of the device.
+        Raises ValueError for arrays of other forms and for NumPy lengths and offsets out of range,
+        and the errors of the function for ``out``, ``grads`` and failures of the device.
         """
         if named or len(arrays) != len(self._names):
             arrays, out = self._by_name(arrays, out, named)
@@ -202,11 +202,11 @@ class Prepared(OfThisProcess):
         devices: tuple[int, ...] = (),
         capturing: bool = False,
     ) -> Any:
-        """The call, for arrays that are known to be like those that it was made for.
+        """Runs the call for arrays whose forms have been checked.
 
         ``targets`` are the caller's arrays for the results, each None for a new one. ``devices``
-        are several that share the work on arrays of the host, the current one first. ``capturing``:
-        whether a graph is captured, and memory may be allocated all the same.
+        are several that share the work on host arrays, the current one first. ``capturing``:
+        whether a graph is being captured, in a context that allows allocations.
         """
         backend, launcher = self._backend, self._launcher
         if launcher is None or check:
@@ -219,15 +219,15 @@ class Prepared(OfThisProcess):
             with backend.working_on(arrays[0]):
                 return self.run(arrays, targets, capturing=True)
         try:
-            given = (*map(backend.address, arrays), *self._bound_at)
-            if targets is not self._all_new and not self._takes(targets, given):
+            addresses = (*map(backend.address, arrays), *self._bound_at)
+            if targets is not self._all_new and not self._takes(targets, addresses):
                 return self._closely(arrays, targets, check, progress)
             results = [
                 backend.empty(*new) if mine is None else mine
                 for mine, new in zip(targets, self._new)
             ]
             space = self._workspace.at(stream, capturing)  # which must live until the launch
-            every = (*given, *map(backend.address, results), *space[1])
+            every = (*addresses, *map(backend.address, results), *space[1])
             if self._mask and any(x & self._mask for x in every):
                 return self._in_general(arrays, targets, check, progress)
             try:
@@ -243,7 +243,7 @@ class Prepared(OfThisProcess):
         return results[0] if self._is_one else tuple(results)
 
     def _fixed(self, addresses: tuple[int, ...], stream: int, space: Space) -> tuple[Any, Any]:
-        """Launches with fixed addresses, and the memory of their arguments and temporaries."""
+        """Prepares launches with fixed addresses; returns them with the memory that they need."""
         assert self._launcher is not None
         launch, memory = self._launcher.fixed(addresses, stream)
         return launch, (memory, space)
@@ -256,10 +256,10 @@ class Prepared(OfThisProcess):
         shapes: bool = False,
         before: Callable[[], None] | None = None,
     ) -> Any:
-        """The call on the very arrays of a call before; None if there was none.
+        """Repeats the call on identical arrays of an earlier call; returns None if there was none.
 
-        With ``shapes`` these are compared, too: a shape may have been changed in place. ``before``
-        is called ahead of the launches.
+        With ``shapes`` the shapes are compared, too: one may have been changed in place. ``before``
+        is called before the launches.
         """
         known, backend = self._repeats.known, self._backend
         if not known:
@@ -275,7 +275,7 @@ class Prepared(OfThisProcess):
                 return None
         if before is not None:
             before()
-        if where[1] and backend.is_capturing:  # a graph has temporaries of its own
+        if where[1] and backend.is_capturing:  # a graph needs its own temporaries
             return self.run(arrays, targets)
         if launch is None:
             spare = repeat.spare(backend.allocator())
@@ -297,14 +297,15 @@ class Prepared(OfThisProcess):
         return f"<prepared {plan.kernel.name} on {self._backend.name}: {plan.problem}>"
 
     def forget(self) -> None:
-        """Drops what is kept for later calls: temporaries of streams, and the launches and results
-        of calls on the same arrays. What graphs use stays.
+        """Drops the temporaries of streams, and the launches and results kept for repeated calls.
+
+        The memory that graphs use is kept.
         """
         self._repeats.known.clear()
         self._workspace.forget()
 
     def targets(self, out: Any, grads: Any) -> tuple[Any, ...]:
-        """The caller's array for each result, ``out`` or three ``grads``; None for a new one."""
+        """Returns the caller's array for each result (``out`` or ``grads``), None for a new one."""
         if self._is_forward:
             if grads is not None:
                 raise TypeError("attention has no grads=; use out=")
@@ -313,22 +314,22 @@ class Prepared(OfThisProcess):
             raise TypeError("backward has no out=; use grads=, an array for each gradient")
         if grads is None:
             return self._all_new
-        if not isinstance(grads, tuple | list) or len(grads) != self._given:
+        if not isinstance(grads, tuple | list) or len(grads) != self._labelled:
             many = isinstance(grads, tuple | list)
             what = f"has {len(grads)} elements" if many else f"is {described(grads)}"
-            names = [str(x.given).removesuffix(" of grads") for x in self._results if x.given]
+            names = [str(x.label).removesuffix(" of grads") for x in self._results if x.label]
             raise TypeError(
                 f"grads {what}; give {len(names)} arrays, for {', '.join(names)}, each None for a "
                 "new one"
             )
         return (*grads, *self._all_new[len(grads) :])
 
-    # Which arrays were given
+    # The arrays of a call
 
     def _by_name(
         self, arrays: tuple[Any, ...], out: Any, named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], Any]:
-        """All inputs in order, some of which were given by name; and ``out``, if it is none."""
+        """Puts inputs given by name in order; also returns ``out``, unless it is an input."""
         at = ("q" in self._names) and self._names.index("q")
         if any(isinstance(x, Structured) for x in arrays):
             qkv, structure = unwrap(*arrays[at : at + 3])
@@ -350,7 +351,7 @@ class Prepared(OfThisProcess):
         return (*arrays, *(named[name] for name in left)), out
 
     def _other_arrays(self, arrays: Sequence[Any], named: Mapping[str, Any]) -> str:
-        """What is missing of the arrays of a call, and what is too much."""
+        """Describes missing, unknown and surplus arrays of a call, for an error message."""
         left = self._names[len(arrays) :]
         missing = [x for x in left if x not in named]
         known = [x for x in named if x in self._names]
@@ -371,7 +372,7 @@ class Prepared(OfThisProcess):
         return f"this call takes the arrays {_listed(self._names)}; {', '.join(wrong)}"
 
     def _with_unread_lse(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays; an unwritten one replaces an lse of None if the kernel reads no lse."""
+        """Replaces an lse of None by an uninitialised array if the kernel reads no lse."""
         given = list(arrays)
         if "lse" in self._names and not self.plan.kernel.reads_lse:
             at = self._names.index("lse")
@@ -382,17 +383,14 @@ class Prepared(OfThisProcess):
         return given
 
     def _are_alike(self, arrays: Sequence[Any]) -> bool:
-        """Whether these are arrays of the backend, of the forms that this was made for."""
+        """Whether these are arrays of the backend, with the forms that the call is prepared for."""
         try:
             return tuple(map(self._backend.form, arrays)) == self._forms
-        except (AttributeError, ValueError):  # the host's, where ``data`` may be unreadable
+        except (AttributeError, ValueError):  # host arrays, or arrays without readable ``data``
             return False
 
     def _where_q_is(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays, with what is read besides q, k and v in the memory where q is.
-
-        Lengths on the host are looked at, as by the function.
-        """
+        """Moves optional arrays to the memory of q, and checks lengths on the host."""
         backend, first = self._backend, len(OPERATIONS[self.plan.operation.name].inputs)
         names = [name_of(x) for x in self._names]
         read = {x: as_array(backend, x, y) for x, y in zip(names[first:], arrays[first:])}
@@ -403,9 +401,9 @@ class Prepared(OfThisProcess):
         return [*arrays[:first], *(backend.move_beside(q, by_name[x]) for x in read)]
 
     def _with_lengths(self, by_name: dict[str, Any]) -> dict[str, Any]:
-        """The arrays with lengths and offsets of the host as int32.
+        """Converts lengths and offsets on the host to int32.
 
-        Raises ValueError for those that are not in the arrays.
+        Raises ValueError for those that exceed the arrays.
         """
         on_host = (np.ndarray, list, tuple)
         seen = {x: y for x, y in by_name.items() if x in LENGTHS and isinstance(y, on_host)}
@@ -418,7 +416,7 @@ class Prepared(OfThisProcess):
         return by_name | ragged.padded_lengths(seen, p.batch, (p.M, p.N))
 
     def _adopted(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arrays as the backend's; raises for arrays unlike those that this was made for."""
+        """Converts arrays to those of the backend; raises ValueError for arrays of other forms."""
         _, adopted = adopt(self._backend, **dict(zip(map(name_of, self._names), arrays)))
         forms = self._backend.forms(adopted)
         for name, given, wanted in zip(self._names, forms, self._forms):
@@ -429,8 +427,8 @@ class Prepared(OfThisProcess):
                 )
         return adopted
 
-    def _takes(self, targets: Sequence[Any], given: tuple[int, ...]) -> bool:
-        """Whether the caller's arrays can be written as they are; else they are checked closely."""
+    def _takes(self, targets: Sequence[Any], addresses: tuple[int, ...]) -> bool:
+        """Whether kernels can write the caller's arrays; if not, ``_closely`` finds out why."""
         backend, extents = self._backend, self._extents
         if not backend.writes_in_place:
             return False
@@ -441,21 +439,21 @@ class Prepared(OfThisProcess):
                 if backend.form(mine) != wanted:
                     return False
                 start = backend.address(mine)
-                for other, (low, high) in zip(given, extents):
+                for other, (low, high) in zip(addresses, extents):
                     if start < other + high and other + low < start + size:
                         return False
-            return self._given == 1 or self._are_apart(targets)
-        except (AttributeError, ValueError):  # the host's, or another library's
+            return self._labelled == 1 or self._are_apart(targets)
+        except (AttributeError, ValueError):  # host arrays, or another library's
             return False
 
     def _are_apart(self, targets: Sequence[Any]) -> bool:
-        """Whether no two arrays for results, all contiguous, share memory."""
+        """Whether no two of the (contiguous) arrays for results share memory."""
         address, sizes = self._backend.address, self._result_bytes
         spans = sorted((address(x), size) for x, size in zip(targets, sizes) if x is not None)
         return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
-    def _made_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
-        """The short way to launch the plan, if arrays like these need no copy for it."""
+    def _make_launcher(self, arrays: Mapping[str, Any]) -> Launcher | None:
+        """Makes a launcher, if kernels can use arrays like these without copies; else None."""
         backend, plan = self._backend, self.plan
         inputs = self._seen(arrays)
         for (name, seen), array in zip(inputs.items(), arrays.values()):
@@ -471,15 +469,15 @@ class Prepared(OfThisProcess):
         self._extents = [extent(x) for x in arrays.values()]
         self._result_forms = backend.forms(made)
         self._result_bytes = [x.nbytes for x in made]
-        on_host = isinstance(made[0], np.ndarray)  # where addresses may be misaligned
+        on_host = isinstance(made[0], np.ndarray)  # addresses of NumPy arrays may be misaligned
         known = [x.dtype.itemsize for x in (*arrays.values(), *made)] if on_host else []
         self._mask = max((*known, *plan.paired.values()), default=1) - 1
         return Launcher(backend, plan, {**inputs, **outputs, **self._workspace.new()})
 
-    # All that arrays may need: copies, another layout, a way to the device
+    # The general way, for arrays that need copies, another layout or a transfer to the device
 
     def _seen(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs as the kernel sees them, by the operation's names."""
+        """Views the inputs in the kernel's layout, by the operation's names."""
         names = ((NAMES.get(name, name), x) for name, x in arrays.items())
         return {name: self._views[name](x) for name, x in names}
 
@@ -491,11 +489,11 @@ class Prepared(OfThisProcess):
         progress: Progress | None,
         devices: tuple[int, ...] = (),
     ) -> Any:
-        """The call for results that cannot be written at once; views of other libraries' arrays."""
+        """Runs the call for any ``targets``, which may be other libraries' arrays."""
         views = [
             mine
             if mine is None or isinstance(mine, np.ndarray) or self._backend.owns(mine)
-            else writable_view(self._backend, str(result.given), mine)
+            else writable_view(self._backend, str(result.label), mine)
             for result, mine in zip(self._results, targets)
         ]
         if all(map(is_, views, targets)):
@@ -527,7 +525,7 @@ class Prepared(OfThisProcess):
             if not self._owned and self._pieces is None:
                 self._pieces = pieces_of(backend, self.plan)
             if self._owned and self._kernels is None:
-                self._kernels = compiled(backend, self.plan)
+                self._kernels = compile_kernels(backend, self.plan)
             fill(
                 *(backend, self.plan, inputs, outputs),
                 check=check,
@@ -545,8 +543,8 @@ class Prepared(OfThisProcess):
     def _written_in_place(
         self, targets: Sequence[Any], inputs: Mapping[str, Any]
     ) -> list[Any | None]:
-        """The caller's arrays that the kernel can write; None for a new one and for others."""
-        named = [(str(x.given), mine) for x, mine in zip(self._results, targets)]
+        """Returns the caller's arrays that the kernel can write in place, None for the others."""
+        named = [(str(x.label), mine) for x, mine in zip(self._results, targets)]
         found = []
         for (name, mine), result, (shape, dtype) in zip(named, self._results, self._new):
             view = self._views[result.name]
@@ -561,7 +559,7 @@ class Prepared(OfThisProcess):
         return found
 
     def _fresh(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """A new array for a result, where the inputs are."""
+        """Allocates an array for a result in the memory where the inputs are."""
         if self._owned:
             return self._backend.empty(shape, dtype)
         from cupyfa.runtime.transfer import new_result
@@ -581,12 +579,12 @@ def fill(
     kernels: Kernels | None = None,
     devices: tuple[int, ...] = (),
 ) -> None:
-    """Computes these outputs; with ``check`` in guarded memory, compared with the reference.
+    """Computes these outputs; with ``check``, in guarded memory and compared with the reference.
 
-    Arrays are [batch, heads, rows, columns], all on the host or all the backend's. ``pieces``
-    and ``kernels`` are those of the same plan's calls before. ``devices`` are several that share
-    the work on arrays of the host; checks are done on the current one. Raises WrongResult if a
-    check fails.
+    Arrays are [batch, heads, rows, columns], all on the host or all in the backend's memory.
+    ``pieces`` and ``kernels`` may be kept from earlier calls of the plan. ``devices`` are several
+    that share the work on host arrays; checks run on the current one. Raises WrongResult if a check
+    fails.
     """
     if check:
         from cupyfa.runtime import guard
@@ -607,7 +605,7 @@ def fill(
         written = {
             name: outputs[name]
             if name in outputs and is_writable(plan, name, outputs[name])
-            else allocated(backend, plan, name)
+            else allocate(backend, plan, name)
             for name in plan.outputs
         }
         if check:
@@ -621,7 +619,7 @@ def fill(
 
 
 def pieces_of(backend: Backend, plan: Plan) -> Pieces:
-    """The pieces that a plan's problem is cut into, planned with the same constants."""
+    """Makes the pieces that a plan's problem is divided into, planned with the same constants."""
     from cupyfa.runtime.transfer import Pieces
 
     return Pieces(plan, partial(_part, plan, backend.limits))

@@ -1,4 +1,4 @@
-"""Ragged batches: lengths of batch elements, packed sequences, and lists of arrays as such."""
+"""Ragged batches: checks lengths and offsets of sequences, and packs lists of arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cupyfa.errors import described
 from cupyfa.problem.optional_inputs import ALIBI, PADDED, SINK, STARTS, USED, written
 from cupyfa.runtime.arrays import require_form
 
-_ROWS = {"bhsd": -2, "bshd": -3}  # the axis of an array of three axes
-_LARGE = 4 << 20  # bytes of NumPy arrays from which several threads copy them
+_ROWS = {"bhsd": -2, "bshd": -3}  # the axis of rows
+_LARGE = 4 << 20  # bytes; several threads copy more than this
 _AT_ONCE = 1 << 20  # bytes that a thread copies at a time
 
 
@@ -24,19 +24,19 @@ Download = Callable[[Any], np.ndarray]
 def lengths(
     q: Any, k: Any, given: Mapping[str, Any], download: Download | None = None
 ) -> dict[str, Any]:
-    """The offsets and lengths of a ragged batch as int32 arrays, checked where they can be seen.
+    """Checks the offsets and lengths of a ragged batch on the host; returns them as int32.
 
-    q, k: [rows, heads, d], the packed arrays. given: by the names of STARTS and USED. download:
-    given to look at those in GPU memory too. Raises ValueError for wrong ones, TypeError for what
-    are no whole numbers.
+    q, k: the packed arrays, [rows, heads, d]. given: offsets and lengths by the names of STARTS and
+    USED. download: a function to check those in GPU memory, too. Raises ValueError for wrong
+    offsets or lengths, TypeError if they are not whole numbers.
     """
     made = {name: _whole(name, x) for name, x in given.items() if x is not None}
     for start, used, array, rows in zip(STARTS, USED, (q, k), ("q", "k")):
         offsets, counts = made[start], made.get(used)
         if len(offsets.shape) != 1 or offsets.shape[0] < 1:
             raise ValueError(
-                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: where "
-                "each sequence begins, and then where the last one ends"
+                f"{written(start)} has shape {tuple(offsets.shape)}; it must have one axis: the "
+                "start of each sequence, and the end of the last one"
             )
         total = int(array.shape[0])
         if (seen := _look(offsets, download)) is not None:
@@ -49,9 +49,10 @@ def lengths(
 def padded_lengths(
     given: Mapping[str, Any], batch: int, rows: tuple[int, int], download: Download | None = None
 ) -> dict[str, Any]:
-    """The lengths of padded batch elements as int32 arrays, checked where they can be seen.
+    """Checks the lengths of padded batch elements on the host; returns them as int32.
 
-    given: by the names of PADDED. rows: M and N, the most of each. The others are as above.
+    given: lengths by the names of PADDED. rows: their maxima, M and N. download: a function to
+    check those in GPU memory, too.
     """
     made = {name: _whole(name, x) for name, x in given.items()}
     for name, array in made.items():
@@ -62,16 +63,16 @@ def padded_lengths(
 
 
 def _look(array: Any, download: Download | None) -> np.ndarray | None:
-    """An array that can be seen on the host; None for one in GPU memory that is not looked at."""
+    """Returns an array on the host; None for one in GPU memory if there is no ``download``."""
     if isinstance(array, np.ndarray):
         return array
     return None if download is None else download(array)
 
 
 def with_a_sequence(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that a ragged batch reads, by ``name_of``; without sequences, one is added.
+    """Adds an empty sequence to the arrays of a ragged batch that has none.
 
-    Kernels have at least one sequence. What only sequences have is of no effect then.
+    Kernels need at least one. The values of the added elements have no effect.
     """
     made = dict(given)
     if not has_no_sequence(given):
@@ -94,7 +95,7 @@ def has_no_sequence(given: Mapping[str, Any]) -> bool:
 
 
 def with_elements(array: Any) -> Any:
-    """What an expression reads of no sequence: an array with at least an element in each axis."""
+    """Replaces a captured array that has an empty axis by zeros with no empty axis."""
     shape = getattr(array, "shape", ())
     return np.zeros([max(x, 1) for x in shape], array.dtype) if 0 in shape else array
 
@@ -114,7 +115,7 @@ def _whole(name: str, given: Any) -> Any:
 
 
 def _as_int32(array: Any) -> Any:
-    """NumPy's whole numbers, which were checked, as int32; contiguous."""
+    """Converts a NumPy array of checked whole numbers to contiguous int32; keeps CuPy arrays."""
     return np.ascontiguousarray(array, np.int32) if isinstance(array, np.ndarray) else array
 
 
@@ -124,7 +125,7 @@ def _check_offsets(name: str, offsets: np.ndarray, rows: str, total: int) -> Non
     if falls is not None:
         raise ValueError(
             f"{written(name)}[{falls + 1}] is {seen[falls + 1]}, below {seen[falls]} before it; "
-            "give offsets that do not fall"
+            "give offsets that do not decrease"
         )
     if seen[0] < 0 or seen[-1] > total:
         raise ValueError(
@@ -152,14 +153,14 @@ def _check_counts(name: str, counts: np.ndarray, most: np.ndarray, what: str = "
 
 
 def are_lists(*given: Any) -> bool:
-    """Whether these are lists of arrays, which may be empty, and not of numbers."""
+    """Whether all arguments are lists of arrays (or empty), not lists of numbers."""
     return all(isinstance(x, list | tuple) and all(hasattr(y, "dtype") for y in x) for x in given)
 
 
 def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarray]:
-    """The arrays of a list one after the other, [rows, heads, columns], and where each begins.
+    """Packs a list of arrays into [rows, heads, columns]; returns that and the offsets.
 
-    Raises ValueError and TypeError for arrays that do not fit together.
+    Raises ValueError or TypeError for arrays that differ in more than the number of rows.
     """
     if layout not in _ROWS:
         raise ValueError(f"layout is {described(layout)}; use one of {', '.join(_ROWS)}")
@@ -191,7 +192,7 @@ def packed(name: str, arrays: Sequence[Any], layout: str) -> tuple[Any, np.ndarr
 
 
 def _copy_all(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Copies to the first array of each pair from the second; NumPy's large ones in threads."""
+    """Copies the second array of each pair to the first; large NumPy arrays by several threads."""
     found = list(pairs)
     is_large = sum(x.nbytes for x, _ in found) > _LARGE and isinstance(found[0][0], np.ndarray)
     if not is_large:
@@ -219,7 +220,7 @@ def _others(array: Any, axis: int) -> tuple[int, ...]:
 
 
 def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> list[Any]:
-    """The sequences of a packed array [rows, heads, columns], as views or in the arrays of out."""
+    """Splits a packed array [rows, heads, columns] into sequences: views, or copies in ``out``."""
     found = [array[a:b] for a, b in pairwise(offsets)]
     if layout == "bhsd":
         found = [x.swapaxes(0, 1) for x in found]
@@ -234,5 +235,5 @@ def parts(array: Any, offsets: Iterable[int], layout: str, out: Any = None) -> l
 
 
 def row_parts(lse: Any, offsets: Iterable[int]) -> list[Any]:
-    """The sequences of lse [heads, rows]."""
+    """Splits lse [heads, rows] into sequences."""
     return [lse[:, a:b] for a, b in pairwise(offsets)]

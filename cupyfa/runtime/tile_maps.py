@@ -1,7 +1,7 @@
-"""The states of a block mask's tiles, and the maps of them that kernels go by.
+"""The states of a block mask's tiles, and the maps that tell kernels which tiles to visit.
 
-On the host they are found by ranges, then from all pairs of the tiles that ranges leave unsure; on
-a device by two launches, from all pairs.
+On the host the mask is evaluated with intervals for whole tiles, and pair by pair in tiles that
+this leaves undecided. On a device, two launches evaluate all pairs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from cupyfa.runtime import launcher
 from cupyfa.runtime.backend import Backend
 
 EMPTY, PARTIAL, FULL = range(3)  # states of tiles
-_UNSURE = 3  # of tiles whose pairs have to be looked at
-_AT_ONCE = 1 << 20  # tiles that are read as ranges
+_UNSURE = 3  # the state of tiles whose pairs have to be evaluated
+_AT_ONCE = 1 << 20  # tiles whose intervals are evaluated at a time
 _CLASSIFY_THREADS, _MAP_THREADS = 128, 1024
 CLASSIFY = Launch(
     "classify_tiles",
@@ -45,7 +45,7 @@ MAP = Launch(
 
 
 def states_of(p: Problem, arrays: Mapping[str, Any], rows: int, keys: int) -> np.ndarray:
-    """The states of tiles of rows and keys: by ranges, then from all pairs of unsure tiles."""
+    """Finds the states of all tiles: by intervals, then from all pairs of undecided tiles."""
     names = p.modifiers.numbers | {x.name: arrays[x.name] for x in p.modifiers.arrays}
     states = np.empty(_shape(p, rows, keys), np.uint8)
     if not states.size:
@@ -67,7 +67,7 @@ def _shape(p: Problem, rows: int, keys: int) -> tuple[int, int, int, int]:
 def _by_ranges(
     p: Problem, names: Mapping[str, Any], at: tuple[int, int, int, int], rows: int, keys: int
 ) -> np.ndarray:
-    """Of some lines of tiles: batch, head, the first line and their number."""
+    """Finds the states of some lines of tiles. at: batch, head, first line, number of lines."""
     from cupyfa.score import intervals
 
     batch, head, first, lines = at
@@ -91,7 +91,7 @@ def _by_ranges(
 
 
 def _tile(number: int, p: Problem, rows: int, keys: int) -> tuple[int, int, np.ndarray, np.ndarray]:
-    """Batch, head, queries and keys of a tile."""
+    """Returns batch, head, queries and keys of the tile with a flat number."""
     batch, head, row, key = map(int, np.unravel_index(number, _shape(p, rows, keys)))
     return (
         *(batch, head),
@@ -107,7 +107,7 @@ def _from_pairs(
     rows: int,
     keys: int,
 ) -> list[int]:
-    """The states of tiles from all of their pairs. Where rounding decides, they are partial."""
+    """Finds the states of tiles from all of their pairs; partial if a pair depends on rounding."""
     from cupyfa.score.numpy_evaluation import Modifications  # which few calls need
 
     found = p.modifiers
@@ -132,12 +132,12 @@ def _from_pairs(
 
 
 def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
-    """What kernels read: of each line of tiles where the next tile is that is not empty.
+    """Makes the map that kernels read: for each tile of a line, the next tile that is not empty.
 
-    Of int32, [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if that tile is partial: n
-    is the first tile from t on that is not empty, or the number of tiles. Without ``alone`` all
-    tiles are partial. The last column has the lines in the order of their numbers of tiles, the
-    longest first.
+    It is int32, [..., lines, tiles + 2]. Element t is 2 * n, or 2 * n + 1 if tile n is partial,
+    where n is the first tile from t on that is not empty, or the number of tiles. Without ``alone``
+    all tiles count as partial. The last column lists the lines by the number of their tiles, in
+    descending order.
     """
     tiles = states.shape[-1]
     some = states != EMPTY
@@ -158,9 +158,9 @@ def map_of(states: np.ndarray, alone: bool = True) -> np.ndarray:
 def states_on_device(
     backend: Backend, p: Problem, arrays: Mapping[str, Any], rows: int, keys: int
 ) -> np.ndarray:
-    """The states of tiles, from all of their pairs, by a kernel of the backend.
+    """Finds the states of tiles from all of their pairs, with a kernel.
 
-    arrays: the backend's, by their names in the text.
+    arrays: arrays of the backend, by their names in the expression.
     """
     states = backend.empty(_shape(p, rows, keys), np.dtype(np.uint8))
     with backend.working_on(states):
@@ -170,7 +170,7 @@ def states_on_device(
 
 
 class DeviceMap:
-    """A map in a backend's memory, made by two launches from what arrays contain."""
+    """A map in a backend's memory, which two launches compute from the current arrays."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class DeviceMap:
         *,
         alone: bool,
     ) -> None:
-        """name: KEY_TILES or ROW_TILES. arrays: the backend's, by their names in the text."""
+        """name: KEY_TILES or ROW_TILES. arrays: those of the mask, by names in its expression."""
         states = _shape(p, rows, keys)
         batch, heads, lines, across = states if name == KEY_TILES else _turned(states)
         whole = np.dtype(np.int32)
@@ -196,19 +196,19 @@ class DeviceMap:
         self._backend = backend
 
     def make(self) -> None:
-        """Makes it in the current stream, without waiting for that."""
+        """Computes the map in the current stream without waiting for it."""
         with self._backend.working_on(self.array):
             self._launch()
 
     def wait(self) -> None:
-        """Returns when it is made, for work in other streams."""
+        """Waits until the map is computed, so that other streams can use it."""
         self._backend.download(self._counts)
 
 
 def launches(
     p: Problem, name: str, rows: int, keys: int, *, alone: bool
 ) -> tuple[PlannedLaunch, PlannedLaunch]:
-    """The launches that make a map."""
+    """Plans the launches that compute a map."""
     shape = _shape(p, rows, keys)
     *_, lines, tiles = shape if name == KEY_TILES else _turned(shape)
     line_step, tile_step = (tiles, 1) if name == KEY_TILES else (1, lines)
@@ -233,7 +233,7 @@ def _ready(
     made: Mapping[str, Any],
     *steps: PlannedLaunch,
 ) -> Callable[[], None]:
-    """A function that launches these steps, which are no kernel of the ladder."""
+    """Returns a function that launches these steps, which belong to no rung."""
     kernel = Kernel("tile_maps", "the tiles of a block mask", tuple(x.launch for x in steps))
     outputs = {name: (x.shape, x.dtype) for name, x in made.items()}
     plan = Plan(kernel, p, {}, steps, {}, outputs)

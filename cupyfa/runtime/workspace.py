@@ -1,7 +1,7 @@
-"""Memory for the temporary arrays of calls: scratch, and outputs that nobody asked for.
+"""Memory for the temporary arrays of calls: scratch, and outputs that the call does not return.
 
-Work in one stream runs in order, so calls in a stream share this memory. A graph keeps its own,
-for it may be launched in any stream.
+Work in one stream runs in order, so calls in a stream share this memory. A graph has its own
+memory, since it may be launched in any stream.
 """
 
 import threading
@@ -15,29 +15,29 @@ from cupyfa.ladder.kernel import cdiv
 from cupyfa.planner.plan import Plan
 from cupyfa.runtime.backend import Backend
 
-PER_THREAD = 2  # CUDA's stream that is a different one in every thread
-SHARED = 4 << 20  # bytes that calls which keep no workspace share in a stream
-MOST = 16  # workspaces that such calls share in all; streams of a call that keeps its own
+PER_THREAD = 2  # the handle of CUDA's default stream of each thread
+SHARED = 4 << 20  # bytes of a workspace that calls without ``keep`` share in a stream
+MOST = 16  # shared workspaces at most; also the streams whose workspaces a call with ``keep`` has
 _ALIGNMENT = 512  # bytes
 
 Space = tuple[Any, tuple[int, ...]]  # memory, and the address of each temporary in it
 NO_SPACE: Space = (None, ())
 _BYTE = np.dtype(np.uint8)
-# Workspaces of graphs that were captured from calls which keep none: when such a graph is gone is
-# not known.
+# Workspaces of graphs that were captured from calls without ``keep``. They are never freed, since
+# nothing tells when a graph is deleted.
 of_graphs: list[Any] = []
 _threads = threading.local()
 
 
-def allocated(backend: Backend, plan: Plan, name: str) -> Any:
-    """New memory for an output or temporary of a plan, in the layout that its kernel takes."""
+def allocate(backend: Backend, plan: Plan, name: str) -> Any:
+    """Allocates an output or temporary of a plan, in the layout that its kernel needs."""
     shape, dtype = {**plan.outputs, **plan.scratch}[name]
     memory = backend.empty(plan.stored_shape(name), dtype)
     return memory if memory.shape == shape else memory[..., : shape[-1]]
 
 
 def _this_thread() -> object:
-    """An object of this thread alone; its number may be reused once it has ended."""
+    """Returns an object that identifies this thread; thread ids may be reused."""
     try:
         return _threads.token
     except AttributeError:
@@ -46,10 +46,10 @@ def _this_thread() -> object:
 
 
 class Workspace:
-    """The temporaries of one plan's calls, on one device.
+    """The temporaries of the calls of one plan on one device.
 
-    With ``keep`` they have memory of their own in each stream; without, calls of all plans share
-    the backend's ``spaces``.
+    With ``keep`` the plan has its own memory in each stream; without, calls of all plans share the
+    backend's ``spaces``.
     """
 
     def __init__(self, backend: Backend, plan: Plan, names: Sequence[str], *, keep: bool) -> None:
@@ -58,8 +58,8 @@ class Workspace:
         self.by_stream: dict[Any, Space] = {}
         self._by_graph: dict[Any, Space] = {}
         self._starts, self._bytes = _laid_out(plan, names)
-        # Between the launches of a call other threads may launch, in the same stream, calls of one
-        # launch only: so these have another workspace.
+        # Plans of one launch use another workspace, since other threads may launch them in the same
+        # stream between the launches of a longer plan.
         self._several = len(plan.steps) > 1
         self._recent: tuple[Any, Any, Space] = None, None, NO_SPACE
 
@@ -67,18 +67,18 @@ class Workspace:
         return bool(self._names)
 
     def new(self) -> dict[str, Any]:
-        """New arrays for all temporaries."""
-        return {name: allocated(self._backend, self._plan, name) for name in self._names}
+        """Allocates arrays for all temporaries."""
+        return {name: allocate(self._backend, self._plan, name) for name in self._names}
 
     def forget(self) -> None:
-        """Drops the memory of streams; that of graphs stays."""
+        """Drops the memory of streams and keeps that of graphs."""
         self.by_stream.clear()
 
     def at(self, stream: Any, capturing: bool = False) -> Space:
-        """Memory for work in a stream, the backend's current one, which may be captured."""
+        """Returns memory for work in ``stream``, the current one, which may be captured."""
         if not self._names:
             return NO_SPACE
-        if stream is None:  # calls of other threads run at the same time
+        if stream is None:  # without streams, calls of several threads run at the same time
             return self._space()
         key: Any = stream if stream != PER_THREAD else (stream, _this_thread())
         if capturing:
@@ -93,7 +93,7 @@ class Workspace:
         return found
 
     def _of_graph(self, key: Any) -> Space:
-        """Memory that stays as long as a graph may be launched."""
+        """Returns memory that lives as long as a graph may be launched."""
         if not self._keep:
             made = self._space()
             of_graphs.append(made[0])
@@ -104,7 +104,7 @@ class Workspace:
         return found
 
     def _shared(self, stream: Any) -> Space:
-        """Memory that all calls in a stream share, if it is large enough."""
+        """Returns the memory that all calls in a stream share, or new memory if it is too small."""
         if self._bytes > SHARED:
             return self._space()
         spaces, key = self._backend.spaces, (self._device, stream, self._several)
@@ -126,7 +126,7 @@ class Workspace:
 
 
 def _laid_out(plan: Plan, names: Sequence[str]) -> tuple[list[int], int]:
-    """The offset of each temporary in memory for all, and the bytes of that memory."""
+    """Lays temporaries out in one memory; returns their offsets and the bytes of all."""
     kinds, starts, end = {**plan.outputs, **plan.scratch}, [], 0
     for name in names:
         starts.append(end)

@@ -1,10 +1,10 @@
-"""Which weights dropout keeps, by its definition; kernels have it in attention/dropout.cuh.
+"""Computes in NumPy which weights dropout keeps; kernels do so in attention/dropout.cuh.
 
-Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), whose key is the seed, turns the
-counter (key & ~9, query & ~8, batch * heads + head, offset) into four words of 32 bits. They serve
-eight pairs of query and key: bit 3 of the key and then bit 3 of the query choose the word, bit 0 of
-the key its upper half, whose last 14 bits count. A pair is kept if these are not below 16384 times
-the probability.
+Philox 4x32-7 (Salmon et al., 2011, doi:10.1145/2063384.2063405), with the seed as its key, turns
+the counter (key & ~9, query & ~8, batch * heads + head, offset) into four words of 32 bits, which
+decide for eight pairs of query and key. Bit 3 of the key and bit 3 of the query choose the word,
+bit 0 of the key its lower or upper half, and the last 14 bits of the half are compared. A pair is
+kept if they are not below 16384 times the probability.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 class Dropout(NamedTuple):
-    """Dropout of the weights of the softmax, as ``attention`` takes it.
+    """Dropout of the weights of the softmax, for ``attention``.
 
     rate: the probability, from 0 to below 1, with which a weight is set to 0, rounded to multiples
         of 1/16384; the others are multiplied by 1/(1 - rate).
     seed: a whole number of 64 bits. Give another one for each layer and step: calls keep no state.
-    offset: one of 32 bits, which chooses other weights for the same seed.
+    offset: a whole number of 32 bits, which selects other weights for the same seed.
 
-    seed and offset may also be arrays of one whole number, NumPy's or CuPy's, which kernels read
-    when they run: a captured CUDA graph takes other weights each time. Of these the lowest 64 and
-    32 bits count. ``dropout_mask`` shows the weights that are kept.
+    seed and offset may also be NumPy or CuPy arrays of one whole number, which kernels read when
+    they run, so that a captured CUDA graph can drop other weights each time. The lowest 64 and 32
+    bits are used. ``dropout_mask`` returns the pairs that are kept.
     """
 
     rate: float
@@ -47,9 +47,10 @@ class Dropout(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """The dropout of the weights of `heads` heads in each batch element.
+    """The weights that dropout keeps, with `heads` heads in each batch element.
 
-    probability: 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits. offset: 32 bits.
+    probability: that of dropping, 0 to 1, rounded to multiples of 1 / STEPS. seed: 64 bits. offset:
+    32 bits.
     """
 
     probability: float
@@ -61,7 +62,7 @@ class KeptWeights:
     def of(
         cls, options: AttentionOptions, heads: int, *, seed: Any = None, offset: Any = None
     ) -> KeptWeights | None:
-        """The dropout that options ask for, if any; arrays replace their seed and offset."""
+        """Returns the dropout of options, or None; arrays replace their seed and offset."""
         if not options.dropout or options.dropout_seed is None:
             return None
         own = options.dropout_seed if seed is None else _bits(seed, 64)
@@ -70,12 +71,12 @@ class KeptWeights:
 
     @property
     def least(self) -> int:
-        """The least bits that keep a weight."""
+        """The smallest value of the 14 bits with which a weight is kept."""
         return round(self.probability * STEPS)
 
     @property
     def factor(self) -> float:
-        """What kept weights are multiplied by, 1 / (1 - probability)."""
+        """The factor of kept weights, 1 / (1 - probability)."""
         return STEPS / (STEPS - self.least)
 
     @property
@@ -89,7 +90,7 @@ class KeptWeights:
         ]
 
     def kept(self, batch: Array, head: Array, query: Array, key: Array) -> Array:
-        """Where weights are kept; bool, of the shape that the indices broadcast to.
+        """Returns True where weights are kept, in the shape that the indices broadcast to.
 
         batch, head [..., 1, 1], query [..., rows, 1] and key [..., keys] are whole numbers.
         """
@@ -105,12 +106,12 @@ class KeptWeights:
 
 
 def _bits(array: Array, count: int) -> int:
-    """The lowest bits of a whole number in an array."""
+    """Returns the lowest ``count`` bits of the only element of an array."""
     return int(array.item()) & (2**count - 1)
 
 
 def philox(counter: Sequence[Array], round_keys: Sequence[int]) -> Array:
-    """The four words [4, ...] of counters, whose four words broadcast; uint64."""
+    """Returns the four words of counters, as uint64 [4, ...]; the words of counters broadcast."""
     a, b, c, d = (np.asarray(x).astype(np.uint64) & _LOW for x in counter)
     keys = [np.uint64(x) for x in round_keys]
     for of_even, of_odd in zip(keys[::2], keys[1::2]):

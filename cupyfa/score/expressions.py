@@ -1,7 +1,7 @@
-"""Expressions of the user that change or hide scores: one text in a subset of Python.
+"""Expressions that change or hide scores, written by users in a subset of Python.
 
-``Expression.of`` reads a text, or calls a Python function once with tracers, and refuses whatever
-is not in the subset. All parts of a text are evaluated, also those behind ``and`` and ``if``: the
+``Expression.of`` parses a string, or calls a Python function once with tracers, and refuses
+whatever is not in the subset. All operands are evaluated, also those behind ``and`` and ``if``:
 kernels select between values without a branch.
 """
 
@@ -23,17 +23,18 @@ import numpy as np
 from cupyfa.errors import described
 from cupyfa.score.functions import FUNCTIONS, Function
 
-Kind = Literal["number", "whole", "bool"]  # of a node; None is a captured one, not known yet
+# The kind of a node's value. None stands for a captured value whose kind is not known yet.
+Kind = Literal["number", "whole", "bool"]
 SCORE = "score"
 POSITIONS = ("batch", "head", "query", "key", "position", "queries", "keys")
-MASKS = ("mask_mod", "mask")  # options whose texts are conditions; all others give numbers
+MASKS = ("mask_mod", "mask")  # options whose expressions are conditions; others are numbers
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What an expression may know of an array or a number that it names.
+    """The kind and number of axes of an array or number that an expression names.
 
-    most: the largest magnitude that the dtype of whole numbers has.
+    most: the largest magnitude of the dtype, for whole numbers.
     """
 
     name: str
@@ -43,11 +44,11 @@ class Captured:
 
 
 # ---------------------------------------------------------------------------------------------
-# Functions in Python: module attributes, which compute with arrays and build expressions
+# Functions as module attributes, which compute with arrays and build expressions from tracers
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """Functions of expressions as attributes: ``where``, ``tanh``, and ``minimum`` for ``min``."""
+    """Returns a function of expressions: ``where``, ``tanh``, also ``minimum`` for ``min``."""
     try:
         return TRACEABLE[_OTHER_NAMES.get(name, name)]
     except KeyError:
@@ -55,7 +56,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _traceable(function: Function) -> Callable[..., Any]:
-    """A function that computes with NumPy's arrays, and with tracers builds an expression."""
+    """Makes a function that computes with NumPy arrays, and builds an expression from tracers."""
 
     def call(*arguments: Any) -> Any:
         if any(isinstance(x, Tracer) for x in arguments):
@@ -69,10 +70,10 @@ def _traceable(function: Function) -> Callable[..., Any]:
 
 TRACEABLE = {name: _traceable(x) for name, x in FUNCTIONS.items()}
 
-KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # no captured array may have these names
+KNOWN = frozenset({SCORE, *POSITIONS, *FUNCTIONS})  # names that captured arrays cannot have
 TAKEN = KNOWN | {"inf", "nan"}
 _FUNCTION_NAMES = ", ".join(FUNCTIONS)
-# What other libraries call them.
+# The names of values and functions in other libraries.
 _OTHER_NAMES = {
     "s": "score", "b": "batch", "h": "head", "q_idx": "query", "kv_idx": "key", "row": "query",
     "col": "key", "i": "query", "j": "key", "q": "query", "k": "key", "M": "queries", "N": "keys",
@@ -82,16 +83,16 @@ _OTHER_NAMES = {
 # ---------------------------------------------------------------------------------------------
 # Errors
 
-_LONGEST = 4000  # characters of a text
-# Operations inside each other, of which a + b + c + ... is one; and all of these. Compilers and
-# Python's own recursion take more.
+_LONGEST = 4000  # characters of an expression
+# The largest depth of nested operations, where a chain a + b + c + ... counts once, and with each
+# operation of a chain counted. Compilers and Python's recursion support more.
 _DEEPEST, _LONGEST_CHAIN = 100, 200
-_LARGEST = 3.4028234e38  # of float
-_SHOWN = 90  # characters of a text in an error
+_LARGEST = 3.4028234e38  # the largest float32
+_SHOWN = 90  # characters of an expression in an error
 
 
 class _Wrong(Exception):
-    """A place in a text, and what is wrong there."""
+    """An error at a location in an expression."""
 
     def __init__(self, node: ast.AST | int, what: str) -> None:
         self.column = node if isinstance(node, int) else getattr(node, "col_offset", 0)
@@ -99,7 +100,7 @@ class _Wrong(Exception):
 
 
 def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
-    """What is wrong; below it the text, or the part around the place; below that a caret."""
+    """Makes the error: its message, the expression around the location, and a caret below."""
     if not source:
         return ValueError(f"{option}: {wrong.what}")
     first = max(0, wrong.column - _SHOWN // 2) if len(source) > _SHOWN else 0
@@ -112,7 +113,7 @@ def _error(option: str, source: str, wrong: _Wrong) -> ValueError:
 
 
 def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
-    """'; is it ...?', if a name is like one of those that there are."""
+    """Returns "; is it ...?" if a known name is similar to a name, else ""."""
     import difflib
 
     known = list(names)
@@ -127,7 +128,7 @@ def _suggested(name: str, names: Iterator[str] | list[str]) -> str:
 
 
 def _parsed(source: str) -> ast.expr:
-    """The tree of a text. Raises _Wrong where Python's own grammar is broken."""
+    """Parses an expression. Raises _Wrong for syntax errors."""
     if not source:
         raise _Wrong(0, "the expression is empty")
     if len(source) > _LONGEST:
@@ -135,14 +136,14 @@ def _parsed(source: str) -> ast.expr:
             0, f"the expression has {len(source):,} characters; at most {_LONGEST:,} are read"
         )
     if strange := re.search(r"[^ -~]", source):
-        raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use characters of ASCII")
+        raise _Wrong(strange.start(), f"{strange[0]!r} is not available; use ASCII characters")
     if (comment := source.find("#")) >= 0:
         raise _Wrong(comment, "an expression has no comments; leave this out")
     try:
         tree = ast.parse(source, mode="eval").body
     except SyntaxError as error:
         column = min(max((error.offset or 1) - 1, 0), len(source))
-        raise _Wrong(column, f"this is no expression of Python: {error.msg}") from None
+        raise _Wrong(column, f"this is not an expression of Python: {error.msg}") from None
     except (RecursionError, MemoryError, ValueError):
         raise _Wrong(0, _too_deep()) from None
     _check_depth(tree)
@@ -156,9 +157,9 @@ def _too_deep() -> str:
 
 
 def _check_depth(tree: ast.expr) -> None:
-    """Raises _Wrong where operations are too deep inside each other, or too many in a chain."""
-    level: list[tuple[ast.AST, int]] = [(tree, 1)]  # and how many are around each
-    operations = -2  # below the last one are a name and nothing
+    """Raises _Wrong if operations are nested too deeply, or a chain is too long."""
+    level: list[tuple[ast.AST, int]] = [(tree, 1)]  # (node, depth)
+    operations = -2  # the last two levels are a name and its context
     while level:
         if max(depth for _, depth in level) > _DEEPEST:
             raise _Wrong(0, _too_deep())
@@ -177,15 +178,15 @@ def _check_depth(tree: ast.expr) -> None:
 
 
 def _continues(node: ast.AST, operand: ast.AST) -> bool:
-    """Whether an operand is the part before the last operator of a chain, as a + b of a + b + c."""
+    """Whether an operand is the left side of a chain of operators, as a + b in a + b + c."""
     return isinstance(node, ast.BinOp) and isinstance(operand, ast.BinOp) and operand is node.left
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Finds the kind of every node; raises _Wrong at what the language does not have.
+    """Finds the kind of every node; raises _Wrong for anything outside the language.
 
-    Without ``kinds`` captured names are of any kind, and may have any number of axes.
+    Without ``kinds`` captured names may have any kind and any number of axes.
     """
 
     option: str
@@ -256,7 +257,7 @@ class _Rules:
         if name in ("inf", "nan"):
             raise _Wrong(node, f"there is no {name!r}; {_NO_INFINITY}")
         if name.startswith("__"):
-            raise _Wrong(node, f"{name!r} is no name of an array; names do not begin with __")
+            raise _Wrong(node, f"{name!r} cannot name an array; names must not begin with __")
 
     def _captured(self, node: ast.Name, indices: int) -> Kind | None:
         if self.kinds is None:
@@ -303,7 +304,7 @@ class _Rules:
     def _index(self, node: ast.expr) -> None:
         if isinstance(node, ast.Slice | ast.Starred):
             places = (x for x in (node, *ast.iter_child_nodes(node)) if hasattr(x, "col_offset"))
-            raise _Wrong(next(places, node), "an index is one whole number, no slice")
+            raise _Wrong(next(places, node), "an index is one whole number, not a slice")
         if (kind := self.kind(node)) not in ("whole", None):
             remedy = "; // of whole numbers gives one" if kind == "number" else ""
             raise _Wrong(node, f"an index is a whole number, not {_a(kind)}{remedy}")
@@ -404,7 +405,7 @@ _COMPARISONS: dict[type[ast.AST], str] = {
 
 
 def _joined(kinds: list[Kind | None]) -> Kind | None:
-    """Of numbers: a number if one of them is, whole if all are."""
+    """Returns the kind of a result of several operands: whole only if all are whole."""
     if "number" in kinds:
         return "number"
     return None if None in kinds else "whole"
@@ -450,7 +451,7 @@ def _no_function(called: ast.expr, name: str | None) -> str:
 
 
 def _with_floor(node: ast.BinOp) -> str:
-    """The text that // and % of whole numbers stand for."""
+    """Rewrites // or % with floor, which takes numbers."""
     left, right = node.left, node.right
     floored: ast.expr = ast.Call(ast.Name("floor"), [ast.BinOp(left, ast.Div(), right)], [])
     if isinstance(node.op, ast.Mod):
@@ -459,13 +460,13 @@ def _with_floor(node: ast.BinOp) -> str:
 
 
 def indices_at(node: ast.Subscript) -> list[ast.expr]:
-    """The index of each axis."""
+    """Returns the index of each axis."""
     index = node.slice
     return list(index.elts) if isinstance(index, ast.Tuple) else [index]
 
 
 def _captured_names(tree: ast.expr) -> dict[str, int]:
-    """The number of indices of each captured name, in the order of the text."""
+    """Returns the number of indices of each captured name, in the order of appearance."""
     nodes = [*ast.walk(tree)]
     arrays = {id(x.value): len(indices_at(x)) for x in nodes if isinstance(x, ast.Subscript)}
     names = [x for x in nodes if isinstance(x, ast.Name) and x.id not in TAKEN]
@@ -486,8 +487,9 @@ def _captured_names(tree: ast.expr) -> dict[str, int]:
 class Expression:
     """A checked expression; equal to others of the same option and tree.
 
-    option: what errors name: "score_mod", "mask_mod", or the option whose text the host wrote.
-    text: the normal form, as ``ast.unparse`` writes the tree. source: what the user wrote.
+    option: its name in errors: "score_mod", "mask_mod", or an option that the library turned into
+    an expression. text: the normal form, as ``ast.unparse`` writes the tree. source: the original
+    string.
     """
 
     option: str
@@ -496,10 +498,10 @@ class Expression:
 
     @classmethod
     def of(cls, option: str, given: Any) -> Expression:
-        """Reads a text, or traces a Python function, whose parameters are the names of the text.
+        """Parses a string, or traces a Python function, whose parameters name the values.
 
-        Raises ValueError with the text and a caret below the place that is wrong, TypeError for
-        what is neither a text nor a function that can be traced.
+        Raises ValueError with the expression and a caret below the error, and TypeError for
+        anything but a string or a function that can be traced.
         """
         if isinstance(given, Expression):
             given = given.source
@@ -507,7 +509,8 @@ class Expression:
             given = _traced(option, given)
         if not isinstance(given, str):
             raise TypeError(
-                f"{option} is {described(given)}; give an expression as text, or a Python function"
+                f"{option} is {described(given)}; give an expression as a string, or a Python "
+                "function"
             )
         source = re.sub(r"\s*\n\s*", " ", given.strip()).replace("\t", " ")
         try:
@@ -524,16 +527,16 @@ class Expression:
 
     @cached_property
     def captured(self) -> Mapping[str, int]:
-        """Every captured name and its number of indices; 0 is a number."""
+        """Every captured name and its number of indices, 0 for a number."""
         return _captured_names(self.tree)
 
     @cached_property
     def positions(self) -> frozenset[str]:
-        """Which of batch, head, query, key, position, queries, keys the expression names."""
+        """The names of POSITIONS that the expression uses."""
         return frozenset(_names(self.tree) & set(POSITIONS))
 
     def count_reads(self, array: str) -> int:
-        """How many elements of an array it reads for a pair."""
+        """Counts the elements of an array that the expression reads for a pair."""
         reads = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
         return sum(isinstance(x.value, ast.Name) and x.value.id == array for x in reads)
 
@@ -544,23 +547,23 @@ class Expression:
 
     @cached_property
     def indices(self) -> tuple[tuple[str, int, ast.expr], ...]:
-        """Every index of a captured array: the array, the axis and the index."""
+        """Every index of a captured array: (array, axis, index)."""
         found = (x for x in ast.walk(self.tree) if isinstance(x, ast.Subscript))
         return tuple(
-            (x.value.id, axis, index)  # type: ignore[attr-defined]  # the rules leave names alone
+            (x.value.id, axis, index)  # type: ignore[attr-defined]  # _Rules allows only names here
             for x in found
             for axis, index in enumerate(indices_at(x))
         )
 
     @cached_property
     def work(self) -> int:
-        """About how many instructions it has for a pair."""
+        """The approximate number of instructions for a pair."""
         return sum(map(_work, ast.walk(self.tree)))
 
     def check(self, kinds: Mapping[str, Captured], reserved: Collection[str] = ()) -> None:
-        """Compares names, numbers of axes and kinds with what is captured; raises ValueError.
+        """Raises ValueError if names, kinds or numbers of axes do not fit the captured values.
 
-        reserved: names that calls use otherwise, so that captured arrays need others.
+        reserved: names that calls use themselves, which captured arrays cannot have.
         """
         try:
             rules = _Rules(self.option, kinds, reserved)
@@ -576,14 +579,14 @@ class Expression:
         slot: Callable[[str], int | None] = lambda array: None,
         farthest: int = 2**24,
     ) -> str:
-        """The expression in C++, for attention/expression.cuh.
+        """Prints the expression in C++, for attention/expression.cuh.
 
-        ``slot(array)`` is called for each access: the number of its derivative on the tape, or None
-        for an array without one.
+        ``slot(array)`` is called for each access and returns the number of its derivative on the
+        tape, or None for an array without gradient.
 
-        ``bounded(index, array, axis)`` says whether an index may leave its axis. A captured name
-        x is x_ in C++, where no name is a keyword or one of the header's. Positions are at most
-        ``farthest``.
+        ``bounded(index, array, axis)`` tells whether an index may be out of range. A captured name
+        x becomes x_ in C++, which is neither a keyword nor a name of the header. Positions are at
+        most ``farthest``.
         """
         return _Printer(_Rules(self.option, kinds), bounded, slot, farthest).result(self.tree)
 
@@ -604,7 +607,7 @@ def _work(node: ast.AST) -> int:
 
 
 def cpp_name(captured: str) -> str:
-    """The name in C++ of a captured array or number."""
+    """Returns the name of a captured array or number in C++."""
     return f"{captured}_"
 
 
@@ -624,7 +627,7 @@ def _is_additive(node: ast.expr) -> bool:
 
 
 def _capped(node: ast.BinOp) -> ast.expr | None:
-    """x of cap * tanh(x / cap), which takes half of the instructions in one function."""
+    """Returns x of cap * tanh(x / cap), else None; one function halves the instructions."""
     match node:
         case ast.BinOp(
             left=cap,
@@ -640,15 +643,15 @@ def _capped(node: ast.BinOp) -> ast.expr | None:
 # ---------------------------------------------------------------------------------------------
 # C++
 
-_MOST = 2**31 - 1  # of int
+_MOST = 2**31 - 1  # the largest int
 _AS_A_NUMBER = "make a factor a number, by 1.0 *, or give int64 in place of uint64"
-# Bits of whole numbers in C++, and the function that gives a number more bits.
+# By the bits of a whole number in C++: the function that widens it, and the bits of its result.
 _WIDER = {32: ("wide", 64), 64: ("widest", 128)}
 
 
 @dataclass(frozen=True)
 class _Printer:
-    """Prints a tree. All parts are evaluated: & and | for and and or, where for if."""
+    """Prints a tree in C++. All operands are evaluated: & replaces and, | or, and where if."""
 
     rules: _Rules
     bounded: Callable[[ast.expr, str, int], bool] = lambda index, array, axis: True
@@ -673,7 +676,7 @@ class _Printer:
         return node.id if node.id in KNOWN else cpp_name(node.id)
 
     def _subscript(self, node: ast.Subscript) -> str:
-        array = node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
+        array = node.value.id  # type: ignore[attr-defined]  # _Rules allows only names here
         indices = (
             f'bounded({text}, "{array} in {self.rules.option}")'
             if self.bounded(index, array, axis)
@@ -701,7 +704,7 @@ class _Printer:
         if isinstance(op, ast.FloorDiv | ast.Mod):
             name = "floor_divide" if isinstance(op, ast.FloorDiv) else "floor_mod"
             value = getattr(node.right, "value", None)
-            if isinstance(value, int) and value <= _MOST:  # the compiler makes shifts of some
+            if isinstance(value, int) and value <= _MOST:  # a constant: compilers may use shifts
                 return f"{name}<{value}>({left})"
             return f"{name}({self._widened(left, node, node.left, node.right)}, {right})"
         if not isinstance(op, ast.BitAnd | ast.BitOr):
@@ -711,7 +714,7 @@ class _Printer:
         return f"({left} {_SIGNS[type(op)]} {right})"
 
     def _is_fused(self, node: ast.BinOp) -> bool:
-        """Whether a product is added to a number: compilers may compute it before the other."""
+        """Whether a node adds a product to a number, or subtracts it, and can be a fused one."""
         match node:
             case ast.BinOp(other, ast.Add() | ast.Sub(), ast.BinOp(op=ast.Mult()) as product):
                 return {self.rules.kind(x) for x in (other, product)} == {"number"}
@@ -724,14 +727,14 @@ class _Printer:
         return f"fused({factors}, {self.print(node.left)})"
 
     def _widened(self, text: str, node: ast.expr, *operands: ast.expr) -> str:
-        """An operand in C++, with more bits where the result needs more than the operands have."""
+        """Widens an operand in C++ if the result needs more bits than the operands have."""
         if self.rules.kind(node) == "number":
             return text
         bits = max(self._whole(x).bits for x in operands)
         return f"{_WIDER[bits][0]}({text})" if self._whole(node).bits > bits else text
 
     def _whole(self, node: ast.expr) -> _Whole:
-        """What a whole number needs; numbers and conditions need nothing."""
+        """Returns the bits and magnitude of a whole number; 32 and 0 for other kinds."""
         match node:
             case ast.Constant(int(value)):
                 return _Whole(32 if value <= _MOST else 64, value)
@@ -752,7 +755,7 @@ class _Printer:
     def _captured(self, name: str, is_array: bool) -> _Whole:
         found = (self.rules.kinds or {}).get(name)
         most = found.most if found and found.kind == "int" else 2**63
-        if not is_array:  # Python's, in 64 bits
+        if not is_array:  # a Python number, passed in 64 bits
             return _Whole(64, 2**63)
         if most <= 2**31:
             return _Whole(32, most)
@@ -789,33 +792,34 @@ class _Printer:
         return f"{name}({self._number(node.args[0])})"
 
     def _number(self, node: ast.expr) -> str:
-        """A whole number as one that functions and divisions take."""
+        """Prints a node as a real number, which functions and divisions take."""
         text = self.print(node)
         return text if self.rules.kind(node) == "number" else f"number({text})"
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """How a whole number is kept in C++, and an upper bound of its magnitude.
+    """The bits of a whole number in C++, and an upper bound of its magnitude.
 
-    32 and 64 bits become more where a result may not fit; uint64, and the opposite of the lowest
-    number of 64 bits, take 128. Sums, differences and products of 64 bits have to fit in 64.
+    Results that may not fit get more bits than 32 or 64; uint64, and the negative of the lowest
+    number of 64 bits, take 128. Sums, differences and products of 64-bit numbers must fit in 64.
     """
 
     bits: int
     most: int
 
     def holding(self, most: int) -> _Whole:
-        """With the bits for as much as that, for which 64 are not enough only by itself."""
+        """Returns the type of a result of magnitude ``most``, at most one size wider."""
         wider = _WIDER.get(self.bits)
         return _Whole(wider[1] if wider and most >= 2 ** (self.bits - 1) else self.bits, most)
 
 
 def _combined(op: ast.operator, a: _Whole, b: _Whole, divisor: ast.expr) -> _Whole:
-    """The result of an operator."""
+    """Returns the type of an operator's result."""
     bits = max(a.bits, b.bits)
     if isinstance(op, ast.FloorDiv | ast.Mod):
-        by_minus_1 = bits == 32 and not isinstance(divisor, ast.Constant)  # of the lowest number
+        # The lowest number divided by -1 does not fit.
+        by_minus_1 = bits == 32 and not isinstance(divisor, ast.Constant)
         quotient = _Whole(bits, 0).holding(a.most) if by_minus_1 else _Whole(bits, a.most)
         return quotient if isinstance(op, ast.FloorDiv) else _Whole(quotient.bits, b.most)
     most = a.most + b.most
@@ -829,7 +833,7 @@ def _combined(op: ast.operator, a: _Whole, b: _Whole, divisor: ast.expr) -> _Who
 
 
 def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
-    """Raises _Wrong at a product that follows from uint64 and may not fit in 128 bits."""
+    """Raises _Wrong for an operation on uint64 values whose result may not fit in 128 bits."""
     if not any(x.most > 2**63 for x in (rules.kinds or {}).values()):
         return
     of = [x for x in ast.walk(tree) if isinstance(x, ast.BinOp) and rules.kind(x) == "whole"]
@@ -843,7 +847,7 @@ def _refuse_long(tree: ast.expr, rules: _Rules) -> None:
 
 
 def _binary(op: type[ast.operator]) -> tuple[Any, Any]:
-    """The methods of an operator: of a tracer and anything, and of anything and a tracer."""
+    """Makes the method of an operator, and its reflected method."""
 
     def made(left: Any, right: Any) -> Tracer:
         a, b = Tracer.of(left), Tracer.of(right)
@@ -861,13 +865,13 @@ def _compared(op: type[ast.cmpop]) -> Any:
 
 
 _NO_ARRAY = (
-    "an array stands in a traced function; make it a parameter, index it, and give it in "
+    "an array is used in a traced function; make it a parameter, index it, and give it in "
     "captured={name: array}"
 )
 
 
 class Tracer:
-    """A value while a Python function is called to find its expression.
+    """A value in a Python function that is being traced.
 
     Operators, comparisons, indexing, abs, NumPy's functions and those of this module build the
     expression. Python's own decisions (if, and, or, not, chained comparisons) raise TypeError.
@@ -878,7 +882,7 @@ class Tracer:
 
     def __init__(self, node: ast.expr, *parts: Tracer) -> None:
         self.node = node
-        self.size: int = 1 + sum(x.size for x in parts)  # of the text; parts may be used twice
+        self.size: int = 1 + sum(x.size for x in parts)  # nodes, also repeated ones
         self.depth: int = 1 + max((x.depth for x in parts), default=0)
         if self.size > _LONGEST:
             raise ValueError(f"the function makes more than {_LONGEST:,} operations; write fewer")
@@ -887,7 +891,7 @@ class Tracer:
 
     @staticmethod
     def of(value: Any) -> Tracer:
-        """A tracer of itself, or of a constant."""
+        """Returns a tracer unchanged, and makes one of a constant."""
         if isinstance(value, np.ndarray) and not value.ndim:
             value = value[()]
         if isinstance(value, Tracer):
@@ -937,7 +941,7 @@ class Tracer:
     def __getitem__(self, index: Any) -> Tracer:
         indices = index if isinstance(index, tuple) else (index,)
         if any(isinstance(x, slice) or x is Ellipsis or x is None for x in indices):
-            raise TypeError("an index in a traced function is one whole number, no slice")
+            raise TypeError("an index in a traced function is one whole number, not a slice")
         parts = [Tracer.of(x) for x in indices]
         nodes = [x.node for x in parts]
         place = nodes[0] if len(nodes) == 1 else ast.Tuple(nodes)
@@ -947,19 +951,19 @@ class Tracer:
         raise TypeError(
             "Python's if, and, or, not, min, max and chained comparisons cannot be traced; write "
             "where(condition, a, b) of cupyfa.score.expressions or NumPy, & | ~, minimum, maximum "
-            "and (0 <= x) & (x < 5), or give the expression as a text, which has them"
+            "and (0 <= x) & (x < 5), or give the expression as a string, which may use them"
         )
 
     def _no_number(self) -> Any:
         raise TypeError(
-            "a traced value is no number yet; use functions of NumPy or cupyfa.score.expressions "
-            "instead of those of math, float, int, round and range"
+            "a traced value is not a number yet; use functions of NumPy or "
+            "cupyfa.score.expressions instead of those of math, float, int, round and range"
         )
 
     __float__ = __int__ = __index__ = __complex__ = __round__ = __ceil__ = __trunc__ = _no_number
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError("a traced value has no elements to go through; give it an index")
+        raise TypeError("a traced value cannot be iterated over; give it an index")
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         name = ufunc.__name__
@@ -990,14 +994,14 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def _constant(value: float) -> Tracer:
-    """A number; a negative one has its sign apart, as in a text."""
+    """Makes a tracer of a number; the sign of a negative one is an operator, as when parsed."""
     if value < 0 or (value == 0 and math.copysign(1, value) < 0):
         return -_constant(-value)
     return Tracer(ast.Name("nan") if value != value else ast.Constant(value))
 
 
 def _traced(option: str, function: Callable[..., Any]) -> str:
-    """The text of a Python function, which is called with a tracer for each parameter."""
+    """Calls a Python function with tracers; returns its expression as a string."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -1024,7 +1028,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
         if isinstance(result, tuple | list):
             raise TypeError("the function returns several values; return one expression")
         return ast.unparse(ast.fix_missing_locations(Tracer.of(result).node))
-    except IndexError as error:  # of an array with a tracer as an index
+    except IndexError as error:  # from an array that is indexed with a tracer
         if "only integers" not in str(error):
             raise
         raise TypeError(f"{option}: {_NO_ARRAY}") from error
@@ -1035,7 +1039,7 @@ def _traced(option: str, function: Callable[..., Any]) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether an error is of this module, not of the user's function."""
+    """Whether an error was raised in this module, not in the user's function."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

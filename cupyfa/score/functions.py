@@ -1,6 +1,6 @@
-"""The functions of expressions: a row of the table has all that Python knows of one.
+"""The functions of expressions, in a table with their values, derivatives and errors.
 
-kernels/include/attention/expression.cuh has the same functions.
+kernels/include/attention/expression.cuh has the same functions for kernels.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 class Function(NamedTuple):
     """A function of expressions.
 
-    Errors are those of kernels for an exact argument, by formulas that are fast on a GPU, in eps,
-    the spacing at 1 of the format that a kernel computes in. Near an argument of 0 where the result
-    is small they are relative to it: an expression may multiply it by any number.
+    Errors are those of the fast formulas that kernels use, for an exact argument, in eps, the
+    spacing at 1 of the format that a kernel computes in. Near 0, where the result is small, errors
+    are relative to the result, since an expression may multiply it by any number.
     """
 
     name: str
     meaning: str  # the value in words, for pages
-    value: Callable[..., Any]  # of NumPy's arrays; also of complex ones, if it has a derivative
+    value: Callable[..., Any]  # computes with NumPy arrays, complex ones if it has a derivative
     derivative: Callable[..., Any] | None = None  # None: numpy_evaluation has a method
-    error: Callable[..., Any] | None = None  # of f(x) = y, from x and y
-    slope_error: Callable[..., Any] | None = None  # of f'(x) = d, from x, y and d
-    work: int = 1  # about how many instructions it takes
-    small_near_0: bool = False  # it is about a multiple of x there
+    error: Callable[..., Any] | None = None  # the error of f(x) = y, from x and y
+    slope_error: Callable[..., Any] | None = None  # the error of f'(x) = d, from x, y and d
+    work: int = 1  # the approximate number of instructions
+    small_near_0: bool = False  # whether the function is about proportional to x near 0
     drawn: str = "{}"  # the argument in random expressions; {} is any moderate number
     arguments: tuple[str, ...] = ("x",)
-    other_names: tuple[str, ...] = ()  # in other libraries
-    torch: str = ""  # the name in torch, if it is another one
-    cpp: str = ""  # the name in C++, likewise: its own min and max want equal types
-    keeps_whole: bool = False  # of whole numbers it is a whole number
+    other_names: tuple[str, ...] = ()  # names in other libraries
+    torch: str = ""  # the name in torch, if it differs
+    cpp: str = ""  # the name in C++, if it differs: std::min and std::max need equal types
+    keeps_whole: bool = False  # whether the value is whole if all arguments are
 
 
 _LN2 = math.log(2)
-_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # both are polynomials at least up to these
+_TANH_NEAR_0, _SINE_NEAR_0 = 0.54, 0.49  # kernels use polynomials at least up to these
 
 
 def _exp2(x: Any) -> Any:
@@ -45,13 +45,13 @@ def _exp2(x: Any) -> Any:
 
 
 def _sigmoid(x: Any) -> Any:
-    x = np.asarray(x) + 0.0  # no unsigned number
+    x = np.asarray(x) + 0.0  # unsigned numbers cannot be negated
     small = np.exp(np.where(x.real < 0, x, -x))  # never overflows
     return np.where(x.real < 0, small, 1.0) / (1.0 + small)
 
 
 def _softplus(x: Any) -> Any:
-    x = np.asarray(x) + 0.0  # no unsigned number
+    x = np.asarray(x) + 0.0  # unsigned numbers cannot be negated
     return np.where(x.real < 0, 0.0, x) + np.log1p(np.exp(np.where(x.real < 0, x, -x)))
 
 
@@ -60,7 +60,7 @@ def _gauss(x: Any) -> Any:
 
 
 def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that NumPy lacks; of x + ih it is f(x) + ih f'(x)."""
+    """Vectorises a function that NumPy lacks; f(x + ih) is f(x) + ih f'(x)."""
 
     def value(x: Any) -> Any:
         real = np.vectorize(f, otypes=[float])(np.real(x))[()]
@@ -70,13 +70,15 @@ def _from_math(f: Callable[[float], float], derivative: Callable[..., Any]) -> C
 
 
 def _relative(count: float) -> Callable[..., Any]:
-    """An error of ``count`` eps of the value or derivative, which is the last argument."""
+    """Returns the error function ``count`` eps times the value or derivative, its last argument."""
     return lambda *known: count * np.abs(known[-1])
 
 
 def _error_far_from_0(x: Any, y: Any) -> Any:
-    """Of tanh(x) = 1 - r: the quotient r, whose reciprocal the softcaps of four scores share, and
-    its denominator, the exponential, the difference.
+    """Returns the error of tanh(x), which kernels compute as 1 - r, with a quotient r.
+
+    It includes the reciprocal, which the softcaps of four scores share, the denominator, the
+    exponential and the difference.
     """
     size = np.abs(y)
     r = 1 - size
@@ -92,8 +94,8 @@ def _error_of_sine(x: Any, y: Any) -> Any:
     return np.where(np.abs(x) < _SINE_NEAR_0, 2 * np.abs(y), 6.0)
 
 
-# exp(x) is the power of two of a rounded x * log2(e); the derivatives of exp, sigmoid and roots are
-# computed from y.
+# Kernels compute exp(x) as a power of two of the rounded x * log2(e), and the derivatives of exp,
+# sigmoid and roots from y.
 # fmt: off
 _ROWS = (
     Function("exp", "e to the power of x", np.exp, np.exp, lambda x, y: y * (np.abs(x) + 3),
@@ -143,6 +145,6 @@ _ROWS = (
 # fmt: on
 FUNCTIONS = {x.name: x for x in _ROWS}
 DIFFERENTIABLE = {name: x for name, x in FUNCTIONS.items() if x.derivative}
-RECIPROCAL = Function(  # a part of each division; expressions cannot name it
+RECIPROCAL = Function(  # divisions use it; expressions cannot name it
     *("reciprocal", "1 / x", lambda x: 1 / x, lambda x: -1 / (x * x), _relative(2), _relative(5))
 )

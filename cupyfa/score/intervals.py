@@ -1,7 +1,7 @@
-"""What a mask's expression says of whole tiles, read with ranges of whole numbers for positions.
+"""Evaluates the expression of a mask on whole tiles, by interval arithmetic on whole numbers.
 
-The result is exact where it says that all pairs of a tile are seen, or none. Elsewhere, and where
-the expression computes with other numbers, all pairs have to be looked at.
+If the result is that all pairs of a tile are visible, or none, it is exact. Otherwise, and if the
+expression computes with other than whole numbers, each pair has to be evaluated.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy as np
 from cupyfa.score.expressions import Expression, indices_at
 
 Array = np.ndarray[Any, Any]
-_LARGEST = 2**62  # of a product
+_LARGEST = 2**62  # magnitudes are below this
 
 
 @dataclass(frozen=True)
 class Range:
-    """Whole numbers from low to high; of conditions 0 and 1: low is "must", high is "may"."""
+    """Whole numbers from low to high. Of a condition, low is 1 if it must hold, high if it may."""
 
     low: Array
     high: Array
 
 
 class _Unknown(Exception):
-    """The expression has something that ranges lack."""
+    """The expression uses an operation that ranges do not support."""
 
 
 def read(
     expression: Expression, places: Mapping[str, Range], names: Mapping[str, Any]
 ) -> Range | None:
-    """The ranges of a condition; None if the expression has something that ranges lack.
+    """Evaluates a condition on ranges; returns None if ranges do not support its operations.
 
     places: the ranges of batch, head, query, key, position, queries and keys, arrays that broadcast
     to the tiles. names: the captured arrays and numbers.
@@ -81,7 +81,7 @@ def exactly(value: Any) -> Range:
 
 
 def _moderate(array: Array) -> Array:
-    """Whole numbers of which two have a sum of 64 bits."""
+    """Checks that whole numbers are small enough for sums of two of them to fit in 64 bits."""
     if ((array >= _LARGEST) | (array <= -_LARGEST)).any():
         raise _Unknown
     return array.astype(np.int64)
@@ -94,7 +94,7 @@ def _given(value: Any) -> Range:
 
 
 def _element(array: Any, indices: list[Range]) -> Range:
-    """The least and the largest element; at most one index may be a range of several numbers."""
+    """Returns the smallest and the largest element; at most one index may be a true range."""
     array = np.asarray(array)
     inside = all((x.low >= 0).all() and (x.high < n).all() for x, n in zip(indices, array.shape))
     wide = [axis for axis, x in enumerate(indices) if (x.low != x.high).any()]
@@ -111,7 +111,7 @@ def _element(array: Any, indices: list[Range]) -> Range:
 
 
 def _extreme(of: np.ufunc, array: Array, index: Range, others: tuple[Array, ...]) -> Array:
-    """The extremes of array[low … high, others], from those of 1, 2, 4, … elements together."""
+    """Returns the extremes of array[low … high, others], from those of 1, 2, 4, … elements."""
     length = index.high - index.low + 1
     level = np.frexp(length)[1] - 1  # 2^level is at most the length
     found = np.zeros(np.broadcast_shapes(length.shape, *(x.shape for x in others)), np.int64)

@@ -1,22 +1,22 @@
-"""What the expressions make of scores, in NumPy: values, derivatives and rounding errors.
+"""Evaluates expressions on scores in NumPy: values, derivatives and rounding errors.
 
 An expression is in a subset of Python (cupyfa/score/expressions.py). It is evaluated on all pairs
-of query and key of a tile at once, in float64; whole numbers stay whole.
+of query and key of a tile at once, in float64; whole numbers remain whole.
 
-**Derivatives** by the score follow the chain rule. That of a function is its complex step,
-f'(x) = Im f(x + ih) / h, which has no cancellation and takes nothing but f itself; those of min,
-max, abs, floor and where are those of the argument that is taken.
+**Derivatives** with respect to the score follow the chain rule. A function is differentiated by a
+complex step, f'(x) = Im f(x + ih) / h, which has no cancellation and needs only f; min, max, abs,
+floor and where have the derivative of the argument that they select.
 
 **Errors** are absolute, in units of eps, the spacing at 1 of the format that a kernel computes in.
-A node of the expression has the errors of its arguments times its derivatives, and its own:
+The error of a node is the sum of the errors of its arguments times its derivatives, and of its own:
 
 - half an eps of the result for a sum, a difference, a product, and a number that is rounded when
   the kernel reads it; two and a half for a quotient, which is the product with a reciprocal;
 - for functions the errors in cupyfa/score/functions.py.
 
-Where an error may turn a comparison, floor or the choice of min and max, the result has also the
-distance to what it would be then. A derivative has an error by the same rules: from the second
-derivative, and from how it is computed. Results of -inf, +inf and NaN are exact.
+Where an error may change a comparison, floor or the choice of min and max, the error includes the
+distance to the other result. The error of a derivative follows the same rules, from the second
+derivative and from the way it is computed. Results of -inf, +inf and NaN are exact.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from cupyfa.score.functions import DIFFERENTIABLE, RECIPROCAL, Function
 Array = np.ndarray[Any, Any]
 
 _STEP = 1e-30  # h of the complex step
-_EXACT_WHOLE = 2.0**24  # the largest whole number below which float32 has all
-_LARGE = 1e-3  # an error that is no rounding error
+_EXACT_WHOLE = 2.0**24  # float32 represents all whole numbers up to this
+_LARGE = 1e-3  # larger errors are not propagated by the derivative alone
 _EPS = float(np.finfo(np.float32).eps)
 
 Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadcast
@@ -45,12 +45,13 @@ Place = Mapping[str, Array]  # batch, head, query and key of pairs; they broadca
 
 @dataclass
 class Number:
-    """Values of a node: of bool, whole numbers or float64. None stands for 0.
+    """The values of a node, bool, whole numbers or float64, with derivatives and errors.
 
-    Whole numbers are int64, or Python's in an array of objects where 64 bits may not do.
+    Whole numbers are int64, or Python numbers in an array of objects if 64 bits may not suffice.
 
-    slope: the derivative by the score. error, slope_error: absolute errors of both, in eps. The
-    error of a bool is where it may be the other one.
+    slope: the derivative with respect to the score. error, slope_error: the absolute errors of
+    value and slope, in eps. None stands for 0. The error of a bool is True where rounding may
+    change it.
     """
 
     value: Array
@@ -65,13 +66,13 @@ class Number:
 
 @dataclass(frozen=True, eq=False)
 class Modifications:
-    """Texts that change scores or hide pairs, and what they name.
+    """Expressions that change scores or hide pairs, and the values that they name.
 
-    score_steps are applied one after the other to the scaled score; a pair is seen if all
-    mask_steps are True, and causal and window let it. names: the captured arrays and numbers.
-    position: of query 0 among the keys. queries, keys: the sizes that the expressions see.
-    first: batch, head, query and key that the first element of the arrays belongs to, for excerpts.
-    dropout: which weights are dropped after the softmax; None for none.
+    score_steps are applied one after the other to the scaled score; a pair is visible if all
+    mask_steps are True and causal and window do not hide it. names: the captured arrays and
+    numbers. position: the position of query 0 among the keys. queries, keys: the sizes that
+    expressions read. first: batch, head, query and key of the first element of the arrays, if these
+    are excerpts. dropout: the weights that are kept after the softmax; None if all are.
     """
 
     score_steps: Sequence[Expression] = ()
@@ -84,20 +85,20 @@ class Modifications:
     dropout: KeptWeights | None = None
 
     def place(self, batch: Array, head: Array, query: Array, key: Array) -> Place:
-        """The pairs of these indices into the arrays, counted from 0."""
+        """Converts indices into the arrays, from 0, to batch, head, query and key."""
         given = (batch, head, query, key)
         names = ("batch", "head", "query", "key")
         return {name: x + start for name, x, start in zip(names, given, self.first)}
 
     def kept(self, place: Place) -> Array | None:
-        """The pairs whose weights dropout keeps; None without dropout."""
+        """Returns the pairs whose weights dropout keeps; None without dropout."""
         return None if self.dropout is None else self.dropout.kept(**place)
 
     @np.errstate(all="ignore")
     def hidden(
         self, place: Place, masked: Array | None, shape: tuple[int, ...]
     ) -> tuple[Array | None, Array | None]:
-        """Which pairs are hidden, and of which a float32 kernel may decide otherwise.
+        """Returns the hidden pairs, and the pairs that a float32 kernel may decide differently.
 
         masked: the pairs that causal and window hide, or None. Both results have `shape`, that of
         the pairs, or are None.
@@ -105,7 +106,7 @@ class Modifications:
         if not self.mask_steps:
             return masked, None
         seen = may = must = np.broadcast_to(True if masked is None else ~masked, shape)
-        for expression in self.mask_steps:  # each counts where those before let a pair be seen
+        for expression in self.mask_steps:  # evaluated for pairs that earlier ones leave visible
             step = _Walk(self, expression, place, ~seen, None, _EPS).visit(expression.tree)
             unsure = np.asarray(False if step.error is None else step.error)
             seen = seen & step.value
@@ -114,13 +115,13 @@ class Modifications:
         return ~seen, unsure if unsure.any() else None
 
     def modified(self, scores: Array, place: Place, masked: Array | None) -> Array:
-        """Scores after all steps, float64. Hidden pairs, where masked is True, may get anything."""
+        """Returns modified scores in float64; those of hidden pairs (masked) are arbitrary."""
         return self.number(scores, place, masked).value
 
     def differentiated(
         self, scores: Array, place: Place, masked: Array | None
     ) -> tuple[Array, Array]:
-        """Modified scores, and their derivatives by the given ones."""
+        """Returns modified scores, and their derivatives with respect to the given ones."""
         result = self.number(scores, place, masked, slope=1.0)
         slope = 0.0 if result.slope is None else result.slope
         return result.value, np.broadcast_to(slope, scores.shape)
@@ -136,10 +137,11 @@ class Modifications:
         error: Array | None = None,
         eps: float | None = None,
     ) -> Number:
-        """The modified scores with what is asked for.
+        """Computes modified scores, with derivatives and errors if requested.
 
-        slope: 1.0 for derivatives. eps: of the kernel's format, for errors; `error` is then that of
-        the scores. Raises ValueError if a pair that is not masked reads beyond an array.
+        slope: 1.0 to compute derivatives. eps: of the kernel's format, to compute errors; `error`
+        is then that of the scores. Raises ValueError if a pair that is not masked reads out of
+        bounds.
         """
         number = Number(scores.astype(np.float64, copy=False), slope, error)
         for expression in self.score_steps:
@@ -159,9 +161,10 @@ class Modifications:
         error: Array | None = None,
         eps: float | None = None,
     ) -> Iterator[tuple[str, tuple[Array, ...], Number]]:
-        """Every reading of an element of these arrays: the array, the indices, the modified scores.
+        """Yields (array, indices, modified scores) for each access to one of these arrays.
 
-        The slope of these is the derivative by the element. error, eps: as of `number`.
+        The slope of the scores is the derivative with respect to the element that is read. error,
+        eps: as for `number`.
         """
         for expression in self.score_steps:
             for node in ast.walk(expression.tree):
@@ -175,9 +178,9 @@ class Modifications:
                 yield _name_of(node), at, number
 
     def applied_to(self, scores: Array, visible: Array | None = None) -> Array:
-        """Scores [batch, heads, M, N] after all steps; -inf where a pair is hidden.
+        """Returns modified scores [batch, heads, M, N], -inf where a pair is hidden.
 
-        visible: pairs that causal and window let through, broadcastable; None for all.
+        visible: the pairs that causal and window do not hide, broadcastable; None for all.
         """
         place = self.place(*np.ogrid[tuple(slice(size) for size in scores.shape)])
         masked, _ = self.hidden(place, None if visible is None else ~visible, scores.shape)
@@ -190,10 +193,11 @@ NONE = Modifications()
 
 @dataclass
 class _Walk:
-    """The evaluation of one expression on pairs; all its parts are evaluated, as in kernels.
+    """Evaluates one expression on pairs; all operands are evaluated, as in kernels.
 
-    masked: the pairs that do not count, None for none: an index beyond an array is no error there.
-    seed: the element by which slopes are derivatives; then ``at`` has its indices.
+    masked: the pairs to ignore, or None: there an index out of range is not an error. seed: the
+    access that slopes are derivatives with respect to, instead of the score; ``at`` then gets its
+    indices.
     """
 
     mods: Modifications
@@ -236,7 +240,7 @@ class _Walk:
         return self._real(self.visit(node))
 
     def _given(self, value: Any) -> Number:
-        """A number of the expression or of a captured array; float32 may not have it."""
+        """Returns a constant or captured value, with an error if float32 cannot represent it."""
         value = np.asarray(value)
         if value.dtype.kind in "biu":
             return Number(value if value.dtype.kind == "b" else value.astype(np.int64))
@@ -270,17 +274,17 @@ class _Walk:
             for axis, (size, x) in enumerate(zip(array.shape, numbers, strict=True))
         )
         found = self._given(array[at] if array.size else np.zeros_like(array, shape=()))
-        if array.dtype == np.uint64 and _are_large(array):  # as all of them, in any excerpt
+        if array.dtype == np.uint64 and _are_large(array):  # decided for the whole array
             found.value = array[at].astype(object)
         if node is self.seed:
             self.at, found.slope = at, 1.0
-        if any(x.error is not None for x in numbers):  # which element is read is not known
+        if any(x.error is not None for x in numbers):  # rounding may change the index
             other = np.asarray(_sum(*(x.error for x in numbers)) > 0)
             found.error = other if found.value.dtype.kind == "b" else np.where(other, np.inf, 0.0)
         return found
 
     def _inside(self, name: str, axis: int, size: int, index: Array) -> Array:
-        """An index, clamped where a pair does not count."""
+        """Checks an index, and clamps it in ignored pairs."""
         outside = np.asarray((index < 0) | (index >= size), bool)
         if not outside.any():
             return index.astype(np.int64, copy=False)
@@ -297,11 +301,11 @@ class _Walk:
         if (found := self._first(divisor == 0, divisor)) is not None:
             raise self._error(
                 f"// or % divides by 0, for {found[1]}; let the divisor be "
-                "another number, for example by max(…, 1)"
+                "another number, for example with max(…, 1)"
             )
 
     def _first(self, where: Array, values: Array) -> tuple[int, str] | None:
-        """The value at the first pair that counts of some pairs, and the pair in words."""
+        """Returns the value at the first of some pairs that is not ignored, and its indices."""
         here = where if self.masked is None else where & ~self.masked
         if not here.any():
             return None
@@ -347,7 +351,7 @@ class _Walk:
         )
 
     def _whole(self, function: Callable[..., Any], a: Number, b: Number) -> Number:
-        """Exact, unless rounding has decided which numbers these are."""
+        """Computes with whole numbers: exact, unless rounding may have changed an operand."""
         error = _sum(a.error, b.error)
         if error is not None:
             error = np.where(error > 0, np.inf, 0.0)
@@ -358,7 +362,7 @@ class _Walk:
         return Number(value, error=error)
 
     def _refuse_long(self, wrong: Array) -> None:
-        """Raises ValueError where a result of 64 bits does not fit."""
+        """Raises ValueError if a result does not fit in 64 bits."""
         if (found := self._first(wrong, np.zeros((), np.int64))) is not None:
             raise self._error(
                 f"a sum, difference or product of whole numbers needs more "
@@ -372,7 +376,7 @@ class _Walk:
         if self.eps is None:
             return Number(value, slope)
         size_a, size_b, slope_a, slope_b = map(_size, (a.value, b.value, a.slope, b.slope))
-        most_a = _sum(size_a, _times(self.eps, a.error))  # the product of two errors counts too
+        most_a = _sum(size_a, _times(self.eps, a.error))  # includes the product of both errors
         error = _sum(_times(most_a, b.error), _times(size_b, a.error), 0.5 * _size(value))
         slope_error = _sum(
             _times(_sum(slope_a, _times(self.eps, a.slope_error)), b.error),
@@ -408,7 +412,7 @@ class _Walk:
         return self._checked(Number(y, slope, error, slope_error), x)
 
     def _reach(self, f: Callable[..., Any], x: Number, y: Array, size_d: Array) -> Any:
-        """How far the error of x moves f(x): by the slope, or, if it is large, by f itself."""
+        """Returns the error of f(x) due to that of x: by the derivative, or f itself if large."""
         if x.error is None or self.eps is None:
             return None
         error, move = size_d * x.error, self.eps * x.error
@@ -441,7 +445,7 @@ class _Walk:
         value = np.floor(x.value)
         if self.eps is None or x.error is None:
             return Number(value)
-        reach = self.eps * x.error  # how many steps the floor may go up or down
+        reach = self.eps * x.error  # the floor may change by several whole numbers
         steps = np.maximum(np.floor(x.value + reach) - value, value - np.floor(x.value - reach))
         return self._checked(Number(value, error=steps / self.eps), x)
 
@@ -456,7 +460,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _either(self, parts: Sequence[Number], is_and: bool) -> Number:
-        """`and` or `or` of the parts; unsure where it may be True and may be False."""
+        """Computes `and` or `or` of conditions; unsure where rounding may change the result."""
         join = np.logical_and if is_and else np.logical_or
         value = reduce(join, [x.value for x in parts])
         if all(x.error is None for x in parts):
@@ -467,7 +471,7 @@ class _Walk:
         return Number(np.asarray(value), error=may & ~must)
 
     def _chosen(self, test: Number, a: Number, b: Number) -> Number:
-        """a where the test holds, else b; where the test is unsure, their distance is an error."""
+        """Selects a where the test holds, else b; adds their distance as an error if unsure."""
         if a.value.dtype.kind == b.value.dtype.kind == "b":
             return self._chosen_bool(test, a, b)
         a, b = self._alike(a, b)
@@ -499,7 +503,7 @@ class _Walk:
         return Number(value, error=unsure if unsure.any() else None)
 
     def _alike(self, a: Number, b: Number) -> tuple[Number, Number]:
-        """Both as they are if they are whole, else as real numbers."""
+        """Converts both to real numbers unless both are whole."""
         if a.is_real or b.is_real:
             return self._real(a), self._real(b)
         return a, b
@@ -514,9 +518,9 @@ class _Walk:
         return Number(value, error=_sum(x.error, rounds))
 
     def _checked(self, x: Number, *parts: Number) -> Number:
-        """A result of these parts, without the errors of what is infinite or NaN.
+        """Removes the errors of infinite and NaN results of these operands.
 
-        An infinite error stays: it is that of a part which may be infinite or not.
+        An infinite error is kept: it belongs to an operand that may or may not be infinite.
         """
         known = np.isfinite(x.value)
         for name in ("error", "slope_error"):
@@ -531,12 +535,12 @@ class _Walk:
 
 
 def _name_of(node: ast.Subscript) -> str:
-    """The array that it reads an element of."""
-    return node.value.id  # type: ignore[attr-defined]  # the rules leave names alone
+    """Returns the name of the array that is indexed."""
+    return node.value.id  # type: ignore[attr-defined]  # _Rules allows only names here
 
 
 def complex_step(f: Callable[..., Any], df: Callable[..., Any] | None, x: Array, y: Array) -> Array:
-    """The derivative of f, whose values y are; by df, its formula, where x or y is a limit."""
+    """Returns the derivative of f at x, where y = f(x); by its formula df if x or y is infinite."""
     found = np.asarray(f(x + 1j * _STEP).imag / _STEP)
     known = np.isfinite(x) & np.isfinite(y) & (np.abs(found) < 1e10)
     if known.all():
@@ -551,13 +555,13 @@ def _are_large(*values: Array) -> bool:
 
 
 def _negatable(value: Array) -> Array:
-    """The same, as Python's numbers if one is the lowest of int64."""
+    """Converts an array to Python numbers if it has the lowest int64, which has no negative."""
     is_lowest = value.dtype == np.int64 and bool((value == np.iinfo(np.int64).min).any())
     return value.astype(object) if is_lowest else value
 
 
 def _sum(*terms: Any) -> Any:
-    """The sum of the terms that are not None; None if there are none."""
+    """Returns the sum of the terms that are not None, or None if all are None."""
     total = None
     for x in terms:
         if x is not None:

@@ -347,7 +347,7 @@ def test_occupancy_is_what_the_driver_says(cuda, kernel):
 
     problem = Problem.of_sizes(M=64, d=64, dtype=usual_dtype(kernel))
     for launch in planning.plan(kernel, problem, cuda.limits).launches:
-        function = cuda.prepare(launch).kernel
+        function = cuda.compile_launch(launch).kernel
         told = driver.occupancyMaxActiveBlocksPerMultiprocessor(
             function.ptr, launch.threads, launch.shared_bytes
         )

@@ -11,7 +11,7 @@ from cupyfa import Unsupported
 from cupyfa.ladder import LADDER
 from cupyfa.runtime.arrays import readable_inputs
 from cupyfa.runtime.launcher import replay
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.workspace import allocate
 
 LAUNCHES = 1000
 # More blocks than a GPU runs at a time, so that they begin and end in different orders, and more
@@ -46,7 +46,7 @@ def test_a_thousand_launches_give_the_same_bits(cuda, kernel, dtype, sizes):
 
     def new():
         """A function that launches into new memory, and the bits of the outputs there."""
-        made = {x: allocated(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
+        made = {x: allocate(cuda, plan, x) for x in (*plan.outputs, *plan.scratch)}
         bits = {x: made[x].view(f"u{made[x].itemsize}") for x in plan.outputs}
         return replay(cuda, plan, {**inputs, **made}), bits
 

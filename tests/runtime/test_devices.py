@@ -40,10 +40,10 @@ class Captured(FarDevice):
         yield
         self.thread.works = False
 
-    def prepare(self, launch):
+    def compile_launch(self, launch):
         works = getattr(self.thread, "works", False)
         self.prepared.append((threading.get_ident(), works))
-        return super().prepare(launch)
+        return super().compile_launch(launch)
 
 
 @pytest.fixture
@@ -406,7 +406,7 @@ def test_every_thread_that_compiles_works_on_the_device():
     problem = Problem(1, 2, 2, 40, 40, 16, 16, DTYPES["float32"])
     plan = planning.plan(LADDER["backward"]["two_pass"], problem, LIMITS)
     with device.working_on(None):  # as all that call it
-        launcher.compiled(device, plan)
+        launcher.compile_kernels(device, plan)
     threads = {thread for thread, _ in device.prepared}
     # A worker that is done early takes a second kernel: the number of threads is not fixed.
     assert len(device.prepared) == len(plan.programs) > 1

@@ -388,7 +388,7 @@ def test_results_are_written_to_tensors_like_those_of_torch():
     for out, error, words in (
         (CpuTensor(q.copy(), requires_grad=True), TypeError, r"out, .*use tensor\.detach\(\)"),
         (CpuTensor(q[:, :1].copy()), ValueError, r"out is float32 \(1, 1, 20, 16\), the result"),
-        (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* give an array like that"),
+        (CpuTensor(q.astype("f8")), ValueError, "out is float64 .* give an array of that dtype"),
         (CpuTensor(q), ValueError, "out overlaps the input Q"),
     ):
         with pytest.raises(error, match=words):
@@ -750,7 +750,7 @@ class Driven:
         from cupyfa.runtime.cuda.device import Cuda
 
         class Engine(Cuda):
-            def prepare(self, launch):
+            def compile_launch(self, launch):
                 return SimpleNamespace(kernel=SimpleNamespace(ptr=hash(launch.entry) & 0xFFFF))
 
             def __init__(self):

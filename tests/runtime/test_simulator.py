@@ -190,7 +190,7 @@ def test_functions_of_the_ladder_may_be_called_and_those_of_own_files_are_inline
     own = tmp_path / "own.cu"
     own.write_text(sources.file_of(launch))
     for one in (launch, replace(launch, path=own)):
-        Simulator().prepare(one)
+        Simulator().compile_launch(one)
     assert inlined == [False, True]
 
 

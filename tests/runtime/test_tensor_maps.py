@@ -140,7 +140,7 @@ def step_of(record):
 
 def test_kernels_are_compiled_for_the_device_or_for_their_own_architecture(kernel, compiler):
     for record in (kernel, LADDER["forward"]["fa2"]):
-        cuda().prepare(step_of(record))
+        cuda().compile_launch(step_of(record))
     assert compiler.compiled == [("90a", False), ("90", False)]
 
 
@@ -154,7 +154,7 @@ def test_a_device_newer_than_nvrtc_gets_ptx():
 def test_a_second_process_finds_the_binary_unless_it_is_damaged(compiler, tmp_path):
     step = step_of(LADDER["forward"]["fa2"])
     for _ in range(2):
-        cuda().prepare(step)
+        cuda().compile_launch(step)
     assert len(compiler.compiled) == 1 and len(compiler.kernels) == 2
     first, second = compiler.kernels
     assert first.binary == second.binary and first.entry == second.entry == "fa2"
@@ -162,10 +162,10 @@ def test_a_second_process_finds_the_binary_unless_it_is_damaged(compiler, tmp_pa
     whole = file.read_bytes()
     for content in (whole[:-1], b"", whole[:40], b"x" + whole[1:]):
         file.write_bytes(content)
-        cuda().prepare(step)
+        cuda().compile_launch(step)
         assert compiler.kernels[-1].binary == first.binary and file.read_bytes() == whole
     assert len(compiler.compiled) == 5
-    cuda().prepare(step_of(LADDER["forward"]["v2"]))
+    cuda().compile_launch(step_of(LADDER["forward"]["v2"]))
     assert len(list((tmp_path / "cache").glob("*.cubin"))) == 2
 
 
@@ -174,10 +174,11 @@ def test_a_prepared_kernel_is_for_its_entry_and_its_shared_memory(compiler, tmp_
     step = step_of(LADDER["forward"]["fa2"])
     step, backend = replace(step, path=tmp_path / "two.cu", shared_bytes=0), cuda()
     first, second = (replace(step, launch=replace(step.launch, entry=x)) for x in ("one", "two"))
-    assert [backend.prepare(x).entry for x in (first, second, first)] == ["one", "two", "one"]
+    compiled = map(backend.compile_launch, (first, second, first))
+    assert [x.entry for x in compiled] == ["one", "two", "one"]
     assert len(compiler.kernels) == 2
     for size, granted in ((1000, 49152), (80_000, 80_000), (60_000, 80_000)):
-        made = backend.prepare(replace(first, shared_bytes=size))
+        made = backend.compile_launch(replace(first, shared_bytes=size))
         assert made.attribute("MAX_DYNAMIC_SHARED_SIZE_BYTES") == granted
 
 

@@ -222,8 +222,8 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: max(score, 0), "maximum"),
         (lambda score: math.exp(score), "instead of those of math"),
         (lambda score: float(score), "instead of those of math"),
-        (lambda score: sum(score), "no elements"),
-        (lambda score, slope, key: score + slope[key:], "no slice"),
+        (lambda score: sum(score), "cannot be iterated"),
+        (lambda score, slope, key: score + slope[key:], "not a slice"),
         (lambda score: score + np.ones(3), "captured="),
         (lambda score: score + "1", "cannot compute with '1'"),
         (lambda score: np.arctan(score), "np.arctan cannot be traced"),
@@ -232,7 +232,7 @@ def test_a_function_is_traced_once(function, text):
         (lambda score: None, "returns None"),
         (lambda *scores: scores[0], "name the parameters"),
         (np.tanh, "np.tanh|parameters|'x'"),
-        (3, "is 3; give an expression as text, or a Python function"),
+        (3, "is 3; give an expression as a string, or a Python function"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(function, words):

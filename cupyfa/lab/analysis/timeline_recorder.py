@@ -32,8 +32,8 @@ from cupyfa.planner.choose_kernel import plan as plan_of
 from cupyfa.planner.plan import Plan, PlannedLaunch, Recording
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.environment import Progress, no_progress
-from cupyfa.runtime.launcher import Launcher, compiled
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.launcher import Launcher, compile_kernels
+from cupyfa.runtime.workspace import allocate
 
 CAPACITY = 65536  # entries that a warp can write
 _FEWEST, _MANY = 16, 4096  # entries of a warp if all blocks are recorded, with fewer kinds
@@ -205,7 +205,7 @@ def record(
     progress(0, 3, "drawing inputs")
     readable = block_masks.readable(backend, plan, case.inputs(backend, kernel))
     arrays = dict(timing.placed(backend, readable, {}))
-    arrays |= {name: allocated(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
+    arrays |= {name: allocate(backend, plan, name) for name in (*plan.outputs, *plan.scratch)}
     progress(1, 3, "compiling")
     call = _Recorded(backend, plan, chosen, recording, arrays)
     names = source.members(source.file_of(chosen))
@@ -272,7 +272,7 @@ class _Recorded:
         self._recording = recording
         steps = tuple(self._launch if x is chosen else x for x in plan.steps)
         recorded = replace(plan, steps=steps)
-        kernels = compiled(backend, recorded)
+        kernels = compile_kernels(backend, recorded)
         self.run = Launcher(backend, recorded, arrays, kernels)
         self.given = tuple(map(backend.address, arrays.values())), backend.stream
         self.program = kernels[id(self._launch.launch)]

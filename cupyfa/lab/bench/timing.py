@@ -19,7 +19,7 @@ from cupyfa.planner.plan import Plan
 from cupyfa.problem.optional_inputs import MAPS
 from cupyfa.runtime.arrays import extent
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.workspace import allocate
 
 Call = Callable[[], Any]
 
@@ -140,7 +140,7 @@ def resources(backend: Backend, plan: Plan) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for launch in plan.programs:
-        prepared = backend.prepare(launch)
+        prepared = backend.compile_launch(launch)
         for name, value in backend.resources(prepared).items():
             column = name.replace(" ", "_")
             found[column] = max(found.get(column, 0), value)
@@ -157,7 +157,7 @@ def arrays_of(
     for name, allocation in {**plan.outputs, **plan.scratch}.items():
         key = (name, *allocation, plan.stored_shape(name))
         if key not in memory:
-            memory[key] = allocated(backend, plan, name)
+            memory[key] = allocate(backend, plan, name)
         arrays[name] = memory[key]
     return arrays
 

@@ -74,7 +74,9 @@ def trial(
     progress(0, STEPS, "compiling")
     watch, readable = watch or Watch(), block_mask.readable(backend, plan, inputs)
     begins = partial(watch.begins, f"{plan.kernel.name} on {plan.problem}")
-    used = {launch.entry: backend.resources(backend.prepare(launch)) for launch in plan.programs}
+    used = {
+        launch.entry: backend.resources(backend.compile_launch(launch)) for launch in plan.programs
+    }
     progress(1, STEPS, "running")
     with watch.calls():
         begins()

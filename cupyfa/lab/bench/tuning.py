@@ -339,7 +339,7 @@ def _check(backend: Backend, plan: Plan, watch: Watch) -> None:
     checked = plan_of(plan.kernel, small, backend.limits, **plan.constants)
     inputs = Case(plan.kernel.operation, small).inputs(kernel=plan.kernel)
     for launch in checked.programs:  # compiles outside the timed call
-        backend.prepare(launch)
+        backend.compile_launch(launch)
     watch.begins(_call(plan))
     guard.checked(backend, checked, block_mask.readable(backend, checked, inputs), {})
 

@@ -108,7 +108,7 @@ def perform(backend: Backend, task: Task) -> Iterator[Outcome]:
         try:
             with backend.working_on(None):
                 for launch in plan.programs:
-                    backend.prepare(launch)
+                    backend.compile_launch(launch)
                 mine = task.case.completed(inputs, plan.kernel, keep=is_given)
                 try:
                     ready = written(backend, task.case, mine)

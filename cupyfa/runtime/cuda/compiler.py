@@ -1,4 +1,4 @@
-"""Compiles kernels with NVRTC; the binaries are kept in the cache directory."""
+"""Compiles kernels with NVRTC and keeps the binaries in the cache directory."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,11 +28,11 @@ class Kernel:
         self.kernel = self._module.get_function(entry)
 
     def attribute(self, name: str) -> int:
-        """A CU_FUNC_ATTRIBUTE, such as NUM_REGS."""
+        """Returns a CU_FUNC_ATTRIBUTE, such as NUM_REGS."""
         return driver.funcGetAttribute(getattr(driver, _ATTRIBUTE + name), self.kernel.ptr)
 
     def variable(self, name: str) -> int:
-        """The address of a global variable."""
+        """Returns the address of a global variable."""
         return int(self._module.get_global_var(name))
 
     def set_attribute(self, name: str, value: int) -> None:
@@ -40,7 +40,7 @@ class Kernel:
 
 
 def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
-    """The kernel of a launch, compiled for the current device or found in the cache directory.
+    """Loads the kernel of a launch from the cache directory, or compiles it for the current device.
 
     Raises CompileException with NVRTC's message.
     """
@@ -63,7 +63,7 @@ def load(launch: PlannedLaunch, text: str, capability: str) -> Kernel:
 
 
 def _target(arch: str) -> tuple[str, bool]:
-    """The architecture to compile for, and whether to PTX: for devices newer than NVRTC."""
+    """Returns the architecture to compile for, and whether to PTX, for devices newer than NVRTC."""
     known = nvrtc.getSupportedArchs()
     if not arch.isdigit() or int(arch) in known:
         return arch, False
@@ -79,9 +79,9 @@ def compile_text(
     to_ptx: bool = False,
     log: bool = True,
 ) -> tuple[bytes, str]:
-    """The cubin of a source text for an architecture, and the compiler's log. Needs no GPU.
+    """Compiles source code to a cubin, or with ``to_ptx`` to PTX; also returns the log.
 
-    With ``to_ptx`` the PTX instead. Raises cupy.cuda.compiler.CompileException with NVRTC's words.
+    Needs no GPU. Raises cupy.cuda.compiler.CompileException with NVRTC's message.
     """
     target = f"compute_{arch}" if to_ptx else f"sm_{arch}"
     options = ["--std=c++17", f"-arch={target}", "-ftz=true", "--device-as-default-execution-space"]
@@ -104,7 +104,7 @@ def compile_text(
 
 @cache
 def _include_folders() -> tuple[Path, ...]:
-    """The folders of CUDA's headers, of CuPy's and of the C++ core libraries in CuPy."""
+    """Returns the include folders of CUDA, of CuPy and of the C++ core libraries in CuPy."""
     from cuda.pathfinder import find_nvidia_header_directory
 
     toolkit, found = cupy.cuda.get_cuda_path(), find_nvidia_header_directory("cudart")

@@ -1,4 +1,4 @@
-"""Matrix products of the baselines through cuBLAS, sums in float32 (float64 for float64)."""
+"""Matrix products of the baselines by cuBLAS, accumulated in float32 (float64 for float64)."""
 
 import ctypes
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 from cupy.cuda import cublas, device
 from cupy_backends.cuda.api import runtime
 
-# Element type and compute type, by the numbers of library_types.h and cublas_api.h.
+# The element and compute types, as enumerated in library_types.h and cublas_api.h.
 _TYPES = {"float32": (0, 68), "float64": (1, 70), "float16": (2, 68), "bfloat16": (14, 68)}
 _FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
@@ -19,11 +19,12 @@ _INT_MAX = 2**31 - 1
 
 
 def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> None:
-    """out = a b * scale per head: a [batch, heads, M, K], b [batch, kv_heads or heads, K, N].
+    """Computes out = a b * scale per head.
 
-    out has as many heads as a, or as few as the key heads: then it holds sums over groups. Its
-    dtype is that of a and b, or float32. cuBLAS counts columns first, so it is asked for
-    out^T = b^T a^T. ``tf32`` lets it round float32 to that.
+    a is [batch, heads, M, K], b is [batch, kv_heads or heads, K, N]. out has the heads of a, or
+    only the key heads, in which case it holds sums over groups. Its dtype is that of a and b, or
+    float32. cuBLAS is column-major, so it computes out^T = b^T a^T. ``tf32`` lets it round float32
+    inputs to TF32.
     """
     (M, N), K = out.shape[-2:], a.shape[-1]
     if out.size == 0:
@@ -71,7 +72,7 @@ def matmul(a: Any, b: Any, out: Any, scale: float, *, tf32: bool = False) -> Non
 
 
 def _gemm() -> Callable[..., Any]:
-    """CuPy's function, or cuBLAS's own during a capture, which CuPy's refuses."""
+    """Returns CuPy's function, or cuBLAS's own during a capture, when CuPy's would fail."""
     stream = cupy.cuda.get_current_stream().ptr
     if not runtime.streamIsCapturing(stream):
         return cublas.gemmStridedBatchedEx
@@ -82,7 +83,7 @@ def _gemm() -> Callable[..., Any]:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The cuBLAS library that CuPy has loaded."""
+    """Returns the cuBLAS library that CuPy has loaded."""
     library = ctypes.CDLL(cublas.__file__)
     whole, wide, pointer = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
     matrix = (pointer, whole, whole, wide)  # data, type, row length, step to the next
@@ -101,7 +102,7 @@ def _succeed(status: int) -> None:
 
 
 def _row_length(array: Any, row: int = -2, column: int = -1) -> int | None:
-    """Elements from one row to the next; None for rows that overlap or are not contiguous."""
+    """Returns the row stride in elements; None if rows overlap or are not contiguous."""
     size, columns = array.dtype.itemsize, array.shape[column]
     length = array.strides[row] // size if array.shape[row] > 1 else columns
     dense = array.strides[column] == size or columns == 1
@@ -110,7 +111,7 @@ def _row_length(array: Any, row: int = -2, column: int = -1) -> int | None:
 
 
 def _readable(array: Any) -> tuple[Any, bool, int]:
-    """An array that cuBLAS can read, whether its matrices are transposed, and their row length."""
+    """Returns an array that cuBLAS can read, whether it is transposed, and its row stride."""
     if (length := _row_length(array)) is not None:
         return array, False, length
     if (length := _row_length(array, -1, -2)) is not None:
@@ -119,11 +120,10 @@ def _readable(array: Any) -> tuple[Any, bool, int]:
 
 
 def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, bool]]:
-    """(starts of a, b, out; steps of a, b, out; count; whether it adds to out), one for each call
-    of cuBLAS; starts and steps in bytes.
+    """Lists the calls of cuBLAS: (starts of a, b, out; steps of a, b, out; count; adds to out).
 
-    One call does everything if batches follow heads evenly; else there is one for each batch
-    and each query head of a group, over the key heads.
+    Starts and steps are in bytes. One call computes everything if all heads are evenly spaced;
+    otherwise each batch element and each query head of a group needs a call over the key heads.
     """
     batch, heads = a.shape[:2]
     arrays = (a, b, out)
@@ -133,7 +133,7 @@ def _batches(a: Any, b: Any, out: Any) -> list[tuple[list[int], list[int], int, 
     even = all(x.strides[0] == x.shape[1] * x.strides[1] or batch == 1 for x in arrays)
     if even and group == 1:
         return [([0, 0, 0], [x.strides[1] for x in arrays], batch * heads, False)]
-    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # of the heads of a group
+    own = [x.strides[1] if x.shape[1] == heads else 0 for x in arrays]  # steps in a group
     steps = [group * x.strides[1] if x.shape[1] == heads else x.strides[1] for x in arrays]
     return [
         ([i * x.strides[0] + g * y for x, y in zip(arrays, own)], steps, fewest, sums and g > 0)

@@ -42,7 +42,7 @@ _OTHER_STREAM = (
     "`with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):`"
 )
 # Cycles for which a kernel keeps the device busy, so that the host has queued a call before the
-# device starts it; if it has not, the call is timed again with more cycles. About 0.3 ms and 3 ms.
+# device starts it; otherwise the call is timed again with more cycles. About 0.3 ms and 3 ms.
 _HEAD_STARTS = (600_000, 6_000_000)
 _HOLD = """
 extern "C" __global__ void hold(long long cycles) {
@@ -53,7 +53,7 @@ extern "C" __global__ void hold(long long cycles) {
 
 
 def unavailable() -> str | None:
-    """Why there is no CUDA device here, or None if there is one."""
+    """Returns the reason why there is no CUDA device here, or None if there is one."""
     try:
         return None if runtime.getDeviceCount() else "no CUDA device is visible"
     except runtime.CUDARuntimeError as error:
@@ -63,10 +63,10 @@ def unavailable() -> str | None:
 
 
 class _Working:
-    """A device made current, and its failures turned into DeviceError, in one line.
+    """A context in which a device is current and CUDA errors become a one-line DeviceError.
 
-    Meanwhile this thread may allocate memory although it captures a stream. In the usual modes,
-    those of ``torch.cuda.graph``, that would make the capture invalid.
+    In it this thread may allocate memory while it captures a stream, which would invalidate a
+    capture in the modes that ``torch.cuda.graph`` uses.
     """
 
     def __init__(self, device: Any) -> None:
@@ -84,12 +84,12 @@ class _Working:
         try:
             if found is not None:
                 raise found from None
-        finally:  # these refer to this frame and to those of the call, and so to its arrays
+        finally:  # these refer to the frames of the call, which would keep its arrays alive
             del found, error, trace
 
 
 def _device_error(error: BaseException) -> DeviceError | None:
-    """What to raise for a failure of the device; None for any other error."""
+    """Returns the exception for a failure of the device; None for any other error."""
     if isinstance(error, cupy.cuda.memory.OutOfMemoryError):
         free, total = runtime.memGetInfo()
         return OutOfMemory(
@@ -108,7 +108,7 @@ def _device_error(error: BaseException) -> DeviceError | None:
 
 
 def _failed(what: str) -> DeviceError:
-    """The error for a failure; after a trap in a kernel every further call fails too."""
+    """Returns the error for a failure: DeviceLost after a trap, when all further calls fail."""
     try:
         runtime.deviceSynchronize()
     except runtime.CUDARuntimeError as found:
@@ -116,7 +116,7 @@ def _failed(what: str) -> DeviceError:
             return DeviceError(what)
         return DeviceLost(
             f"{what}; this process's CUDA context is lost, with all that was on the device: "
-            "restart the process. cupyfa check runs kernels in processes of their own"
+            "restart the process. cupyfa check runs kernels in separate processes"
         )
     return DeviceError(what)
 
@@ -182,7 +182,7 @@ def _limits(device: int) -> Limits:
         threads=attributes["MaxThreadsPerBlock"],
         arch=cupy.cuda.Device(device).compute_capability,
         multiprocessors=attributes["MultiProcessorCount"],
-        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # given in kHz
+        clock=attributes.get("ClockRate", 0) / 1e6 or None,  # GHz; CUDA reports kHz
         no_matmul=_no_cublas(),
         tuned=tuned.on(name),
     )
@@ -221,11 +221,11 @@ class Cuda(Backend):
         self._kernels: dict[tuple[Any, ...], compiler.Kernel] = {}
         self._building: dict[tuple[Any, ...], threading.Lock] = {}
         self._lock = threading.Lock()
-        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # not in use
+        self._lanes: dict[int, list[tuple[_Lane, _Lane, _Lane]]] = {}  # idle lanes, by device
 
     @property
     def devices(self) -> int:  # type: ignore[override]
-        """The visible devices if all are of one model, else 1."""
+        """The number of visible devices if all are of one model, else 1."""
         return len(self.models) if len(set(self.models)) == 1 else 1
 
     @property
@@ -246,9 +246,9 @@ class Cuda(Backend):
         return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
 
     def adopt_tensors(self, tensors: Sequence[Any]) -> list[Any] | None:
-        """Uses their addresses: DLPack takes longer than everything else in a call.
+        """Views tensors by their addresses: DLPack takes longer than everything else in a call.
 
-        None where torch's stream is another than CuPy's, and for tensors that DLPack may refuse.
+        Returns None if torch's stream differs from CuPy's, and for tensors that DLPack may refuse.
         """
         torch: Any = sys.modules["torch"]
         device, stream = self.current()
@@ -264,7 +264,7 @@ class Cuda(Backend):
 
     def upload(self, array: np.ndarray) -> Any:
         self._refuse_capture()
-        if array.dtype == E4M3:  # which CuPy does not know
+        if array.dtype == E4M3:  # CuPy does not support e4m3
             return cupy.asarray(array.view(np.uint8)).view(E4M3)
         return cupy.asarray(array)
 
@@ -284,12 +284,12 @@ class Cuda(Backend):
         somewhere = mapped.address or _somewhere(cupy.cuda.Device().id).data.ptr
         return _encoded(mapped._replace(address=somewhere))
 
-    def prepare(self, launch: PlannedLaunch) -> Any:
+    def compile_launch(self, launch: PlannedLaunch) -> Any:
         text = sources.text(launch)
         key = (cupy.cuda.Device().id, text, launch.target, launch.entry)
         with self._lock:
             lock = self._building.setdefault(key[1:], threading.Lock())
-        with lock:  # other kernels may be compiled meanwhile; other devices find this one in files
+        with lock:  # other kernels compile in parallel; other devices find this one in the cache
             kernel = self._kernels.get(key)
             if kernel is None:
                 capability = cupy.cuda.Device().compute_capability
@@ -297,8 +297,8 @@ class Cuda(Backend):
         most = kernel.attribute("MAX_THREADS_PER_BLOCK")
         if launch.threads > most:
             raise Unsupported(
-                f"{launch.entry} takes {kernel.attribute('NUM_REGS')} registers a thread, which a "
-                f"block of {launch.threads} threads does not have: at most {most} fit; choose "
+                f"{launch.entry} takes {kernel.attribute('NUM_REGS')} registers a thread, which is "
+                f"too many for a block of {launch.threads} threads: at most {most} fit; choose "
                 "smaller tiles, or write __launch_bounds__(threads) to spill them",
                 "too many registers a block",
             )
@@ -369,7 +369,7 @@ class Cuda(Backend):
         cupy.cuda.Device().synchronize()
 
     def _refuse_capture(self) -> None:
-        """Raises Unsupported where numbers cross the bus during a capture."""
+        """Raises Unsupported for copies between host and GPU during a capture."""
         if (stream := get_current_stream().ptr) and runtime.streamIsCapturing(stream):
             raise Unsupported(
                 "numbers are copied between the host and the GPU, and a CUDA graph is captured, "
@@ -438,7 +438,7 @@ class Cuda(Backend):
 
 
 def _of_tensor(torch: Any, x: Any, device: int) -> Any:
-    """A view of an ordinary tensor on this device; None for any other tensor."""
+    """Views an ordinary tensor on this device; returns None for any other tensor."""
     dtype, address = _dtypes_of(torch).get(x.dtype), x.data_ptr()
     plain = type(x) is torch.Tensor and x.layout is torch.strided
     if not plain or x.requires_grad or x.is_neg() or x.get_device() != device or not address:
@@ -450,7 +450,7 @@ def _of_tensor(torch: Any, x: Any, device: int) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """A tensor of e4m3, of which CuPy's DLPack knows no dtype, as bytes; None for other arrays."""
+    """Views an e4m3 tensor as bytes, since CuPy's DLPack lacks e4m3; None for other arrays."""
     torch: Any = sys.modules.get("torch")
     theirs = getattr(torch, E4M3.name, None)
     if theirs is None or getattr(array, "dtype", None) is not theirs:
@@ -466,7 +466,7 @@ def _unowned(
     device: int,
     owner: Any = None,
 ) -> Any:
-    """An array over memory that ``owner`` keeps alive; strides may be negative."""
+    """Makes an array over memory that ``owner`` keeps alive; strides may be negative."""
     reach = [(n - 1) * step for n, step in zip(shape, strides)] if 0 not in shape else []
     low = sum(x for x in reach if x < 0)
     size = sum(map(abs, reach)) + dtype.itemsize
@@ -481,13 +481,13 @@ def _dtypes_of(torch: Any) -> dict[Any, np.dtype]:
 
 
 def _dotted(version: int) -> str:
-    """A CUDA version number as text: 12090 is 12.9."""
+    """Formats a CUDA version number: 12090 is "12.9"."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @cache
 def _somewhere(device: int) -> Any:
-    """Memory that the tensor map of an empty array points to: the address must be valid."""
+    """Allocates memory for tensor maps of empty arrays, whose address must be valid, too."""
     return cupy.empty(BOX_ROW_BYTES, np.uint8)
 
 
@@ -496,11 +496,11 @@ _MAP_DTYPES = {"uint8": 0, "float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _NOT_INTERLEAVED, _SWIZZLED_128B, _PROMOTED_256B, _FILLED_WITH_ZEROS = 0, 3, 3, 0
 
 
-@lru_cache(maxsize=1024)  # arrays and boxes; programs use few of them again and again
+@lru_cache(maxsize=1024)  # programs use the same few arrays again and again
 def _encoded(mapped: Mapped) -> np.ndarray:
-    """A tensor map, in memory aligned as the driver needs it.
+    """Encodes a tensor map in memory with the alignment that the driver needs.
 
-    Raises DeviceError with its values if the driver refuses them.
+    Raises DeviceError with the contents if the driver rejects them.
     """
     encoded = blank_map()
     rank = len(mapped.sizes)
@@ -544,16 +544,16 @@ class _LaunchConfig(ctypes.Structure):
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_CAPTURES_EARLY_LAUNCHES = 12030  # the first CUDA whose graphs have them
+_CAPTURES_EARLY_LAUNCHES = 12030  # the first CUDA version whose graphs support early launches
 
 
 def _early_starter(
     launch_kernel: Callable[..., int], function: int, launch: PlannedLaunch
 ) -> Start:
-    """Starts a launch that may begin while the launch before it ends.
+    """Returns the function that starts a launch that may begin while the previous one ends.
 
-    One thread at a time calls it: launches of several steps are queued together. So objects of
-    ctypes are made once, and written only where a call differs from the last one.
+    Launches of several steps are queued under a lock, so only one thread at a time calls it.
+    Therefore ctypes objects are made once, and only written if a call differs from the last one.
     """
     attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION)
     attribute.value[1] = 1
@@ -581,9 +581,9 @@ def _early_starter(
 
 @cache
 def _launch_kernel_ex() -> Any:
-    """The driver's cuLaunchKernelEx, for which CuPy has no function.
+    """Returns the driver's cuLaunchKernelEx, which CuPy does not wrap.
 
-    None for a driver without it, or whose graphs cannot have its launches.
+    Returns None if the driver lacks it or cannot capture its launches in graphs.
     """
     version = ctypes.c_int()
     try:
@@ -597,10 +597,10 @@ def _launch_kernel_ex() -> Any:
 
 @cache
 def _exchange_of_capture_modes() -> Callable[[Any], object]:
-    """What exchanges an int for the mode that says which calls captures allow in this thread."""
+    """Returns the driver's function that exchanges the stream capture mode of this thread."""
     try:
         return _driver().cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # a driver without it captures nothing
+    except (OSError, AttributeError):  # a driver without the function cannot capture at all
         return id
 
 
@@ -611,7 +611,7 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _encode_tiled() -> Any:
-    """The driver's cuTensorMapEncodeTiled, for which CuPy has no function."""
+    """Returns the driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
     try:
         function = _driver().cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
@@ -626,7 +626,7 @@ def _encode_tiled() -> Any:
     return function
 
 
-# For ``doctor``, which calls each of these in its own process.
+# Functions for ``doctor``, which calls each of them in a separate process.
 
 _TRIAL = """
 #include <cuda_fp16.h>
@@ -635,12 +635,12 @@ extern "C" __global__ void trial(__half* x) { x[threadIdx.x] = __hadd(x[threadId
 
 
 def cuda_versions() -> dict[str, int]:
-    """The newest CUDA that the driver supports, 0 without one, and CuPy's: 12090 is 12.9."""
+    """Returns the newest CUDA of the driver (0 without one) and CuPy's CUDA; 12090 is 12.9."""
     return {"driver": runtime.driverGetVersion(), "runtime": runtime.runtimeGetVersion()}
 
 
 def try_devices() -> list[dict[str, Any]]:
-    """The properties of each device, and "error" if a kernel could not be run there."""
+    """Returns the properties of each device, with "error" if a test kernel fails on it."""
     return [_tried(index) for index in range(runtime.getDeviceCount())]
 
 
@@ -667,14 +667,14 @@ def _tried(index: int) -> dict[str, Any]:
 
 
 def try_nvrtc() -> dict[str, str]:
-    """NVRTC's version, and the architecture that it compiled a kernel for."""
+    """Compiles a kernel; returns NVRTC's version and the architecture."""
     arch = "90" if unavailable() else cupy.cuda.Device().compute_capability
     compiler.compile_text(_TRIAL, "trial.cu", arch, ())
     return {"nvrtc": ".".join(map(str, nvrtc.getVersion())), "arch": arch}
 
 
 def cublas_version() -> str:
-    """The version of cuBLAS."""
+    """Returns the version of cuBLAS, or "found" without a device."""
     from cupy.cuda import cublas, device
 
     return "found" if unavailable() else str(cublas.getVersion(device.get_cublas_handle()))

@@ -1,4 +1,4 @@
-"""NCCL: a rank of a communicator between processes that each have one GPU."""
+"""NCCL communication between processes that have one GPU each."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import cupy
 import numpy as np
 
 _REMEDY = 'pip install "nvidia-nccl-cu12>=2.18.1,<3", or with CUDA 13 nvidia-nccl-cu13'
-# Copies of other ranks' arrays begin before the kernels that are queued at the same time.
-_HIGHEST_PRIORITY = -5  # a device takes the nearest one that it has
+# With this priority, copies of other ranks' arrays begin before kernels queued at the same time.
+_HIGHEST_PRIORITY = -5  # a device uses the nearest priority that it supports
 
 
 @cache
 def library() -> Any:
-    """CuPy's module of NCCL. Raises ImportError if there is no NCCL."""
-    # NVLink multicast, which NCCL would take by itself, needs the fabric manager of the host; on
-    # shared hosts a process that ends badly can take it from all others.
+    """Returns CuPy's NCCL module. Raises ImportError if NCCL is not installed."""
+    # NVLink multicast, which NCCL enables by default, needs the host's fabric manager; on shared
+    # hosts, a process that crashes can break it for all others.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     with warnings.catch_warnings(action="ignore"):
         from cupy.cuda import nccl
@@ -30,14 +30,14 @@ def library() -> Any:
 
 
 def unique_id() -> bytes:
-    """The 128 bytes by which ranks find each other; rank 0 makes them, and must stay alive."""
+    """Makes the 128-byte id of a communicator, on rank 0, which must stay alive."""
     return bytes(library().get_unique_id())
 
 
 class Nccl:
-    """A rank on the current device. Work is queued in a stream of its own.
+    """A rank of a communicator, on the current device, with its own stream.
 
-    Creating it waits for all ranks, and connects each with each.
+    The constructor waits for all ranks and connects all pairs.
     """
 
     def __init__(self, rank: int, ranks: int, name: bytes) -> None:
@@ -50,7 +50,7 @@ class Nccl:
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """What calls of NCCL raise, and of CUDA: a kernel's failure is told by the next call."""
+        """The exceptions of NCCL and CUDA; a call also reports the failure of an earlier kernel."""
         return (self._nccl.NcclError, cupy.cuda.runtime.CUDARuntimeError)
 
     @property
@@ -59,7 +59,7 @@ class Nccl:
         return bool(cupy.cuda.get_current_stream().is_capturing())
 
     def exchange(self, sends: Sequence[tuple[Any, int]], recvs: Sequence[tuple[Any, int]]) -> Any:
-        """Queues messages (contiguous array, rank); the event of their end."""
+        """Queues messages (contiguous array, rank); returns an event that follows them."""
         self._follow_computation()
         uint8 = self._nccl.NCCL_UINT8
         self._nccl.groupStart()  # a send alone may block until its receipt is queued
@@ -75,14 +75,14 @@ class Nccl:
         return self._event()
 
     def gather(self, array: Any, into: Any) -> Any:
-        """Queues the collection of all ranks' arrays [ranks, …]; the event of its end."""
+        """Queues an all-gather into [ranks, …]; returns an event that follows it."""
         self._follow_computation()
         if array.nbytes:
             self._gather(array, into)
         return self._event()
 
     def agree(self, message: bytes) -> tuple[Any, Callable[[], list[bytes]]]:
-        """Queues the collection of messages: an event, and what reads them after that."""
+        """Queues an all-gather of messages; returns an event, and a function to read them then."""
         with self._stream:
             own = cupy.asarray(np.frombuffer(message, np.uint8))
             whole = cupy.empty((self._ranks, len(message)), np.uint8)
@@ -94,15 +94,15 @@ class Nccl:
         return self._event(), read
 
     def follow(self, event: Any) -> None:
-        """Work that is queued in the current stream from now on begins after an event."""
+        """Makes work that is queued in the current stream from now on wait for an event."""
         cupy.cuda.get_current_stream().wait_event(event)
 
     def use(self) -> None:
-        """Makes the device current in another thread, before it asks for events."""
+        """Makes the device current in another thread, which then queries events."""
         self._device.use()
 
     def failure(self) -> str:
-        """What NCCL has found wrong since, or nothing."""
+        """Returns the error that NCCL has detected since, or ""."""
         try:
             self._communicator.check_async_error()
         except self.failures as error:
@@ -119,7 +119,7 @@ class Nccl:
         )
 
     def _connect(self, rank: int) -> None:
-        """The first messages of two ranks connect them, which is slow and may block."""
+        """Sends the first messages between all ranks, which connect them slowly and may block."""
         room = cupy.zeros((2, self._ranks), np.uint8)
         others = [x for x in range(self._ranks) if x != rank]
         sends, recvs = ([(row[x : x + 1], x) for x in others] for row in room)
@@ -128,7 +128,7 @@ class Nccl:
         self._stream.synchronize()
 
     def _follow_computation(self) -> None:
-        """What is queued from now on begins after the work of the current stream."""
+        """Makes messages that are queued from now on wait for the work of the current stream."""
         event = cupy.cuda.Event(disable_timing=True)
         event.record(cupy.cuda.get_current_stream())
         self._stream.wait_event(event)

@@ -26,14 +26,14 @@ from cupyfa.runtime.call_cache import CallCache
 from cupyfa.runtime.kernel_arguments import blank_map
 from cupyfa.runtime.simulator import dynamic_shared, lines, machine
 
-# The struct TensorMap of the simulator's own tma.cuh; strides in bytes.
+# The struct TensorMap of the simulator's version of tma.cuh; strides are in bytes.
 _MAP = np.dtype(
     [("address", "u8"), ("strides", "i8", 3), ("sizes", "i4", 4), ("box_rows", "i4")]
     + [("itemsize", "i4"), ("unused", "V72")]
 )
 
 MOST_MULTIPROCESSORS = 1024
-MULTIPROCESSORS = 4  # so few that each block of a small problem has several tiles
+MULTIPROCESSORS = 4  # few, so that persistent blocks get several tiles even of small problems
 
 
 @cache
@@ -45,16 +45,16 @@ def _limits(device: int) -> Limits:
 class Simulator(Backend):
     """Runs kernels on the CPU, one fiber per thread, blocks spread over the cores.
 
-    ``schedule`` is a seed for another order of the threads (None: by index), ``workers`` the
-    number of blocks that run at a time (None: one per core). ``multiprocessors`` is the number
-    that plans go by, for persistent blocks and splits (None: MULTIPROCESSORS). A block has as much
-    shared memory as on an H100. Faults in the kernel raise SimulatorFault.
+    ``schedule`` is a seed for the order of the threads (None: by index), ``workers`` the number of
+    blocks that run at a time (None: one per core). ``multiprocessors`` is the number that plans
+    assume, for persistent blocks and splits (None: MULTIPROCESSORS). A block has the shared memory
+    of an H100. Faults in the kernel raise SimulatorFault.
     """
 
     name = "simulator"
     address = staticmethod(lambda array: array.__array_interface__["data"][0])
     empty: Any = staticmethod(np.empty)
-    writes_in_place = False  # a kernel may fail
+    writes_in_place = False  # a kernel that faults must leave the caller's arrays untouched
     compile_errors = (CompileError,)
     read_limits = staticmethod(_limits)
 
@@ -105,10 +105,10 @@ class Simulator(Backend):
         made.view(_MAP)[...] = (m.address, m.strides, m.sizes, m.box_rows, m.itemsize, b"")
         return made
 
-    def prepare(self, launch: PlannedLaunch) -> machine.CompiledKernel:
+    def compile_launch(self, launch: PlannedLaunch) -> machine.CompiledKernel:
         text, folders = sources.text(launch), sources.include_folders(launch)
         try:
-            is_own = launch.path.is_absolute()  # a user's file
+            is_own = launch.path.is_absolute()  # a file outside the library
             return machine.build(text, folders, launch.entry, inlines=is_own)
         except CompileError as error:
             if re.search(rf"{machine.ENTRY}:\d+:\d+: error: .*\b{launch.entry}\b", str(error)):
@@ -154,7 +154,7 @@ class Simulator(Backend):
         return self.like(schedule=seed)
 
     def like(self, **changes: int | None) -> Simulator:
-        """A simulator that differs from this one in what is given."""
+        """Returns a simulator with the settings of this one, except for ``changes``."""
         return Simulator(**{**self._asked(), **changes})
 
     def _asked(self) -> dict[str, int | None]:
@@ -165,7 +165,7 @@ class Simulator(Backend):
 
 
 def try_out() -> str:
-    """The compiler, once a kernel has compiled and run correctly; for ``doctor``."""
+    """Compiles and runs a kernel and returns the compiler that was used; for ``doctor``."""
     x = np.ones(32, np.float32)
     never_the_same = f"// {time.time_ns()}\n"
     text = 'extern "C" __global__ void trial(float* x) { x[threadIdx.x] += 1; }'

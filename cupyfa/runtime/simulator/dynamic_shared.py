@@ -1,15 +1,15 @@
-"""Gives ``extern __shared__ float x[];`` in a kernel's text the place of its block's memory.
+"""Maps ``extern __shared__ float x[];`` in a kernel's source to the shared memory of its block.
 
-To a host compiler that is an array of another object. All such arrays get one name for the linker,
-and the kernel is linked with an object that has thread-local memory of this name, so that every
-worker has its own.
+A host compiler takes such a declaration for an array in another object file. All these arrays get
+one linker symbol, and the kernel is linked with an object that defines thread-local memory for this
+symbol, so that every worker thread has its own.
 """
 
 import re
 
 CAPACITY = 227 * 1024  # bytes that a block can have, as on an H100
 
-# Gives the runtime the addresses of the calling worker's memory.
+# Code that tells the runtime the addresses of the calling worker's shared memory.
 LOCATOR = """\
 extern __thread unsigned char end_of_fixed[] __asm__("simulator_fixed_end");
 extern __thread unsigned char start_of_dynamic[] __asm__("simulator_dynamic");
@@ -35,15 +35,16 @@ _PLACED = re.compile(r'(\w+) ?\[ ?\][^;"]* __asm__\("simulator_dynamic"\);')
 
 
 def placed(text: str) -> str:
-    """The text with each such declaration naming that memory; every line keeps its number."""
+    """Rewrites each ``extern __shared__`` declaration of a source; line numbers do not change."""
     return _TOKEN.sub(_placed_token, text)
 
 
 def memory(text: str) -> str:
-    """The source of the object with the memory, for a text in which arrays have been placed.
+    """Returns the source of the object that defines the memory, for a rewritten kernel source.
 
-    It lies behind the kernel's own __shared__ variables, whose end another symbol marks. In a
-    template g++ forgets the linker's name, and asks for the array's.
+    The memory lies behind the kernel's static __shared__ variables, whose end another symbol marks.
+    In templates g++ ignores the linker symbol and refers to the array by its name, so the memory
+    has these names, too.
     """
     symbol = ".weak {0}; .hidden {0}; .type {0}, @object; .size {0}, {1}\n{0}:\n"
     names = ["simulator_dynamic", *sorted(set(_PLACED.findall(text)))]
@@ -60,7 +61,7 @@ def _placed_token(token: re.Match[str]) -> str:
     statement = token["statement"]
     if not statement or not all(word in statement for word in ("extern", "__shared__")):
         return token[0]
-    # The memory is aligned as strictly as any type asks for.
+    # Alignment can be dropped, since the memory has the strictest alignment of any type.
     bare = _ALIGNMENT.sub(" ", re.sub(r"\b(?:extern|__shared__)\b", " ", statement))
     if not re.search(r"\w\s*\[\s*\]", bare):
         return token[0]

@@ -1,6 +1,6 @@
-"""Source lines of addresses in a shared object, from its debug information.
+"""Finds the source lines of addresses in a shared object from its debug information.
 
-addr2line (binutils) reads it; without it pyelftools, which the extra ``compiler`` has.
+Uses addr2line (binutils) if it is installed, else pyelftools, which the extra ``compiler`` has.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ REMEDY = "source lines need addr2line; install binutils, or pip install pyelftoo
 
 
 def can_read() -> bool:
-    """Whether there is a program or a package that reads debug information."""
+    """Whether addr2line or pyelftools is installed."""
     return bool(shutil.which("addr2line") or importlib.util.find_spec("elftools"))
 
 
 def frames(path: Path, addresses: Sequence[int]) -> list[str]:
-    """``file:line`` of each address, and after it those of the calls that were inlined there."""
+    """Returns ``file:line`` of each address, followed by those of the calls inlined there."""
     if tool := shutil.which("addr2line"):
         command = [tool, "-i", "-e", str(path), *map(hex, addresses)]
         done = subprocess.run(command, capture_output=True, check=False)
@@ -51,7 +51,7 @@ def _frames(debug: Any, address: int) -> list[str]:
             for call in (die.attributes for die in unit.iter_DIEs() if die.tag == _INLINED)
             if _contains(debug, unit, call, address)
         ]
-        # Of nested calls, the outermost comes first.
+        # Debug information lists the outermost of nested calls first.
         return [
             f"{names[file]}:{line}" for file, line in [(state.file, state.line), *inlined[::-1]]
         ]
@@ -62,7 +62,7 @@ _INLINED = "DW_TAG_inlined_subroutine"
 
 
 def _row(debug: Any, unit: Any, address: int) -> Any:
-    """The row of a unit's line table that an address belongs to, or None."""
+    """Returns the row of a unit's line table that contains an address, or None."""
     before = None
     for entry in debug.line_program_for_CU(unit).get_entries():
         row = entry.state
@@ -75,7 +75,7 @@ def _row(debug: Any, unit: Any, address: int) -> Any:
 
 
 def _contains(debug: Any, unit: Any, attributes: Any, address: int) -> bool:
-    """Whether a part of the program, as its attributes tell, contains an address."""
+    """Whether the entry of the debug information with these attributes contains an address."""
     if "DW_AT_ranges" in attributes:
         offset = attributes["DW_AT_ranges"].value
         ranges = debug.range_lists().get_range_list_at_offset(offset, unit)

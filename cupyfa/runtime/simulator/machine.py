@@ -1,8 +1,8 @@
-"""Compiles a kernel's text for the CPU and runs it, each CUDA thread as a fiber.
+"""Compiles the source of a kernel for the CPU and runs it, each CUDA thread as a fiber.
 
 There are two kinds of shared objects: the runtime (``runtime.cpp`` with ``asynchronous.h``), and
-each kernel's text behind ``simulator.h``, with the compiler's own checks of every access. The cache
-directory has both, under names made from everything that went into them.
+one for each kernel, whose source follows ``simulator.h`` and whose accesses the compiler
+instruments. The cache directory has both, under names that hash everything that went into them.
 """
 
 import _thread
@@ -37,13 +37,13 @@ _HERE = Path(__file__).resolve().parent
 _RUNTIME_FILES = (_HERE / "runtime.cpp", _HERE / "asynchronous.h")
 _TWINS = _HERE / "include"
 _REPORT_BYTES = 2048
-ENTRY = "simulator entry point"  # the file that messages name for the call of a kernel
+ENTRY = "simulator entry point"  # the file name in messages for the code that calls a kernel
 _NO_ROOM = re.compile("No space left on device|File size limit exceeded|Disk quota exceeded")
 _LONGEST = 600  # seconds that a compiler may take
-_PATIENCE = 0.5  # seconds between two checks of what was asked to end
-_MAX_FRAME_BYTES = 200_000  # of one function; a fiber's stack holds 260 KB
+_PATIENCE = 0.5  # seconds between two checks whether a call or process has ended
+_MAX_FRAME_BYTES = 200_000  # the stack frame of one function; a fiber's stack holds 260 KB
 
-# Version 4 of the debug information is the last that every addr2line reads right.
+# DWARF 4 is the last version of debug information that every addr2line reads correctly.
 _BASE_FLAGS = ["-std=c++17", "-O2", "-g1", "-gdwarf-4", "-fPIC", "-fvisibility=hidden"]
 _KERNEL_FLAGS = [
     # Small problems spend their time on compiling; large ones run 10 % slower than with -O2.
@@ -56,17 +56,17 @@ _KERNEL_FLAGS = [
     "-fno-omit-frame-pointer",
     "-fsanitize=thread",
 ]
-# Places of local variables, which -g1 leaves out, would take a quarter of the time of compiling.
+# Tracking local variables, which -g1 discards, would take a quarter of the compile time.
 _GCC_BASE_FLAGS = ["-fno-var-tracking"]
 _GCC_FLAGS = [
     *_GCC_BASE_FLAGS,
-    # Passes that take a tenth of the time of compiling, and make kernels no faster.
+    # These passes take a tenth of the compile time and make kernels no faster.
     "-fno-dce",
     "-fno-dse",
     "-fno-move-loop-invariants",
     f"-Werror=frame-larger-than={_MAX_FRAME_BYTES}",
     "-fsanitize=bounds-strict,integer-divide-by-zero,alignment",
-    # The instrumentation leaves these two to the runtime, which sees them only if called.
+    # The runtime checks these two, but only if they are called as functions.
     "-fno-builtin-memcpy",
     "-fno-builtin-memset",
     "--param=tsan-instrument-func-entry-exit=0",
@@ -74,7 +74,7 @@ _GCC_FLAGS = [
 _CLANG_FLAGS = [
     f"-Wframe-larger-than={_MAX_FRAME_BYTES}",
     "-Werror=frame-larger-than",
-    "-fno-sanitize=undefined",  # which zig adds with -O0
+    "-fno-sanitize=undefined",  # zig enables it with -O0
     "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
     "-fno-sanitize-trap=all",
     "-fno-vectorize",  # vectorised accesses may include elements that the kernel guards
@@ -88,9 +88,9 @@ _CLANG_FLAGS = [
 class CompiledKernel:
     entry: str
     path: Path
-    folders: Sequence[Path]  # of the headers it includes
+    folders: Sequence[Path]  # the folders of the headers that it includes
     argument_bytes: tuple[int, ...]
-    text: str = field(repr=False)  # as messages count its lines
+    text: str = field(repr=False)  # the source, with the line numbers of messages
     runtime: ctypes.CDLL = field(repr=False)
     code: ctypes.CDLL = field(repr=False)
 
@@ -112,17 +112,19 @@ def starter(
     waits_first: bool = False,
     one_waits: bool = False,
 ) -> Callable[[Any, int, int], None]:
-    """A function that runs a kernel on a grid of blocks and returns when all have finished.
+    """Returns a function that runs a kernel on a grid of blocks and waits until all have finished.
 
-    ``sizes`` are the bytes of the arguments; the function takes a table with each argument's
-    address. ``regions`` are the global memory that the kernel may access. ``schedule`` is the seed
-    of a pseudo-random order of threads; with None they run in the order of their indices.
-    ``workers`` OS threads share the blocks; by default one per core. ``early`` launches may begin
-    while the one before them ends, so threads wait before they access ``awaited`` regions, and if
-    the launch ``waits_first``, before they let the next one begin. Some thread of each block waits,
-    or with ``one_waits`` some thread of the launch. No thread writes to a ``kept`` region.
+    ``sizes`` are the sizes of the arguments in bytes; the function takes a table with the address
+    of each argument. ``regions`` are the global memory that the kernel may access. ``schedule`` is
+    the seed of a pseudo-random order of threads; with None they run in the order of their indices.
+    ``workers`` OS threads share the blocks; by default one per core.
 
-    Raises ValueError for wrong sizes of arguments; the function raises SimulatorFault.
+    An ``early`` launch may begin while the one before it ends. The simulator then checks that
+    threads wait before they access ``awaited`` regions and, with ``waits_first``, before they let
+    the next launch begin; that some thread of each block waits, or with ``one_waits`` some thread
+    of the launch; and that no thread writes to a ``kept`` region.
+
+    Raises ValueError for wrong sizes of arguments; the returned function raises SimulatorFault.
     """
     block = threads if isinstance(threads, tuple) else (int(threads), 1, 1)
     if tuple(sizes) != kernel.argument_bytes:
@@ -134,7 +136,7 @@ def starter(
     number = ctypes.c_size_t
     request = _Request()
     request.entry = ctypes.cast(kernel.code.simulator_call, ctypes.c_void_p)
-    if locate := getattr(kernel.code, "simulator_locate", None):  # it has `extern __shared__`
+    if locate := getattr(kernel.code, "simulator_locate", None):  # it uses `extern __shared__`
         request.locate = ctypes.cast(locate, ctypes.c_void_p)
     request.argument_bytes = (number * max(len(sizes), 1))(*sizes)
     request.argument_count = len(sizes)
@@ -172,16 +174,16 @@ def starter(
 
 
 def _interruptible(call: Callable[[], int], stop: Callable[[], Any]) -> int:
-    """The result of a call into C that a signal handler can stop, such as that of Ctrl-C.
+    """Calls a C function such that a signal handler, as of Ctrl-C, can stop it.
 
-    Python runs signal handlers in its main thread, between its own steps. So the main thread waits
-    here while another thread makes the call. After a signal it still waits for the end of the call,
+    Python runs signal handlers in its main thread, between bytecodes. So the main thread waits here
+    while another thread makes the call. After a signal it still waits for the end of the call,
     which uses the caller's memory. A kernel that never reads nor writes cannot be stopped.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[int | None] = []
-    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each taken or not
+    begun, done = threading.Lock(), threading.Lock()  # a signal leaves each either held or free
     done.acquire()
 
     def work() -> None:
@@ -249,12 +251,12 @@ class _Report(ctypes.Structure):
 
 # Faults
 
-# Stand in an object for the folder that the compiler ran in, which messages leave out, for that of
-# the simulator's headers, and for all others of headers: checkouts with equal sources share an
-# object, and messages must name the files of the checkout that runs.
+# Placeholders in an object file: for the compiler's working folder, which messages leave out; for
+# the folder of the simulator's headers; and for all other folders of headers. Checkouts with equal
+# sources share an object file, and messages must name the files of the checkout that runs.
 _UNPLACED, _PLACED_TWINS, _PLACED = "/@", "/@twins", "/@include"
 _PLACE = re.compile(r"\{([0-9a-f]+);([^}]*):(-?\d+)\}")
-_DIVIDES = "divides an integer by zero"  # which runtime.cpp says
+_DIVIDES = "divides an integer by zero"  # the message in runtime.cpp
 _EXPRESSIONS = re.compile(r"\b(score_mod|mask_mod)\(")  # the functions that expressions become
 
 
@@ -274,9 +276,9 @@ def _fault(kernel: CompiledKernel, report: _Report) -> SimulatorFault:
 
 
 def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
-    """The text of a call that a place is in, as " in score_mod", or empty.
+    """Returns the expression that a location belongs to, as " in score_mod", or "".
 
-    The texts of a call stand at the start of the source, before the kernel's first ``#line``.
+    The expressions of a call are at the start of the source, before the first ``#line``.
     """
     addresses = [int(place[1], 16) for place in places]
     found = lines.frames(kernel.path, [x for x in addresses if x])
@@ -289,9 +291,9 @@ def _in_option(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
-    """The source line of a place, and the line of the kernel that called it, if that is elsewhere.
+    """Returns the source line of a location, with the kernel's line that called it if different.
 
-    The first is the innermost that is not in the simulator's own headers.
+    The source line is the innermost one outside the simulator's headers.
     """
     addresses = [int(place[1], 16) for place in places]
     frames = lines.frames(kernel.path, [x for x in addresses if x])
@@ -305,7 +307,7 @@ def _line(kernel: CompiledKernel, places: Sequence[re.Match[str]]) -> str:
 
 
 def _own_name(kernel: CompiledKernel, line: str) -> str:
-    """A line that an object names, with the path of the file in the kernel's own folders."""
+    """Replaces the placeholder in a line of an object file by the kernel's folder of headers."""
     if not line.startswith(f"{_PLACED}/"):
         return line.removeprefix(f"{_UNPLACED}/")
     name = line.removeprefix(f"{_PLACED}/")
@@ -324,12 +326,13 @@ _key_locks: dict[tuple[str, ...], threading.Lock] = {}
 def build(
     text: str, include_dirs: Sequence[Path], entry: str, *, inlines: bool = True
 ) -> CompiledKernel:
-    """Compiles and loads a kernel's text, or finds it compiled; ``entry`` is its entry point.
+    """Compiles the source of a kernel, or finds it in the cache, and loads it.
 
-    Without ``inlines`` functions that are ``__forceinline__`` may be called, which compiles faster;
-    a struct that such a function takes by value, straight from memory, is then not checked.
+    ``entry`` is the entry point. Without ``inlines`` functions that are ``__forceinline__`` may be
+    called, which compiles faster; a struct that such a function takes by value, directly from
+    memory, is then not checked.
 
-    Raises CompileError with the compiler's own words, and CompilerNotFound without a compiler.
+    Raises CompileError with the compiler's output, and CompilerNotFound without a compiler.
     """
     if sys.platform != "linux":
         raise CompilerNotFound(
@@ -346,7 +349,7 @@ def build(
         return _memo[key]
 
 
-_CALLS = "#define SIMULATOR_CALLS_FUNCTIONS\n"  # which simulator.h explains
+_CALLS = "#define SIMULATOR_CALLS_FUNCTIONS\n"  # see simulator.h
 
 
 def _source(text: str, entry: str) -> str:
@@ -377,10 +380,10 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         raise _useless("cannot compile the simulator", str(error)) from None
 
     def make(path: Path) -> None:
-        # File names in the text that are not absolute are to stay as they are: see _line.
+        # Relative file names in the source must not change; see _line.
         names = {folder: _PLACED for folder in folders} | {_TWINS: _PLACED_TWINS}
         names[path.parent] = _UNPLACED
-        # Of several that begin a path, compilers take the last one.
+        # Of several options whose prefix matches, compilers use the last one.
         ordered = sorted(names, key=lambda folder: len(folder.parts))
         flags = [*_kernel_flags(), *(f"-ffile-prefix-map={x}={names[x]}" for x in ordered)]
         flags += [f"-I{folder}" for folder in folders]
@@ -388,7 +391,7 @@ def _build(source: str, entry: str, digest: str, folders: Sequence[Path]) -> Com
         if source.endswith(dynamic_shared.LOCATOR):
             text = dynamic_shared.memory(source)
             objects.append(_compiled(path.with_name("memory.cpp"), text, _BASE_FLAGS))
-        # Linked without the sanitizer: the runtime defines what that would bring.
+        # Linked without the sanitizer's library, whose functions the runtime defines.
         _link(path, [*objects, runtime_path.resolve()], ["-Wl,-z,defs", "-Wl,-Bsymbolic", "-lm"])
 
     name = re.sub(r"[^A-Za-z0-9_]", "_", entry)[:64]
@@ -407,14 +410,14 @@ def _compiled(file: Path, text: str, flags: Sequence[str]) -> Path:
 
 
 def _link(path: Path, objects: Sequence[Path], options: Sequence[str]) -> None:
-    # zig would first spend most of a minute on building a C++ library that nothing here needs.
+    # Without this, zig spends most of a minute on building a C++ library that is not needed.
     library = ["-nostdlib++"] if "clang" in compiler_version() else []
     command = [*compiler(), "-O2", "-shared", *library, *map(str, objects), *options]
     _run([*command, "-o", str(path)], folder=path.parent)
 
 
 def _runtime() -> tuple[Path, ctypes.CDLL]:
-    """The runtime, loaded once in a process: two copies would not know each other's threads."""
+    """Loads the runtime once per process: two copies would not know each other's threads."""
     name = f"cupyfa-runtime-{_runtime_key()[:32]}.so"
 
     def make(path: Path) -> None:
@@ -440,13 +443,13 @@ def _kernel_flags() -> list[str]:
     flags += _CLANG_FLAGS if "clang" in version else _GCC_FLAGS
     major = re.search(r"clang version (\d+)", version)
     if major and int(major[1]) >= 16:
-        # Older ones take an array at the end of a struct for one of any length.
+        # Older versions treat an array at the end of a struct as one of any length.
         flags.append("-fstrict-flex-arrays=3")
     return flags + given_flags()
 
 
 def given_flags() -> list[str]:
-    """The compiler flags in CUPYFA_COMPILER_FLAGS. Raises ValueError for what cannot be parsed."""
+    """Returns the flags in CUPYFA_COMPILER_FLAGS. Raises ValueError if they cannot be parsed."""
     given = os.environ.get("CUPYFA_COMPILER_FLAGS", "")
     try:
         return shlex.split(given)
@@ -459,12 +462,13 @@ def given_flags() -> list[str]:
 
 # The compiler
 
-# In its version: GCC begins with the name that it was called by, as g++-14 or x86_64-linux-gnu-g++.
+# Matches the output of --version. GCC's begins with the name of the program that was called, as
+# g++-14 or x86_64-linux-gnu-g++.
 _SUPPORTED = re.compile(r"clang version|\+\+\S* \(.*\n.*Free Software Foundation")
 
 
 def compiler() -> list[str]:
-    """The command that compiles C++. Raises CompilerNotFound.
+    """Returns the command that compiles C++. Raises CompilerNotFound if there is none.
 
     ``CUPYFA_COMPILER`` is a program, or ``zig`` for the ziglang wheel. By default it is ``CXX``, if
     that is g++ or clang++, or the first found of ``c++``, ``g++``, ``clang++`` on the PATH and the
@@ -478,7 +482,7 @@ def compiler() -> list[str]:
                 f"CUPYFA_COMPILER is {chosen!r}, which is not a program on the PATH;"
                 " name a C++ compiler, or 'zig' for the ziglang wheel, or unset it"
             )
-        return [os.path.abspath(found)]  # it is started in other folders
+        return [os.path.abspath(found)]  # it runs in other working folders
     if not chosen:
         command, ignored = _usual_compiler()
         if command:
@@ -497,17 +501,17 @@ def compiler() -> list[str]:
 
 
 def _zig_target() -> list[str]:
-    """The option for the system's version of glibc, whose headers zig has itself.
+    """Returns the option that makes zig use its own headers for the system's version of glibc.
 
-    Without the option zig asks the cc of the PATH where the system's headers are, and fails if one
-    of those folders cannot be opened.
+    Without it zig asks the PATH's cc for the folders of the system's headers, and fails if one of
+    them cannot be opened.
     """
     name, version = _libc()
     return ["-target", f"native-linux-gnu.{version}"] if name == "glibc" else []
 
 
 def _usual_compiler() -> tuple[list[str], str]:
-    """The command in ``CXX``, with its flags, or why it cannot be used; both empty without one."""
+    """Returns the command in ``CXX``, or why it is ignored; both are empty if it is not set."""
     given = os.environ.get("CXX", "")
     try:
         program, *flags = shlex.split(given) or [""]
@@ -527,7 +531,7 @@ def _warn_of_ignored(what: str) -> None:
 
 
 def compiler_choice() -> str:
-    """The compiler's version and command, and what names it."""
+    """Describes the compiler: its version, command and the variable that named it."""
     if os.environ.get("CUPYFA_COMPILER"):
         by = "named by CUPYFA_COMPILER"
     else:
@@ -541,7 +545,7 @@ _libc = cache(platform.libc_ver)  # reads the program's file
 
 
 def compiler_version() -> str:
-    """What the C++ compiler prints for --version."""
+    """Returns what the C++ compiler prints for --version."""
     return _version_of(tuple(compiler()))
 
 
@@ -570,7 +574,7 @@ def _runtime_key() -> str:
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> str:
-    # Started by another thread: here a signal could come before the process is known.
+    # Another thread starts the process: in this one, a signal could interrupt Popen and lose it.
     with ThreadPoolExecutor(1) as threads:
         started = threads.submit(
             subprocess.Popen,
@@ -582,14 +586,14 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
             stderr=subprocess.PIPE,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # its own group, to end it with its children
+            start_new_session=True,  # a process group, so that its children can be ended too
         )
         try:
             said, told = started.result().communicate(timeout=_LONGEST)
         except BaseException as error:
             if not started.exception():
                 _end(started.result())
-            if isinstance(error, OSError):  # no program, or one for another machine
+            if isinstance(error, OSError):  # not a program, or built for another architecture
                 why = f"{command[0]} cannot be started: {error.strerror}"
             elif isinstance(error, subprocess.TimeoutExpired):
                 why = f"{command[0]} was ended after {_LONGEST} s"
@@ -606,7 +610,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for order in (signal.SIGTERM, signal.SIGKILL):  # at first it can remove its files
+    for order in (signal.SIGTERM, signal.SIGKILL):  # after SIGTERM it can remove its files
         with suppress(ProcessLookupError):
             os.killpg(process.pid, order)
         with suppress(subprocess.TimeoutExpired):
@@ -616,9 +620,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _environment(folder: Path | None) -> dict[str, str]:
-    """The environment of a compiler: the caller's, with a place for zig's cache if it has none.
+    """Returns the environment for a compiler, with a folder for zig's cache if the user has none.
 
-    Temporary files go to ``folder``, which is removed: a linker that is ended leaves some.
+    Temporary files go to ``folder``, which is deleted later: a killed linker leaves some.
     """
     environment = dict(os.environ, LC_ALL="C", **({"TMPDIR": str(folder)} if folder else {}))
     base = cache_folder.user_cache()
@@ -630,15 +634,15 @@ def _environment(folder: Path | None) -> dict[str, str]:
 
 # The cache
 
-_Make = Callable[[Path], None]  # makes an object at a path, in a folder of its own
+_Make = Callable[[Path], None]  # builds an object file at a path, in an empty folder
 
 
 def _load_or_make(name: str, make: _Make) -> tuple[Path, ctypes.CDLL]:
-    """Loads an object of the cache; makes it first if it is missing, damaged or does not load."""
+    """Loads an object from the cache; builds it if it is missing, damaged or does not load."""
     path = _whole_or_made(name, make)
     try:
         return path, ctypes.CDLL(str(path))
-    except OSError:  # whole, but made for a system that has changed since
+    except OSError:  # intact, but built before the system changed
         path.unlink(missing_ok=True)
         return path, ctypes.CDLL(str(_whole_or_made(name, make)))
 

@@ -20,8 +20,8 @@ from cupyfa.problem.optional_inputs import STARTS
 from cupyfa.problem.problem import Problem, can_give, round_up
 from cupyfa.runtime.arrays import contiguous_strides
 from cupyfa.runtime.backend import Backend
-from cupyfa.runtime.launcher import Launcher, compiled
-from cupyfa.runtime.workspace import allocated
+from cupyfa.runtime.launcher import Launcher, compile_kernels
+from cupyfa.runtime.workspace import allocate
 
 _ALIGNMENT = 512  # bytes, of memory from CuPy's pool
 _MOST_LAYOUTS = 64  # that are kept for a plan
@@ -406,7 +406,7 @@ class Cut:
     def compile(self, backend: Backend) -> None:
         if not self._compiled:
             for plan in self._distinct.values():
-                compiled(backend, plan)
+                compile_kernels(backend, plan)
             self._compiled = True
 
     def layouts(self, orders: Orders) -> list[Layout]:
@@ -492,7 +492,7 @@ class Layout:
 
     def launch(self, backend: Backend, slot: Slot) -> None:
         """Launches the kernels on a slot's memory, in the current stream."""
-        scratch = {name: allocated(backend, self.plan, name) for name in self.plan.scratch}
+        scratch = {name: allocate(backend, self.plan, name) for name in self.plan.scratch}
         if self._launcher is None:
             views = {
                 name: backend.view(slot[name], x.shape, x.dtype, 0, x.strides)

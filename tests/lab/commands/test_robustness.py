@@ -818,7 +818,7 @@ def compiled(monkeypatch, tmp_path):
         monkeypatch.setattr(cuda.driver, "CUDADriverError", DriverError)
         here = SimpleNamespace(id=0, compute_capability="90")
         monkeypatch.setattr(cuda.cupy.cuda, "Device", lambda: here)
-        return cuda.Cuda().prepare(cupyfa.plan(M=4, d=3, backend="simulator").launches[0])
+        return cuda.Cuda().compile_launch(cupyfa.plan(M=4, d=3, backend="simulator").launches[0])
 
     return prepare
 
