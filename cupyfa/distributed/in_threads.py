@@ -13,6 +13,8 @@ from cupyfa.errors import DeviceError
 from cupyfa.problem.problem import whole
 from cupyfa.runtime.choose_backend import backend_named
 
+_STEP = 0.1  # seconds
+
 
 def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60) -> list[Any]:
     """Calls ``function(group)`` in a thread for each rank, all on this process's device.
@@ -36,7 +38,7 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     with ThreadPoolExecutor(ranks) as pool:
         try:
             results.extend(pool.submit(run, x) for x in groups)
-            wait(results)
+            _wait_for(results)
         except BaseException as stop:  # no rank is at work any more when it is raised
             _end_all(groups, results, f"threads() raised {type(stop).__name__}")
             raise
@@ -46,12 +48,18 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     return [x.result() for x in results]
 
 
+def _wait_for(results: Sequence[Future[Any]]) -> None:
+    """Waits in short steps: Ctrl-C ends no wait where a library has system calls restarted."""
+    while wait(results, timeout=_STEP).not_done:
+        pass
+
+
 def _end_all(groups: Sequence[Group], results: Sequence[Future[Any]], reason: str) -> None:
     """Aborts all ranks and waits until they have ended, also if Ctrl-C comes again."""
     try:
         for x in groups:
             x.abort(reason)
-        wait(results)
+        _wait_for(results)
     except KeyboardInterrupt:
         _end_all(groups, results, reason)
         raise

@@ -597,8 +597,13 @@ def test_ranks_take_the_device_of_their_caller(monkeypatch):
     assert ranks.threads(2, lambda group: local.device) == [3, 3]
 
 
-def test_ctrl_c_ends_all_ranks():
-    """No thread is at work when it is raised, also if it comes again."""
+@pytest.mark.parametrize("interrupts", [True, False])
+def test_ctrl_c_ends_all_ranks(interrupts):
+    """No thread is at work when it is raised, also if it comes again.
+
+    interrupts: whether signals interrupt system calls; asyncio has them restarted.
+    """
+    signal.siginterrupt(signal.SIGINT, interrupts)
     before, errors = threading.active_count(), []
 
     def of_rank(group):
