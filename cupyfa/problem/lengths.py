@@ -112,7 +112,7 @@ class Lengths:
 
     @property
     def twice(self) -> Lengths:
-        """Repeats all sequences once more."""
+        """All sequences, followed by the same sequences again."""
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:

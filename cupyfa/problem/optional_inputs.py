@@ -441,7 +441,7 @@ class Modifiers:
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """Whether the lengths of queries, and those of keys, are given besides offsets."""
+        """Whether an array gives the number of queries, and of keys, per element that count."""
         return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
 
     def _has(self, name: str) -> bool:
