@@ -80,7 +80,7 @@ class Job:
         return overlap(keys, visible_keys(self.problem, rows))
 
     def seen(self, rows: range) -> range:
-        """The range of keys that these queries see, from a tile boundary on; at least one key.
+        """The range of keys that these queries see, from a tile boundary on; one if none is seen.
 
         All keys, if an expression reads indices that a call on some keys would count from 0.
         """
