@@ -1,8 +1,8 @@
 """The cache directory and the small JSON files in it.
 
-Compiled kernels are loaded into the process, so the directory is used only if nobody else can
-change what is in it: see ``refusal``. In it no link is followed, and a file that is not this user's
-own counts as missing.
+Compiled kernels are loaded into the process, so the directory is used only if no other user can
+change its content: see ``refusal``. Links in it are not followed, and files that belong to other
+users count as missing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import tempfile
 
 COMPILED = re.compile(r"\w[\w-]*-[0-9a-f]{32}\.(so|cubin)")  # names of compiled kernels
-_IN_USE = 3600  # seconds since its last use in which a compiled kernel stays
-_TRIM_EVERY = 20  # new files of a process
-_MOST_FACTS = 64 << 20  # bytes of a JSON file in the cache
-_MOST_COMPILED = 1 << 30  # bytes of a compiled kernel
+_IN_USE = 3600  # seconds since its last use during which a compiled kernel is not removed
+_TRIM_EVERY = 20  # new files after which a process trims the cache
+_MOST_FACTS = 64 << 20  # the most bytes of a JSON file in the cache
+_MOST_COMPILED = 1 << 30  # the most bytes of a compiled kernel
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _written = count()
-_elsewhere: dict[Path, Path] = {}  # where kernels are kept whose own place cannot be written
+_elsewhere: dict[Path, Path] = {}  # substitutes for folders that cannot be written
 
 
 def user_cache() -> Path | None:
@@ -66,8 +66,8 @@ def refusal(path: Path | None) -> str | None:
 
     It is created if it does not exist. It must be writable and belong to this user, and nobody else
     may be able to write it, or to put another one in its place: the directories above it belong to
-    this user or to root, and others cannot write them unless they are sticky, as /tmp is. Of links
-    on the way the same users are the owners.
+    this user or to root, and others cannot write them unless they are sticky, as /tmp is. Links on
+    the way must have the same owners.
     """
     if path is None or not can_write(path):
         return "cannot be written"
@@ -89,19 +89,19 @@ def refusal(path: Path | None) -> str | None:
 
 
 def is_kept() -> bool:
-    """Whether what is stored is there for later processes."""
+    """Whether stored files remain for later processes."""
     return refusal(chosen_folder()) is None
 
 
 def warn_unless_kept() -> None:
-    """Warns, once in a process, if what is stored ends with it."""
+    """Warns, once per process, if stored files are removed when the process ends."""
     path = chosen_folder()
     if why := refusal(path):
         _warn_unkept(path, why)
 
 
 def remedy(variable: str = "CUPYFA_CACHE_DIR") -> str:
-    """What to do about a folder that cannot be written."""
+    """The remedy for a folder that cannot be written."""
     return f"set {variable} to a writable folder of your own"
 
 
@@ -131,7 +131,7 @@ def _make_folder(path: Path) -> None:
     except FileNotFoundError:
         _make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
-    except OSError:  # it exists, also on a file system that is only read
+    except OSError:  # it exists, perhaps on a read-only file system
         if not path.is_dir():
             raise
 
@@ -197,15 +197,15 @@ def limit() -> int:
 
 
 def compiled(path: Path) -> bytes | None:
-    """A compiled kernel, without its seal; None if there is none. Its time becomes that of use.
+    """Returns a compiled kernel without its digest, or None, and updates its time of last use.
 
-    Raises ValueError for a wrong limit, which else only the first compilation would notice.
+    Raises ValueError for an invalid limit, which otherwise only a compilation would notice.
     """
     limit()
     place = place_of(path)
     content = unsealed(place)
     if content is not None:
-        with suppress(OSError):  # a folder that is only read
+        with suppress(OSError):  # the folder is read-only
             os.utime(place, follow_symlinks=False)
     return content
 
@@ -231,15 +231,15 @@ def keep_compiled(path: Path, content: bytes) -> None:
 
 
 def place_of(path: Path) -> Path:
-    """Where a compiled kernel is that belongs to this path."""
+    """The path at which the compiled kernel for this path is actually stored."""
     return _elsewhere.get(path, path)
 
 
 def trim(folder: Path) -> None:
     """Removes the least recently used compiled kernels above the limit.
 
-    Those of the last hour stay: another process may be about to load them. One that loses a kernel
-    all the same compiles it again, and two processes may trim at a time.
+    Kernels used in the last hour are kept: another process may be about to load them. A process
+    that loses a kernel nevertheless compiles it again. Two processes may trim at the same time.
     """
     found = []
     with suppress(OSError), os.scandir(folder) as entries:
@@ -258,14 +258,14 @@ def trim(folder: Path) -> None:
 
 
 def sealed(content: bytes) -> bytes:
-    """Content for a file with its digest: loading a binary that was cut ends the process."""
+    """Adds a digest to the content, because loading a truncated binary would end the process."""
     from hashlib import sha256
 
     return content + sha256(content).digest()
 
 
 def unsealed(path: Path) -> bytes | None:
-    """The content of a sealed file; None if there is none, or a damaged one."""
+    """The content of a sealed file; None if it is missing or damaged."""
     try:
         content = _read_own(path, _MOST_COMPILED)
     except OSError:
@@ -274,7 +274,7 @@ def unsealed(path: Path) -> bytes | None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path must not be replaced: it is no regular file, or it is open (/dev/stdout)."""
+    """Whether a path must not be replaced: not a regular file, or an open one (/dev/stdout)."""
     is_open = os.path.abspath(path).startswith(("/dev/fd/", "/dev/std", "/proc/"))
     return path.exists() and (is_open or not path.is_file())
 
@@ -282,7 +282,7 @@ def is_stream(path: Path) -> bool:
 def _read_own(path: Path, most: int) -> bytes:
     """The content of a file of the cache, if this user alone can have written it.
 
-    It follows no link, and waits for no pipe. Raises OSError for all other files.
+    Does not follow links or wait for pipes. Raises OSError for all other files.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with _opened(path.parent, os.O_NOFOLLOW) as folder:
@@ -300,7 +300,7 @@ def _read_own(path: Path, most: int) -> bytes:
 
 @contextmanager
 def _opened(folder: Path, flags: int = 0) -> Iterator[int]:
-    """The descriptor of a directory, in which names then are the same whatever is renamed."""
+    """Opens a directory; paths relative to the descriptor stay valid if directories are renamed."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
         yield handle
@@ -318,7 +318,7 @@ def _replace(path: Path, content: bytes, *, is_own: bool = False) -> None:
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode, dir_fd=folder)
         try:
             if not is_own:
-                with suppress(FileNotFoundError):  # the permissions stay
+                with suppress(FileNotFoundError):  # keep the permissions of an existing file
                     os.chmod(name, stat.S_IMODE(path.stat().st_mode), dir_fd=folder)
             with os.fdopen(handle, "wb") as file:
                 file.write(content)

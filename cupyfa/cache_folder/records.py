@@ -1,7 +1,7 @@
-"""Readers of JSON files that somebody else may have written: each field has a type and a range.
+"""Readers of JSON files that others may have written: each field has a type and a range.
 
-A reader takes a value and gives it back in its normal form. It raises ValueError for every other
-one, with the name of the field, the value and the rule.
+A reader takes a value and returns it in normal form. It raises ValueError for an invalid one, with
+the name of the field, the value and the rule.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 Reader = Callable[[Any], Any]
-MOST_TEXT = 1 << 16  # characters of a text
-MOST_ITEMS = 1 << 20  # elements of a list, and names of an object
+MOST_TEXT = 1 << 16  # the most characters of a text
+MOST_ITEMS = 1 << 20  # the most elements of a list, and names of an object
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 
@@ -33,7 +33,7 @@ def read_file(path: str | Path, most: int) -> bytes:
 
 
 def parsed(content: bytes | str) -> Any:
-    """The value of a JSON text. Raises ValueError for what is none, and for names given twice."""
+    """Parses a JSON text. Raises ValueError for invalid JSON, and for names that occur twice."""
     try:
         return json.loads(content, object_pairs_hook=_object)
     except RecursionError:
@@ -42,9 +42,9 @@ def parsed(content: bytes | str) -> Any:
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raises ValueError, ``what`` with a reason in one line, for whatever is wrong with a file.
+    """Turns any error about a file's content into ValueError: ``what`` and a reason in one line.
 
-    Values that have the right types may still not fit each other. Errors of reading the file stay.
+    Values of the right types may still be inconsistent. Errors of reading the file pass unchanged.
     """
     try:
         yield
@@ -62,9 +62,9 @@ def record(
     *,
     only: bool = False,
 ) -> Reader:
-    """An object with these fields; the optional ones may be missing.
+    """A reader of an object with these fields; the optional ones may be missing.
 
-    Others are left out, or with ``only`` refused.
+    Other fields are dropped, or refused with ``only``.
     """
     known = {**fields, **(optional or {})}
 
@@ -82,7 +82,7 @@ def record(
 
 
 def mapping_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
-    """An object with any names."""
+    """A reader of an object with any names."""
 
     def read_all(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > most:
@@ -102,7 +102,7 @@ def list_of(read: Reader, most: int = MOST_ITEMS) -> Reader:
 
 
 def row_of(*readers: Reader, least: int = 0) -> Reader:
-    """A list whose elements have a reader each; the last ones may be missing."""
+    """A reader of a list with one reader per element; elements after ``least`` may be missing."""
 
     def read_each(value: Any) -> list[Any]:
         if not isinstance(value, list | tuple) or not least <= len(value) <= len(readers):
@@ -113,12 +113,12 @@ def row_of(*readers: Reader, least: int = 0) -> Reader:
 
 
 def optional(read: Reader) -> Reader:
-    """The same, or None."""
+    """A reader that also accepts None."""
     return lambda value: None if value is None else read(value)
 
 
 def any_of(*readers: Reader) -> Reader:
-    """What one of these takes, the first that does; the error is the last one's."""
+    """A reader that tries several readers in order; the error is that of the last one."""
 
     def read(value: Any) -> Any:
         for first in readers[:-1]:
@@ -130,7 +130,7 @@ def any_of(*readers: Reader) -> Reader:
 
 
 def _value(is_right: Callable[[Any], bool], rule: str) -> Reader:
-    """A value that keeps a rule, as it is."""
+    """A reader that returns a value unchanged if it meets a rule."""
 
     def read(value: Any) -> Any:
         if not is_right(value):
@@ -158,7 +158,7 @@ flag = _value(lambda x: isinstance(x, bool), "true or false")
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, finite: bool = True) -> Reader:
-    """A number between these; NaN and infinity only where it need not be finite."""
+    """A reader of a number in a range; NaN and infinity are accepted only without ``finite``."""
 
     def read(value: Any) -> float:
         if type(value) not in (int, float) or (abs(value) > INT64 and type(value) is int):
@@ -182,7 +182,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _inside(name: str, read: Reader, value: Any) -> Any:
-    """The value of a field, whose name begins the message of an error."""
+    """Reads the value of a field; error messages begin with its name."""
     try:
         return read(value)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The functions of Dask arrays: arguments are checked and plans made before a graph is built."""
+"""Attention functions on Dask arrays: check arguments and plan before they build a graph."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _AXES = {
 class MergedKeys(Structured):
     """Keys, or values, of which tasks take one chunk at a time; their results are merged.
 
-    A task for each chunk of q and each chunk of keys that it sees, and tasks that merge ``fan_in``
-    results at a time with ``cupyfa.merge``, in the order of the keys. These results of 16-bit
-    inputs are in float32, so that out is rounded once. Of keys alone, a task for each chunk of q
-    takes all keys that its rows see, in one call.
+    There is a task for each chunk of q and each chunk of keys that it sees, and tasks merge
+    ``fan_in`` results at a time with ``cupyfa.merge``, in the order of the keys. For 16-bit inputs
+    these results are in float32, so that out is rounded once. Without MergedKeys, a task for each
+    chunk of q takes all keys that its rows see, in one call.
     """
 
     array: da.Array
@@ -91,8 +91,8 @@ def _pullback(
 class _Call:
     """A call whose arguments were checked.
 
-    fan_in: how many results are merged at a time; None if keys are gathered. how: what tasks hand
-    on besides the kernel and its constants.
+    fan_in: the number of results merged at a time; None if keys are gathered. how: the arguments
+    that tasks pass on besides the kernel and its constants.
     """
 
     parts: graphs.Parts
@@ -136,7 +136,7 @@ class _Call:
         return cls(parts, fan_in, limits, how)
 
     def refuse_places(self, *, keys_are_whole: bool) -> None:
-        """Raises Unsupported for expressions that name what a task does not know.
+        """Raises Unsupported for expressions that name an index that tasks cannot know.
 
         keys_are_whole: whether tasks take all keys from the first on.
         """
@@ -151,7 +151,7 @@ class _Call:
                 )
 
     def planned(self, operation: str, **asked: Any) -> dict[str, Any]:
-        """What tasks hand on, with the kernel and its constants for the whole problem."""
+        """The arguments that tasks pass on, with the kernel and constants for the whole problem."""
         return {**self.how, **planned(operation, self.parts.problem, self.limits, **asked)}
 
 
@@ -161,7 +161,7 @@ def _require_array(name: str, array: Any, wanted: str) -> None:
 
 
 def _check_array(name: str, array: Any) -> None:
-    """Raises for what is no Dask array [batch, heads, rows, d] of known chunks."""
+    """Raises unless ``array`` is a Dask array [batch, heads, rows, d] with known chunks."""
     wanted = f"a Dask array, as dask.array.from_array({name}, chunks=(1, -1, 4096, -1))"
     _require_array(name, array, wanted)
     require_four_axes(name, array)

@@ -1,4 +1,4 @@
-"""What tasks compute. They are called by workers, with chunks that are NumPy or CuPy arrays."""
+"""The functions of tasks, which workers call with chunks that are NumPy or CuPy arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from cupyfa.api import attention, backward
 from cupyfa.partition.part_call import Call
 
-Chunks = Sequence[Any]  # side by side
+Chunks = Sequence[Any]  # consecutive chunks of an array
 OF_ROWS = ("q", "dout", "out", "lse", "dlse")  # dlse may be left out
 
 
@@ -47,11 +47,11 @@ class Differentiate(Call):
 
 
 def output(result: tuple[Any, Any], dtype: Any) -> Any:
-    """The output of a task in a dtype, to which parts in float32 are rounded once."""
+    """The output of a task, converted to ``dtype``: float32 results are rounded only here."""
     return result[0].astype(dtype, copy=False)
 
 
 def _joined(chunks: Chunks, skipped: int) -> Any:
-    """Chunks along the axis of rows as one array, on the device where they are."""
+    """Concatenates chunks along the axis of rows, on the device where they are."""
     whole = chunks[0] if len(chunks) == 1 else np.concatenate(chunks, axis=2)
     return whole[:, :, skipped:]

@@ -1,4 +1,4 @@
-"""The graphs: which task takes which chunks, and the arrays that results are."""
+"""Builds the graphs: the chunks that each task takes, and the arrays of the results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from cupyfa.partition.visible_chunks import (
 from cupyfa.problem.problem import Problem
 from cupyfa.runtime.merging import merge
 
-Key = tuple[Any, ...]  # the name of an array or task, and then its place
-Graph = dict[Any, Any]  # tasks by their keys, or by the places of chunks in an array
+Key = tuple[Any, ...]  # the name of an array or task, then chunk indices
+Graph = dict[Any, Any]  # tasks by key, or by the indices of chunks in an array
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The arrays of a call, whose chunks go together, and the whole problem.
+    """The arrays of a call, with matching chunks, and the whole problem.
 
     A chunk of q has the query heads of one chunk of key heads. captured: numbers that expressions
     read.
@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def cut_axes(self) -> dict[str, int]:
-        """The axes that have several chunks, and how many."""
+        """The axes with several chunks, and the number of chunks of each."""
         counts = dict(zip(("batch", "heads", "queries"), self.q.numblocks))
         counts["keys"] = self.k.numblocks[2]
         return {name: count for name, count in counts.items() if count > 1}
@@ -71,12 +71,12 @@ class Parts:
 
     @cached_property
     def counted(self) -> set[str]:
-        """What expressions count."""
+        """The axes that expressions read indices of."""
         return {*places(self.problem.options)}
 
     @property
     def heads(self) -> Iterator[tuple[int, int]]:
-        """The numbers of chunks of the batch and of heads."""
+        """Yields the chunk indices along batch and heads."""
         batch, heads, *_ = self.k.numblocks
         return product(range(batch), range(heads))
 
@@ -95,7 +95,7 @@ class Parts:
         return strip_of(visible, self.rows)
 
     def differentiated(self, tile: int) -> Iterator[tuple[tuple[str, ...], Strip, Strip]]:
-        """What the tasks of a batch and head differentiate, and their rows and keys."""
+        """For each task of a batch and head chunk: the gradients it gives, its rows and keys."""
         if len(self.rows) == len(self.keys) == 1:
             yield ("q", "k", "v"), Strip([0], 0), Strip([0], 0)
             return
@@ -106,7 +106,7 @@ class Parts:
 
 
 def forward(parts: Parts, how: Mapping[str, Any], fan_in: int | None) -> tuple[da.Array, da.Array]:
-    """out and lse. fan_in: how many parts are merged at a time; None gathers the keys."""
+    """out and lse. fan_in: the number of parts merged at a time; None gathers the keys."""
     q, k, v = arrays = parts.q, parts.k, parts.v
     name = f"attention-{_token(parts, how, fan_in)}"
     options = options_of_parts(parts.problem)
@@ -181,7 +181,7 @@ def _array(
     dtype: Any,
     like: da.Array,
 ) -> da.Array:
-    """An array whose chunks are results of the tasks, of the kind of another array's."""
+    """An array whose chunks are results of tasks, of the same array type as those of ``like``."""
     name = f"{of_tasks}-{what}"
     layer = MaterializedLayer({(name, *place): x for place, x in results.items()})
     dependencies = {**tasks.dependencies, name: {of_tasks}}
@@ -190,13 +190,13 @@ def _array(
 
 
 def _token(parts: Parts, *others: Any) -> str:
-    """Equal calls have equal names, so that Dask computes them once."""
+    """A token for names: equal calls have equal names, so that Dask computes them once."""
     names = parts.q.name, parts.k.name, parts.v.name
     return tokenize(names, parts.problem.options.changed, parts.captured, *others)
 
 
 def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
-    """The chunks of a strip; lse has no columns."""
+    """The keys of the chunks of a strip; lse has no axis of columns."""
     columns = (0,) * (array.ndim - 3)
     return [(array.name, b, h, n, *columns) for n in strip.chunks]
 
@@ -204,7 +204,7 @@ def _keys(array: da.Array, b: int, h: int, strip: Strip) -> list[Key]:
 def _merge_all(
     graph: Graph, merged: Callable[..., Any], name: Key, parts: list[Key], fan_in: int | None
 ) -> Key:
-    """The task that gives the result of all parts, in their order: every run has the same bits."""
+    """The task that merges all parts in a fixed order, so that every run gives the same bits."""
     level = 0
     while fan_in and len(parts) > 1:
         groups = [parts[n : n + fan_in] for n in range(0, len(parts), fan_in)]

@@ -1,4 +1,4 @@
-"""Attention of a sequence whose rows are divided among ranks, one for each GPU."""
+"""Attention over a sequence whose rows are divided among ranks, one rank per GPU."""
 
 from cupyfa.distributed.communicator import Group
 from cupyfa.distributed.in_threads import threads

@@ -53,7 +53,7 @@ _SCHEDULES = {
 
 
 class AgreedCall(NamedTuple):
-    """A call that was checked. fields: what has to be equal on all ranks, as errors write it."""
+    """A checked call. fields: the texts that must be equal on all ranks, as shown in errors."""
 
     fields: Mapping[str, str]
     schedule: Schedule
@@ -66,10 +66,10 @@ def agree_on_call(
     arguments: Mapping[str, Any],
     of_rows: Mapping[str, Any] | None = None,
 ) -> tuple[AgreedCall, Sequence[Any]]:
-    """The call and its arrays, if that of every rank is right and like the others.
+    """Returns the call and its arrays if the calls of all ranks are valid and agree.
 
-    Else all ranks raise. arguments: those of the call by name. of_rows: dout, out, lse and dlse, if
-    there are any.
+    Otherwise all ranks raise. arguments: those of the call by name. of_rows: dout, out, lse and
+    dlse, if there are any.
     """
     of_rows = of_rows or {}
     shards = {name: arguments[name] for name in "qkv"}
@@ -103,7 +103,7 @@ def agree_on_call(
     try:
         if different is not None:
             raise different
-    finally:  # it refers to this frame, and so to the arrays
+    finally:  # the exception refers to this frame, and thereby to the arrays
         del different, error
     return call, arrays
 
@@ -141,7 +141,7 @@ class _Given:
     backend: Backend
 
     def known_or_checked(self, arrays: Sequence[Any]) -> AgreedCall:
-        """The call; a plan takes a millisecond, so that of equal arguments is made once.
+        """The checked call; planning takes a millisecond, so equal arguments are planned once.
 
         arrays: q, k and v.
         """
@@ -156,7 +156,7 @@ class _Given:
         return made
 
     def _key(self, arrays: Sequence[Any]) -> tuple[Any, ...] | None:
-        """What decides a call besides the elements of arrays; None if that can change."""
+        """The cache key of a call, without elements of arrays; None if an argument is mutable."""
         named: dict[str, Any] = {}
         for name, x in self.how.items():
             if isinstance(x, Mapping):
@@ -169,7 +169,7 @@ class _Given:
         if not {*kinds} <= _FIXED:
             return None
         forms = tuple((tuple(x.shape), x.dtype) for x in (*arrays, *self.of_rows.values()))
-        # As numbers are written, too: 0.0 equals -0.0.
+        # Include the text of floats, because 0.0 equals -0.0.
         asked = tuple(named), kinds, values, repr([x for x in values if type(x) is float])
         of_arrays = type(arrays[0]), forms, tuple(self.of_rows)
         key = self.operation, self.backend.limits, *of_arrays, *asked
@@ -231,7 +231,7 @@ def _find_schedule(name: Any) -> Schedule:
 
 
 def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
-    """How rows are divided. Raises ValueError for another number of them than this rank's."""
+    """The division of rows. Raises ValueError if this rank's array has another number of rows."""
     have, group = array.shape[2], given.group
     n = have * group.ranks if given.rows is None else whole("rows", given.rows, 0)
     shards = Shards.of(n, group.ranks, given.order)
@@ -245,13 +245,13 @@ def _read_shards(name: str, given: Sharded, array: Any) -> Shards:
 
 
 def _of_whole(array: Any, rows: int) -> np.ndarray:
-    """An array with the shape and dtype that the whole has, without memory for its elements."""
+    """An array with the shape and dtype of the whole, without memory for its elements."""
     batch, heads, _, columns = array.shape
     return np.broadcast_to(np.empty((), array.dtype), (batch, heads, rows, columns))
 
 
 def _describe_call(p: Problem, how: Mapping[str, Any], limits: Limits) -> dict[str, str]:
-    """What has to be equal on all ranks, as errors write it."""
+    """The fields of a call that must be equal on all ranks, as texts for errors."""
     sizes = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
     options: dict[str, Any] = {f"captured.{x.name}": x.value for x in p.operands}
     for name, x in p.options.changed.items():

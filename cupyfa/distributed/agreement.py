@@ -1,4 +1,4 @@
-"""Whether all ranks make the same call, before anything of its sizes is sent."""
+"""Checks that all ranks make the same call, before they send any arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cupyfa.version import __version__
 if TYPE_CHECKING:
     from cupyfa.distributed.communicator import Group
 
-# What has to be equal, and how an error names it.
+# The fields that must be equal on all ranks, and their names in errors.
 FIELDS = {
     "version": "the version of cupyfa",
     "call": "the call",
@@ -25,22 +25,23 @@ FIELDS = {
     "error": "errors",
 }
 _LONGEST = 400  # bytes of a field that are sent if digests differ; a user's expression may be long
-_SHOWN = 4  # ranks that an error names
+_SHOWN = 4  # the most ranks that an error names
 _REMEDY = "give the same on all ranks"
 
 
 def difference(
     group: Group, fields: Mapping[str, str], error: Exception | None = None
 ) -> Exception | None:
-    """What all ranks have to raise if one of them has an error, or fields that differ.
+    """Returns the exception that all ranks must raise: an error of one of them, or a difference
+    between their fields; None if they agree.
 
-    It is returned, not raised: what this function raises is a failure of this rank alone. Ranks
-    send a digest of 64 bytes, and their fields only if digests differ or there is an error.
+    Exceptions that this function raises are failures of this rank alone. Ranks send a digest of 64
+    bytes, and their fields only if digests differ or there is an error.
     """
     mine = {**dict.fromkeys(FIELDS, ""), "version": __version__, **fields}
     if error is not None:
         mine["error"] = f"{type(error).__name__}: {error}"
-    # Any text becomes bytes: an error here would be that of one rank alone.
+    # Encode any text without errors, because an error here would occur on one rank alone.
     encoded = [mine[name].replace("\0", " ").encode(errors="backslashreplace") for name in FIELDS]
     digests = group.agree(blake2b(b"\0".join(encoded)).digest())
     if error is None and len({*digests}) == 1:
@@ -85,7 +86,7 @@ def _first_difference(of_ranks: Sequence[Mapping[str, str]]) -> Exception:
 
 
 def _differing_sizes(of_ranks: Sequence[str]) -> list[str]:
-    """Sizes of each rank, without those that all have."""
+    """The sizes on each rank, without those that are equal on all ranks."""
     common = set.intersection(*(set(x.split(", ")) for x in of_ranks))
     return [", ".join(size for size in x.split(", ") if size not in common) for x in of_ranks]
 

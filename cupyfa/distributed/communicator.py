@@ -1,4 +1,4 @@
-"""What ranks send each other: the interface, with what follows from it."""
+"""The interface for communication of ranks, and the operations built on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Message = tuple[Any, int]  # a contiguous array, and the rank that it goes to or
 
 
 class Group(OfThisProcess, ABC):
-    """Some ranks that compute together, as one of them sees it.
+    """A group of ranks that compute together, from the view of one of them.
 
     rank: the number of this one, from 0. ranks: how many there are. timeout: the seconds after
     which a rank that waits for another gives up. sent: bytes that this rank has sent. reason: why
@@ -45,14 +45,14 @@ class Group(OfThisProcess, ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Starts to send and to receive arrays. Nobody changes them before it is waited for."""
+        """Starts to send and receive arrays, which must not change until the result is awaited."""
 
     def abort(self, reason: str) -> None:
         """Ends the group: ranks that wait raise DeviceError, now or after the time-out."""
         self.reason = self.reason or reason
 
     def settle(self) -> None:
-        """Waits until all that was started has arrived; for those that do not wait before."""
+        """Waits until all started messages have arrived, for groups that do not wait earlier."""
         return
 
     def require_place(self, in_gpu: bool) -> None:
@@ -132,17 +132,17 @@ class Group(OfThisProcess, ABC):
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """The same, until all messages have arrived."""
+        """Work of all ranks, like ``agreeing``, that ends when all messages have arrived."""
         with self.agreeing():
             yield
             self.settle()
 
     def abort_for(self, error: BaseException) -> None:
-        """Ends the group for what this rank has raised."""
+        """Ends the group because of an error that this rank raised."""
         self.abort(f"rank {self.rank} raised {type(error).__name__}: {error}")
 
     def abort_late(self, source: str) -> None:
-        """Ends the group as nothing has come from there within the time-out."""
+        """Ends the group because nothing arrived from ``source`` within the time-out."""
         self.abort(
             f"rank {self.rank} waited {self.timeout:g} s for {source}, which is dead, hangs or is "
             "slower"

@@ -61,7 +61,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
 
 def _steps(job: Job, k: Any, v: Any, most: int) -> Iterator[Step]:
-    """All keys of ``most`` heads at a time; those of the next step are on their way before."""
+    """Yields all keys of ``most`` heads at a time, while those of the next step are in transit."""
     shards, arriving = job.k_shards, None
     for kv_heads, heads in (*job.steps_of_heads(most), (None, None)):
         before = arriving
@@ -84,5 +84,5 @@ def _sent(job: Job, total: Any) -> Pending:
     parts = job.messages_of_rows(total).reshape(job.group.ranks, shards.most, *total.shape[1:])
     for part, size in zip(parts, shards.sizes):
         if size < shards.most:
-            part[size:] = 0  # what is there may overflow when it is added up
+            part[size:] = 0  # unspecified numbers might overflow in the sum
     return job.group.reduce_scatter(parts)

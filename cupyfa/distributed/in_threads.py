@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: to try a program, and for tests."""
+"""Runs ranks as threads of this process, to try a program and for tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
     """
     groups = groups_of_threads(whole("ranks", ranks, 1), timeout)
     use_device = _device_of_caller()
-    errors: list[BaseException] = []  # in the order of time
+    errors: list[BaseException] = []  # in chronological order
 
     def run(group: Group) -> Any:
         try:
@@ -39,12 +39,12 @@ def threads(ranks: int, function: Callable[[Group], Any], *, timeout: float = 60
         try:
             results.extend(pool.submit(run, x) for x in groups)
             _wait_for(results)
-        except BaseException as stop:  # no rank is at work any more when it is raised
+        except BaseException as stop:  # raised only after all ranks have stopped
             _end_all(groups, results, f"threads() raised {type(stop).__name__}")
             raise
     if errors:
         del errors[1:]
-        raise errors.pop()  # kept in this frame, it would keep the arrays of ranks
+        raise errors.pop()  # a reference in this frame would keep the arrays of ranks alive
     return [x.result() for x in results]
 
 
@@ -66,7 +66,7 @@ def _end_all(groups: Sequence[Group], results: Sequence[Future[Any]], reason: st
 
 
 def _device_of_caller() -> Callable[[], None]:
-    """What makes the current CUDA device that of another thread, which begins with device 0."""
+    """A function that sets the caller's CUDA device in another thread, which starts on device 0."""
     try:
         cuda = backend_named("cuda")
     except DeviceError:
@@ -76,7 +76,7 @@ def _device_of_caller() -> Callable[[], None]:
 
 
 def groups_of_threads(ranks: int, timeout: float) -> Sequence[Group]:
-    """The group of some threads as each of them sees it."""
+    """The views of one group, one for each thread."""
     require_seconds(timeout)
     groups: list[_ThreadGroup] = []
     groups.extend(_ThreadGroup(rank, ranks, timeout, groups) for rank in range(ranks))
@@ -107,7 +107,7 @@ class _ThreadGroup(Group):
         return wait
 
     def put(self, source: int, message: Any) -> None:
-        """Gives this rank a message of another one."""
+        """Delivers a message from another rank to this one."""
         self._boxes[source].put(message)
 
     def abort(self, reason: str) -> None:

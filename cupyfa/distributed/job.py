@@ -1,4 +1,4 @@
-"""A call of all ranks, as the schedules see it: who has which rows, and calls on parts of them."""
+"""A call of all ranks, for the schedules: the rows of each rank, and calls on parts of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from cupyfa.problem.problem import Problem
 from cupyfa.runtime.backend import Backend
 from cupyfa.runtime.merging import merge
 
-_STEP_BYTES = 32 << 20  # of keys and values that the L2 cache of a large GPU holds
-_ROWS_OF_BLOCK = 128  # or keys
+_STEP_BYTES = 32 << 20  # bytes of keys and values that the L2 cache of a large GPU holds
+_ROWS_OF_BLOCK = 128  # rows or keys per block
 
 
 @dataclass(frozen=True)
 class Job:
-    """The whole problem, how its rows are divided, and what calls on parts are given.
+    """The whole problem, the division of its rows, and the arguments of calls on parts.
 
-    q_shards, k_shards: of queries and of keys. call: of the forward or the backward kernel.
+    q_shards, k_shards: the division of queries and of keys. call: the arguments for the forward or
+    the backward kernel.
     """
 
     group: Group
@@ -55,7 +56,7 @@ class Job:
         return self.problem.dtype.sums
 
     def attend(self, q: Any, k: Any, v: Any, first_row: int, first_key: int) -> tuple[Any, Any]:
-        """out and lse of a part, whose first query and key have these numbers in the whole."""
+        """out and lse of a part whose first query and key have these indices in the whole."""
         offset = offset_of_part(self.problem, first_row, first_key)
         return attention(q, k, v, **self.call.forward_arguments(offset))
 
@@ -79,9 +80,9 @@ class Job:
         return overlap(keys, visible_keys(self.problem, rows))
 
     def seen(self, rows: range) -> range:
-        """The keys that any of these queries sees, from whole tiles on; one if there are any.
+        """The range of keys that these queries see, from a tile boundary on; one if none is seen.
 
-        All keys, if an expression counts what a call on some keys counts from the first of them.
+        All keys, if an expression reads indices that a call on some keys would count from 0.
         """
         p = self.problem
         if self._counts_keys:
@@ -145,7 +146,7 @@ class Job:
         return messages
 
     def _places(self) -> Any:
-        """Where messages have the keys; kept for the next call; None if they are at 0, 1, 2, …"""
+        """The indices of keys in messages, kept for the next call; None if they are 0, 1, 2, …"""
         key = self.k_shards, self.in_host
         if key not in self.group.kept:
             places: Any = self.k_shards.padded_places

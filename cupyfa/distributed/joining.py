@@ -1,4 +1,4 @@
-"""The group of this process, from what its launcher says in the environment."""
+"""Joins the group of ranks that a launcher describes in the environment."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LAUNCHERS = (
 )
 _RANKS_ON_HOST = [names[2] for names in _LAUNCHERS]
 _ID_BYTES = 128
-_PAUSE = 0.05  # seconds between two looks for the file of rank 0
+_PAUSE = 0.05  # seconds between two checks for the file of rank 0
 
 
 class Place(NamedTuple):
-    """Which rank a process is; device: its number on this host, for the GPU that it takes."""
+    """The rank of a process; device: its index on this host, which selects its GPU."""
 
     rank: int
     ranks: int
@@ -55,7 +55,7 @@ def group(
     nobody has launched is a group of one.
 
     rank, ranks: which one this process is, from 0, and how many there are.
-    unique_id: what ``unique_id()`` gave in rank 0. By default ranks get it from rank 0, by ``file``
+    unique_id: the result of ``unique_id()`` in rank 0. By default ranks get it by ``file``
         or by mpi4py, if this program has imported it and MPI has started the ranks.
     file: a path that all ranks see and that does not exist. Rank 0 writes its unique id there, and
         removes the file when the ranks are connected.
@@ -111,7 +111,7 @@ def _nccl_group(place: Place, name: bytes | None, file: Path | None, timeout: fl
     from cupyfa.distributed.nccl_group import NcclGroup
     from cupyfa.runtime.cuda import nccl
 
-    nccl.library()  # before ranks meet: where it is missing, the rank says so by itself
+    nccl.library()  # before ranks meet, so that a rank without NCCL fails at once
     if name is None:
         name = _id_by_mpi(place, timeout) if file is None else _id_in_file(place, file, timeout)
     if not isinstance(name, bytes) or len(name) != _ID_BYTES:
@@ -192,7 +192,7 @@ def _id_by_mpi(place: Place, timeout: float) -> bytes:
 def _place(
     rank: int | None, ranks: int | None, device: int | None, environment: Mapping[str, str]
 ) -> Place:
-    """Which rank this process is, by its arguments or else by its launcher."""
+    """The rank of this process, from the arguments or else from its launcher."""
     if (rank is None) != (ranks is None):
         raise ValueError(f"rank is {rank} and ranks is {ranks}; give both, or none of them")
     launcher = next((x for x in _LAUNCHERS if {*x[:2]} <= environment.keys()), None)
@@ -221,7 +221,7 @@ def _mpi() -> Any:
 
 
 def _within(timeout: float, make: Callable[[], Any], what: str) -> Any:
-    """What a function gives. Raises DeviceError if it blocks: it goes on in its thread."""
+    """Calls a function in a thread. Raises DeviceError on time-out; the thread continues."""
     made: Future[Any] = Future()
 
     def run() -> None:

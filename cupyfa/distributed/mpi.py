@@ -14,7 +14,7 @@ _unfinished: dict[object, tuple[list[Any], Any]] = {}
 
 
 class MpiGroup(Group):
-    """The group as one process sees it. communicator: of mpi4py, with these ranks alone."""
+    """A group of MPI ranks, from the view of one. communicator: mpi4py's, with these ranks only."""
 
     def __init__(self, communicator: Any, timeout: float) -> None:
         super().__init__(communicator.Get_rank(), communicator.Get_size(), timeout)

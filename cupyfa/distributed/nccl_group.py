@@ -15,12 +15,12 @@ from cupyfa.errors import Unsupported
 if TYPE_CHECKING:
     from cupyfa.runtime.cuda.nccl import Nccl
 
-_SPIN = 1e-3  # seconds for which a rank asks again at once, before it sleeps
+_SPIN = 1e-3  # seconds for which a rank polls without sleeping
 _PAUSE = 1e-4
 
 
 class NcclGroup(Group):
-    """The group as one process sees it.
+    """A group of NCCL ranks, from the view of one process.
 
     Messages are queued, and computation waits for them on the GPU. A call returns when its last
     message has arrived, while the GPU still computes: so it raises if a message does not arrive. A
@@ -115,7 +115,7 @@ class NcclGroup(Group):
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """What may block, watched; what NCCL raises becomes DeviceError."""
+        """A context for calls that may block, with a deadline; turns NCCL errors to DeviceError."""
         self.require_alive()
         self._deadline = monotonic() + self.timeout
         try:

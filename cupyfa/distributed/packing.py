@@ -1,4 +1,4 @@
-"""Messages: rows come first, so that those of a rank lie side by side, with k and v in one."""
+"""Packs k and v into one message; rows are the first axis, so a rank's rows are contiguous."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _WORDS = {2: "u2", 4: "u4", 8: "u8", 16: "c16"}  # a GPU moves up to 16 bytes at
 
 
 def new(like: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
-    """A contiguous array with unspecified elements, where another one is."""
+    """Allocates a contiguous array, without initializing it, in the memory where ``like`` is."""
     return np.empty_like(like, shape=shape, dtype=dtype, order="C")
 
 
 def packed(*arrays: Any, room: int | None = None) -> Any:
-    """Arrays [batch, heads, rows, columns] as one, [rows, batch, heads, all columns].
+    """Packs arrays [batch, heads, rows, columns] into one, [rows, batch, heads, all columns].
 
-    room: for how many rows; those after the last are unspecified.
+    room: the number of rows to allocate; rows after the last one are unspecified.
     """
     batch, heads, rows, _ = arrays[0].shape
     columns = sum(x.shape[3] for x in arrays)
@@ -43,7 +43,7 @@ def add_to(made: Any, *arrays: Any) -> None:
 
 
 def _columns(made: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Each array's columns of a packed one, and the array with its axes in that order."""
+    """Yields each array's columns in a packed one, and the array with its axes in that order."""
     first = 0
     for x in arrays:
         yield made[..., first : first + x.shape[3]], x.transpose(2, 0, 1, 3)
@@ -58,9 +58,9 @@ def copy_to(made: Any, array: Any) -> None:
 
 
 def in_words(*arrays: Any) -> list[Any]:
-    """Arrays of one dtype with their columns read as words, as large as all of them allow.
+    """Views arrays of one dtype as arrays of the largest words that fit all of them.
 
-    Copies of them take a fraction of the time.
+    Copying words takes a fraction of the time.
     """
     size = 16
     for x in arrays:

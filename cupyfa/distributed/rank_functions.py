@@ -1,4 +1,4 @@
-"""The functions of ranks, which all call at the same time."""
+"""Attention functions on Sharded arrays, which all ranks call at the same time."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The schedule "ring": keys travel from rank to rank, and each computes what its rows see of them.
+"""The schedule "ring": keys travel from rank to rank; each rank attends to those its rows see.
 
 The keys of the next step arrive while those of this one are computed. Results of steps are merged
-by their lse. Gradients of keys follow the keys by one step, and are at home after the last one.
+by their lse. Gradients of keys follow the keys one step later, and return to their rank at the end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cupyfa.distributed.shards import Part
 
 Result = tuple[Any, Any]  # out and lse
 
-# Results of some rows that are kept until they are merged; until then out is not rounded again.
+# The most results of some rows that are kept before they are merged; each merge rounds out.
 MOST_HELD = 8
 
 
@@ -79,7 +79,7 @@ def backward(job: Job, of_rows: Sequence[Any], k: Any, v: Any) -> tuple[Any, ...
 
 
 def _added(job: Job, total: Any, x: Any) -> Any:
-    """A sum of gradients; one alone is not converted."""
+    """Adds gradients to a sum; a single one is not converted."""
     if total is None:
         return x
     total = total.astype(job.sums, copy=False)
@@ -88,12 +88,12 @@ def _added(job: Job, total: Any, x: Any) -> Any:
 
 
 def _owners(job: Job) -> Iterator[int]:
-    """The rank whose keys this one has in each step, beginning with its own."""
+    """Yields, for each step, the rank whose keys this rank holds, beginning with its own."""
     return ((job.group.rank - step) % job.group.ranks for step in range(job.group.ranks))
 
 
 def _seen(job: Job, rows: Part, owner: int) -> list[Part]:
-    """The keys of a rank that some rows see any of."""
+    """The parts of a rank's keys of which these rows see at least one key."""
     return [x for x in job.k_shards.parts(owner) if job.sees(rows.rows, x.rows)]
 
 
@@ -115,7 +115,7 @@ def _passed_on(job: Job, *arrays: tuple[Any, int]) -> Callable[[], list[Any]]:
 
 
 def _merged(job: Job, parts: Sequence[Result]) -> Result:
-    """The results of several parts as one, with out in the dtype of sums."""
+    """Merges the results of several parts, with out in the dtype of sums."""
     return job.merge([(out.astype(job.sums, copy=False), lse) for out, lse in parts])
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each rank holds."""
+"""The division of a sequence's rows among ranks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ KINDS[Sharded] = "cupyfa.distributed.rank_functions"
 
 @dataclass(frozen=True)
 class Part:
-    """Some rows that lie side by side in the sequence, and where they are in a rank's array."""
+    """Consecutive rows of the sequence, and their position in a rank's array."""
 
     rows: range
     start: int
@@ -118,7 +118,7 @@ class Shards:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How many rows each rank has."""
+        """The number of rows of each rank."""
         return [sum(map(len, x)) for x in self.ranges]
 
     @cached_property
@@ -126,7 +126,7 @@ class Shards:
         return max(self.sizes)
 
     def parts(self, rank: int) -> list[Part]:
-        """The ranges of a rank that are not empty; those that touch are one."""
+        """The non-empty ranges of a rank, with adjacent ones joined."""
         found: list[range] = []
         for x in self.ranges[rank]:
             if found and x.start == found[-1].stop:
@@ -138,9 +138,8 @@ class Shards:
 
     @cached_property
     def padded_places(self) -> np.ndarray:
-        """Where each row is in the arrays of all ranks, one after the other.
-
-        Every rank has room for as many rows as the one that has most.
+        """The index of each row in the concatenated arrays of all ranks, each padded to the
+        largest number of rows.
         """
         found = np.empty(self.n, np.intp)
         for rank in range(self.ranks):

@@ -1,4 +1,4 @@
-"""The backward ladder: the gradients of Q, K and V, by what the forward pass left."""
+"""The backward ladder: the gradients of Q, K and V, from the O and lse of the forward pass."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,12 +57,12 @@ AXES = {"dQ": ("M", "heads", "d"), "dK": ("N", "kv_heads", "d"), "dV": ("N", "kv
 
 
 def odd_width(width: int, itemsize: int) -> int:
-    """The row length of gradients.cuh: an odd number of 4 bytes."""
+    """The row length of gradients.cuh in elements: an odd number of 4-byte words."""
     return (cdiv(width, 2) | 1) * 2 if itemsize < 4 else width | 1
 
 
 def shared_bytes(p: Problem, c: SimpleNamespace, sums: int) -> int:
-    """The sums of gradients, P and dS, lse and delta, and the tiles of Q, dO, K and V."""
+    """Bytes of shared memory for sums of gradients, P, dS, lse, delta, and tiles of Q, dO, K, V."""
     widths = odd_width(p.d, p.itemsize) + odd_width(p.dv, p.itemsize)
     rows = 2 * c.Br * (odd_width(c.Bc, p.dtype.sums.itemsize) + 1)
     return p.bytes(reals=sums + rows, scalars=(c.Br + c.Bc) * widths)
@@ -116,7 +116,7 @@ def round_off(name: str) -> Launch:
 
 
 def finish(entry: str, name: str, products: str) -> Launch:
-    """Converts sums to the dtype of the inputs; recomputes those that are NaN from two arrays."""
+    """Converts sums to the dtype of the inputs; recomputes NaN sums from the two ``products``."""
     return sums_launch(entry, name, f"{name} {products} lse sizes {{heads}} group scale")
 
 
@@ -218,14 +218,14 @@ TWO_PASS = rung(
 
 
 def parts_of_rows(height: int, columns: int, warps: int) -> int:
-    """How many groups of warps share the rows of a product, as in warp_partition.cuh."""
+    """The number of groups that divide the rows of a product, as in warp_partition.cuh."""
     fits = [1 << i for i in range(warps.bit_length()) if height % (16 << i) == 0]
     fits = [x for x in fits if warps % x == 0] or [1]
     return min(fits, key=lambda x: (height // x + cdiv(columns, warps // x * 16) * 16, -x))
 
 
 def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
-    """The floats of a row tile in dQ_sum."""
+    """The number of floats that a row tile occupies in dQ_sum."""
     slices = 2 if p.d > 128 else 1
     width = cdiv(p.d, slices * 16) * 16
     across = c.warps // parts_of_rows(c.Br, width, c.warps)
@@ -233,12 +233,12 @@ def sums_of_tile(p: Problem, c: SimpleNamespace) -> int:
 
 
 def _of_delta(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of rows, also of sums that are cleared; none for a ragged batch without rows."""
+    """The number of row tiles whose sums are cleared; 0 for a ragged batch without rows."""
     return row_tiles(p, c) if p.M else 0
 
 
 def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats") -> Launch:
-    """Computes delta, and clears sums for each row tile; a constant says how many."""
+    """Computes delta, and clears the sums of each row tile; ``constant`` holds their number."""
     return Launch(
         entry,
         args="O dO delta dQ_sum.data M heads mods",
@@ -249,7 +249,7 @@ def mma_delta(sums: Formula, entry: str = "mma_delta", constant: str = "floats")
 
 
 def mma_columns_launch(name: str, outputs: str) -> Launch:
-    """A block of `warps` warps for each tile of K and V."""
+    """Launches one block of `warps` warps for each tile of K and V."""
     return columns_launch(
         *(name, outputs, lambda p, c: WARP * c.warps),
         # K, V, `stages` of Q and dO, P and dS in 16 bits; lse and delta of two tiles.
@@ -307,18 +307,20 @@ MMA_COLUMNS = Kernel(
 
 
 def mma_f64_sharing(c: SimpleNamespace) -> int:
-    """How many warps share 16 x 16 scores, where there are more warps than such squares."""
+    """The number of warps per 16 x 16 square of scores: above 1 if squares are fewer than warps."""
     return max(1, 256 * c.warps // (c.Br * c.Bc))
 
 
 def shares_out_scores(c: SimpleNamespace) -> bool:
-    """Whether the warps, or groups that share scores, have equal parts of them."""
+    """Whether the scores divide evenly among the warps, or among groups of warps."""
     groups = c.warps // mma_f64_sharing(c)
     return c.Bc % (16 * (groups // parts_of_rows(c.Br, c.Bc, groups))) == 0
 
 
 def mma_f64_columns_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same tiles in 64 bits, what sharing warps exchange, and lse and delta of two tiles."""
+    """Bytes of shared memory for the tiles of mma_columns in 64 bits, buffers in which warps that
+    share scores exchange results, and lse and delta of two tiles.
+    """
     scores = (2 + mma_f64_sharing(c) - 1) * c.Br * c.Bc
     return 8 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 16) + scores + 4 * c.Br)
 
@@ -365,7 +367,7 @@ MMA_F64_COLUMNS = rung(
 
 
 def two_pass_rows_launch(name: str, arrays: str, shared: Formula) -> Launch:
-    """A block for each tile of Qr rows, which goes along tiles of Qc keys."""
+    """Launches one block for each tile of Qr rows; it loops over tiles of Qc keys."""
     return Launch(
         name,
         args=f"{arrays} sizes heads group scale mods",
@@ -427,12 +429,12 @@ MMA_TWO_PASS = rung(
 
 
 def has_wide_sums(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether dK and dV of 16 keys are more than a warp's registers hold."""
+    """Whether dK and dV of 16 keys exceed the registers of a warp."""
     return padded_columns(sizes, 16) > 256
 
 
 def fp16x2_columns(name: str, shared: Formula, when: Callable[[Problem], bool]) -> Launch:
-    """The launch for dK and dV."""
+    """A launch that computes dK and dV from split operands."""
     return replace(
         columns_launch(name, "", lambda p, c: WARP * c.warps, shared),
         args=f"{OPERANDS} {GRADIENT} K_exponents.data V_exponents.data row_maxima.data lse delta "
@@ -450,8 +452,8 @@ MMA_FP16X2_TWO_PASS = rung(
         *SPLIT_FOR_GRADIENTS,
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns",
-            # Two parts of K, V and `stages` of Q and dO, stats of two tiles of rows, largest
-            # weights.
+            # hi and lo of K, V and of `stages` tiles of Q and dO; statistics of the rows of two
+            # tiles; the largest weights.
             shared=lambda p, c: (
                 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 16) + 32 * c.Br + 8 * 16 * c.warps
             ),
@@ -459,8 +461,8 @@ MMA_FP16X2_TWO_PASS = rung(
         ),
         fp16x2_columns(
             "mma_fp16x2_two_pass_columns_wide",
-            # Two parts of K, V, Q and dO, stats of two tiles of rows, P and dS, or one of both: of
-            # each row of keys parts, a factor for 16 of a row, and four flags.
+            # hi and lo of K, V, Q and dO; statistics of the rows of two tiles; P and dS, or one
+            # buffer for both: for each key hi and lo, a factor per 16 elements, and four flags.
             shared=lambda p, c: (
                 4 * (c.Bc + c.Br) * padded_columns(p, 16)
                 + 32 * c.Br
@@ -471,7 +473,7 @@ MMA_FP16X2_TWO_PASS = rung(
         two_pass_rows_launch(
             "mma_fp16x2_two_pass_rows",
             f"{OPERANDS} {GRADIENT} K_exponents.data lse delta {UNITS} dQ",
-            # Two parts of Q, dO and `Qs` of K and V, and stats of rows.
+            # hi and lo of Q, dO and of `Qs` tiles of K and V; statistics of the rows.
             shared=lambda p, c: 4 * (c.Qr + c.Qs * c.Qc) * padded_columns(p, 16) + 16 * c.Qr,
         ),
         REPAIR_SPLIT_GRADIENTS,
@@ -556,9 +558,9 @@ MMA_SLICES_BACKWARD = rung(
 # Hopper: wgmma and TMA
 
 LANES_OF_ROW = 8  # threads of begin_rows and sum_rows
-# Of a launch that goes by lengths without the argument sizes.
+# For launches that read sequence lengths but do not take the argument `sizes`.
 BY_LENGTHS: dict[str, Constant] = {"ragged": lambda p, c: p.is_ragged}
-SHARED_OF_SM_90 = 232448  # bytes a block may have
+SHARED_OF_SM_90 = 232448  # the most bytes of shared memory per block
 WGMMA_RULES = {
     "Br is 64, or 128 up to d = 128": lambda c: c.Br == 64 or (c.Br == 128 and not is_wide(c)),
     "Bc is 128, or 64 above d = 128": lambda c: c.Bc == (64 if is_wide(c) else 128),
@@ -570,22 +572,22 @@ def is_wide(sizes: Problem | SimpleNamespace) -> bool:
     return max(sizes.d, sizes.dv) > 128
 
 
-FEWEST_FINISHING = 128  # last blocks: about as many as an H100 has multiprocessors
+FEWEST_FINISHING = 128  # key heads (one last block each): about the multiprocessors of an H100
 
 
 def finishes(p: Problem) -> bool:
-    """Whether the last block of a key head computes dQ, as add_dQ.cuh says: where there are many
-    such blocks, and none has many rows. Otherwise a launch is faster.
+    """Whether the last block of each key head computes dQ (see add_dQ.cuh), which pays if there are
+    many key heads and each has few rows. Otherwise a separate launch is faster.
     """
     are_many = p.batch * p.kv_heads >= FEWEST_FINISHING
     return are_many and p.M * p.group <= 4096 and not p.is_ragged and not is_persistent(p)
 
 
-FEWEST_PERSISTENT = 2 * 132  # tiles: two rounds on an H100
+FEWEST_PERSISTENT = 2 * 132  # tiles: two for each multiprocessor of an H100
 
 
 def is_persistent(p: Problem) -> bool:
-    """Whether blocks of wgmma_columns go from tile to tile. Measured: where many are short."""
+    """Whether wgmma_columns has persistent blocks: faster, when measured, for many short tiles."""
     hides = p.modifiers.mask or any(x.name in MAPS for x in p.operands)
     if p.is_ragged or p.window != (None, None) or hides:
         return False
@@ -598,7 +600,7 @@ def is_persistent(p: Problem) -> bool:
 
 
 def wgmma_parts(p: Problem, c: SimpleNamespace) -> int:
-    """How many blocks share dQ of a tile, as in query_layout.cuh."""
+    """The number of blocks that divide dQ of a tile, as in query_layout.cuh."""
     if is_wide(p):
         return cdiv(p.d, 64)
     return 2 if c.Br == 128 or p.d > 64 else 1
@@ -611,7 +613,9 @@ def wgmma_sums_width(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 64 columns, dS, what the warpgroups have of dQ, row sums and barriers."""
+    """Bytes of shared memory for tiles in boxes of 64 columns, dS, the warpgroups' shares of dQ,
+    row sums and barriers.
+    """
     tiles = 2 * ((c.Bc + c.stages * c.Br) * padded_columns(p, 64) + c.dS_stages * c.Br * c.Bc)
     part = 4 * 64 * wgmma_sums_width(p, c) // (2 if c.Br == 64 and p.d > 64 else 1)
     rest = 2 * part + 8 * c.stages * c.Br + 8 * (10 + 4 * c.stages)
@@ -620,7 +624,9 @@ def wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = None) -> int:
-    """The same with P, a part of dQ for each warpgroup, and fewer stages of dO."""
+    """Bytes of shared memory for wide heads: also P and a share of dQ for each warpgroup, and fewer
+    stages of dO.
+    """
     dO_stages = dO_stages or wgmma_dO_stages(p, c)
     tiles = 2 * (
         (c.Bc + c.stages * c.Br) * round_up(p.d, 64)
@@ -632,17 +638,19 @@ def wgmma_wide_shared(p: Problem, c: SimpleNamespace, dO_stages: int | None = No
 
 
 def wgmma_dO_stages(p: Problem, c: SimpleNamespace) -> int:
-    """As many stages of dO as of Q, or one if shared memory holds no more."""
+    """The number of stages of dO: as for Q if they fit into shared memory, else 1."""
     return c.stages if wgmma_wide_shared(p, c, c.stages) <= SHARED_OF_SM_90 else 1
 
 
 def wgmma_two_pass_shared(p: Problem, kept: int, stages: int, loaded: int, rest: int) -> int:
-    """Tiles of `kept` rows and of `loaded` rows in each stage, `rest` bytes a stage, 4 barriers."""
+    """Bytes of shared memory for tiles of `kept` rows, four barriers, and in each stage tiles of
+    `loaded` rows and `rest` more bytes.
+    """
     return round_up(2 * (kept + stages * loaded) * padded_columns(p, 64) + stages * rest + 32, 1024)
 
 
 def boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
-    """The rows of boxes of Q and dO, and of K and V."""
+    """The rows per box: `rows` for Q and dO, `keys` for K and V."""
     return {"Q": rows, "K": keys, "V": keys, "dO": rows}
 
 
@@ -662,7 +670,7 @@ WGMMA_TWO_PASS_COLUMNS = replace(
     WGMMA_COLUMNS_LAUNCH,
     entry="wgmma_two_pass_columns",
     args=WGMMA_COLUMNS_LAUNCH.args.replace("dQ_sum.data counts.data dQ ", ""),
-    # In each stage row sums and 4 barriers; P too, and 8 barriers, where d or dv is above 128.
+    # Each stage has row sums and 4 barriers; where d or dv is above 128, also P and 8 barriers.
     shared=lambda p, c: wgmma_two_pass_shared(p, c.Bc, c.stages, c.Br, 8 * c.Br + 32),
 )
 WGMMA_COLUMNS = Kernel(
@@ -796,18 +804,18 @@ PART_MAPS = " ".join(f"{name}.map" for name in f"{OPERANDS} {GRADIENT}".split())
 
 
 def part_boxes(rows: Formula, keys: Formula) -> dict[str, Formula]:
-    """The same boxes of both parts."""
+    """The boxes of `boxes` for the hi and lo half of each operand."""
     return {f"{x}_{part}": y for x, y in boxes(rows, keys).items() for part in ("high", "low")}
 
 
 def shares_keys(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether two warpgroups share 64 keys, so that there are registers for tiles of 64 rows."""
+    """Whether two warpgroups share 64 keys, so that registers suffice for tiles of 64 rows."""
     return max(sizes.d, sizes.dv) > 64
 
 
 def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of K, V and `stages` of Q and dO; in each stage stats of rows and four barriers; P
-    too, and four barriers more, where warpgroups share keys.
+    """Bytes of shared memory for hi and lo of K, V and of `stages` tiles of Q and dO. Each stage
+    has statistics of the rows and four barriers; where warpgroups share keys, also P and four more.
     """
     tiles = 4 * (c.Bc + c.stages * c.Br) * padded_columns(p, 64)
     of_P = 256 * c.Br + 32 if shares_keys(p) else 0
@@ -815,7 +823,9 @@ def fp16x2_wgmma_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | None = None) -> int:
-    """Two parts of Q, dO, `stages` of K and some of V; stats of rows and barriers."""
+    """Bytes of shared memory for hi and lo of Q, dO, `Ks` stages of K and `V_stages` of V,
+    statistics of the rows and barriers.
+    """
     V_stages = V_stages or fp16x2_V_stages(p, c)
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
     tiles = 4 * (128 * (d + dv) + c.Bk * (c.Ks * d + V_stages * dv))
@@ -823,12 +833,14 @@ def fp16x2_wgmma_rows_shared(p: Problem, c: SimpleNamespace, V_stages: int | Non
 
 
 def fp16x2_V_stages(p: Problem, c: SimpleNamespace) -> int:
-    """As many stages of V as of K, or one if shared memory holds no more."""
+    """The number of stages of V: as for K if they fit into shared memory, else 1."""
     return c.Ks if fp16x2_wgmma_rows_shared(p, c, c.Ks) <= SHARED_OF_SM_90 else 1
 
 
 def fp16x2_wgmma_rows_wide_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of Q and dO of 64 rows, two tiles of K and one of V; stats, maxima and barriers."""
+    """Bytes of shared memory for hi and lo of 64 rows of Q and dO, two tiles of K and one of V;
+    statistics and maxima of the rows; barriers.
+    """
     d, dv = round_up(p.d, 64), round_up(p.dv, 64)
     tiles = 4 * (64 * (d + dv) + c.Bk * (2 * d + dv))
     return round_up(tiles + 64 * (16 + 4) + 88, 1024)

@@ -1,4 +1,4 @@
-"""What records of several families share: formulas, and the step from one rung to the next."""
+"""Formulas and functions that the records of several families share."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,38 +16,38 @@ CLEARING = 256  # threads of a block that fills rows
 
 
 def tiles_of(p: Problem, rows: int, size: int) -> int:
-    """The tiles of a number of rows of a head; of a ragged batch the numbers that they have."""
+    """The number of tiles for the rows of a head; for a ragged batch an upper bound of it."""
     return cdiv(rows, size) if p.sequences is None else rows // size + p.sequences
 
 
 def row_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of Br rows of all heads."""
+    """The number of tiles of Br rows, over all heads."""
     return tiles_of(p, p.M, c.Br) * p.heads * p.batch
 
 
-# Launches that go along the tiles of keys of a tile of rows, and skip those of a block mask.
+# For launches that loop over the key tiles of a row tile and skip those that a block mask hides.
 ALONG_KEYS: dict[str, Walk] = {KEY_TILES: lambda p, c: (c.Br, c.Bc)}
-# Launches that go down the tiles of rows of a tile of keys, likewise.
+# For launches that loop over the row tiles of a key tile and skip those that a block mask hides.
 DOWN_ROWS: dict[str, Walk] = {ROW_TILES: lambda p, c: (c.Br, c.Bc)}
 
 
 def key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of Bc keys of all heads; at least one for each head, even if N is 0."""
+    """The number of tiles of Bc keys, over all heads: at least one per head, even if N is 0."""
     return max(tiles_of(p, p.N, c.Bc), 1) * p.kv_heads * p.batch
 
 
 def warps_of_scores(p: Problem, c: SimpleNamespace) -> int:
-    """The threads of warps that have Wr x Wc scores of a tile each."""
+    """The threads of a block whose warps compute Wr x Wc scores of a tile each."""
     return WARP * c.Br * c.Bc // (c.Wr * c.Wc)
 
 
 def padded_columns(sizes: Problem | SimpleNamespace, multiple: int) -> int:
-    """The columns of Q and dO, or of K and V, each rounded up to a multiple."""
+    """The columns of Q and dO, or of K and V, together: each rounded up to a multiple."""
     return round_up(sizes.d, multiple) + round_up(sizes.dv, multiple)
 
 
 def even_width(columns: int, most: int, step: int) -> int:
-    """The width of equally wide tiles of some columns: about `most`, and a multiple of `step`."""
+    """The width of equal tiles that cover the columns: about `most`, and a multiple of `step`."""
     return cdiv(columns, cdiv(columns, most) * step) * step
 
 
@@ -61,9 +61,10 @@ def rung(
     then: Sequence[Launch] = (),
     **fields: Any,
 ) -> Kernel:
-    """The same record with other files and fields, of its launch too, and more launches around it.
+    """Derives a rung from the one before it.
 
-    Of ``dtype_arch`` it keeps what concerns its dtypes.
+    The new record has its own name and files, the given ``fields``, the fields ``launch`` in each
+    launch, and more launches ``first`` and ``then``. ``dtype_arch`` keeps only its dtypes.
     """
     launches = (
         replace(x, entry=x.entry.replace(before.name, name), **(launch or {}))
@@ -81,15 +82,17 @@ def rung(
 
 
 def batch_first(p: Problem) -> bool:
-    """Whether batch elements share an array with an element for every pair: they come together."""
+    """Whether a schedule takes the batch elements of a head one after the other, as they share an
+    array with an element for every query and key.
+    """
     held = p.modifiers.held
     return held is not None and p.batch > 1 and held.shape[0] == 1 and held.shape[2] > 1
 
 
 def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
-    """Fills the rows of a ragged output that do not count, or belong to no sequence.
+    """Fills the rows of an output that are padding or belong to no sequence.
 
-    Of an operand, its width ends with 16, to which its columns are padded.
+    For an operand, ``width`` ends with 16: its columns are padded to a multiple of 16.
     """
     columns = width.removesuffix("16")
     of_operands = columns != width
@@ -115,19 +118,19 @@ def clear_rest(array: str, rows: str, heads: str, width: str = "") -> Launch:
 
 
 def clear_row_max() -> Launch:
-    """The same for the largest scores, where they are asked for."""
+    """Fills the unused rows of row_max, if the call returns it."""
     rest = clear_rest(ROW_MAX, "M", "heads")
     return replace(rest, when=lambda p: p.modifiers.has_row_max and rest.when(p))
 
 
 def with_cleared_rest(kernel: Kernel, *rest: Launch) -> Kernel:
-    """The record with what fills the rows that do not count, if the kernel takes lengths."""
+    """Appends the launches that fill unused rows, if the kernel supports lengths."""
     if "lengths" not in kernel.features:
         return kernel
     return replace(kernel, launches=(*kernel.launches, *rest))
 
 
 def bias_bytes(p: Problem) -> int:
-    """The bytes of an element of the array whose pairs are copied to shared memory; 0: of none."""
+    """The bytes per element of the array whose tiles are copied to shared memory; 0 if none is."""
     held = p.modifiers.held
     return held.numpy.itemsize if held else 0

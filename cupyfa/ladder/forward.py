@@ -46,13 +46,13 @@ EVERYTHING = (*ALL_BUT_PLACES, "places", "sink", "dropout", "row_max")
 OF_SEQUENCES = (*EVERYTHING, "lengths", "ragged")
 IN_SPLITS = (*EVERYTHING, "lengths", "paged")
 
-# Kernels without tensor cores, and the seeds
+# Kernels without tensor cores, and "v3" (WMMA)
 
 
 def seed_kernel(
     name: str, adds: str, *, threads: Formula, shared: Formula, **fields: Any
 ) -> Kernel:
-    """One block for each head; sums, maxima and O go through memory."""
+    """A kernel with one block for each head; sums, maxima and O go through global memory."""
     launch = Launch(
         name,
         args="Q K V O lse O_sum row_max row_sum sizes heads group scale mods",
@@ -196,7 +196,7 @@ FA2_COALESCED = rung(
     },
 )
 
-# mma.sync: one block for Br rows, of which each warp owns Wr
+# mma.sync: a block computes Br rows, and each of its warps owns Wr of them
 
 HALVES = [(Br, Bc, 16) for Br in (64, 32, 16) for Bc in (32, 16)]  # Br, Bc, Wr
 MMA_PIPELINED_TILES = TileChoice.of(
@@ -207,13 +207,13 @@ MMA_PIPELINED_TILES = TileChoice.of(
         128: [(128, 32, 32, 1)],
         256: [(64, 64, 16, 1)],
     },
-    # Where ptxas finds registers for larger ones, or needs smaller ones.
+    # Architectures for which ptxas finds registers for larger tiles, or needs smaller ones.
     on={
         **{arch: {64: [(128, 64, 32, 2)]} for arch in ("80", "86", "89")},
         "90": {64: [(128, 96, 32, 2), (128, 64, 32, 2)], 128: [(128, 64, 32, 2)]},
         **{arch: {64: [(128, 64, 32, 2)], 256: [(64, 48, 16, 1)]} for arch in ("100", "120")},
     },
-    # Where an H100 had fewer blocks than multiprocessors: more of them, with less code to run once.
+    # For fewer blocks than multiprocessors: smaller tiles give more blocks. Measured on an H100.
     short={64: [(64, 128, 16, 2), (64, 64, 16, 2)], 128: [(64, 64, 16, 2), (64, 32, 16, 2)]},
     blocks_per_sm=2,
 )
@@ -222,9 +222,10 @@ SPLIT_KV_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
     up_to={64: [(128, 64, 32, 2, 2)], 128: [(64, 64, 16, 2, 2)]},
-    # Where ptxas lacks registers for the others.
+    # Architectures for which ptxas lacks registers for larger tiles.
     on={arch: {256: [(64, 16, 16, 2, 2)]} for arch in ("100", "120")},
-    # The second ones are for less than 200 KB of shared memory, the last ones for 64.
+    # In each list, the second tile fits devices with less than 200 KB of shared memory, and the
+    # last one devices with 64 KB.
     few_rows={
         Br: {
             64: [(Br, 128, 16, 3, 1), (Br, 64, 16, 3, 3)],
@@ -234,8 +235,8 @@ SPLIT_KV_TILES = TileChoice.of(
         for Br in (16, 32, 64)
     },
 )
-# Keys and values in e4m3: a warp converts as it multiplies, so that more of them share a
-# multiprocessor.
+# Tiles for keys and values in e4m3: warps convert them while they multiply, so more warps per
+# multiprocessor pay.
 SPLIT_E4M3_TILES = TileChoice.of(
     "Br Bc Wr stages blocks_per_sm",
     [(*tile, 2, 2) for tile in HALVES],
@@ -256,25 +257,25 @@ FA2_SPLIT_KV_TILES = TileChoice.of(
 )
 MERGE_WARPS = 4
 MOST_SPLITS = 4096
-MOST_PARTS = 4  # times as many waves as one split takes
-LONG_WAVES = 20  # of one split: the last one is a twentieth
-FEW_ROWS = 64  # of query heads that share a key head: reading keys takes longer than multiplying
+MOST_PARTS = 4  # num_splits tries up to this many times the waves of a single split
+LONG_WAVES = 20  # above so many waves the tail is at most a twentieth: more splits do not pay
+FEW_ROWS = 64  # rows per key head up to which reading keys takes longer than multiplying
 
 
 def mma_shared(p: Problem, c: SimpleNamespace, buffers: int = 1) -> int:
-    """Tiles of Q, K and V in 16 bits, their columns padded to multiples of 16."""
+    """Bytes of shared memory for 16-bit tiles of Q, K and V, padded to multiples of 16 columns."""
     return 2 * (c.Br * round_up(p.d, 16) + buffers * c.Bc * padded_columns(p, 16))
 
 
 def mma_pipelined_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The same with `stages` tiles of K and V; O takes the place of Q at the end."""
+    """Bytes of shared memory for `stages` tiles of K and V, and for Q, which O overwrites later."""
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
     return 2 * (c.Br * max(depth, width) + c.stages * c.Bc * (depth + width))
 
 
 def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
-    """How many query heads of a group share row tiles: all, if the rows of one would fill less than
-    half a tile and the rows of all fit into an int; else one.
+    """The number of query heads whose rows share tiles: a whole group, if the rows of one head fill
+    at most half a tile and those of the group fit into an int; else one.
     """
     if p.sequences is not None:
         return 1
@@ -282,24 +283,25 @@ def pack_gqa(p: Problem, c: SimpleNamespace) -> int:
 
 
 def packed_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of Br rows of all heads, some of which share tiles."""
+    """The number of tiles of Br rows over all heads, when heads are packed as in pack_gqa."""
     heads = pack_gqa(p, c)
     return tiles_of(p, p.M * heads, c.Br) * (p.heads // heads) * p.batch
 
 
 def visible_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The most keys that the rows of a tile see."""
+    """The largest number of keys that the rows of a tile see."""
     if p.left is None or p.right is None:
         return p.N
     return min(p.N, min(p.M, c.Br) + p.left + p.right)
 
 
 def num_splits(p: Problem, c: SimpleNamespace) -> int:
-    """How many splits the keys of a row tile have, each of at least one tile: the fewest that take
-    at most a twentieth longer than the fastest.
+    """The number of splits of the keys of a row tile, each with at least one tile: the fewest that
+    take at most a twentieth longer than the fastest number.
 
-    A wave of blocks, `blocks_per_sm` on each multiprocessor, takes as long as the tiles of a split
-    and one more. Numbers with up to four times the waves of a single split are compared.
+    A wave of blocks, `blocks_per_sm` on each multiprocessor, is assumed to take as long as the
+    tiles of a split and one more. Numbers with up to four times the waves of a single split are
+    compared.
     """
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
@@ -312,7 +314,7 @@ def num_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def filling_splits(p: Problem, c: SimpleNamespace) -> int:
-    """The same as the fewest that leave at most a tenth of the device idle."""
+    """The smallest number of splits that leaves at most a tenth of the device idle."""
     tiles, at_a_time = max(packed_tiles(p, c), 1), c.blocks_per_sm * c.multiprocessors
     most = max(cdiv(visible_keys(p, c), c.Bc), 1)
     for splits in range(max(cdiv(9 * at_a_time, 10 * tiles), 1) if tiles < at_a_time else 1, most):
@@ -323,28 +325,28 @@ def filling_splits(p: Problem, c: SimpleNamespace) -> int:
 
 
 def few_rows_for_many_keys(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether reading K and V takes longer than multiplying them, or row tiles occupy at most a
-    quarter of the device; in both cases only with at least 1024 keys, or 512 for rows that fill a
-    quarter of another kernel's tile. Or whether they lie in pages.
+    """Whether to divide the keys: if they lie in pages; or if reading K and V takes longer than
+    multiplying them, or row tiles occupy at most a quarter of the device. The latter two need 1024
+    keys, or 512 if the rows fill at most a quarter of a tile of 64.
     """
-    if p.pages:  # which other fast kernels do not read
+    if p.pages:  # other fast kernels do not read pages
         return True
     rows = p.M * p.group
     few = rows <= FEW_ROWS or 4 * packed_tiles(p, c) <= c.multiprocessors
     return few and visible_keys(p, c) >= (512 if 4 * rows <= FEW_ROWS else 1024)
 
 
-# By head dimension: the share of the device, and the keys, of the rule below; measured on an H100.
+# By head dimension: `share` and `least` in the rule of pays_to_split, measured on an H100.
 PAYS_TO_SPLIT = {64: (0.85, 384), 128: (0.6, 352), 256: (0.35, 160)}
-# Columns of keys of all heads that blocks of wgmma_persistent read as fast as memory allows.
+# With so many columns of K over all heads, wgmma_persistent reads as fast as memory allows.
 MANY_COLUMNS = 64 * 256
 
 
 def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether dividing the keys takes less time than wgmma_persistent does, on a device that has
-    it. few_rows_for_many_keys says so on others, where that one does not fit (pages, float32 that
-    is rounded, ragged batches), and where at most 64 rows share keys in more tiles than the device
-    has multiprocessors.
+    """Whether dividing the keys takes less time than wgmma_persistent does, on a device that runs
+    it. few_rows_for_many_keys decides on other devices, for problems that wgmma_persistent does not
+    take (pages, float32 that is rounded, ragged batches), and where at most 64 rows share keys but
+    there are more tiles than multiprocessors.
 
     The time of wgmma_persistent is proportional to N while the device has room for all of its tiles
     of 64 rows. The time of blocks that divide the keys is proportional to T * (N + 131,072 / d). T
@@ -367,7 +369,7 @@ def pays_to_split(p: Problem, c: SimpleNamespace) -> bool:
 
 
 def rounded_first(kernel: Kernel) -> Kernel:
-    """The same kernel, which also takes float32 inputs, rounded to float16 by a launch before."""
+    """Lets a kernel take float32 inputs too: an additional first launch rounds them to float16."""
     launches = [x for x in kernel.launches if isinstance(x, Launch)]
     rounding = Launch(
         "round_operands",
@@ -446,7 +448,7 @@ MMA_PIPELINED = rung(
         "grid": packed_tiles,
         "shared": mma_pipelined_shared,
         "constants": {"pack_gqa": pack_gqa},
-        # A tile of several heads has no map.
+        # Block masks have no map for tiles that several heads share.
         "walks": {KEY_TILES: lambda p, c: (c.Br, c.Bc) if pack_gqa(p, c) == 1 else None},
     },
     tiles=MMA_PIPELINED_TILES,
@@ -457,7 +459,7 @@ SPLITS = "O_splits.data max_splits.data sum_splits.data"
 
 
 def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
-    """As for mma_pipelined; with keys and values in e4m3 of whole 32 columns."""
+    """Bytes of shared memory: as for mma_pipelined; e4m3 columns are padded to multiples of 32."""
     if not p.modifiers.is_e4m3:
         return mma_pipelined_shared(p, c)
     depth, width = round_up(p.d, 32), round_up(p.dv, 32)
@@ -465,14 +467,14 @@ def split_kv_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def key_warps(p: Problem, c: SimpleNamespace) -> int:
-    """Among how many warps the keys of a tile are divided: until a block has four, where each of
-    them has whole products, and what they leave takes no more memory than K and V. With those in
+    """The number of warps that divide the keys of a tile: as many as leave a block at most four
+    warps, each with whole products, and whose results fit into the memory of K and V. With keys in
     e4m3 one warp was as fast.
     """
     if p.modifiers.is_e4m3:
         return 1
     depth, width = round_up(p.d, 16), round_up(p.dv, 16)
-    left = 4 * (1 + maxima_of_split(p))  # of each row: a sum and maxima, in four lanes
+    left = 4 * (1 + maxima_of_split(p))  # for each row a sum and maxima, in four lanes
     for warps in (4, 2):
         fits = 4 * warps * c.Br * (width + left) <= 2 * c.stages * c.Bc * (depth + width)
         if warps * c.Br <= 4 * c.Wr and c.Bc % (16 * warps) == 0 and fits:
@@ -481,12 +483,12 @@ def key_warps(p: Problem, c: SimpleNamespace) -> int:
 
 
 def maxima_of_split(p: Problem) -> int:
-    """How many maxima a split leaves of a row: of the softmax, and of the scores if asked for."""
+    """The number of maxima that a split stores per row: the softmax's, and row_max if returned."""
     return 2 if p.modifiers.has_row_max else 1
 
 
 def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[str, Any]:
-    """What splits leave of the rows of O, if a launch has to merge them."""
+    """The scratch for results of splits, which another launch merges; empty for a single split."""
 
     def rows(p: Problem, c: SimpleNamespace) -> int:
         number = splits(p, c)
@@ -500,8 +502,8 @@ def scratch_of_splits(splits: Formula, width: Callable[[Problem], int]) -> dict[
 
 
 def splits_at_once(splits: Formula) -> Formula:
-    """How many splits a warp of merge_splits reads at a time: a power of two, the next one to its
-    own splits, as far as registers allow.
+    """The number of splits that a warp of merge_splits reads at a time: the number assigned to it,
+    rounded up to a power of two and limited by its registers.
     """
 
     def at_once(p: Problem, c: SimpleNamespace) -> int:
@@ -512,7 +514,7 @@ def splits_at_once(splits: Formula) -> Formula:
 
 
 def split_kv(splits: Formula) -> Kernel:
-    """The record of mma_split_kv with a formula of the number of splits."""
+    """The record of mma_split_kv, with `splits` as the formula for the number of splits."""
     return rung(
         MMA_PIPELINED,
         "mma_split_kv",
@@ -558,7 +560,7 @@ MMA_SPLIT_KV = split_kv(num_splits)
 
 
 def fa2_split_kv(splits: Formula) -> Kernel:
-    """The record of fa2_split_kv with a formula of the number of splits."""
+    """The record of fa2_split_kv, with `splits` as the formula for the number of splits."""
     return rung(
         FA2_COALESCED,
         "fa2_split_kv",
@@ -601,7 +603,7 @@ MMA_TF32 = rung(
     MMA_PIPELINED,
     "mma_tf32",
     "float32 on tensor cores: operands rounded to tf32 as they are loaded",
-    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32 bits
+    launch={"shared": lambda p, c: 2 * mma_pipelined_shared(p, c)},  # 32 bits instead of 16
     tiles=TileChoice.of(
         "Br Bc Wr stages",
         [(*tile, 1) for tile in HALVES],
@@ -622,7 +624,7 @@ MMA_FP16X2 = rung(
     first=SPLIT,
     launch={
         "args": f"{PARTS} O lse sizes heads group scale mods",
-        # Two parts of 16 bits of Q and of `stages` tiles of K and V.
+        # hi and lo, of 16 bits each, of Q and of `stages` tiles of K and V.
         "shared": lambda p, c: (
             4 * (c.Br * round_up(p.d, 16) + c.stages * c.Bc * padded_columns(p, 16))
         ),
@@ -649,19 +651,21 @@ MMA_FP16X2 = rung(
 
 
 def has_wide_f64_sums(sizes: Problem | SimpleNamespace) -> bool:
-    """Whether sums of 16 rows of O, in double, are more than a warp's registers hold."""
+    """Whether 16 rows of O in double exceed the registers of a warp."""
     return max(sizes.d, sizes.dv) > 128
 
 
 def mma_f64_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of Q, K and V in 64 bits; of wide heads what four warps exchange."""
+    """Bytes of shared memory for tiles of Q, K and V in 64 bits; for wide heads also the buffers in
+    which four warps exchange results.
+    """
     depth, width = round_up(p.d, 16), round_up(p.dv, 64 if has_wide_f64_sums(p) else 16)
     exchange = c.Br * (4 * c.Bc + 1) if has_wide_f64_sums(p) else 0
     return 8 * (c.Br * depth + c.stages * c.Bc * (depth + width) + exchange)
 
 
 def mma_f64(before: Kernel) -> Kernel:
-    """The record of mma_f64, whose wide heads have a launch of their own."""
+    """The record of mma_f64, with a separate launch for wide heads."""
     made = rung(
         before,
         "mma_f64",
@@ -703,7 +707,9 @@ MMA_F64 = mma_f64(MMA_PIPELINED)
 
 
 def sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """P and the slices in 16 bits; for each row factors of tiles of keys and sums of warps."""
+    """Bytes of shared memory for P and the slices in 16 bits, and for each row a factor per tile of
+    keys and a sum per warp.
+    """
     slices = c.stages * (c.Br + c.Bc) * c.Bd
     return 2 * (c.Br * c.span + slices) + 4 * c.Br * (c.span // c.Bc + c.Bc // c.Wc)
 
@@ -761,8 +767,8 @@ BLOCKS = [(Br, Bc, 2) for Br in (128, 64) for Bc in (64, 32, 16)]  # Br, Bc, sta
 
 
 def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
-    """Tiles in boxes of 64 columns, 16-bit numbers, and barriers: two for each stage of Q, of a
-    warpgroup, of K and of V. ``more`` bytes come after them.
+    """Bytes of shared memory for 16-bit tiles in boxes of 64 columns, and two barriers for each
+    stage of K, of V and of each warpgroup's Q. ``more`` bytes follow them.
     """
     Q_stages = getattr(c, "Q_stages", 1)
     tiles = 2 * (Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
@@ -770,7 +776,7 @@ def wgmma_shared(p: Problem, c: SimpleNamespace, more: int = 0) -> int:
 
 
 def staged_pairs(p: Problem, c: SimpleNamespace) -> int:
-    """The bytes of those of a tile; rows have 16 more than they need."""
+    """The bytes of a tile of the staged bias, whose rows are padded by 16 bytes; 0 without one."""
     return c.Br * (c.Bc * bias_bytes(p) + 16) if bias_bytes(p) else 0
 
 
@@ -850,7 +856,7 @@ WGMMA_PERSISTENT = rung(
 
 
 def wgmma_fp16x2_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Two parts of each number in the tiles of wgmma_shared."""
+    """Bytes of shared memory: the tiles of wgmma_shared twice, for hi and lo."""
     tiles = 2 * (c.Q_stages * c.Br * round_up(p.d, 64) + c.stages * c.Bc * padded_columns(p, 64))
     return wgmma_shared(p, c, tiles + staged_pairs(p, c))
 
@@ -899,7 +905,9 @@ WGMMA_FP16X2 = rung(
 
 
 def wgmma_sliced_shared(p: Problem, c: SimpleNamespace) -> int:
-    """The ring of slices, P of all but one tile of a span in 16 bits, two barriers for a stage."""
+    """Bytes of shared memory for the ring of slices, P in 16 bits of all tiles of a span but one,
+    and two barriers for each stage.
+    """
     slices = 2 * c.stages * (c.Br + c.Bc) * 64
     saved = 2 * c.Br * (c.Bc if c.span > c.Bc else 16)
     return round_up(slices + saved + 16 * c.stages, 1024)
@@ -941,14 +949,14 @@ WGMMA_SLICES = rung(
 
 
 def fp8_shared(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles in boxes of 128 bytes a row, V transposed, and barriers of pipelines."""
+    """Bytes of shared memory for tiles in boxes of 128-byte rows, with V transposed; barriers."""
     keys, depth = round_up(c.Bc, 128), round_up(p.d, 128)
     tiles = c.Br * depth + c.stages * (c.Bc * depth + round_up(p.dv, 16) * keys)
     return round_up(tiles + 16 * (c.Br // 64 + 2 * c.stages) + staged_pairs(p, c), 1024)
 
 
 def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
-    """Enough threads that the share of each in a tile fits into its registers."""
+    """The threads of a block of `quantise`: enough for registers to hold each thread's share."""
     most = max(p.d, p.dv)
     if most <= 64:
         return 256
@@ -956,12 +964,12 @@ def quantise_threads(p: Problem, c: SimpleNamespace) -> int:
 
 
 def tiles_of_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The tiles of Bc keys of all heads."""
+    """The number of tiles of Bc keys, over all heads."""
     return cdiv(p.N, c.Bc) * p.kv_heads * p.batch
 
 
 def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
-    """The launch that multiplies these arrays of e4m3."""
+    """The launch of wgmma_fp8 on e4m3 arrays with these names."""
     return replace(
         WGMMA_LAUNCH,
         entry="wgmma_fp8",
@@ -980,7 +988,7 @@ def fp8_launch(q: str, k: str, when: Callable[[Problem], bool]) -> Launch:
 
 
 def of_quantised(formula: Formula) -> Formula:
-    """The scales that quantise writes; inputs in e4m3 have none."""
+    """The number of scales that `quantise` writes; 0 for e4m3 inputs, which it does not process."""
     return lambda p, c: 0 if p.dtype == E4M3_INPUTS else formula(p, c)
 
 
@@ -1056,11 +1064,11 @@ _IN_SPLITS = (FA2_SPLIT_KV.name, MMA_SPLIT_KV.name)
 def for_decoding(
     kernel: Kernel | str, splits: int | str, dtype: str, rows: int, *, is_e4m3: bool = False
 ) -> Kernel | str:
-    """The kernel of new tokens, of which ``rows`` rows of Q share a key head.
+    """Returns the kernel for decoding, where ``rows`` rows of Q share a key head.
 
-    splits: into how many parts it always divides the keys, or "auto". is_e4m3: whether keys and
-    values are e4m3. Raises ValueError for a kernel that does not divide keys, or for a wrong
-    number; Unsupported for one that does not take e4m3.
+    splits: the fixed number of splits of the keys, or "auto". is_e4m3: whether keys and values are
+    e4m3. Raises ValueError for a kernel that does not divide keys or for an invalid number of
+    splits; Unsupported for a kernel that does not take e4m3.
     """
     if is_e4m3 and kernel not in ("auto", "mma_split_kv"):
         raise Unsupported(
@@ -1091,7 +1099,7 @@ def _in_splits(name: str, splits: int | None, is_e4m3: bool) -> Kernel:
         return with_cleared_rest(rounded_first(made), *REST)
     return replace(
         with_cleared_rest(made, *REST),
-        name="mma_split_kv_e4m3",  # what was tuned for operands does not hold for it
+        name="mma_split_kv_e4m3",  # another name, as constants tuned for 16-bit keys do not suit it
         tiles=SPLIT_E4M3_TILES,
         features=(*made.features, "e4m3"),
         arch="89",

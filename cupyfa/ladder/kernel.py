@@ -1,4 +1,4 @@
-"""The records that describe kernels: all that planning, launching and reports know of one.
+"""The records that describe kernels to planning, launching and reports.
 
 A record gives arguments, grid, threads and shared memory of each launch as one-line formulas of the
 problem ``p`` and the constants ``c``. Users write records for their own files.
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from cupyfa.numerics.tolerance import ExpectedOfEach, Roundings
 
 Formula = Callable[[Problem, SimpleNamespace], int]
-Constant = Callable[[Problem, SimpleNamespace], float]  # a bool or a whole number, too
+Constant = Callable[[Problem, SimpleNamespace], float]  # gives a float, an int or a bool
 Grid = Callable[[Problem, SimpleNamespace], "int | tuple[int, ...]"]
 Float = Callable[[Problem, SimpleNamespace], float]
-Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # rows and keys of a tile
+Walk = Callable[[Problem, SimpleNamespace], "tuple[int, int] | None"]  # (rows, keys) of a tile
 Reference = Callable[[Arrays, Problem, SimpleNamespace], Mapping[str, Any]]
 
 AXES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv", "d8", "dv8", "d16", "dv16", "N32")
@@ -44,11 +44,11 @@ FEATURES = (
     *("wrt", "gqa", "strides", "lse", "dv"),
 )
 ARCHES = ("75", "80", "86", "89", "90", "100", "120")
-ARCH_SPECIFIC = ("90a", "100a", "120a")  # with instructions that no other architecture has
+ARCH_SPECIFIC = ("90a", "100a", "120a")  # targets with instructions that only they have
 MOST_BOX_ROWS = 256
-_FORMS = ("", "data", "map")  # of array arguments
+_FORMS = ("", "data", "map")  # how arrays are passed: as a Tensor, a pointer or a TensorMap
 _BOXES_SINCE = 90
-_OF_NUMBERS = "fiubV"  # kinds of dtypes; those of ml_dtypes are V
+_OF_NUMBERS = "fiubV"  # NumPy's kinds of numeric dtypes; those of ml_dtypes are V
 ROUNDINGS = ("float64", *PRECISIONS)
 
 
@@ -65,14 +65,14 @@ def _arrays_of(args: str) -> tuple[tuple[str, str], ...]:
 
 
 class _Record:
-    """A launch or a kernel. Records never change, so a copy is the record itself."""
+    """Base class of Launch and Kernel. Records are immutable, so copying returns the record."""
 
     def check(self, rules: Rules) -> None:
-        """Raises ValueError for a field that breaks a rule, which begins with the field's name."""
+        """Raises ValueError for a field that breaks a rule; rules begin with the field's name."""
         for rule, holds in rules.items():
             try:
                 kept = holds(self)
-            except (AttributeError, TypeError, ValueError):  # the value has not even the right type
+            except (AttributeError, TypeError, ValueError):  # a value of the wrong type
                 kept = False
             if not kept:
                 name, field = next(iter(vars(self).values())), rule.split()[0]
@@ -110,7 +110,7 @@ class Launch(_Record):
         its bytes of dynamic shared memory.
     constants: more constants to declare above the file, as ``{"name": lambda p, c: …}``: bools,
         whole numbers, or floats, which are rounded to single precision.
-    file: where the file is, if not in the folder of the kernel's operation or its ``steps``.
+    file: its path, if it is not in the folder of the kernel's operation or in ``steps`` there.
     when: whether a problem needs this launch.
     boxes: the rows, at most 256, of a box of each ``Q.map``, as ``{"Q": lambda p, c: c.Br}``. A box
         has 64 columns of 16 bits or 128 of 8 bits. Its rows must begin at multiples of 16 bytes: an
@@ -125,16 +125,16 @@ class Launch(_Record):
         begin when all blocks of the launch before have ended or called launch_dependents().
     unawaited: names of arrays that it reads without waiting, separated by blanks. The launch before
         only reads them, too, and its threads call wait_for_launch_before() before
-        launch_dependents(): so the launches that write them have ended when this one begins. It is
-        then enough that one block of it waits.
+        launch_dependents(): so the launches that write them have ended when this one begins. Then
+        only one of its blocks has to wait.
     walks: the maps of a block mask by which it skips tiles (see extent.cuh), as ``{"key_tiles":
-        lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it goes along the keys of a tile of rows,
-        "row_tiles" if it goes down the rows of a tile of keys. The formula gives the rows and keys
+        lambda p, c: (c.Br, c.Bc)}``: "key_tiles" if it loops over the keys of a tile of rows,
+        "row_tiles" if it loops over the rows of a tile of keys. The formula gives the rows and keys
         of a tile, or None where the launch visits all tiles.
 
-    Formulas of grids, numbers and constants also find ``c.multiprocessors``, the multiprocessors of
-    the device (few in the simulator, so that a persistent block has several tiles there too), those
-    of grids and numbers ``c.round``, the number of the round, from 0.
+    In formulas of grids, numbers and constants, ``c`` also has ``c.multiprocessors`` of the device
+    (few in the simulator, so that a persistent block has several tiles there too); in those of
+    grids and numbers also ``c.round``, the number of the round, from 0.
     """
 
     entry: str
@@ -160,7 +160,7 @@ class Launch(_Record):
 
     @property
     def arrays(self) -> tuple[tuple[str, str], ...]:
-        """The names of its arguments, and how they are passed: "", "data" or "map"."""
+        """The names of its arguments, each with how it is passed: "", "data" or "map"."""
         return _arrays_of(self.args)
 
 
@@ -183,18 +183,18 @@ class Matmul:
 class Kernel(_Record):
     """One version of an operation.
 
-    name: by which calls and commands find it.
+    name: the name that calls and commands use.
     adds: what this version adds to the one before, in a few words.
     launches: what is launched, in this order.
     operation: "forward" (O and lse of Q, K and V), "backward" (dQ, dK and dV of Q, K, V, O, lse and
-        dO) or "softmax" (P and lse of S). All else that it needs is ``scratch``, as delta, the sum
-        of dO · O over each row.
-    tiles: the constants it is compiled with, in order of preference, or a TileChoice, which has
-        others by head dimension, architecture and number of rows.
+        dO) or "softmax" (P and lse of S). Intermediate arrays are ``scratch``, such as delta, the
+        sum of dO · O over each row.
+    tiles: the constants it is compiled with, in order of preference, or a TileChoice, which depends
+        on head dimension, architecture and number of rows.
     candidates: the values of each constant that ``cupyfa tune`` combines, as
         ``{"Br": (16, 32)}``; without any it tries the tiles.
-    rules: what constants must satisfy, as ``{"in words": c -> bool}``; c has d and dv too.
-    dtypes: those of the arrays that it takes.
+    rules: conditions that constants must meet, as ``{"in words": c -> bool}``; c has d and dv too.
+    dtypes: the dtypes of the arrays that it takes.
     features: what it supports beyond the plain case: "causal" (a limit of keys on the right, a
         window's too), "window" (one on the left), "gqa", "strides" (otherwise inputs are copied to
         be contiguous), "lse" (otherwise it is not returned), "dv" (a dv other than d), "sink",
@@ -205,34 +205,34 @@ class Kernel(_Record):
         options that modify scores.
     scratch: temporary arrays, as ``{name: (axes, kind)}``, of the kind "real", "scalar",
         "operand", "byte" or "int"; those that the launches of a problem name are allocated. ``d8``
-        and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to one of 16,
-        ``N32`` is N to one of 32.
+        and ``dv8`` are d and dv rounded up to a multiple of 8, ``d16`` and ``dv16`` to a multiple
+        of 16, and ``N32`` is N rounded up to a multiple of 32.
         A formula of the number of elements may take the place of axes; it has
         ``c.multiprocessors``.
     rounds: how often the launches that are ``in_rounds`` are repeated, one after another, so that
         scratch need not hold everything at once.
-    arch: the least compute capability; or one with instructions of its own, as "90a": the kernel
-        runs on devices of that one only.
-    dtype_arch: the least compute capability of dtypes that need more, as ``{"bfloat16": "80"}``.
+    arch: the least compute capability; or an architecture-specific target such as "90a": the kernel
+        then runs only on devices of that architecture.
+    dtype_arch: the least compute capability for dtypes that need more, as ``{"bfloat16": "80"}``.
     largest_d: the limit of d and dv, if there is one besides shared memory.
     rounding: the precision that operands are rounded to by design, if not that of the dtype.
-    parts: the dtype of the parts that float32 operands are split into, if they are: ``operand`` in
-        its files. Nothing is rounded to it.
-    precisions: others that it can round float32 inputs to, even if float32 is not among its dtypes;
-        launches see it as ``p.precision``, which is None for float32 itself.
-    tflops: what it reached on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
+    parts: the dtype of the hi and lo halves that float32 operands are split into, if they are:
+        ``operand`` in its files. Nothing is rounded to it.
+    precisions: precisions that it can round float32 inputs to, even if float32 is not among its
+        dtypes; launches see it as ``p.precision``, which is None for float32 itself.
+    tflops: its speed on an H100 SXM, as ``{dtype: {d: TFLOP/s}}``, with ``"float32 as tf32"``
         and the like for precisions: at batch 4, heads 16, M = N = 2048 or what its page measures; a
-        softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` goes by it. It takes a kernel
-        that was not measured only where no kernel of that precision or dtype was.
+        softmax at 16384 rows of 4096, under d = 0. ``kernel="auto"`` chooses by it, and takes a
+        kernel without a measured speed only if none was measured for that precision or dtype.
     made_for: the problems that it was made for, ``lambda p, c: bool`` with ``c.multiprocessors``
         and ``c.arch``, the device's compute capability. ``kernel="auto"`` takes it for these, once
         it was measured, and for no others.
-    unordered: outputs that are summed in any order, as by atomics: their last bits differ from run
-        to run.
-    persistent: whether each block has its tiles from the beginning, so that all wait for one that
-        begins late.
-    folder: where the files of a kernel from outside the project are. A file that is not there is
-        the project's, if another file of the kernel is there.
+    unordered: outputs that are summed in any order, for example by atomics: their last bits differ
+        from run to run.
+    persistent: whether each block is assigned its tiles at the beginning, so that the launch waits
+        for a block that begins late.
+    folder: the folder of the files of a kernel from outside the project. If it holds at least one
+        of them, files missing there are taken from the project.
     after: the rungs of its family that its files are read after, as small changes of theirs.
 
     For a kernel that computes something else than its operation, or needs more for it:
@@ -247,14 +247,14 @@ class Kernel(_Record):
         number: ``kernel.bind(cap=50.0)``.
     reference: what it computes, for checks: ``reference(arrays, p, c)`` gives ``{output: array}``
         with every output of the kernel, in float64. ``arrays`` are the inputs by name, Q as
-        [batch, heads, M, d], own ones with the axes of their records; float arrays are float64.
+        [batch, heads, M, d], additional ones with the axes in ``inputs``; float arrays are float64.
         ``c`` has constants and floats, and as ``c.rounding`` the precision that operands are
         rounded to by design, or None. The bounds of its errors are found by evaluating it several
         times (docs/checking.md); for bounds of its own it gives ``Expected(value, bound)``.
     forward: for gradients, ``forward(arrays, p, c)`` gives ``{"O": …, "lse": …}`` of random inputs
-        in checks; without it they are those of plain attention. Attention without a softmax has no
-        lse: where no launch names it, ``forward`` leaves it out, callers give None, and
-        ``reference`` does not find it.
+        in checks; by default, O and lse of plain attention. Attention without a softmax has no lse:
+        where no launch names it, ``forward`` leaves it out, callers give None, and it is not in the
+        arrays of ``reference``.
     """
 
     name: str
@@ -293,14 +293,14 @@ class Kernel(_Record):
         return f"<{self.operation} kernel {self.name}: sm_{self.arch}, {' '.join(self.dtypes)}>"
 
     def bind(self, *, returns: Sequence[str] = (), **own: Any) -> BoundKernel:
-        """This kernel with its own arrays and floats for a call: ``kernel=mine.bind(slopes=x)``.
+        """Binds a kernel's additional arrays and floats for a call: ``kernel=mine.bind(slopes=x)``.
 
-        own: arrays of its ``inputs``, with the axes there, in any layout and memory; and numbers
+        own: arrays for its ``inputs``, with the axes there, in any layout and memory; and numbers
             in place of its ``floats``.
         returns: names of its ``outputs``, which a call returns after its other results.
 
         Raises TypeError and ValueError for names that the kernel does not have, and for floats that
-        are no finite numbers.
+        are not finite numbers.
         """
         return BoundKernel(self, own, returns)
 
@@ -310,7 +310,7 @@ class Kernel(_Record):
 
     @property
     def target(self) -> str | None:
-        """The architecture it must be compiled for, if it uses instructions of that one only."""
+        """The architecture-specific target that it must be compiled for, or None."""
         return self.arch if self.arch in ARCH_SPECIFIC else None
 
     @property
@@ -327,8 +327,8 @@ class Kernel(_Record):
         return (FLOAT8,) if is_rounded else ()
 
     def suits(self, dtype: str, precision: str | None) -> bool:
-        """Whether "auto" may take it: a kernel that rounds to float8 only where float8 is asked, or
-        where inputs are in it.
+        """Whether "auto" may take it: a kernel that rounds to float8 needs the precision float8, or
+        inputs in float8.
         """
         return self.rounding != FLOAT8 or precision == FLOAT8 or dtype == E4M3_INPUTS.name
 
@@ -337,7 +337,7 @@ class Kernel(_Record):
         return dtype in self.dtypes or (dtype == "float32" and bool(self.precisions))
 
     def resolved(self, p: Problem) -> Problem:
-        """The problem, with the kernel's own precision if none is given and it is not float32."""
+        """Sets the problem's precision to the kernel's, if none is given and it is not float32."""
         if p.precision or not self.precisions_of(p.dtype.name):
             return p
         if p.dtype.name == "float32" and "float32" in self.float32_as:
@@ -352,7 +352,7 @@ class Kernel(_Record):
         )
 
     def walks_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-        """The maps of a block mask that its launches read, and the rows and keys of their tiles."""
+        """Maps each block-mask map that its launches read to the rows and keys of its tiles."""
         c, found = SimpleNamespace(**constants), {}
         for launch in self.steps(p):
             for name, formula in launch.walks.items() if isinstance(launch, Launch) else ():
@@ -367,17 +367,17 @@ class Kernel(_Record):
 
     @property
     def reads_lse(self) -> bool:
-        """Whether gradients need lse: attention without a softmax has none.
+        """Whether its gradients need lse, which attention without a softmax does not have.
 
-        A record without a reference of its own computes the gradients of a softmax.
+        A record without a custom reference computes the gradients of a softmax.
         """
         named = {name for x in self.launches if isinstance(x, Launch) for name, _ in x.arrays}
         return self.reference is None or "lse" in named
 
     def forward_of(self, arrays: Arrays, p: Problem, c: SimpleNamespace) -> dict[str, np.ndarray]:
-        """The O and lse of ``forward``; lse is 0 if no launch reads it and it is not given.
+        """The O and lse of ``forward``; lse is 0 if no launch reads it and ``forward`` omits it.
 
-        Raises ValueError for anything else than arrays of these shapes.
+        Raises ValueError unless both are arrays of the expected shapes.
         """
         known = OPERATIONS[self.operation].inputs_of(p)
         shapes = {name: known[name].shape(p) for name in ("O", "lse")}
@@ -388,9 +388,9 @@ class Kernel(_Record):
         return {x: np.asarray(made[x]).astype(known[x].dtype(p)) for x in shapes}
 
     def computes(self, constants: Mapping[str, float] | None = None) -> Operation:
-        """Its operation with the inputs, outputs and reference of its own.
+        """Its operation, extended by the inputs, outputs and reference of the record.
 
-        The reference finds ``constants``, floats included, in its argument ``c``.
+        The argument ``c`` of the reference has ``constants``, floats included.
         """
         base = OPERATIONS[self.operation]
         if self.is_plain:
@@ -400,7 +400,7 @@ class Kernel(_Record):
         return replace(base, inputs=inputs, outputs=outputs, reference=reference)
 
     def floats_of(self, p: Problem, constants: Mapping[str, float]) -> dict[str, float]:
-        """The numbers that ``floats`` give, as the kernel gets them: rounded to ``real``."""
+        """The values of ``floats`` as the kernel receives them: rounded to ``real``."""
         c, found = SimpleNamespace(**constants), {}
         for name, formula in self.floats.items():
             value = self.evaluated(f"float {name}", formula, p, c)
@@ -414,7 +414,7 @@ class Kernel(_Record):
         return found
 
     def evaluated(self, what: str, formula: Callable[..., Any], *values: Any) -> Any:
-        """The value of one of its formulas. Raises ValueError if the formula raises anything."""
+        """Evaluates one of its formulas; turns any exception of the formula into ValueError."""
         try:
             return formula(*values)
         except Exception as error:
@@ -435,10 +435,10 @@ class Kernel(_Record):
         roundings: Roundings,
         excerpt: Excerpt | None = None,
     ) -> ExpectedOfEach:
-        """The reference of its own, with bounds; always whole."""
+        """The results of the custom reference, with bounds; it cannot compute excerpts."""
         from cupyfa.numerics import deviation
 
-        assert excerpt is None, "a reference of a kernel's own computes everything"
+        assert excerpt is None, "a custom reference computes all rows, not an excerpt"
         operation = self.computes()
         wanted = {
             name: Input(*x)
@@ -473,10 +473,10 @@ class Kernel(_Record):
     def _checked(
         self, what: str, found: Any, shapes: Mapping[str, tuple[int, ...]]
     ) -> Mapping[str, Any]:
-        """The arrays of a function of the record. Raises ValueError unless they have these shapes
-        and are of numbers.
+        """Checks the arrays that a function of the record returned: raises ValueError unless they
+        have these shapes and hold numbers.
         """
-        from cupyfa.numerics.tolerance import Expected  # which only checks need
+        from cupyfa.numerics.tolerance import Expected  # here, as only checks need it
 
         gives = f"{self.name}: the record's {what} gives"
         if not isinstance(found, Mapping) or not found.keys() >= shapes.keys():
@@ -501,7 +501,7 @@ class Kernel(_Record):
         return tuple(x for x in self.launches if isinstance(x, Matmul) or x.when(p))
 
 
-# Names of arguments of calls and of launches, which no array or float of a kernel's own may have.
+# Names of arguments of calls and launches; additional arrays and floats cannot have them.
 _TAKEN = {
     *("q", "k", "v", "x", "out", "dout", "grads", "own", "Q", "K", "V", "O", "lse", "dO", "dQ"),
     *("dK", "dV", "S", "P", "M", "N", "d", "dv", "heads", "kv_heads", "batch", "group", "scale"),
@@ -512,7 +512,7 @@ _TAKEN = {
 
 @dataclass(frozen=True, eq=False)
 class BoundKernel:
-    """A kernel with its own arrays and floats for a call, as ``Kernel.bind`` makes it."""
+    """A kernel with additional arrays and floats bound for a call, returned by ``Kernel.bind``."""
 
     kernel: Kernel
     own: Mapping[str, Any]
@@ -536,7 +536,7 @@ class BoundKernel:
         object.__setattr__(self, "returns", tuple(returns))
 
     def with_floats(self) -> Kernel:
-        """The kernel with these numbers in place of its own."""
+        """The kernel with the bound numbers in place of the defaults of ``floats``."""
         given = {name: self.own[name] for name in self.kernel.floats if name in self.own}
         for name, value in given.items():
             is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -552,7 +552,7 @@ def _are_own(names: Iterable[str]) -> bool:
     return all(name.isidentifier() and name not in _TAKEN for name in names)
 
 
-# What the fields of records must be.
+# The rules that fields of records must meet.
 _LAUNCH_RULES: Rules = {
     "entry is the name of a C function": lambda x: x.entry.isidentifier(),
     "args is one string of names separated by blanks": lambda x: isinstance(x.args, str),

@@ -1,4 +1,4 @@
-"""Kernels by name, which is also how they are pickled: records hold functions."""
+"""Finds kernels by name. They are also pickled by name, since records hold functions."""
 
 import copyreg
 import sys
@@ -13,7 +13,7 @@ from cupyfa.errors import described, nearest
 from cupyfa.ladder import LADDER
 from cupyfa.ladder.kernel import Kernel, Launch
 
-_loaded: list[tuple[Kernel, str]] = []  # records of scripts, and the names that find them again
+_loaded: list[tuple[Kernel, str]] = []  # records loaded from scripts, and their names
 
 
 def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
@@ -24,9 +24,10 @@ def kernels(operation: str | None = None) -> tuple[Kernel, ...]:
 
 
 def kernel(name: str) -> Kernel:
-    """The record of one kernel: of the ladder by its name, or of a script by ``script.py:name``.
+    """The record of one kernel: from the ladder by its name, or from a script by
+    ``script.py:name``, which runs the script each time.
 
-    The script is run each time. Raises ValueError, with the names there are, for any other name.
+    Raises ValueError, which lists the known names, for any other name.
     """
     if not isinstance(name, str):
         raise TypeError(f"a kernel's name is a string, and this is {name!r}; see cupyfa.kernels()")
@@ -39,25 +40,25 @@ def kernel(name: str) -> Kernel:
 
 
 def unknown_kernel(name: str, others: Iterable[str] = ()) -> ValueError:
-    """The error for a name that no kernel has; ``others`` are further words that were allowed."""
+    """The error for a name that no kernel has; ``others`` are further names to suggest."""
     script, is_text, variable = name.partition(".cu")
     if is_text and (not variable or variable.startswith(":")):
         like = f"{script}.py{variable}" if variable else "script.py:name"
         return ValueError(
-            f"{script}.cu is a kernel's text; name its record, {like} (cupyfa new writes one)"
+            f"{script}.cu is a kernel's source; name its record, {like} (cupyfa new writes one)"
         )
     known = [*(record.name for record in kernels()), *others]
     there_are = f"; there are {', '.join(known)}, and script.py:name"
     return ValueError(f"kernel {name!r} is unknown{nearest(name, known) or there_are}")
 
 
-record_named = kernel  # where `kernel` is the name of a variable
+record_named = kernel  # for modules in which `kernel` is a variable
 
 
 def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
-    """What to write for the tile sizes among keyword arguments; empty if there are none.
+    """A hint how to pass tile sizes that were given as keyword arguments; empty if there are none.
 
-    ``argument`` is the one that takes tile sizes in the function that was called, if it has one.
+    ``argument`` is the argument for tile sizes of the function that was called, if it has one.
     """
     names = {name for record in kernels() for name in record.choice.names}
     sizes = ", ".join(f'"{name}": {described(x)}' for name, x in given.items() if name in names)
@@ -70,7 +71,7 @@ def tile_remedy(given: Mapping[str, Any], argument: str | None) -> str:
 
 
 def operation_of(name: str) -> str:
-    """The operation of a kernel's name; "auto" is one that computes attention forward."""
+    """The operation of the kernel with this name; "forward" for "auto"."""
     return "forward" if name == "auto" else record_named(name).operation
 
 
@@ -91,8 +92,10 @@ def _from_script(name: str) -> Kernel:
 
 
 def _variables_of(script: Path) -> dict[str, Any]:
-    """The variables of a script, run with its folder on the path; stdout is for data."""
-    import runpy  # here, as few imports of cupyfa read a script
+    """Runs a script with its folder on the path and returns its variables. Its output goes to
+    stderr, because commands write data to stdout.
+    """
+    import runpy  # here, as few programs load a script
     import traceback
 
     path = list(sys.path)
@@ -113,7 +116,7 @@ def _variables_of(script: Path) -> dict[str, Any]:
 
 @lru_cache
 def unpickled(name: str, index: int | None = None) -> Any:
-    """The record of a name, the same one each time in a process; or one of its launches."""
+    """The record with this name, or one of its launches: the same object each time in a process."""
     return record_named(name) if index is None else unpickled(name).launches[index]
 
 

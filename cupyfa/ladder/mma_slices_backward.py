@@ -1,4 +1,6 @@
-"""The launches of `mma_slices_backward`: P and dS in memory, for a round of heads or keys."""
+"""The launches of `mma_slices_backward`. Each round computes some heads or keys, with P and dS in
+global memory.
+"""
 
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ _TILES = named(
     (64, 128, 32, 32, 32, 2, 8192),
     (32, 64, 16, 32, 16, 2, 16384),
 )
-# Where ptxas lacks registers for the first one; and where no tile would be half full.
+# For sm_100, where ptxas lacks registers for the first tile; for few rows, which fill small tiles.
 TILES = TileChoice(_TILES, on={"100": {ANY_D: _TILES[1:2]}}, few_rows={32: {ANY_D: _TILES[-1:]}})
 CANDIDATES = {
     "Br": (64, 128),
@@ -40,7 +42,9 @@ def slices_shared(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_keys(p: Problem, c: SimpleNamespace) -> int:
-    """The keys of a round: all, in multiples of 8, or the whole tiles that fit `room`."""
+    """The number of keys in a round: all, rounded up to a multiple of 8, or as many whole tiles as
+    fit into `room` tiles of scores.
+    """
     column = p.group * cdiv(p.M, c.Br)
     if column * cdiv(p.N, c.Bc) <= c.room:
         return round_up(p.N, 8)
@@ -48,7 +52,7 @@ def round_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def round_heads(p: Problem, c: SimpleNamespace) -> int:
-    """The most heads of K and V in a round: their scores fill at most `room` tiles."""
+    """The largest number of heads of K and V in a round: their scores fill at most `room` tiles."""
     tiles = p.group * cdiv(p.M, c.Br) * cdiv(p.N, c.Bc)
     return min(max(c.room // max(tiles, 1), 1), max(p.batch * p.kv_heads, 1))
 
@@ -59,24 +63,24 @@ def rounds_of_keys(p: Problem, c: SimpleNamespace) -> int:
 
 
 def count(p: Problem, c: SimpleNamespace) -> int:
-    """The number of rounds in all."""
+    """The total number of rounds."""
     heads = max(p.batch * p.kv_heads, 1)
     return cdiv(heads, round_heads(p, c)) * rounds_of_keys(p, c)
 
 
 def covered(columns: int, c: SimpleNamespace) -> tuple[int, int]:
-    """The tiles that cover the columns of a gradient, about Bc wide, and the columns of all."""
+    """The number of tiles, about Bc wide, that cover the columns of a gradient; their columns."""
     width = even_width(columns, c.Bc, c.Bc // c.Wc * 16)
     return cdiv(columns, width), round_up(columns, width)
 
 
 def scores(p: Problem, c: SimpleNamespace) -> int:
-    """The elements of P, or of dS, in a round."""
+    """The number of elements of P, or of dS, in a round."""
     return round_heads(p, c) * p.group * p.M * round_keys(p, c)
 
 
 def sums(p: Problem, c: SimpleNamespace) -> int:
-    """Elements of the sums of dQ, in whole tiles, if a head has several rounds of keys."""
+    """The number of elements of dQ_sum, in whole tiles; 0 if one round has all keys of a head."""
     if rounds_of_keys(p, c) == 1:
         return 0
     rows = round_heads(p, c) * p.group * cdiv(p.M, c.Br) * c.Br
@@ -95,7 +99,7 @@ def _keys_now(p: Problem, c: SimpleNamespace) -> range:
 
 
 def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
-    """`tiles` blocks for each head of K and V in a round."""
+    """A launch of `tiles` blocks for each head of K and V in a round."""
     return Launch(
         f"mma_slices_backward_{entry}",
         args=f"{args} sizes heads group first_head first_key stride scale mods",
@@ -112,19 +116,19 @@ def launch(entry: str, args: str, tiles: Formula, shared: Formula) -> Launch:
 
 
 def _score_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of scores of one head of K and V in a round; at least one, even without keys."""
+    """The number of score tiles of a key head in a round: at least one, even without keys."""
     return p.group * max(cdiv(p.M, c.Br) * cdiv(len(_keys_now(p, c)), c.Bc), min(p.M, 1))
 
 
 def _key_tiles(p: Problem, c: SimpleNamespace) -> int:
-    """Tiles of dV and dK of one head in a round; at least one of each."""
+    """The number of tiles of dV and dK of a head in a round: at least one of each."""
     tiles = covered(p.dv, c)[0] + covered(p.d, c)[0]
     return max(cdiv(len(_keys_now(p, c)), c.Br), 1) * tiles
 
 
 SCORES = launch(
     *("scores", "Q K V dO lse delta P.data dS.data", _score_tiles),
-    # The ring of slices, a tile of P in float32, lse and delta.
+    # For the ring of slices, a tile of P in float32, lse and delta.
     shared=lambda p, c: slices_shared(p, c) + 4 * c.Br * c.Bc + 8 * c.Br,
 )
 COLUMNS = launch("columns", "Q dO lse P.data dS.data dK dV", _key_tiles, slices_shared)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cupyfa.score.numpy_evaluation import Modifications
 
 Arrays = Mapping[str, np.ndarray]
-# Of inputs and outputs; NumPy's dtype where the problem does not decide it.
+# The kinds of inputs and outputs: NumPy's dtype, or None where the problem decides it.
 INPUT_KINDS = {
     **{"scalar": None, "result": None, "real": None, "float32": "f4", "float64": "f8"},
     **{"int": "i4", "int32": "i4", "int64": "i8", "uint8": "u1", "bool": "?"},
@@ -82,7 +82,7 @@ class Input:
 
     axes: its sizes by name, as "batch heads M"; or a formula of its shape, ``lambda p: (…,)``.
     kind: one of INPUT_KINDS: "scalar" is the problem's dtype, "result" its ``out_dtype``, "real"
-        that of sums, "int" int32; of an array that an expression reads its dtype.
+        that of sums, "int" int32; for an array that an expression reads, the name of its dtype.
     when: the problems that take it.
     draw: its random elements in checks and benchmarks, ``lambda rng, p: …`` with a NumPy Generator.
         By default floats are drawn like Q, K and V, integers from 0 to 2, half of all bools True.
@@ -97,11 +97,11 @@ class Input:
         return p.shape(self.axes) if isinstance(self.axes, str) else tuple(self.axes(p))
 
     def axes_for(self, p: Problem) -> str:
-        """Its axes by name; "-" is one that has none."""
+        """Its axes by name; "-" stands for an axis without a name."""
         return self.axes if isinstance(self.axes, str) else " ".join("-" for _ in self.shape(p))
 
     def in_pages(self) -> Input:
-        """The same of keys that lie in pages."""
+        """The same input in a paged cache: its axes are those of pages."""
         axes = str(self.axes).replace("batch", "pages").replace("N", "page_size")
         return replace(self, axes=axes)
 
@@ -115,7 +115,7 @@ class Input:
 
 
 def _input_of(array: Operand) -> Input:
-    """An array that expressions read, or its gradient."""
+    """The input for an array that expressions read, or the output for its gradient."""
     return Input(lambda p: array.shape, array.dtype)
 
 
@@ -125,9 +125,9 @@ class Operation:
 
     ``inputs`` are all that a problem may have. ``outputs`` are axes and kind of each array.
     ``reference(inputs, problem, roundings, excerpt)`` gives the expected results with bounds for
-    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and of a
-    masked problem only the visible scores. What a kernel computes that has arrays or a reference of
-    its own is derived from one of OPERATIONS: see ``Kernel.computes``.
+    each rounding, of all rows or of an excerpt. ``flops`` counts 2 for a multiply-add, and only
+    visible scores of a masked problem. The operation of a kernel with additional arrays or a custom
+    reference is derived from one of OPERATIONS: see ``Kernel.computes``.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Operation:
 
     def outputs_of(self, p: Problem) -> dict[str, Input]:
         """The outputs of a problem, with the gradients of arrays that its expressions read, and
-        the largest scores if they are asked for.
+        row_max if the call returns it.
         """
         asked = (x for x in p.modifiers.arrays if x.gradient and self.name == "backward")
         made = {gradient_of(x.name): _input_of(x) for x in asked}
@@ -185,9 +185,9 @@ class Operation:
 
 
 def visible_scores(p: Problem) -> int:
-    """How many (query, key) pairs the mask lets through, per head and batch element.
+    """The number of visible (query, key) pairs per head and batch element.
 
-    Of a ragged batch, whose one batch element has all sequences, these are the pairs of each.
+    For a ragged batch, whose one batch element holds all sequences, the sum over all sequences.
     """
     if p.lengths is not None:
         return sum(visible_scores(p.sequence(*x)) for x in pairs_of(*p.lengths))
@@ -196,7 +196,7 @@ def visible_scores(p: Problem) -> int:
 
 
 def _scores(p: Problem) -> int:
-    """The same of all batch elements together, of a cache with the keys that each has."""
+    """The number of visible pairs per head over all batch elements, each with its cached keys."""
     if p.cached is None:
         return p.batch * visible_scores(p)
     return sum(visible_scores(p.sequence(p.M, n)) for n in p.cached.rows)
@@ -204,7 +204,7 @@ def _scores(p: Problem) -> int:
 
 def _scores_left_of(p: Problem, diagonal: int) -> int:
     """How many pairs (i, j) have j < i + diagonal."""
-    # Row i has clamp(i + diagonal, 0, N): none before `first`, all N from `full` on.
+    # Row i has clamp(i + diagonal, 0, N) such pairs: none before `first`, all N from `full` on.
     first = min(max(-diagonal, 0), p.M)
     full = min(max(p.N - diagonal, first), p.M)
     ramp = (full - first) * (first + full - 1 + 2 * diagonal) // 2
@@ -217,11 +217,11 @@ def modifications(
     first: tuple[int, int, int, int] = (0, 0, 0, 0),
     sequence: Problem | None = None,
 ) -> Modifications:
-    """The expressions that change or hide scores of a problem, with the arrays that they name;
-    dropout.
+    """The expressions that change or hide scores of a problem, with the arrays that they name, and
+    its dropout.
 
-    first: batch, query head, query and key where the arrays of an excerpt begin. sequence: the one
-    of a ragged batch that they are applied to.
+    first: the batch element, query head, query and key at which an excerpt begins. sequence: the
+    sequence of a ragged batch that they are applied to.
     """
     from cupyfa.score.numpy_evaluation import Modifications
 
@@ -248,11 +248,11 @@ _OF_KEYS = ("K", "V", "dK", "dV")  # arrays whose rows are keys
 
 
 class _Part(NamedTuple):
-    """Some rows and keys of some heads: of all batch elements, of one, or of one sequence.
+    """A part of a problem: rows and keys of some heads, of all batch elements or of one sequence.
 
-    first: the numbers of its first batch element or sequence, query head, query and key.
-    batch, heads, kv_heads, rows, keys: where it is in the arrays. sequence: the problem of the
-    whole sequence, or batch element with a length, of a ragged batch.
+    first: the indices of its first batch element or sequence, query head, query and key.
+    batch, heads, kv_heads, rows, keys: its slices of the arrays. sequence: in a ragged batch, the
+    problem of the whole sequence or batch element.
     """
 
     first: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -265,7 +265,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of_rows(cls, excerpt: Excerpt | None, p: Problem) -> _Part:
-        """The rows of an excerpt and all keys that they read; all of the problem without one."""
+        """The part with the rows of an excerpt and all keys; the whole problem without excerpt."""
         if excerpt is None:
             return cls()
         batch, head, rows = excerpt.batch, excerpt.head, excerpt.rows
@@ -274,7 +274,7 @@ class _Part(NamedTuple):
 
     @classmethod
     def of_keys(cls, excerpt: Excerpt, p: Problem) -> _Part:
-        """The keys of an excerpt and all rows of the heads that read them."""
+        """The part with the keys of an excerpt and all rows of the heads that read them."""
         of_keys = excerpt.of_keys(p)
         batch, head, keys = of_keys.batch, of_keys.head, of_keys.rows
         heads = slice(head * p.group, (head + 1) * p.group)
@@ -282,20 +282,20 @@ class _Part(NamedTuple):
         return cls(first, _only(batch), heads, _only(head), keys=keys)
 
     def of(self, name: str, array: np.ndarray) -> np.ndarray:
-        """What it has of an array of an operation, [batch, heads, rows, …]."""
+        """Returns this part of an array of an operation, [batch, heads, rows, …]."""
         if name in _OF_KEYS:
             return array[self.batch, self.kv_heads, self.keys]
         return array[self.batch, self.heads, self.rows]
 
     def sink(self, inputs: Arrays) -> np.ndarray | None:
-        """Its sinks, [heads] or [batch, heads]; None without sinks."""
+        """Returns the sinks of this part, [heads] or [batch, heads]; None without sinks."""
         sink = inputs.get(f"mods.{SINK}")
         if sink is None or sink.ndim == 1:
             return sink if sink is None else sink[self.heads]
         return sink[_only(self.first[0]) if self.sequence else self.batch, self.heads]
 
     def sequences(self, inputs: Arrays, p: Problem) -> Iterator[_Part]:
-        """What it has of each sequence of a ragged batch, of the rows that count."""
+        """Yields its intersection with each sequence of a ragged batch, without padding."""
         for number, (rows, keys) in enumerate(_spans(inputs, p)):
             some_rows, some_keys = _common(rows, self.rows), _common(keys, self.keys)
             first = some_rows.start - rows.start, some_keys.start - keys.start
@@ -320,7 +320,7 @@ def _common(mine: slice, asked: slice) -> slice:
 
 
 def _spans(inputs: Arrays, p: Problem) -> Iterable[tuple[slice, slice]]:
-    """The rows and the keys that count of each sequence of a ragged batch."""
+    """The rows and the keys of each sequence of a ragged batch, without padding."""
     if not p.modifiers.is_packed:
         whole = np.full(p.batch, p.M), np.full(p.batch, p.N)
         counts = (inputs.get(f"mods.{name}", x) for name, x in zip(PADDED, whole))
@@ -356,9 +356,9 @@ def _by_sequences(
     part: _Part,
     expected: Callable[[_Part], ExpectedOfEach],
 ) -> ExpectedOfEach:
-    """What is expected of a part of a ragged batch: of each sequence by itself, in its rows.
+    """The expected results for a part of a ragged batch, computed sequence by sequence.
 
-    Rows that do not count, or are of no sequence, see no key.
+    Rows that are padding or belong to no sequence see no key.
     """
     from cupyfa.numerics.tolerance import Expected
 
@@ -386,7 +386,7 @@ def _by_sequences(
 
 
 def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """The same problem with keys and values that are numbers in one place, without scales."""
+    """Returns the same problem with dense keys and values, multiplied by their scales."""
     scales = [np.asarray(inputs[f"mods.{x}"], np.float64) for x in SCALES]
     made = {**inputs, **{name: inputs[name].astype(np.float64) for name in "KV"}}
     for of_pages in (True, False):
@@ -399,7 +399,7 @@ def _without_scales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """The same problem with queries, keys and values that were multiplied by their descales."""
+    """Returns the same problem with queries, keys and values multiplied by their descales."""
     made = dict(inputs)
     for name, descale in zip("QKV", DESCALES):
         if (given := inputs.get(f"mods.{descale}")) is not None:
@@ -410,7 +410,7 @@ def _without_descales(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
 
 
 def without_pages(inputs: Arrays, p: Problem) -> tuple[Arrays, Problem]:
-    """The inputs and problem with the keys and values of each batch element in one place."""
+    """Returns the same problem with dense keys and values, gathered from their pages."""
     table = np.clip(inputs[f"mods.{PAGE_TABLE}"], 0, p.pages - 1)
 
     def rows(array: np.ndarray) -> np.ndarray:
@@ -437,7 +437,7 @@ def exact_attention(inputs: Arrays, p: Problem) -> tuple[np.ndarray, np.ndarray]
 
 
 def _dtypes(p: Problem) -> dict[str, str]:
-    """The arguments of `tolerance` that say in which dtypes inputs and results are."""
+    """The keyword arguments of functions in `tolerance` for the dtypes of inputs and results."""
     return {"dtype": p.dtype.name, "out_dtype": p.out_dtype.name}
 
 
@@ -471,9 +471,9 @@ def _expected_attention(
 def _expected_gradients(
     inputs: Arrays, p: Problem, roundings: Roundings, excerpt: Excerpt | None = None
 ) -> ExpectedOfEach:
-    """Of an excerpt: dQ of its rows, for which all keys count; dK and dV of its keys, likewise.
+    """The expected gradients; for an excerpt dQ of its rows, and dK and dV of its keys.
 
-    The gradient of a sink takes all rows, so that an excerpt has none.
+    The gradient of a sink sums over all rows, so it is missing from an excerpt.
     """
     from cupyfa.numerics import tolerance
 

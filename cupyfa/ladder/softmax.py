@@ -1,11 +1,11 @@
-"""Softmax over rows: operations of their own, and the middle of the baselines."""
+"""Softmax over rows: kernels of their own, which the baselines also launch between products."""
 
 from cupyfa.ladder.common import WARP, rung
 from cupyfa.ladder.kernel import Kernel, Launch
 
 
 def softmax_launch(name: str) -> Launch:
-    """One block of 256 threads for each row; each warp stores one sum in shared memory."""
+    """A launch with one block of 256 threads for each row; each warp shares one partial sum."""
     return Launch(
         name,
         args="S P lse sizes heads mods",

@@ -1,4 +1,4 @@
-"""The launches around kernels whose operands are parts in float16: before them and after."""
+"""The launches that split float32 operands into float16 hi and lo, and repair rows afterwards."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,23 +13,23 @@ PARTS = f"{OPERANDS} V_exponents.data scale2 flags"
 GRADIENT = "dO_high dO_low"
 UNITS = "scale2 dO_units flags"
 _THREADS = 256
-_ROWS = 128  # of a block that splits; a table of maxima is read for each
-_REPAIRED = 32  # rows of a block that repairs them
-_REPAIRED_GRADIENTS = 256  # the same of gradients, and keys
-_REPAIRING = 512  # threads among which the keys of a row, or the rows of a key, are divided
+_ROWS = 128  # rows per block that splits; each block reads a table of maxima
+_REPAIRED = 32  # rows per block that repairs rows of O
+_REPAIRED_GRADIENTS = 256  # rows, or keys, per block that repairs gradients
+_REPAIRING = 512  # threads that divide the keys of a row, or the rows of a key, among them
 
 
 def pays_for_splitting(p: Problem, c: SimpleNamespace) -> bool:
-    """Whether a key head has so many rows that its launches before and after cost less than its
-    products save.
+    """Whether each key head has enough rows that splitting and repairing cost less time than
+    tensor cores save.
     """
     return p.M * p.group > 256
 
 
 def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
-    """The same of results, not of gradients: few rows of many heads pay, too.
+    """Whether splitting pays in the forward pass, where few rows of many heads pay, too.
 
-    On a multiprocessor a tile with any number of rows takes as long as 12 rows without tensor
+    On a multiprocessor a tile takes, with any number of rows, as long as 12 rows without tensor
     cores.
     """
     every = 0 if p.sequences is not None else p.batch * p.heads * p.M
@@ -37,17 +37,17 @@ def pays_for_few_rows(p: Problem, c: SimpleNamespace) -> bool:
 
 
 def _elements(p: Problem) -> int:
-    """The batch elements, or sequences, each of which has exponents of its own."""
+    """The number of batch elements or sequences; each has separate exponents."""
     return p.batch if p.sequences is None else p.sequences
 
 
 def _slabs(p: Problem, c: SimpleNamespace) -> int:
-    """Into how many slabs the keys of a head are cut. It is compiled in, so it takes few values."""
+    """The number of slabs of a head's keys. It is a compiled constant, so it takes few values."""
     return 32 if p.N > 512 else 4
 
 
 def row_slabs(p: Problem, c: SimpleNamespace) -> int:
-    """The same of the rows of a head."""
+    """The number of slabs of a head's rows; see _slabs."""
     return 32 if p.M > 512 else 4
 
 
@@ -151,5 +151,5 @@ GRADIENT_SCRATCH = {
 
 
 def repairs_rows(kernel: Kernel) -> bool:
-    """Whether the kernel computes rows and keys again that float16 cannot hold, one by one."""
+    """Whether the kernel has launches that recompute the rows or keys that float16 cannot hold."""
     return any(isinstance(x, Launch) and x.entry in _REPAIRS for x in kernel.launches)

@@ -1,4 +1,4 @@
-"""Which tile sizes a kernel tries for a problem on a device, and in which order."""
+"""The tile sizes that a kernel tries for a problem on a device, and their order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cupyfa.problem.problem import Problem, round_up
 
 Tile = Mapping[str, int]
 Tiles = Sequence[Tile]
-TilesByD = Mapping[int, Tiles]  # for head dimensions up to a number
-Rules = Mapping[str, Callable[[Any], bool]]  # in words, of the fields of a record
+TilesByD = Mapping[int, Tiles]  # a key is the largest head dimension that the tiles are for
+Rules = Mapping[str, Callable[[Any], bool]]  # {rule in words: whether a record meets it}
 
-# Names that the text above every kernel's file declares, or that formulas have.
+# Names that are declared above every kernel's file, or that formulas find in `c`.
 RESERVED = (
     *PLAIN.constants,
     "Mods",
@@ -24,21 +24,21 @@ RESERVED = (
     *("scalar", "operand", "real"),
     *("multiprocessors", "arch", "round"),
 )
-# Names of constants that are rows, or keys, of a tile.
+# Names of constants that give the rows, or the keys, of a tile.
 TILE_ROWS, TILE_KEYS = ("Br", "Qr"), ("Bc", "Qc", "Bk")
-_MOSTLY_EMPTY = 0.05  # share of the keys in a problem's tiles that do not exist
-_MORE, _FAR_MORE = 1.15, 1.5  # times the scores that other tiles compute
-_FEW = 4  # tiles of keys in a row; a mask hides a large part of one
+_MOSTLY_EMPTY = 0.05  # the share of a problem's key slots in tiles that lie past its last key
+_MORE, _FAR_MORE = 1.15, 1.5  # ratios of the scores that two tile sizes compute
+_FEW = 4  # with so few tiles of keys in a row, a mask hides a large part of one
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many tiles of ``size`` cover ``count``."""
+    """The number of tiles of ``size`` that cover ``count``."""
     return -(-count // size)
 
 
 def is_size(value: Any) -> bool:
     """Whether a value is a whole number from 1 to 2**31 - 1."""
-    if type(value) is int:  # nearly always, and the other way costs a tenth of the import
+    if type(value) is int:  # the usual case; the general test would take a tenth of import time
         return 1 <= value < 2**31
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     return whole and 1 <= value < 2**31
@@ -54,7 +54,7 @@ class TileChoice(Shown):
     """The tile sizes of a kernel by head dimension, architecture and number of rows.
 
     A tile gives every constant of the kernel that may be chosen, as ``{"Br": 64, "Bc": 32}``.
-    A plan takes the first one that fits the device and what the caller fixed, in this order:
+    A plan takes the first tile that fits the device and the caller's sizes, in this order:
 
     short: if the device has too few blocks for its multiprocessors: where the busiest of them
         computes 1.5 times the scores that it would compute with these smaller tiles.
@@ -64,10 +64,10 @@ class TileChoice(Shown):
     up_to: those for head dimensions up to a number, as ``{64: tiles}``.
     usual: all others, in order of preference.
 
-    ``short``, ``few_rows`` and ``on`` go by the head dimension as ``up_to`` does.
-    Tiles of the last three whose last keys would be mostly empty come after the others, and so do
-    those that compute far more scores. ``blocks_per_sm`` is how many blocks of the usual tiles one
-    multiprocessor runs at a time.
+    ``short``, ``few_rows`` and ``on`` depend on the head dimension as ``up_to`` does.
+    Among ``on`` and ``up_to``, tiles whose last keys would be mostly empty come last, and so do
+    tiles that compute far more scores. ``blocks_per_sm`` is the number of blocks of the usual tiles
+    that one multiprocessor runs at a time.
     """
 
     usual: Tiles = ({},)
@@ -123,7 +123,7 @@ class TileChoice(Shown):
         return (*sorted(short, key=lambda x: (is_mostly_empty(x), masked_keys(x))), *tiles)
 
 
-# What tiles must be: rules of a Kernel's field `tiles`.
+# Rules for the field `tiles` of a Kernel.
 RULES: Rules = {
     "tiles must hold at least one mapping, if an empty one": lambda x: bool(x.usual),
     "tiles give all the same names a whole number from 1 to 2**31 - 1": lambda x: all(
@@ -153,9 +153,9 @@ def _of_d(p: Problem, sizes: TilesByD) -> Tiles:
 
 
 def _scores(p: Problem, tile: Tile, pack_gqa: int, at_a_time: int) -> float:
-    """How many scores are computed one after the other, with `at_a_time` blocks in parallel.
+    """Estimates the scores computed one after the other, with `at_a_time` blocks in parallel.
 
-    Under a mask about half of all, and those at its edge, but at least those of the longest row.
+    A mask leaves about half of all, and those at its edge, but at least those of the longest row.
     """
     Br, Bc = tile.get("Br", 1), tile.get("Bc", 1)
     blocks = cdiv(p.M * pack_gqa, Br) * p.heads // pack_gqa * p.batch

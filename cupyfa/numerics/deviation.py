@@ -1,7 +1,7 @@
-"""Bounds for a kernel whose reference is its author's, from how far rounding moves that reference.
+"""Error bounds for kernels with a custom reference, from how far rounding moves its results.
 
-The reference is a function of float64 arrays of which nothing else is known. So it is evaluated
-again with operands that are off by a rounding, and each result x gets the bound
+The reference is an unknown function of float64 arrays. It is evaluated several times with operands
+perturbed by a rounding error, and each result x gets the bound
 
     |kernel - x|  <=  (4 + growth * eps / unit) * D  +  4 * R
                       +  equal * eps * X  +  ulp(x) / 2  +  floor
@@ -50,11 +50,10 @@ Arrays = Mapping[str, Array]
 Floats = Mapping[str, float]
 Function = Callable[[Arrays, Floats], Mapping[str, Any]]
 
-# Evaluations with changed operands, and with changed steps, by the axis along which signs are the
-# same.
+# For each evaluation with perturbed operands, the axis along which perturbations have equal signs.
 _EVALUATIONS: tuple[int | None, ...] = (*[None] * 8, -1, -1, -2, -2)
 _EVALUATIONS_OF_STEPS: tuple[int | None, ...] = (None, None, -1, -2)
-# Functions without rounding errors, and those that NumPy does not compute by its ufuncs.
+# Functions without rounding errors; then functions that NumPy computes without ufuncs.
 _EXACT = {
     *(np.maximum, np.minimum, np.fmax, np.fmin, np.negative, np.positive, np.absolute, np.fabs),
     *(np.sign, np.copysign, np.floor, np.ceil, np.trunc, np.rint, np.floor_divide, np.divmod),
@@ -83,7 +82,7 @@ def expected(
     outputs: Mapping[str, np.dtype],
     rounding: Rounding,
 ) -> dict[str, Expected]:
-    """What ``function(arrays, floats)`` gives for each of ``outputs``, with bounds.
+    """The results of ``function(arrays, floats)`` for each of ``outputs``, with bounds.
 
     The function gets float arrays as float64. A result that is an Expected has a bound already.
     """
@@ -111,8 +110,8 @@ def expected(
 def _largest_changes(
     function: Function, values: Arrays, evaluations: Iterable[tuple[Arrays, Floats]]
 ) -> dict[str, Array]:
-    """How far each number moves at most; infinity where one that is finite becomes infinite or NaN,
-    or an infinite one something else.
+    """The largest change of each number; infinity where a finite number becomes infinite or NaN, or
+    an infinite one changes at all.
     """
     change = {name: np.zeros_like(x) for name, x in values.items()}
     for operands, floats in evaluations:
@@ -126,7 +125,7 @@ def _largest_changes(
 
 
 def as_float64(x: Array) -> Array:
-    """An array of floats in float64, any other as it is."""
+    """Converts an array of floats to float64; returns other arrays unchanged."""
     return x if x.dtype.kind in "iub" else x.astype(np.float64)
 
 
@@ -138,7 +137,7 @@ def _read_only(x: Array) -> Array:
 
 
 def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
-    """The relative error of a rounded number: of an operand of narrow formats half of their eps."""
+    """The relative error of a rounded number: half of eps for an operand in a narrow format."""
     if dtype.kind in "iub":
         return 0.0
     return (is_operand and kernel.operand_unit) or float(kernel.accumulator.eps)
@@ -147,7 +146,7 @@ def _unit(dtype: np.dtype, is_operand: bool, kernel: Arithmetic) -> float:
 def _changed(
     arrays: Arrays, floats: Floats, units: Mapping[str, float], kernel: Arithmetic
 ) -> Iterator[tuple[Arrays, Floats]]:
-    """The operands with each number changed by its unit, in several ways."""
+    """Yields the operands several times, with each number perturbed by its unit."""
     if kernel.rounds_by_design:
         is_operand = {name: unit == kernel.operand_unit for name, unit in units.items()}
         yield (
@@ -216,7 +215,7 @@ class _Noisy(np.ndarray):
         return self._result(_plain(found), function not in _PRODUCTS)
 
     def _result(self, x: Any, is_exact: bool) -> Any:
-        """A result of arithmetic, moved in place unless it is exact."""
+        """Perturbs a result of arithmetic in place unless it is exact."""
         if not isinstance(x, np.ndarray | np.inexact) or x.dtype.kind not in "fc":
             return x
         if isinstance(x, np.inexact):
@@ -231,7 +230,7 @@ def _plain(x: Any) -> Any:
 
 
 def _noisy(arrays: Arrays, floats: Floats, kernel: Arithmetic) -> Iterator[tuple[Arrays, Floats]]:
-    """The operands as arrays of which each result is off by the eps of sums, in several ways."""
+    """Yields the operands several times, as arrays whose results are perturbed by eps of sums."""
     rng, eps = np.random.default_rng(0), float(kernel.accumulator.eps)
     for shared in _EVALUATIONS_OF_STEPS:
 
@@ -250,7 +249,7 @@ def _bound(
     terms: int,
     finite: bool,
 ) -> Array:
-    """The bound of each element; ``finite``: whether all inputs are."""
+    """The bound of each element; ``finite``: whether all inputs are finite."""
     eps = float(kernel.accumulator.eps)
     unit = kernel.operand_unit or eps
     growth, equal = 2.4 * (np.sqrt(terms) + 4), terms / 2 + 8

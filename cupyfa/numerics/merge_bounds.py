@@ -1,8 +1,8 @@
-"""Merged attentions over parts of the keys, and their gradients, with a bound for each element.
+"""Merged attention over parts of the keys, and its gradients, with a bound for each element.
 
-A merged row is a softmax: lse of its n parts are the scores, their outputs the values. Parts are
-few, so the bounds are those of the worst case, not of a random walk. eps is the spacing at 1 of the
-type of the sums, m the largest lse, P_i = exp(lse_i - lse), and x_i = lse_i - m.
+A merged row is a softmax: the lse of its n parts are the scores, their outputs the values. Parts
+are few, so the bounds are those of the worst case, not of a random walk. eps is the spacing at 1 of
+the type of the sums, m the largest lse, P_i = exp(lse_i - lse), and x_i = lse_i - m.
 
 **Merging.** The difference x_i is rounded, and its exponential has two units in the last place:
 
@@ -13,11 +13,10 @@ type of the sums, m the largest lse, P_i = exp(lse_i - lse), and x_i = lse_i - m
     |lse - reference| <=  e + eps * (n + 2 * log(n) + |lse|)
     floor = tiny * (n + 2 + sum(|out_i|))
 
-n is twice the rounding of the n additions of weights and of the n of outputs, by half an eps each;
-what is left covers the reference, and sums that are carried from one launch to the next. `floor`
-allows flushing subnormal numbers to zero. Results are rounded as those of other gradients and
-outputs are. A part with lse = -inf adds nothing, and a row of such parts alone is exactly 0 and
--inf.
+n additions of weights and n of outputs round by half an eps each; n is twice that sum, and the
+margin covers the reference, and sums that are carried from one launch to the next. `floor` allows
+flushing subnormal numbers to zero. Results are rounded like other gradients and outputs. A part
+with lse = -inf adds nothing, and a row of such parts alone is exactly 0 and -inf.
 
 **Gradients.** out and lse are inputs and have no error. D_i is the sum in dlse_i:
 
@@ -28,7 +27,7 @@ outputs are. A part with lse = -inf adds nothing, and a row of such parts alone 
     |dlse_i - reference| <=  P_i * (p_i * |D_i| + (1 + p_i) * (h_i + eps * |D_i|))
                              + tiny * (dv + 2 + |D_i|)
 
-Where an infinite number has a weight below `tiny`, which may be 0 in a kernel, anything may stand.
+Where an infinite number has a weight below `tiny`, which may be 0 in a kernel, any result passes.
 """
 
 import numpy as np

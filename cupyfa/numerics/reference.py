@@ -44,11 +44,11 @@ from cupyfa.score.numpy_evaluation import NONE, Modifications, Place
 
 Array = np.ndarray[Any, Any]
 
-HUGE = 2.0**25  # of lse, which is rounded by up to 1 there in float32
+HUGE = 2.0**25  # from here on, float32 rounds lse by up to 1
 PRECISIONS = ("float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3")
 
-_TILE_SCORES = 1 << 18  # scores of a tile: 2 MiB of float64, which fits in a core's cache
-_TILE_ROWS = 64  # the least rows of a tile of a long sequence: fewer make the products slow
+_TILE_SCORES = 1 << 18  # scores per tile: 2 MiB of float64, which fits into a core's cache
+_TILE_ROWS = 64  # the fewest rows per tile of a long sequence: fewer make products slow
 
 
 def attention(
@@ -99,7 +99,7 @@ class Tile:
     keys: which of the N keys.
     q [n, rows, d], k [n, keys, d], v [n, keys, dv]: float64.
     masked [rows, keys] or [n, rows, keys]: True where the key is masked for the row; None without
-        a mask. unsure [n, rows, keys]: where rounding may decide otherwise; None if nowhere.
+        a mask. unsure [n, rows, keys]: where rounding may flip the mask; None if nowhere.
     place: batch, head, query and key of the pairs, for mods. sink [n, 1, 1]: None without sinks.
     kept [n, rows, keys]: the pairs whose weights are kept; None without dropout.
     visible_keys [rows, 1] or [n, rows, 1]: how many keys each row sees.
@@ -213,7 +213,7 @@ def attend(
     v = rounded(tile.v, results if e4m3_inputs else precision)
     P, lse = _softmax(scores, tile.sink)
     if tile.masked is not None:
-        np.copyto(P, 0.0, where=tile.masked)  # NaN up to here in a row with a score of NaN
+        np.copyto(P, 0.0, where=tile.masked)  # P is NaN in all of a row with a NaN score
     P = rounded(P, precision)
     out = rounded(_sum_unmasked(tile.dropped(P), v, tile.masked), results)
     out[np.isnan(lse)] = np.nan
@@ -223,7 +223,7 @@ def attend(
 def masked_scores(
     tile: Tile, precision: str = "float64", *, scaled: str = "K", e4m3_inputs: bool = False
 ) -> Array:
-    """The modified scores of one tile, -inf where they are masked; the arguments of `attend`."""
+    """The modified scores of one tile, -inf where masked. Takes the arguments of `attend`."""
     results = "float32" if precision == "float8_e4m3" else precision
     q, k = (rounded(x, results if e4m3_inputs else precision) for x in (tile.q, tile.k))
     k, scale = (rounded(k * tile.scale, precision), 1.0) if scaled == "K" else (k, tile.scale)
@@ -235,9 +235,9 @@ def masked_scores(
 
 @np.errstate(all="ignore")
 def largest_scores(tile: Tile, **how: Any) -> Array:
-    """The largest score of each row of one tile [n, rows]; the arguments of `attend`.
+    """The largest score of each row of one tile [n, rows]. Takes the arguments of `attend`.
 
-    -inf in a row without an unmasked key, whether it has a sink or not, NaN where lse is NaN.
+    It is -inf in a row without an unmasked key, with or without a sink, and NaN where lse is NaN.
     """
     largest = masked_scores(tile, **how).max(-1, initial=-np.inf)
     _, lse, _ = attend(tile, **how)

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 Result = TypeVar("Result")
-_MOST = 50  # rows of a table in a notebook, and lines of a repr
-_MOST_CHARACTERS = 300  # of a repr
+_MOST = 50  # the most rows of a table in a notebook, and lines of a repr
+_MOST_CHARACTERS = 300  # the most characters of a repr
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxdict, _SHORT.maxlist = 60, 100, 6, 3
 
 
 class Shown:
-    """A dataclass, with ``repr=False``, whose repr is one short line: fields that differ."""
+    """Base of dataclasses with ``repr=False``: their repr is a short line of non-default fields."""
 
     def __repr__(self) -> str:
         fields = [x for x in dataclasses.fields(self) if x.repr]  # type: ignore[arg-type]
@@ -29,7 +29,7 @@ class Shown:
 
 
 class ShownRow(Shown):
-    """The same for a result with a ``row``, which a notebook shows as a table."""
+    """A result with a ``row``, which a notebook shows as a table."""
 
     def row(self) -> dict[str, Any]:
         """One row of a table."""
@@ -52,7 +52,7 @@ class Rows(list[Result]):
 
 
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of the columns that some row fills; of many rows the first."""
+    """An HTML table of the first rows, without columns that no row fills."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     texts = [{name: _cell(row.get(name)) for name in columns} for row in rows[:_MOST]]
     columns = [name for name in columns if any(row[name] for row in texts)]

@@ -136,13 +136,13 @@ _NARROW = ("float16", "bfloat16", "tf32", "float8_e4m3")
 _FLOAT8 = "float8_e4m3"
 _FLOAT8_SUMS = 2.0**-13
 _DEPTH = 32  # products of e4m3 that tensor cores add at a time
-_SPREAD = 10.0  # six standard deviations of what is cut off these and the sum before
+_SPREAD = 10.0  # six standard deviations of the truncation of these products and the sum before
 _LARGEST_E4M3 = 448.0
-_FEWEST_BETWEEN = 16  # elements that show a rounding
-_SMALL = 0.01  # a relative error of weights that is one of rounding
-_ANY_WEIGHT = 600.0  # an error of scores that makes a weight which vanishes one that decides
+_FEWEST_BETWEEN = 16  # the fewest elements from which rounding of results is detected
+_SMALL = 0.01  # up to this relative error, weights count as merely rounded
+_ANY_WEIGHT = 600.0  # from this error of scores on, a weight that vanishes may be decisive
 _DOUBLE_EPS = float(np.finfo(np.float64).eps)
-_BLOCK = 1 << 18  # elements of one step, which fit in a core's cache
+_BLOCK = 1 << 18  # elements per step, which fit in a core's cache
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Verdict:
     error: the largest absolute error; infinite for a wrong NaN or infinity.
     ratio: the largest error / bound of an element; at most 1 in a correct result. index, bound,
         actual and expected are of this element.
-    unwritten: how many elements are NaN but should not be; often they were never written.
+    unwritten: the number of elements that are NaN but should not be; often never written.
     """
 
     name: str
@@ -470,7 +470,7 @@ def _score_errors(size: Array, tile: reference.Tile, kernel: Arithmetic) -> tupl
 
 
 def _cut_off(tile: reference.Tile) -> Array:
-    """What sums of products of e4m3 may lose of each scaled score, in eps, [n, rows, keys]."""
+    """The truncation error of each scaled score in e4m3 sums, in eps, [n, rows, keys]."""
     q, k = finite(tile.q), finite(tile.k)
     total, mean, spread = np.zeros((3, *q.shape[:-1], k.shape[-2]))
     for first in range(0, q.shape[-1], _DEPTH):
@@ -500,7 +500,7 @@ class _Work:
         )
 
     def largest_difference(self) -> Array:
-        """How far two means of the values in a column are apart at most, [n, 1, dv]."""
+        """The largest difference between two means of the values in a column, [n, 1, dv]."""
         dropout = self.tile.mods.dropout
         kept = 1.0 if dropout is None else dropout.factor
         return 2 * kept * self.values.max(-2, keepdims=True, initial=0.0)
@@ -567,7 +567,7 @@ class _ModifiedScores:
 
 
 def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
-    """The absolute error of a usual softcap, which kernels on 16 bits apply roughly."""
+    """The absolute error of a usual softcap, which kernels on 16-bit inputs approximate."""
     for step in mods.score_steps:
         if step.option == SOFTCAP and kernel.is_narrow:
             cap = float(mods.names[SOFTCAP])
@@ -576,7 +576,7 @@ def _error_of_softcap(mods: Modifications, kernel: Arithmetic) -> float:
 
 
 def _errors_of_modified(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
-    """What the errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
+    """The terms that errors of modified scores add to the bounds of out and lse [n, rows, 1]."""
     errors = _ModifiedScores(work.tile, kernel, work.pair_sizes(kernel.accumulator.dtype))
     P, magnitude = work.attend()[2], work.magnitude(np.float64)
     lost = (errors.overflows & (P > 0)).any(-1, keepdims=True)
@@ -611,8 +611,8 @@ def _bounds_on_tile(
         bound = _bound_of_row_max(work, kernel, np.isinf(bounds[1]))
         found[ROW_MAX] = bound, _plain_errors_of_row_max(work, kernel, bound)
     errors = [np.zeros_like(x) for x in exact]
-    # A plain computation scales K or S, whose errors differ by more than a factor of two at times;
-    # not for a power of two.
+    # A plain computation scales K or S. Their errors sometimes differ by more than a factor of two,
+    # unless the scale is a power of two.
     is_power = bool(np.all(np.abs(np.frexp(work.tile.scale)[0]) == 0.5))
     orders = "K" if is_power else "KS"
     if kernel.operands == _FLOAT8:
@@ -687,7 +687,7 @@ def _bounds(work: _Work, kernel: Arithmetic) -> tuple[Array, Array]:
     out_bound = out_bound + kernel.output_unit * np.abs(finite(out))
     smallest = max(tiny, float(_finfo(kernel.operands).smallest_subnormal))
     out_bound[_vanished_infinities(tile, P, smallest)] = np.inf
-    own = float(kernel.accumulator.eps)  # of sums that are no products
+    own = float(kernel.accumulator.eps)  # the eps of sums that are not products
     lse_bound = (eps * score + own * 1.2 * total + by_design + of_lse)[..., 0]
     lse_bound = lse_bound + own * 2 * np.abs(finite(lse))
     lost = np.isinf(score + of_lse)[..., 0]
@@ -718,7 +718,7 @@ def _error_of_probabilities(P: Array, scores: Array, lse: Array, error: Array) -
 class _BackwardWork:
     """The gradients on one tile, and sizes of finite numbers for their bounds.
 
-    rows: in a sum over rows. equal: whether a column of dO is the same in all rows, [n, 1, dv].
+    rows: the number of rows in a sum. equal: whether a column of dO is constant, [n, 1, dv].
     """
 
     def __init__(
@@ -803,8 +803,7 @@ def _errors_before_slopes(
 class _ArrayGradients:
     """The gradients of arrays that expressions read, and their bounds.
 
-    given: the arrays by name. Each pair adds its own errors to the bound of the element it reads:
-    what other elements get does not count.
+    given: the arrays by name. Each pair adds its error only to the bound of the element it reads.
     """
 
     def __init__(self, given: Mapping[str, Array], kernels: Mapping[Any, Arithmetic]) -> None:
@@ -951,7 +950,7 @@ def _two_roundings(value: Array, size: Array, precision: str) -> Array:
 
 
 def _keep_larger(of_heads: Array, tile: reference.Tile, found: Array) -> None:
-    """Raises numbers of heads to the largest finite ones of a tile, [n, rows] or [n, rows, dv]."""
+    """Updates the maxima of heads by the finite numbers of a tile, [n, rows] or [n, rows, dv]."""
     some = of_heads[tile.where[0]]
     largest = found.max(tuple(range(1, found.ndim)), initial=0.0, where=np.isfinite(found))
     np.maximum(some, largest, out=some)

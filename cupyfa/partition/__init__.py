@@ -1,1 +1,1 @@
-"""What calls on parts of a problem have in common, wherever the parts are computed."""
+"""Functions that all calls on parts of a problem share, wherever the parts are computed."""

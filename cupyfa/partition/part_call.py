@@ -18,9 +18,9 @@ from cupyfa.problem.problem import Problem, can_give
 
 @dataclass(frozen=True)
 class Call:
-    """What the calls on parts of one problem are given besides arrays.
+    """The arguments besides arrays that all calls on parts of one problem share.
 
-    options: with the masks of the whole, and without an offset. captured: the numbers that
+    options: the options of the whole problem, without an offset. captured: the numbers that
     expressions read. how: kernel, tiles, backend and check.
     """
 
@@ -29,17 +29,17 @@ class Call:
     how: Mapping[str, Any]
 
     def arguments(self, offset: int | None) -> dict[str, Any]:
-        """The arguments of ``backward`` but arrays, for a part whose query 0 is at this offset."""
+        """The non-array arguments of ``backward`` for a part whose query 0 is at this offset."""
         keywords = replace(self.options, offset=offset).keywords()
         return {**keywords, "captured": self.captured, **self.how}
 
     def forward_arguments(self, offset: int | None) -> dict[str, Any]:
-        """Those of ``attention``."""
+        """The non-array arguments of ``attention`` for a part whose query 0 is at this offset."""
         return {**self.arguments(offset), "out": self.options.out_dtype, "return_lse": True}
 
 
 def options_of_parts(p: Problem) -> AttentionOptions:
-    """The options of every part, without an offset: each adds its own.
+    """The options that all parts share; each part adds its offset.
 
     A "top-left" mask becomes a "bottom-right" one, since its position is part of the offset.
     """
@@ -57,7 +57,7 @@ def unrounded(options: AttentionOptions, p: Problem, kernel: str | Kernel) -> At
 
 
 def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
-    """The position of a part's first query among its keys; None if nothing depends on it."""
+    """The position of a part's first query among its keys; None if it has no effect."""
     if not (p.is_masked or p.reads_position):
         return None
     return p.first_position + first_row - first_key
@@ -66,7 +66,7 @@ def offset_of_part(p: Problem, first_row: int, first_key: int) -> int | None:
 def split_passes(
     given: Mapping[str, Any],
 ) -> tuple[bool, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Whether a call gives lse, what chooses the kernel of each pass, and all other arguments."""
+    """Splits arguments: whether to return lse, the kernel choice of each pass, and all others."""
     others = dict(given)
     return_lse = read_flag("return_lse", others.pop("return_lse", False))
     forward = {"kernel": others.pop("kernel", "auto"), "tiles": others.pop("tiles", None)}

@@ -1,4 +1,4 @@
-"""Which names of an expression depend on where a part of the problem begins."""
+"""Finds the names in expressions whose values depend on where a part of the problem begins."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from cupyfa.problem.options import AttentionOptions
 from cupyfa.problem.problem import TEXTS
 from cupyfa.score.expressions import POSITIONS
 
-_DISTANCE = {"position", "key"}  # both count keys: their difference is that of the whole
+_DISTANCE = {"position", "key"}  # their difference is the same in a part as in the whole problem
 
 
 def places(options: AttentionOptions) -> dict[str, str]:
-    """The names in expressions that every task counts from 0, and the option that contains each.
+    """The names in expressions that every part counts from 0, each with the option that uses it.
 
     ``position - key`` is the same in every part, and so is a comparison of the two.
     """

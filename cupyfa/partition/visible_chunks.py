@@ -1,4 +1,4 @@
-"""Which keys some rows see, which rows see some keys, and the chunks that have them."""
+"""Finds the keys that given rows see, the rows that see given keys, and the chunks of both."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cupyfa.problem.problem import Problem
 
 @dataclass(frozen=True)
 class Strip:
-    """Chunks that lie side by side, by their numbers, without the first rows of the first one.
+    """Consecutive chunks, by index, without the first rows of the first chunk.
 
-    start: the index of the first row or key taken, in the whole array. skipped: how many rows or
-    keys of the first chunk are not taken.
+    start: the index of the first row or key taken, in the whole array. skipped: the number of rows
+    or keys of the first chunk that are not taken.
     """
 
     chunks: Sequence[int]
@@ -24,7 +24,7 @@ class Strip:
     skipped: int = 0
 
     def apart(self, others: Sequence[range]) -> list[Strip]:
-        """Each chunk alone, as a whole."""
+        """Splits it into strips of one whole chunk each."""
         return [Strip([n], others[n].start) for n in self.chunks]
 
 
@@ -34,29 +34,28 @@ def ranges(chunks: Sequence[int]) -> list[range]:
 
 
 def tile_of(constants: Mapping[str, int]) -> int:
-    """A number of rows and of keys that is whole tiles of a kernel."""
+    """A number of rows, or of keys, that is a multiple of all tile sizes of a kernel."""
     return lcm(*(n for name, n in constants.items() if name in TILE_ROWS + TILE_KEYS))
 
 
 def visible_keys(p: Problem, rows: range, tile: int = 1) -> range:
     """The keys between the first and the last one that any of these rows sees.
 
-    They begin at a whole tile, which keeps the order of sums.
+    The range begins at a tile boundary, which keeps the order of sums.
     """
     return visible(rows, p.N, p.first_position, p.left, p.right, tile)
 
 
 def visible_rows(p: Problem, keys: range, tile: int = 1) -> range:
-    """The same for the rows that see any of these keys."""
+    """The rows between the first and the last one that see any of these keys."""
     return visible(keys, p.M, -p.first_position, p.right, p.left, tile)
 
 
 def visible(
     own: range, total: int, shift: int, before: int | None, after: int | None, tile: int
 ) -> range:
-    """What is visible of ``total``, if i sees i + shift - before to i + shift + after.
-
-    None is no limit.
+    """The range of indices below ``total`` that ``own`` sees, if i sees i + shift - before to
+    i + shift + after; None is no limit.
     """
     low = 0 if before is None else max(own.start + shift - before, 0) // tile * tile
     high = total if after is None else min(own.stop + shift + after, total)
@@ -68,9 +67,9 @@ def overlap(a: range, b: range) -> bool:
 
 
 def strip_of(visible: range, chunks: Sequence[range]) -> Strip:
-    """The chunks that have what is visible.
+    """The chunks that overlap the visible range.
 
-    If there are none, the first one, where all pairs are masked: a task needs an array.
+    If there are none, the first chunk, with all pairs masked, because a task needs an array.
     """
     met = [n for n, x in enumerate(chunks) if overlap(x, visible)]
     if not met:

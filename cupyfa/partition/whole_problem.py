@@ -1,4 +1,4 @@
-"""The whole problem of a call on parts, without the arguments that such calls cannot have."""
+"""Reads the whole problem of a call on parts, and refuses arguments that parts cannot have."""
 
 from __future__ import annotations
 

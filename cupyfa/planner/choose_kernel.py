@@ -1,4 +1,4 @@
-"""Chooses the kernel and its constants for a problem and a device, or says why there are none."""
+"""Chooses a kernel and its constants for a problem and a device, or reports why none fits."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from cupyfa.problem.optional_inputs import DLSE
 from cupyfa.problem.problem import Problem
 from cupyfa.score.expressions import Expression
 
-_ALIKE = 0.98  # two measurements of one kernel may differ by as much
-# Of a baseline that "auto" takes: bytes of its scratch; and scores, of which fewer take less time
-# than its launches.
+_ALIKE = 0.98  # speeds with a ratio above this count as equal: repeated measurements differ as much
+# Limits for "auto" to take a baseline: the most bytes of scratch, and the fewest scores, below
+# which its launches take longer than its products.
 _MOST_SCRATCH, _LEAST_SCORES = 1 << 30, 1 << 23
 
 
@@ -39,8 +39,8 @@ def select(
 ) -> Kernel:
     """The record of a kernel given by name, as a record, or as "auto".
 
-    With ``deterministic`` raises Unsupported if its results may differ from run to run. Without
-    ``persistent`` "auto" is no kernel with persistent blocks.
+    With ``deterministic``, raises Unsupported if its results may differ from run to run. Without
+    ``persistent``, "auto" takes no kernel with persistent blocks.
     """
     ladder = LADDER[operation]
     if deterministic:
@@ -83,7 +83,7 @@ def _given(kernel: str | Kernel, operation: str) -> Kernel:
 
 
 def check_named(kernel: str | Kernel, operation: str, given: Mapping[str, int]) -> None:
-    """Raises for a kernel or for tile sizes that no problem can have."""
+    """Raises for a kernel, or for tile sizes, that are invalid for every problem."""
     if kernel != "auto":
         _check_given(_given(kernel, operation), given)
 
@@ -105,7 +105,7 @@ def plan(kernel: Kernel, problem: Problem, limits: Limits, **given: int) -> Plan
 
 
 def with_maps(made: Plan, limits: Limits, expressions: Iterable[Expression]) -> Plan:
-    """The plan of the same tiles that skips those which all of these expressions hide."""
+    """Adds maps to a plan, so that its launches skip the tiles that the expressions hide."""
     if not (found := cuda_source.maps(made, expressions)):
         return made
     problem = replace(made.problem, operands=(*made.problem.operands, *found))
@@ -127,7 +127,7 @@ def _refusal(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
 
 
 def candidates(kernel: Kernel, problem: Problem, limits: Limits) -> list[Plan]:
-    """The plans to measure: the record's own choice, then all others that fit, most similar first.
+    """The plans to measure: the default plan, then all others that fit, most similar first.
 
     Raises Unsupported if the kernel cannot do the problem.
     """
@@ -152,12 +152,12 @@ def largest_d(kernel: Kernel, dtype: str, limits: Limits) -> int | None:
     def too_large(d: int) -> bool:
         return not can(kernel, Problem.of_sizes(M=1, d=d, dtype=dtype), limits)
 
-    unbounded = limits.shared_bytes + 1  # one byte for each column would not fit
+    unbounded = limits.shared_bytes + 1  # even one byte per column would be too much
     return bisect_left(range(1, unbounded), True, key=too_large) if too_large(unbounded) else None
 
 
 def passed_over(chosen: Kernel, problem: Problem, limits: Limits) -> dict[str, str]:
-    """Kernels measured to be faster than the one that "auto" takes on this device, and why not."""
+    """The kernels measured faster than the one "auto" chose, each with the reason against it."""
     problem = _accurate(problem)
     suiting = _suiting(LADDER[chosen.operation].values(), problem)
     able = [k for k in suiting if not _other_device(k, problem.dtype.name, limits)]
@@ -181,10 +181,10 @@ def folder_of(kernel: Kernel) -> str | None:
 
 
 def _fastest(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> Kernel:
-    """The kernel that "auto" stands for.
+    """The kernel that "auto" takes: one made for such problems, else the fastest of those measured,
+    else the best of the others.
 
-    A kernel made for such problems, else the fastest of those measured, else the best of the
-    others. Kernels that their records exclude are not planned; in most cases at most two are.
+    Kernels whose records exclude the problem are not planned; mostly one or two kernels are.
     """
     problem = _accurate(problem)
     general = [k for k in _suiting(kernels, problem) if k.made_for is None]
@@ -247,7 +247,7 @@ def _fastest_measured(general: Sequence[Kernel], problem: Problem, limits: Limit
 
 
 def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict[str, float]:
-    """TFLOP/s of those measured, by name."""
+    """The TFLOP/s of the kernels that were measured, by name."""
     recorded = {k.name: k.tflops.get(problem.arithmetic) for k in kernels}
     measured = {name: speeds for name, speeds in recorded.items() if speeds is not None}
     here = {name: _measured_here(name, problem, limits) for name in measured}
@@ -260,9 +260,9 @@ def _speeds(kernels: Sequence[Kernel], problem: Problem, limits: Limits) -> dict
 
 
 def _drawback(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Why a measured kernel cannot do the problem as fast as it was measured, or in little memory.
+    """Why a measured kernel would be slower here than measured, or need too much memory; else None.
 
-    A baseline computes and stores all scores, also hidden ones.
+    A baseline computes and stores all scores, including hidden ones.
     """
     is_baseline = any(isinstance(x, Matmul) for x in kernel.launches)
     scores = problem.batch * problem.heads * problem.M * problem.N
@@ -283,7 +283,7 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
     """A kernel for a problem that no measured kernel can do.
 
     For a precision: the kernel measured fastest for inputs of that dtype, else the ladder's last.
-    For a dtype in which nothing was measured: the last with the same results in every run.
+    For a dtype without measurements: the ladder's last deterministic kernel.
     """
 
     def speed(kernel: Kernel) -> float:
@@ -303,7 +303,7 @@ def _best_unmeasured(general: Sequence[Kernel], problem: Problem, limits: Limits
 
 
 def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, float]:
-    """TFLOP/s of a ladder's kernel measured on this device, by d, with dv = d or the problem's."""
+    """The TFLOP/s of a ladder kernel on this device, by d, for dv = d or the problem's dv."""
     mine = [t for t in limits.tuned if (t.kernel, t.folder) == (name, None)]
     here = {t.d: t.tflops for t in mine if t.dtype == problem.arithmetic and t.d == t.dv}
     return here | {t.d: t.tflops for t in mine if _is_for(t, problem)}
@@ -312,8 +312,8 @@ def _measured_here(name: str, problem: Problem, limits: Limits) -> dict[int, flo
 def _nearest(speeds: Mapping[int, float], d: int) -> float:
     """The speed at the nearest head dimension.
 
-    Below the least one measured, it is the geometric mean of that speed (the softmax costs as much)
-    and one proportional to d (products cost less).
+    Below the smallest one measured, the geometric mean of its speed and of a speed proportional to
+    d: the products shrink with d, but the softmax does not.
     """
     near = nearest_d(speeds, d)
     share = max(d, 1) / max(near, 1) if near == min(speeds) else 1.0
@@ -332,7 +332,7 @@ def _remedy(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[str
 
 
 def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """What to do if no other kernel of the same operation can do the problem."""
+    """The remedy if no other kernel of the same operation can do the problem."""
     if problem.dtype.result:
         return _converted(kernel, problem, limits)
     if kernel.operation == "backward" or not (problem.wrt or DLSE in problem.modifiers.features):
@@ -344,7 +344,7 @@ def _no_other(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """Why each other kernel for inputs of this dtype and precision cannot do the problem."""
+    """The reasons why the other kernels for this dtype and precision cannot do the problem."""
     own, precision = problem.dtype.name, problem.precision
     found: dict[str, list[str]] = {}
     for x in LADDER[kernel.operation].values():
@@ -356,7 +356,7 @@ def _reasons(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
-    """What to do with inputs of a dtype that few kernels take."""
+    """The remedy for inputs of a dtype that few kernels take."""
     own = problem.dtype.name
     others = [x for x in LADDER[kernel.operation].values() if x.takes(own) and x is not kernel]
     why = [f"{x.name} takes {own}, and {y}" for x in others if (y := _lack(x, problem, limits))]
@@ -364,7 +364,7 @@ def _converted(kernel: Kernel, problem: Problem, limits: Limits) -> str:
 
 
 def _suiting(kernels: Iterable[Kernel], problem: Problem) -> list[Kernel]:
-    """Those that "auto" may take for inputs of this dtype and precision."""
+    """The kernels that "auto" may take for inputs of this dtype and precision."""
     return [k for k in kernels if k.suits(problem.dtype.name, problem.precision)]
 
 
@@ -376,7 +376,7 @@ def _accurate(problem: Problem) -> Problem:
 
 
 def _with_columns(kernel: Kernel, problem: Problem) -> Problem:
-    """The problem with one column in place of none; softmax has neither d nor dv."""
+    """The problem with one column if d or dv is 0; softmax has neither d nor dv."""
     if any(
         "d" in x.axes_for(problem).split() for x in OPERATIONS[kernel.operation].inputs.values()
     ):
@@ -394,7 +394,7 @@ def _first_fit(kernel: Kernel, problem: Problem, limits: Limits, given: Mapping[
     for constants in _tuned_for(kernel, problem, limits):
         with suppress(Exception):  # the record may have changed since it was tuned
             return _made(kernel, problem, limits, {**constants, **given})
-    refused: list[Exception] = []  # the last one, which no frame refers to when it is raised
+    refused: list[Exception] = []  # the last error; in a list, so that no frame refers to it later
     for tile in kernel.tiles_for(problem, limits.arch, limits.multiprocessors):
         try:
             return _made(kernel, problem, limits, {**tile, **given})
@@ -433,7 +433,7 @@ _MEANING = {
 
 
 def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
-    """Why the kernel cannot do a problem on a device with any constants; None if it may."""
+    """Why no constants let the kernel do the problem on the device; None if some may."""
     problem = _with_columns(kernel, problem)
     needed = [
         *dict.fromkeys((*problem.options.features, *problem.modifiers.features)),
@@ -447,7 +447,7 @@ def _lack(kernel: Kernel, problem: Problem, limits: Limits) -> str | None:
         return f"its dtypes are {', '.join(kernel.dtypes)}"
     if problem.precision and problem.precision not in can_do:
         return f"it computes {own} in {' or '.join(can_do or (own,))}"
-    if problem.pages and own not in kernel.dtypes:  # a launch before would round them
+    if problem.pages and own not in kernel.dtypes:  # an earlier launch would have to round them
         return f"it does not round {own} in pages"
     if lacking:
         return f"it does not support {', '.join(_MEANING.get(x, x) for x in lacking)}"

@@ -1,4 +1,4 @@
-"""The expressions of a problem in C++, and struct Mods: what they and dropout read."""
+"""Writes the expressions of a problem in C++, and struct Mods, which they and dropout read."""
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
@@ -36,25 +36,26 @@ _ELEMENTS = {
     **{"uint64": "unsigned long long"},
     **{name: x.scalar for name, x in DTYPES.items()},
 }
-_NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # of C++ and of NumPy
+_NUMBERS = {"bool": ("bool", "?"), "int": ("long long", "i8")}  # types in C++ and in NumPy
 _EMPTY = np.zeros((), "V1")  # a struct without members takes a byte
 _FIRST = "first_position"  # a member: the position of query 0
-_PAGES = "page_count"  # a member: how many pages there are
+_PAGES = "page_count"  # a member: the number of pages
 _UNIT = "unit"  # a member: 1 / scale
-_MOST_INLINE = 100  # work of expressions that are repeated for every pair
+_MOST_INLINE = 100  # the most operations of expressions that are inlined for every pair
 _MOST_SLOPES = (
     20_000  # derivatives that the expressions of a problem may have by elements of arrays
 )
-# What an expression finds besides its own names.
+# The parameters of every function of an expression.
 _PLACE = "int batch, int head, Index query, Key key, int queries, int keys"
 
 
 @lru_cache(maxsize=64)
 def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
-    """What is declared above a kernel's file for the expressions of a problem.
+    """The declarations above a kernel's file for the expressions of a problem.
 
-    taped: also the function of the modified score that notes its derivatives by elements of arrays.
-    copies: also what copies pairs of an array to shared memory.
+    taped: also declares the function that records the derivatives of a modified score by elements
+    of arrays. copies: also declares the function by which kernels copy the tiles of an array to
+    shared memory.
     """
     found = p.modifiers
     if found == NONE:
@@ -72,8 +73,8 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
             ),
             *(["#include <attention/dropout.cuh>"] if found.dropout else []),
             f"struct Mods {{{''.join(f' {x};' for x in _members(p))} }};",
-            _function(p, "score_mod", found.score),  # both, because compilers look names up
-            _function(p, "mask_mod", found.mask),  # also in branches that they discard
+            _function(p, "score_mod", found.score),  # always both: compilers look up names even
+            _function(p, "mask_mod", found.mask),  # in branches that they discard
             *([_dropout_function(found)] if found.dropout else []),
             *([_held(found.held)] if found.held else []),
             *([_tape(p)] if taped else []),
@@ -82,9 +83,9 @@ def header(p: Problem, *, taped: bool = False, copies: bool = False) -> str:
 
 
 def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
-    """The maps of what these expressions hide by which the kernel of a plan skips tiles.
+    """The maps of tiles that these expressions hide, which the plan's kernel reads to skip them.
 
-    A batch or heads of 1 serve all, where no expression names the batch element or the head.
+    The batch or head axis has size 1 where no expression names the batch element or the head.
     """
     p, names = plan.problem, {name for expression in expressions for name in expression.positions}
     if 0 in (p.batch, p.heads, p.M, p.N):
@@ -100,7 +101,7 @@ def maps(plan: Plan, expressions: Iterable[Expression]) -> tuple[Operand, ...]:
 
 
 def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
-    """struct Mods with the numbers, and the arrays in it: their names and where each begins."""
+    """The value of struct Mods with its numbers, and the name and offset of each array in it."""
     found, sums = p.modifiers, p.dtype.sums
     members = [(x.name, *_stored(x, sums)) for x in found.operands]
     if found.reads_position and not p.is_ragged:
@@ -119,14 +120,14 @@ def value(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
 
 
 def gradients(p: Problem) -> tuple[Any, tuple[tuple[str, int], ...]]:
-    """struct Gradients, the arrays of the gradients that are asked for; see ``value``."""
+    """The value of struct Gradients, with the arrays of the gradients to return; see ``value``."""
     found = p.modifiers.differentiated
     record, places = _struct({gradient_of(x.name): array_type(len(x.shape)) for x in found})
     return record, tuple(places.items())
 
 
 def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
-    """A struct of zeros with members of these types, and where each of them begins."""
+    """A struct of zeros with members of these types, and the offset of each member."""
     if not members:
         return _EMPTY, {}
     of = np.dtype([*members.items()], align=True)
@@ -134,10 +135,10 @@ def _struct(members: Mapping[str, Any]) -> tuple[Any, dict[str, int]]:
 
 
 def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
-    """The type of an array or a number in struct Mods, and the number.
+    """The type of an array or a number in struct Mods, and the number's value.
 
-    Of a softcap it is the nearest one of which float32 has the reciprocal: larger ones leave scores
-    as they are, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
+    A softcap is clamped to numbers whose reciprocal float32 can represent: larger ones leave scores
+    unchanged, as 2^126 does, and smaller ones make them 0, as 2^-100 does.
     """
     if x.value is None:
         return array_type(len(x.shape)), None
@@ -148,10 +149,10 @@ def _stored(x: Operand, sums: np.dtype) -> tuple[Any, Any]:
 
 
 def of_products(p: Problem) -> bool:
-    """Whether expressions take q·k and give the score / scale: of ALiBi alone, with slopes / scale.
+    """Whether expressions map q·k to score / scale: for ALiBi alone, with slopes / scale.
 
-    A score / scale may be -infinity though the score is finite, which kernels notice in rows that
-    no expression of a mask hides.
+    score / scale may be -infinity though the score is finite, which kernels detect in rows that no
+    mask expression hides.
     """
     expressions = p.modifiers.score
     is_alibi = [x.option for x in expressions] == [ALIBI] and not p.modifiers.mask
@@ -159,13 +160,13 @@ def of_products(p: Problem) -> bool:
 
 
 def array_type(rank: int) -> np.dtype:
-    """struct Array of expression.cuh."""
+    """The NumPy type of struct Array in expression.cuh."""
     members = [("data", "u8"), ("stride", "i8", (rank,)), ("size", "i4", (rank,))]
     return np.dtype(members, align=True)
 
 
 def _dropout_type(p: Problem) -> np.dtype:
-    """struct Dropout of dropout.cuh."""
+    """The NumPy type of struct Dropout in dropout.cuh."""
     numbers = [("offset", "u4"), ("least", "u4"), ("heads", "i4"), ("factor", p.dtype.sums)]
     return np.dtype([("round_keys", "u4", (2 * ROUNDS,)), *numbers], align=True)
 
@@ -177,7 +178,7 @@ def _dropout(p: Problem) -> tuple[Any, ...]:
 
 
 def _dropout_function(found: Modifiers) -> str:
-    """The function that gives struct Dropout, with what lies in memory."""
+    """The C++ function that returns struct Dropout and reads its seed or offset from memory."""
     read = {
         SEED: f"made.take_seed(*mods.{cpp_name(SEED)}.data);",
         OFFSET: f"made.offset = unsigned(*mods.{cpp_name(OFFSET)}.data);",
@@ -209,7 +210,7 @@ def _members(p: Problem) -> list[str]:
 
 
 def _of_lengths(p: Problem) -> list[str]:
-    """What batch.cuh reads besides offsets and lengths."""
+    """The declarations that batch.cuh needs besides offsets and lengths."""
     if not p.is_ragged:
         return []
     known = {f"has_{name}": is_given for name, is_given in zip(USED, p.modifiers.used)}
@@ -226,7 +227,7 @@ def _member(x: Operand, is_held: bool = False) -> str:
 
 
 def _held(x: Operand) -> str:
-    """The function that gives a row of the array whose pairs kernels may copy."""
+    """The C++ function that returns a row of the array whose tiles kernels may copy."""
     return (
         "__device__ __forceinline__ auto held_row(const Mods& mods, [[maybe_unused]] int batch,\n"
         "    [[maybe_unused]] int head, [[maybe_unused]] Index query) {\n"
@@ -235,7 +236,7 @@ def _held(x: Operand) -> str:
 
 
 def _tape(p: Problem) -> str:
-    """What expression_gradients.cu reads of the expressions of a problem."""
+    """The declarations that expression_gradients.cu needs of the expressions of a problem."""
     found, of = p.modifiers.differentiated, [x.name for x in p.modifiers.differentiated]
     accesses: list[str] = []
 
@@ -284,7 +285,7 @@ def _function(
     expressions: tuple[Expression, ...],
     slot: Callable[[str], int | None] | None = None,
 ) -> str:
-    """The function that applies expressions, one after the other; with ``slot`` on a tape."""
+    """The C++ function that applies expressions in order; with ``slot``, it records derivatives."""
     found = p.modifiers
     kinds = {x.name: x.captured for x in found.operands}
     is_score = name == "score_mod"
@@ -324,29 +325,29 @@ def _function(
 
 
 def _inlining(expressions: tuple[Expression, ...], p: Problem) -> str:
-    """Whether expressions are repeated for every pair of a tile, or are a function that is called.
+    """The C++ qualifier that inlines the expressions for every pair of a tile, or prevents it.
 
-    Compilers take minutes for hundreds of operations at each pair.
+    Compilers take minutes to inline hundreds of operations for each pair.
     """
     work = sum(x.work for x in expressions) * (1 if p.dtype.sums.itemsize == 4 else 2)
     return "__forceinline__" if work <= _MOST_INLINE else "__noinline__"
 
 
 def _farthest(p: Problem) -> int:
-    """The largest magnitude of positions; as a rule the same one, so that sources are equal."""
+    """A bound on the magnitude of positions: mostly the same number, so that sources are equal."""
     first = p.N if p.is_ragged else abs(p.first_position)
     return max(2**24, first + p.M, p.N, p.batch, p.heads)
 
 
 def _first(p: Problem) -> str:
-    """The position of query 0 in an expression."""
+    """The C++ code for the position of query 0."""
     if not p.is_ragged:
         return f"mods.{_FIRST}"
     return "0" if p.causal == "top-left" else "keys - queries"
 
 
 def _taken(x: Operand) -> str:
-    """A name of an expression as a variable."""
+    """The C++ declaration of a captured array or number as a variable."""
     if x.is_array:
         return f"auto& {cpp_name(x.name)} = mods.{cpp_name(x.name)}"
     made = f"mods.{cpp_name(x.name)}"

@@ -29,15 +29,15 @@ from cupyfa.problem.optional_inputs import MAPS, STARTS
 from cupyfa.problem.problem import MOST_ELEMENTS, Problem
 
 _LARGEST_GRID = (2**31 - 1, 65535, 65535)
-# The struct Sizes of extent.cuh.
+# The NumPy type of struct Sizes in extent.cuh.
 SIZES = np.dtype([(name, "i4") for name in ("M", "N", "causal_offset", "window_offset")])
-_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # of an array's argument, by its form
+_BYTES = {"": "V32", "data": "V8", "map": "V128"}  # types of array arguments, by form
 _FIRST_WITH_EARLY_LAUNCHES = 90  # compute capability
-_MOST_ROUNDS = 65536  # whose launches are planned one by one
+_MOST_ROUNDS = 65536  # a limit, because the launches of each round are planned one by one
 
 
 def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]) -> Plan:
-    """The plan with exactly these constants.
+    """Returns the plan with exactly these constants.
 
     Raises ValueError for constants that break a rule and formulas with invalid results,
     Unsupported for launches that are too large for the device.
@@ -53,9 +53,10 @@ def plan_of(kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping
 
 
 def with_numbers(plan: Plan, problem: Problem) -> Plan:
-    """The plan of a problem of the same ``form`` with other numbers of texts and of dropout.
+    """Adapts a plan to a problem of the same ``form`` that has other numbers in its expressions and
+    dropout.
 
-    No formula of the ladder depends on them: only struct Mods has them.
+    No formula of the ladder depends on these numbers: only struct Mods holds them.
     """
     value = cuda_source.value(problem)[0]
 
@@ -71,7 +72,7 @@ def with_numbers(plan: Plan, problem: Problem) -> Plan:
 def source_path(kernel: Kernel, launch: Launch) -> Path:
     """The file of a launch: in the folder of a user's kernel, else relative to kernels/.
 
-    Of a kernel whose folder has one of its files, those that are not there are the project's.
+    If the folder holds at least one file of the kernel, missing ones are taken from the project.
     """
     file = Path(launch.file or f"{launch.entry}.cu")
     ours = _project_file(file if launch.file else Path(kernel.operation, file))
@@ -85,19 +86,19 @@ def source_path(kernel: Kernel, launch: Launch) -> Path:
 
 
 def _project_file(file: Path) -> Path:
-    """Where kernels/ has a file: in its folder, or among the helper launches in ``steps``."""
+    """The path of a file in kernels/: in its folder, or in ``steps`` there for helper launches."""
     step = file.parent / "steps" / file.name
     return step if (KERNELS / step).is_file() else file
 
 
 class _Planner:
-    """The formulas of a record, for one problem, device and set of constants."""
+    """Evaluates the formulas of a record for one problem, device and set of constants."""
 
     def __init__(
         self, kernel: Kernel, problem: Problem, limits: Limits, constants: Mapping[str, int]
     ) -> None:
         self.kernel, self.problem, self.limits, self.constants = kernel, problem, limits, constants
-        self.modifiers = problem.modifiers  # looked up once: each launch asks for it many times
+        self.modifiers = problem.modifiers  # looked up once, as each launch reads it many times
         self.c = SimpleNamespace(**constants)
         self.floats = kernel.floats_of(problem, constants)
         self.operation = kernel.computes()
@@ -111,7 +112,7 @@ class _Planner:
             "byte": np.dtype(np.uint8),
             "int": np.dtype(np.int32),
         }
-        # An operation's lse is left out if the kernel does not compute it.
+        # lse is not an output if the kernel does not compute it.
         has_lse = "lse" in kernel.features
         self.outputs = {
             name: (x.shape(problem), x.dtype(problem))
@@ -185,7 +186,7 @@ class _Planner:
                 "ragged": self.is_ragged(launch),
                 "page_size": p.page_size,
                 "packed": self.is_packed(launch),
-                **({"has_sink": False} if kernel.operation == "backward" else {}),  # lse has it
+                **({"has_sink": False} if kernel.operation == "backward" else {}),  # in lse
                 **self.maps(launch),
                 "threads": threads,
                 "shared_bytes": shared_bytes,
@@ -209,7 +210,7 @@ class _Planner:
         )
 
     def softcap(self) -> dict[str, bool]:
-        """Whether tiles of scores in float32 go through a softcap, and whether roughly."""
+        """Constants: whether float32 tiles of scores pass a softcap, and whether approximately."""
         caps = self.modifiers.has_softcap and self.problem.dtype.sums == np.float32
         is_narrow = self.problem.dtype.itemsize < 4
         roughly = caps and is_narrow and self.problem.options.has_usual_softcap
@@ -217,7 +218,7 @@ class _Planner:
         return {"caps_tiles": caps, "approximates_softcap": roughly}
 
     def maps(self, launch: Launch) -> dict[str, bool]:
-        """Whether a launch reads the maps of a block mask."""
+        """Constants: whether a launch reads the maps of a block mask."""
         given = self.modifiers.constants
         return {
             f"has_{name}": given[f"has_{name}"]
@@ -229,7 +230,7 @@ class _Planner:
         }
 
     def arguments(self, launch: Launch, c: SimpleNamespace) -> tuple[Argument, ...]:
-        """The arguments of a launch; an optional input that the problem lacks is zeros."""
+        """The arguments of a launch; zeros stand for an optional input that the problem lacks."""
         inputs = self.operation.inputs
         arrays = [*inputs, *self.outputs, *self.kernel.scratch]
         real, values = self.problem.dtype.sums.type, _values(self.problem)
@@ -260,16 +261,16 @@ class _Planner:
         return tuple(made)
 
     def is_ragged(self, launch: Launch) -> bool:
-        """Whether a launch goes by lengths; others see all rows of the arrays."""
+        """Whether a launch uses the lengths of batch elements; others process all rows."""
         named = (*launch.args.split(), *launch.constants)
         return self.problem.is_ragged and bool({"sizes", "ragged"} & set(named))
 
     def is_packed(self, launch: Launch) -> bool:
-        """Whether a launch goes by sequences; others see the packed rows of all as one."""
+        """Whether a launch distinguishes sequences; others see all packed rows as one."""
         return self.modifiers.is_packed and self.is_ragged(launch)
 
     def starts(self, name: str) -> tuple[tuple[str, int], ...]:
-        """Of a Tensor: where sequences begin in its rows, in place of its first stride."""
+        """The array with the sequences' first rows, which replaces the batch stride of a Tensor."""
         known = {**self.operation.inputs, **self.operation.outputs_of(self.problem)}
         axes = known[name].axes if name in known else self.kernel.scratch.get(name, ("",))[0]
         if name == "mods" or not isinstance(axes, str):
@@ -283,7 +284,7 @@ class _Planner:
         return structs[name](self.problem)[1] if name in structs else ()
 
     def strides(self, name: str, form: str) -> tuple[int | None, ...]:
-        """The axes of an array whose strides a Tensor has for batch, head and row."""
+        """The axes of an array that give the strides of a Tensor for batch, head and row."""
         if form or name not in {**self.kernel.inputs, **self.kernel.outputs}:
             return FIRST_AXES
         of = {**self.operation.inputs, **{x: Input(*y) for x, y in self.kernel.outputs.items()}}
@@ -333,7 +334,7 @@ class _Planner:
         least: int,
         most: float = float("inf"),
     ) -> int:
-        """A whole number that a record's formula gives. Raises ValueError for anything else."""
+        """Evaluates a formula of a record. Raises ValueError unless it gives a whole number."""
         number = self.kernel.evaluated(what, formula, self.problem, c)
         if not (isinstance(number, int | np.integer) and least <= number <= most):
             to = f" to {most}" if isfinite(most) else ""
@@ -344,7 +345,7 @@ class _Planner:
         return int(number)
 
     def constant(self, what: str, formula: Constant) -> int | float:
-        """A constant above a kernel's text: a bool, an int, or a float in single precision."""
+        """A constant to declare above a kernel's file: a bool, an int or a float, as float32."""
         value = self.kernel.evaluated(what, formula, self.problem, self.on_device())
         if isinstance(value, bool | np.bool_):
             return bool(value)

@@ -1,4 +1,4 @@
-"""Follows the includes of a text: the files that it reaches, their hash, one text of all."""
+"""Follows the includes of a source: lists the files it reaches, hashes them, inlines them."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:<([^>\n]+)>|"([^"\n]+)")', re.MULTILINE)
-# Comments, strings and characters, whichever begins first.
+# Matches a comment, string or character literal, whichever begins first.
 NO_CODE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'""", re.DOTALL)
 _LINE = re.compile(rf"{_INCLUDE.pattern}[^\n]*\n?|{NO_CODE.pattern}", re.MULTILINE | re.DOTALL)
 _ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*\n?", re.MULTILINE)
@@ -33,13 +33,13 @@ def digest(files: Mapping[Path, bytes]) -> str:
 
 
 def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
-    """Every file that the text includes, directly or not, in order, and their content.
+    """Every file that the text includes, directly or indirectly, in order, with its content.
 
     Folders are searched in their order, as a compiler does; for a name in quotes first the folder
     of the file that includes it. Missing files and names made by macros are left to the compiler.
     """
     found: dict[Path, bytes] = {}
-    met: set[str] = set()  # paths as texts: a Path for each candidate would take most of the time
+    met: set[str] = set()  # paths as strings: a Path for each candidate would take most of the time
     searched = [str(x) for x in folders]
 
     def follow(text: str, own: Sequence[str]) -> None:
@@ -58,17 +58,17 @@ def reached(text: str, folders: Sequence[Path]) -> dict[Path, bytes]:
 def inlined(
     texts: Mapping[str, str], folders: Sequence[Path], title_of: Callable[[Path], str]
 ) -> str:
-    """Titled texts in one, with every file of ``reached`` in place of the first include of it.
+    """Joins titled texts into one, with each file of ``reached`` in place of its first include.
 
-    A line with its title says where each file begins, and where the file that includes it goes on.
-    ``#pragma once`` is left out: compilers warn of it in a main file.
+    A line with the title marks where each file begins, and where the including file continues.
+    ``#pragma once`` is left out: compilers warn about it in a main file.
     """
     met: set[str] = set()
     searched = [str(x) for x in folders]
 
     def inline(text: str, title: str, own: Sequence[str]) -> str:
         def replace(line: re.Match[str]) -> str:
-            if not (line[1] or line[2]):  # no include
+            if not (line[1] or line[2]):  # not an include
                 return line[0]
             path, content = _first_file(_candidates(line[1], line[2], own, searched), met)
             if content is None:  # left to the compiler, or met before
@@ -92,13 +92,13 @@ def _included(text: str) -> list[tuple[str, str]]:
 def _candidates(
     bracketed: str, quoted: str, own: Sequence[str], searched: Sequence[str]
 ) -> Iterable[str]:
-    """Where a file of this name may be: for one in quotes first in the including file's folder."""
+    """The paths to try for an include; for a name in quotes first the including file's folder."""
     folders = [*own, *searched] if quoted else searched
     return (os.path.join(folder, bracketed or quoted) for folder in folders)
 
 
 def _first_file(candidates: Iterable[str], met: Set[str]) -> tuple[str, bytes | None]:
-    """The first file that is there, and its content unless it was met before."""
+    """The first candidate that exists, and its content unless it was met before."""
     for path in candidates:
         if "./" in path:  # files that include each other are met only once
             path = str(Path(path).resolve() if "../" in path else Path(path))

@@ -39,7 +39,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device grants one block, how it is named in messages, and what was tuned on it."""
+    """The limits of a device for one block, its name in messages, and the constants tuned on it."""
 
     device: str
     shared_bytes: int
@@ -56,21 +56,21 @@ class Argument(Shown):
     """One argument of a kernel: an array of the call, or a value that the plan decides."""
 
     name: str
-    form: str = ""  # of an array: "" the struct Tensor, "data" a pointer, "map" a TMA tensor map
+    form: str = ""  # how an array is passed: "" a Tensor, "data" a pointer, "map" a TMA tensor map
     value: Any = None  # a number or a NumPy record; None for an array
-    # Of an array: its axes whose strides a Tensor has for batch, head and row; None has stride 0.
+    # For a Tensor: the axes that give its strides of batch, head and row; None for stride 0.
     strides: tuple[int | None, ...] = FIRST_AXES
-    arrays: tuple[tuple[str, int], ...] = ()  # of struct Mods: those in it, and where each begins
+    arrays: tuple[tuple[str, int], ...] = ()  # of a struct: name and offset of each
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a launch records of its run: see kernels/timeline/timeline.cuh."""
+    """The blocks and events that a launch records: see kernels/timeline/timeline.cuh."""
 
     first: int  # the first block that is recorded
-    blocks: int  # how many are
-    capacity: int  # entries of a warp
-    detailed: bool = True  # every phase; else where blocks begin and end, and their results
+    blocks: int  # the number of recorded blocks
+    capacity: int  # the most entries per warp
+    detailed: bool = True  # records every phase; else only begin, end and results of blocks
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,15 +80,15 @@ class PlannedLaunch(Shown):
     launch: Launch
     path: Path
     dtype: DType
-    operand: DType  # that inputs are rounded to for products
-    result: DType  # of O, dQ, dK and dV
+    operand: DType  # the dtype that inputs are rounded to for products
+    result: DType  # the dtype of O, dQ, dK and dV
     constants: Mapping[str, int | float]
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int
-    boxes: Mapping[str, int] = field(default_factory=dict)  # the rows of a box of each array
+    boxes: Mapping[str, int] = field(default_factory=dict)  # the rows per box, by array
     arguments: tuple[Argument, ...] = ()
-    mods: str = NO_MODS  # that struct and the functions of texts, in C++
+    mods: str = NO_MODS  # C++ source of struct Mods and the expressions' functions
     target: str | None = None  # the architecture to compile for, as "90a", if not the device's
     recording: Recording | None = None  # what it records of its run, if anything
     begins_early: bool = False  # whether the device can begin it while the launch before it ends
@@ -104,7 +104,7 @@ class PlannedLaunch(Shown):
         *arguments: Argument,
         **more: Any,
     ) -> Self:
-        """A launch of no rung: blocks in one row, of constants["threads"] threads."""
+        """A launch outside the ladder: a one-dimensional grid, constants["threads"] per block."""
         return cls(
             launch=launch,
             path=Path(str(launch.file)),
@@ -228,7 +228,7 @@ class Plan:
 
     @cached_property
     def paired(self) -> dict[str, int]:
-        """The arrays of which kernels read several elements at a time, and of how many bytes."""
+        """Arrays that kernels read several elements at a time, and the bytes of each such read."""
         found = self.problem.modifiers
         copied = found.held if any(x.constants.get("bias_bytes") for x in self.programs) else None
         return {
@@ -239,7 +239,7 @@ class Plan:
 
     @cached_property
     def pointed(self) -> set[str]:
-        """The arrays of which kernels have bare pointers, and which so must be contiguous."""
+        """The arrays that are passed as bare pointers, and therefore must be contiguous."""
         passed = {x.name for launch in self.launches for x in launch.arguments if x.form == "data"}
         return passed | {x.input for x in self.problem.modifiers.arrays if x.name in LENGTHS}
 
@@ -262,7 +262,7 @@ class Plan:
 
 
 def aligned_width(columns: int, itemsize: int) -> int:
-    """The least number of columns, from this one, that are a multiple of BOX_ALIGNMENT bytes."""
+    """Rounds a number of columns up until they fill a multiple of BOX_ALIGNMENT bytes."""
     return round_up(columns, max(BOX_ALIGNMENT // itemsize, 1))
 
 

@@ -12,14 +12,14 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE if (_PACKAGE / "kernels").is_dir() else _PACKAGE.parent
 KERNELS = ROOT / "kernels"
 INCLUDE = KERNELS / "include"
-# Headers that stand in for some of INCLUDE: in launches that are recorded; and in those of batch
-# elements with lengths or pages, of scores that are modified, or of scales that may be negative.
+# Folders of headers that replace some of INCLUDE: RECORDING for recorded launches, WITH for lengths
+# or pages, modified scores, or scales that may be negative.
 RECORDING = KERNELS / "timeline"
 WITH = KERNELS / "with"
-# Where macros may make names: by ##, and in the name of an include.
+# Matches code in which macros may form names: ## and includes of a macro.
 _MADE = re.compile(r"##|^[ \t]*#[ \t]*include\s+\w", re.MULTILINE)
 _ALIGNED = r"\b(?:alignas|__align__)\s*\((?:[^()]|\([^()]*\))*\)"
-# A type and names, without extents and template arguments. These words may stand beside others.
+# Matches a type and names, without extents and template arguments. _BESIDE: optional other words.
 _BESIDE = r"(?:(?:const|volatile|typename|unsigned|signed|long|short|int|char|double)[\s*]+)*"
 _DECLARED = re.compile(
     r"(?!(?:struct|class|union|enum|friend|typedef|template|extern)\b)"
@@ -31,9 +31,9 @@ _DECLARED = re.compile(
 def text(launch: PlannedLaunch) -> str:
     """The exact text that is compiled: header, types, constants, the .cu file, a digest.
 
-    Only constants that the file or its headers name are declared, so that a launch is compiled once
-    for all others; all of them where macros may make names. The digest changes the text, and every
-    cache key, when a header changes.
+    Only constants that the file or its headers name are declared, so that other constants do not
+    cause another compilation; where macros may form names, all are. The digest changes the text,
+    and every cache key, when a header changes.
     """
     above, file, reached = _above_and_file(launch)
     return "\n".join(
@@ -48,7 +48,7 @@ def text(launch: PlannedLaunch) -> str:
 
 
 def inlined(launch: PlannedLaunch) -> str:
-    """``text`` as one file for a reader: with the content of the project's headers in it."""
+    """``text`` as one file for a reader, with the project's headers inlined."""
     above, file, _ = _above_and_file(launch)
 
     def title(header: Path) -> str:
@@ -84,7 +84,7 @@ def _above_and_file(launch: PlannedLaunch) -> tuple[list[str], str, dict[Path, b
 
 
 def _shown(path: Path) -> str:
-    """The name of a file in texts; relative paths are those of files in kernels/."""
+    """The name of a file in #line directives and titles; paths in kernels/ are relative."""
     return (path if path.is_absolute() else Path("kernels") / path).as_posix()
 
 
@@ -142,7 +142,7 @@ def _constant(name: str, value: int | float) -> str:
 
 
 def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
-    """Where a launch's includes are looked for: next to a user's own file, then the project's."""
+    """The folders to search for a launch's includes: that of a user's file, then the project's."""
     own = (launch.path.parent,) if launch.path.is_absolute() else ()
     recording = (RECORDING,) if launch.recording else ()
     extended = () if _is_plain(launch) else (WITH,)
@@ -150,14 +150,16 @@ def include_folders(launch: PlannedLaunch) -> tuple[Path, ...]:
 
 
 def _is_plain(launch: PlannedLaunch) -> bool:
-    """Whether scores are q·k times a positive scale, and rows lie where those of arrays do."""
+    """Whether a launch needs no header of WITH: scores are q·k times a positive scale, and keys
+    are neither e4m3 nor in pages.
+    """
     of = launch.constants.get
     is_stored_alike = not (of("page_size") or of("has_e4m3"))
     return launch.mods == NO_MODS and is_stored_alike and bool(of("positive_scale", True))
 
 
 def _recording(launch: PlannedLaunch) -> list[str]:
-    """What stands above the text of a launch that is recorded; __syncthreads is a phase there."""
+    """The lines above a recorded launch's file, which also record waits in __syncthreads."""
     if launch.recording is None:
         return []
     numbers = {
@@ -176,7 +178,7 @@ def _recording(launch: PlannedLaunch) -> list[str]:
 
 
 def _recorded(file: str, entry: str, path: Path) -> str:
-    """A kernel's file that records the whole kernel, and says where members of Shared are."""
+    """Inserts recording into a kernel's file, and a table of the members of its struct Shared."""
     code = _bare(file)
     ends = (_closing(code, x.end() - 1) + 1 for x in re.finditer(rf"\b{entry}\s*\(", code))
     bodies = [x.end() for x in (re.compile(r"\s*\{").match(code, end) for end in ends) if x]
@@ -200,8 +202,7 @@ def _recorded(file: str, entry: str, path: Path) -> str:
 def members(file: str) -> list[str]:
     """The names of the members of a file's struct Shared, which are objects and arrays of them.
 
-    There are none where one of its declarations is not understood: without its size, that of no
-    other would be where it seems to be.
+    Empty if a declaration cannot be parsed: without its size, no other offset is known.
     """
     code = _bare(file)
     heads = [*re.finditer(r"^struct[ \t]+Shared\b(?!\s*;)\s*(\{?)", code, re.MULTILINE)]
@@ -216,18 +217,18 @@ def members(file: str) -> list[str]:
 
 
 def _bare(code: str) -> str:
-    """The text with spaces for comments, strings and characters."""
+    """The code with comments, strings and character literals replaced by spaces."""
     return includes.NO_CODE.sub(lambda x: " " * len(x[0]), code)
 
 
 def _is_global(above: str) -> bool:
-    """Whether what follows is in no namespace, and no template."""
+    """Whether the code after ``above`` is at global scope and not a template."""
     is_template = re.search(r"\btemplate\b[^;{}]*$", above)
     return above.count("{") == above.count("}") and not is_template
 
 
 def _declared(declaration: str) -> list[str] | None:
-    """The names of the members that a declaration has; None where it is not understood."""
+    """The names of the members that a declaration declares; None if it cannot be parsed."""
     if re.match(r"\s*(?:static|using|static_assert)\b", declaration):
         return []
     for brackets in (r"\[[^][]*\]", "<[^<>]*>", _ALIGNED, "=[^,]*"):
@@ -239,7 +240,7 @@ def _declared(declaration: str) -> list[str] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis ends that begins at a place."""
+    """The index of the parenthesis that closes the one at ``start``."""
     depth = 0
     for at in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[at], 0)

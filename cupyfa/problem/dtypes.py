@@ -20,7 +20,7 @@ class DType:
     real: str  # the C++ name of the type that sums, maxima and lse are kept in
     sums: np.dtype  # that type in NumPy
     header: str | None = None  # what declares `scalar`
-    result: str | None = None  # the dtype of results by default, if it is another one
+    result: str | None = None  # the default dtype of results, if it differs from that of inputs
 
     @property
     def itemsize(self) -> int:
@@ -28,7 +28,7 @@ class DType:
 
     @property
     def usual_result(self) -> str:
-        """The dtype of results, by name, unless another one is asked for."""
+        """The name of the default dtype of results."""
         return self.result or self.name
 
 
@@ -44,7 +44,7 @@ DTYPES = {
         DType("float64", _DOUBLE, "double", "double", _DOUBLE),
     )
 }
-# Of inputs of attention alone: no result, gradient or sum has it.
+# A dtype of attention inputs only: no result, gradient or sum has it.
 E4M3_INPUTS = DType(
     "float8_e4m3fn", E4M3, "E4m3", "float", _SINGLE, "ptx/e4m3.cuh", result="bfloat16"
 )
@@ -54,16 +54,16 @@ DTypeLike = str | np.dtype | type  # a name, as "float16", or NumPy's dtype, as 
 
 
 def name_of(dtype: object) -> Any:
-    """The name of a NumPy dtype or scalar type; anything else as it is."""
+    """The name of a NumPy dtype or scalar type; any other object is returned unchanged."""
     if isinstance(dtype, np.dtype | type):
-        with suppress(TypeError):  # a type that is no scalar's
+        with suppress(TypeError):  # the type is not a scalar type
             found = np.dtype(dtype)
             return found.name if found.isnative else str(found)
     return dtype
 
 
 def dtype_named(given: DTypeLike) -> DType:
-    """The dtype of a name, or of NumPy's dtype. Raises TypeError for others."""
+    """The DType with this name or NumPy dtype. Raises TypeError for unsupported ones."""
     name = name_of(given)
     if not isinstance(name, str) or name not in INPUTS:
         raise TypeError(f"dtype {described(name)} is not supported; use one of {', '.join(INPUTS)}")

@@ -1,4 +1,4 @@
-"""Lengths of the sequences of a ragged batch, also as text: "349,263,0,115", "5,0:7,3"."""
+"""The sequence lengths of a ragged batch, and their text form: "349,263,0,115", "5,0:7,3"."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from cupyfa.errors import described
 
-MOST_ROWS = 2**31 - 2**16  # of all sequences together
-_SHOWN = 8  # longer lists have a short form in lines and tables
+MOST_ROWS = 2**31 - 2**16  # the limit for the rows of all sequences together
+_SHOWN = 8  # lines and tables abbreviate longer lists
 _OF_LENGTHS = (
     "give whole numbers, as 349,263,0,115; 7/9 where 7 of a sequence's 9 rows count, _3 at an end "
     "for 3 rows of no sequence, and 5,0:7,3 where keys are not as many as queries"
@@ -24,12 +24,12 @@ _LENGTHS = re.compile(r"(?:_(\d+),)?((?:\d+(?:/\d+)?,)+)(?:_(\d+),)?")
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many rows the sequences have in packed queries, or keys and values.
+    """The lengths of the sequences in packed queries, or in packed keys and values.
 
-    rows: of each sequence, from one offset to the next. used: how many of these count, from the
-    first on; None where this is not given, and all count. before, after: rows of no sequence at the
-    begin and at the end. As text, "_2,5,3/9,_4" has 2 rows of no sequence, then a sequence of 5
-    rows, one of 9 of which 3 count, and 4 rows of no sequence.
+    rows: the rows of each sequence, from one offset to the next. used: how many of these count,
+    from the first on; None if all count. before, after: rows at the beginning and at the end that
+    belong to no sequence. The text "_2,5,3/9,_4" means 2 rows of no sequence, a sequence of 5
+    rows, one of 9 rows of which 3 count, and 4 rows of no sequence.
     """
 
     rows: tuple[int, ...]
@@ -48,7 +48,7 @@ class Lengths:
 
     @classmethod
     def of(cls, given: Any) -> Lengths:
-        """The lengths of a text or of whole numbers. Raises ValueError for anything else."""
+        """Reads lengths from a text or from whole numbers. Raises ValueError for anything else."""
         if isinstance(given, Lengths):
             return given
         is_list = isinstance(given, list | tuple | np.ndarray)
@@ -70,7 +70,7 @@ class Lengths:
 
     @property
     def short(self) -> str:
-        """The text, or for many sequences how many there are, and the rows that count of them."""
+        """The text; for many sequences only their number and their range of used rows."""
         if len(self.rows) <= _SHOWN:
             return str(self)
         least, most = min(self.counts), max(self.counts)
@@ -78,7 +78,7 @@ class Lengths:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many rows of each sequence count."""
+        """The number of rows of each sequence that count."""
         return self.rows if self.used is None else self.used
 
     @cached_property
@@ -88,31 +88,31 @@ class Lengths:
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each sequence begins, and where the last one ends."""
+        """The first row of each sequence, and the end of the last one."""
         return np.array([*accumulate(self.rows, initial=self.before)], np.int32)
 
     def is_in_a_sequence(self) -> np.ndarray:
-        """Of each row of the packed array, whether it counts in a sequence."""
+        """For each row of the packed array, whether it counts in a sequence."""
         found = np.zeros(self.total, bool)
         for start, count in zip(self.offsets, self.counts):
             found[start : start + count] = True
         return found
 
     def _changed(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Lengths:
-        """The same change of the rows, and of how many of them count."""
+        """Applies a change to `rows` and to `used`."""
         return replace(self, rows=change(self.rows), used=self.used and change(self.used))
 
     def only(self, numbers: Collection[int]) -> Lengths:
-        """Some of the sequences, by number."""
+        """The lengths of only these sequences, by index."""
         return self._changed(lambda x: tuple(n for i, n in enumerate(x) if i in numbers))
 
     def with_rows(self, number: int, rows: int) -> Lengths:
-        """One of the sequences with this number of rows, which all count."""
+        """Sets the rows of one sequence; all of them count."""
         return self._changed(lambda x: (*x[:number], rows, *x[number + 1 :]))
 
     @property
     def twice(self) -> Lengths:
-        """All sequences two times."""
+        """All sequences, followed by the same sequences again."""
         return self._changed(lambda x: 2 * x)
 
     def first(self, count: int | None) -> Lengths:
@@ -120,12 +120,12 @@ class Lengths:
         return self._changed(lambda x: x[:count])
 
     def limited(self, most: int) -> Lengths:
-        """The first rows, at most ``most``, of every sequence, and of what is of none."""
+        """Shortens every sequence, and the rows of no sequence, to at most ``most`` rows."""
         fewer = self._changed(lambda x: tuple(min(n, most) for n in x))
         return replace(fewer, before=min(self.before, most), after=min(self.after, most))
 
     def cut(self, total: int) -> Lengths:
-        """The first ``total`` rows, of as many sequences, of which the last may become empty."""
+        """Keeps the first ``total`` rows and the number of sequences; the last may become empty."""
         ends = [min(int(x), total) for x in self.offsets]
         rows = tuple(b - a for a, b in pairwise(ends))
         used = self.used and tuple(map(min, self.used, rows))
@@ -137,12 +137,12 @@ Packed = tuple[Lengths, Lengths]  # of queries and of keys
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of a problem's arrays are stored; by default each batch element has all of them.
+    """How the rows of a problem's arrays are stored; by default each batch element uses all rows.
 
-    lengths: those of the queries and keys of a ragged batch, and cached how many keys of a cache
-    each batch element has, where they are known: what is compiled does not depend on them, but work
-    and random inputs do. pages: k and v are as many pages, k [pages, kv_heads, page_size, d]; 0
-    where keys are not in pages.
+    lengths: the lengths of queries and keys in a ragged batch, if known. cached: the number of keys
+    of each batch element in a cache, if known. Compiled code does not depend on either, but work
+    and random inputs do. pages: the number of pages of k [pages, kv_heads, page_size, d] and v, or
+    0 if keys are not in pages.
     """
 
     lengths: Packed | None = None
@@ -151,7 +151,7 @@ class Rows:
 
     @property
     def known_lengths(self) -> Packed | None:
-        """Lengths of sequences, in packed arrays or of keys in a cache, where they are known."""
+        """The known lengths of sequences in packed arrays, or of keys in a cache; else None."""
         return self.lengths if self.cached is None else (self.cached, self.cached)
 
 
@@ -159,14 +159,14 @@ DENSE = Rows()
 
 
 def pairs_of(q: Lengths, k: Lengths) -> Iterable[tuple[int, int]]:
-    """How many queries and keys count of each sequence."""
+    """The number of queries and keys of each sequence that count."""
     return zip(q.counts, k.counts)
 
 
 def lengths_of(given: Any) -> Packed:
-    """The lengths of queries and of keys: one for both, or a tuple of two, as text "5,0:7,3".
+    """Reads the lengths of queries and keys: one list for both, a tuple of two, or "5,0:7,3".
 
-    Raises ValueError for wrong ones, and if they have not as many sequences.
+    Raises ValueError for invalid lengths, and if their numbers of sequences differ.
     """
     parts = given.split(":") if isinstance(given, str) else [given]
     if isinstance(given, tuple) and any(isinstance(x, str | list | tuple | Lengths) for x in given):

@@ -1,7 +1,7 @@
 """Inputs that change or hide scores: expressions, and the arrays and numbers that they read.
 
-Softcap, ALiBi slopes, a bias and a mask are expressions too, which are written here. So kernels,
-the reference and its bounds know expressions only.
+Softcap, ALiBi slopes, a bias and a mask are turned into expressions here, so kernels, the reference
+and its bounds handle only expressions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW_MAX = "row_max"  # an output that a call may ask for: the largest score of e
 SEED, OFFSET = "dropout_seed", "dropout_offset"
 PAGE_TABLE = "page_table"
 KEY_TILES, ROW_TILES = "key_tiles", "row_tiles"
-OF_BLOCKS = "block_mask_"  # how the names of a block mask's arrays and numbers begin in a call
+OF_BLOCKS = "block_mask_"  # the prefix of names of a block mask's arrays and numbers
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,7 @@ class OptionalInput:
 
     group: arrays that are given and read together.
     axes: the sizes of a problem that its last axes have, by name; "-" for another one.
-    broadcast: axes that an array may have without all elements: "axes" of size 1, a "lead" that is
-        left out.
+    broadcast: which axes may be broadcast: "axes" may have size 1, or a "lead" may be left out.
     dtype: a dtype by name, or the kind "float" or "int"; any, if it is empty.
     usual_dtype: the dtype if only a shape is given; None: that of results.
     shape_rule: the shape that messages ask for; without one, callers cannot give a wrong shape.
@@ -45,8 +44,8 @@ class OptionalInput:
     feature: the feature that kernels need. constant: above their source, whether it is given.
     usual_axes, axes_examples: on the command line, its shape if none is given, and others.
     help: the text of the command line.
-    in_parts: what to give in place of it in calls on parts of a problem.
-    written: what messages call it, if callers do not give it by its name.
+    in_parts: the remedy in calls on parts of a problem, which do not take it.
+    written: its name in messages, if callers do not pass it by ``name``.
     """
 
     name: str
@@ -99,7 +98,7 @@ _SEED: dict[str, Any] = {
     "dtype": "int",
     "shape_rule": "() or (1,)",
 }
-# In the order in which kernels are asked for the features.
+# In the order in which the features of kernels are checked.
 _ROWS = (
     OptionalInput(
         ALIBI,
@@ -148,20 +147,20 @@ _ROWS = (
         feature="dlse",
         constant="has_dlse",
     ),
-    OptionalInput(  # which a call gives, and does not read
+    OptionalInput(  # an output of a call, not an input
         ROW_MAX,
         group="results",
         axes=("batch", "heads", "M"),
         feature="row_max",
         constant="has_row_max",
     ),
-    # Where keys and values lie in pages: the numbers of each element's pages.
+    # For keys and values in pages: the page numbers of each batch element.
     OptionalInput(PAGE_TABLE, group="pages", feature="paged"),
-    # Of keys and values in e4m3: [batch or 1, kv_heads], or of pages [pages, 1, kv_heads].
+    # Scales of e4m3 keys and values: [batch or 1, kv_heads], or [pages, 1, kv_heads] with pages.
     OptionalInput("k_scale", group="scales", feature="e4m3", constant="has_e4m3"),
     OptionalInput("v_scale", group="scales"),
     *(
-        OptionalInput(  # of q, k and v in e4m3; one that is not given is 1
+        OptionalInput(  # scales of e4m3 q, k and v; a missing one is 1
             name,
             group="descales",
             axes=("batch", "kv_heads"),
@@ -175,7 +174,7 @@ _ROWS = (
         for name in ("q_descale", "k_descale", "v_descale")
     ),
     *(
-        OptionalInput(  # where the sequences of a ragged batch begin in packed rows
+        OptionalInput(  # the first rows of the sequences of a ragged batch
             name,
             group="starts",
             axes=(name,),
@@ -218,7 +217,7 @@ _ROWS = (
     ),
     OptionalInput(SEED, **_SEED),  # options that may be arrays of one element, which kernels read
     OptionalInput(OFFSET, **_SEED),
-    # Of a block mask: the tiles of keys for each tile of rows, and the other way round.
+    # Maps of a block mask: the key tiles for each row tile, and the row tiles for each key tile.
     *(
         OptionalInput(name, group="maps", axes=("batch", "heads", "-", "-"), constant=f"has_{name}")
         for name in (KEY_TILES, ROW_TILES)
@@ -228,7 +227,7 @@ OPTIONAL_INPUTS = {x.name: x for x in _ROWS}
 
 
 def written(name: str) -> str:
-    """What messages call an array or a number that a caller gives."""
+    """The name of a caller's array or number in messages."""
     known = OPTIONAL_INPUTS.get(name)
     return known.written or name if known else name
 
@@ -243,7 +242,7 @@ STARTS, USED, PADDED = map(_group, ("starts", "used", "padded"))
 LENGTHS = (*STARTS, *USED, *PADDED)
 KEYWORDS = tuple(x.name for x in _ROWS if x.is_keyword)
 RESERVED = (*OPTIONAL_INPUTS, SOFTCAP, "dropout")  # names that no captured array can have
-_CALLERS = ("score_mod", "mask_mod")  # options whose expressions are a caller's
+_CALLERS = ("score_mod", "mask_mod")  # options with expressions that a caller writes
 _AXES = ("batch", "head", "query", "key")
 MOST_AXES = 64  # of NumPy's arrays
 _DTYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
@@ -254,12 +253,12 @@ _KINDS = {"bool": "bool", **dict.fromkeys(_FLOATS, "float")}
 
 @dataclass(frozen=True)
 class Operand:
-    """An array or a number that an expression reads; of an array the form, not the elements.
+    """An array or a number that an expression reads; an array without its elements.
 
-    name: as in expressions. dtype: by name, as "bfloat16". shape: of an array, with sizes of 1
-    where the same elements serve a whole axis of a bias or mask. value: of a number; None for an
-    array. gradient: whether the backward operation gives its gradient. given: the shape that the
-    caller gave, for messages, where it had other axes.
+    name: its name in expressions. dtype: a name, as "bfloat16". shape: of an array; a broadcast
+    axis of a bias or mask has size 1. value: the number; None for an array. gradient: whether the
+    backward operation computes its gradient. given: for messages, the caller's shape if it had
+    other axes.
     """
 
     name: str
@@ -268,7 +267,7 @@ class Operand:
     value: float | int | bool | None = field(default=None, compare=False)
     gradient: bool = False
     given: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
-    # What compares values: 0.0 equals -0.0, and NaN equals nothing.
+    # Stands for the value in comparisons, since 0.0 == -0.0 and NaN != NaN.
     _written: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -276,12 +275,12 @@ class Operand:
 
     @property
     def record(self) -> OptionalInput | None:
-        """Its row in the table; None for what a caller captures, and for numbers."""
+        """Its row in OPTIONAL_INPUTS; None for captured arrays and numbers."""
         return OPTIONAL_INPUTS.get(self.name)
 
     @property
     def is_in_expressions(self) -> bool:
-        """Whether an expression reads it, as all that is captured."""
+        """Whether an expression reads it, as is true of all captured arrays and numbers."""
         return self.record is None or self.record.in_expressions
 
     @property
@@ -312,9 +311,9 @@ class Operand:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The size of a problem that each axis has, by name.
+        """The name of the problem's size along each axis.
 
-        "-" where the same elements serve the whole axis, and of captured arrays.
+        "-" stands for a broadcast axis, and for every axis of a captured array.
         """
         rank = len(self.shape)
         axes = self.record.axes if self.record else ()
@@ -322,17 +321,17 @@ class Operand:
         return tuple("-" if n == 1 else x for x, n in zip(known, self.shape))
 
     def part(self, sizes: Mapping[str, int]) -> Operand:
-        """The part of it for a part of a problem, of these sizes."""
+        """Its form in a part of the problem with these sizes."""
         return replace(self, shape=tuple(sizes.get(x, n) for x, n in zip(self.axes, self.shape)))
 
     @property
     def input(self) -> str:
-        """What the inputs of operations call it, or their outputs."""
+        """Its name among the inputs or outputs of operations."""
         return self.name if self.name == ROW_MAX else f"mods.{self.name}"
 
 
 def gradient_of(name: str) -> str:
-    """What the outputs of operations call the gradient of an array."""
+    """The name of an array's gradient among the outputs of operations."""
     return f"d_{name}"
 
 
@@ -348,10 +347,10 @@ def name_of(name: str) -> str:
 class Modifiers:
     """The expressions of a problem, in the order in which they are applied.
 
-    score: give the score, each from the one before; the first from the scaled product. mask: all
-    have to be True for a pair to be seen. operands: what they read, the host's numbers included,
-    and the sinks, the gradient of lse, and the largest scores, which are written. dropout: whether
-    weights are dropped.
+    score: each expression maps the previous score to a new one, beginning with the scaled product.
+    mask: a pair is visible if all of them are True. operands: the arrays and numbers that they
+    read, and sinks, the gradient of lse, and row_max, which is an output. dropout: whether weights
+    are dropped.
     """
 
     score: tuple[Expression, ...] = ()
@@ -366,12 +365,12 @@ class Modifiers:
 
     @property
     def differentiated(self) -> tuple[Operand, ...]:
-        """The arrays of expressions whose gradients are asked for."""
+        """The arrays of expressions whose gradients the call returns."""
         return tuple(x for x in self.arrays if x.gradient and x.is_in_expressions)
 
     @property
     def elements(self) -> int:
-        """How many elements those have together."""
+        """The total number of elements of the differentiated arrays."""
         return sum(prod(x.shape) for x in self.differentiated)
 
     @property
@@ -398,8 +397,8 @@ class Modifiers:
     def _is_named(self, *places: str) -> bool:
         """Whether score_mod or mask_mod names one of these.
 
-        The expressions of bias, slopes and masks do not count: a piece has its part of those
-        arrays.
+        The expressions of bias, slopes and masks do not count: those arrays are cut with the
+        problem.
         """
         own = (x for x in (*self.score, *self.mask) if x.option in _CALLERS)
         return any(not x.positions.isdisjoint(places) for x in own)
@@ -422,7 +421,7 @@ class Modifiers:
 
     @property
     def has_row_max(self) -> bool:
-        """Whether the largest score of each row is asked for."""
+        """Whether the call returns the largest score of each row."""
         return self._has(ROW_MAX)
 
     @property
@@ -432,7 +431,7 @@ class Modifiers:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether batch elements have lengths of their own."""
+        """Whether batch elements differ in length."""
         return any(map(self._has, LENGTHS))
 
     @property
@@ -442,7 +441,7 @@ class Modifiers:
 
     @property
     def used(self) -> tuple[bool, ...]:
-        """Whether it is given how many queries, and how many keys, of each element count."""
+        """Whether an array gives the number of queries, and of keys, per element that count."""
         return tuple(self._has(x) or self._has(y) for x, y in zip(USED, PADDED))
 
     def _has(self, name: str) -> bool:
@@ -450,8 +449,8 @@ class Modifiers:
 
     @property
     def held(self) -> Operand | None:
-        """The array of which kernels may copy all pairs of a tile to shared memory, if any."""
-        if not (self.score or self.mask):  # there are no pairs
+        """The array whose tiles kernels may copy to shared memory, if any."""
+        if not (self.score or self.mask):  # no expression
             return None
         return next((x for x in self.operands if x.in_pairs), None)
 
@@ -493,7 +492,7 @@ def modifiers(
         by_name[SOFTCAP] = Operand(SOFTCAP, "float64", (), options.softcap)
     named = dict(zip(("batch", "heads", "M", "N"), sizes))
     for x in operands:
-        if x.name not in DESCALES:  # which ``Problem`` checks
+        if x.name not in DESCALES:  # Problem checks these
             check_input(x, named, is_packed=STARTS[0] in by_name)
     score, mask = list(_score_steps(options, by_name)), list(_mask_steps(options, by_name))
     read = {name for step in (*score, *mask) for name in step.captured}
@@ -509,9 +508,9 @@ def modifiers(
 
 
 def refuse_short(found: Modifiers, sizes: tuple[int, int, int, int]) -> None:
-    """Raises ValueError for an axis that a place alone indexes and that has too few elements.
+    """Raises ValueError for a captured array that is too short for an index such as `query` alone.
 
-    sizes: batch, heads, M and N, of which the last two are not known where there are lengths.
+    sizes: batch, heads, M and N; the last two are not checked for a batch with lengths.
     """
     shapes = {x.name: x.shape for x in found.operands}
     has_lengths = not shapes.keys().isdisjoint((*LENGTHS, PAGE_TABLE))
@@ -558,7 +557,7 @@ def alibi_expression(slopes: Operand, factor: str = "") -> Expression:
 
 
 def indices(shape: Sequence[int]) -> str:
-    """The indices of a pair in an expression; 0 where the same elements serve a whole axis."""
+    """The indices by which an expression reads a pair's element; 0 for a broadcast axis."""
     return ", ".join("0" if n == 1 else axis for axis, n in zip(_AXES, shape))
 
 
@@ -572,7 +571,7 @@ _DTYPE_RULES = {
 def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -> None:
     """Raises ValueError for a shape, and TypeError for a dtype, that an optional input cannot have.
 
-    sizes: of the problem, by name; of a packed batch, batch is how many sequences there are.
+    sizes: the problem's, by name; in a packed batch, "batch" is the number of sequences.
     """
     if x.record is None or not (rule := x.record.shape_rule):
         return
@@ -590,14 +589,13 @@ def check_input(x: Operand, sizes: Mapping[str, int], is_packed: bool = False) -
         raise TypeError(f"{written(x.name)} is {x.dtype}; it must be {wanted}: convert it{other}")
 
 
-# What callers give
+# Arguments of callers
 
 
 def operand(name: str, given: Any) -> Operand:
-    """The form of an array, or the value of a number, that a caller gives by name.
+    """The operand for an array or a number that a caller passes under a name.
 
-    Raises TypeError for what is neither, ValueError for a name that expressions use for something
-    else.
+    Raises TypeError for any other object, ValueError for a name that has a meaning in expressions.
     """
     is_name = isinstance(name, str) and name.isidentifier() and name.isascii()
     if not is_name or iskeyword(name) or name.startswith("__"):
@@ -640,7 +638,7 @@ def of_value(name: str, given: Any) -> Operand:
 def of_record(
     name: str, dtype: str, shape: Sequence[int], value: Any = None, gradient: bool = False
 ) -> Operand:
-    """The operand of these fields, which may be from a file: names become names of C++."""
+    """Makes an operand from fields that may come from a file; checks names, which C++ will use."""
     if name not in OPTIONAL_INPUTS and not name.startswith(OF_BLOCKS):
         operand(name, 0)  # refuses names that no caller may give
     elif not (name.isidentifier() and name.isascii()):
@@ -655,7 +653,7 @@ def of_record(
 def of_list(name: str, given: Any) -> Any:
     """A list or a tuple of numbers as a NumPy array; lengths and anything else as they are.
 
-    Raises TypeError for a list that is no array of numbers.
+    Raises TypeError for a list that is not an array of numbers.
     """
     if not isinstance(given, list | tuple) or name in LENGTHS:
         return given
@@ -669,12 +667,12 @@ def of_list(name: str, given: Any) -> Any:
 
 
 def is_array(given: Any) -> bool:
-    """Whether it is an array, of one element too; NumPy's scalars are numbers."""
+    """Whether it is an array, even with one element; NumPy's scalars count as numbers."""
     return hasattr(given, "shape") and not isinstance(given, np.generic)
 
 
 def with_four_axes(name: str, array: Any, lead: Sequence[int]) -> Any:
-    """A bias or mask as [batch, heads, M, N], where sizes of 1 serve a whole axis.
+    """Reshapes a bias or mask to [batch, heads, M, N]; axes of size 1 are broadcast.
 
     ``lead`` are the axes of q before its heads, which become the batch.
     """

@@ -16,18 +16,18 @@ from cupyfa.score.dropout import Dropout
 from cupyfa.score.expressions import POSITIONS, Expression
 
 FLOAT8 = "float8_e4m3"
-PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # that inputs may be computed in
+PRECISIONS = ("float32", "tf32", "float16", "bfloat16", FLOAT8)  # in which inputs may be computed
 Precision = Literal["float32", "tf32", "float16", "bfloat16", "float8_e4m3"]
 Causal = Literal["bottom-right", "top-left"]
 OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype | type
 MASKS = ("bottom-right", "top-left")
-FARTHEST = 2**30  # of query 0 from key 0
+FARTHEST = 2**30  # the largest distance of query 0 from key 0
 DROPOUT = ("dropout", "dropout_seed", "dropout_offset")  # options that belong together
 Window = tuple[int | None, int | None]  # keys to the left and to the right of a query's position
 MOST_USUAL_SOFTCAP = 64.0  # models have 15 to 50
 _PLACES = ", ".join(POSITIONS)
 NO_WINDOW: Window = (None, None)
-Text = Expression | str | Callable[..., Any] | None  # what callers give for a text
+Text = Expression | str | Callable[..., Any] | None  # what callers may pass for an expression
 
 
 def _same(value: Any) -> Any:
@@ -40,13 +40,13 @@ class Option:
 
     help: the text of the command line.
     read: the normal form of an argument; raises TypeError or ValueError for a wrong one.
-    default: that of the field of AttentionOptions, the normal form if the option is not given.
-    parse: the value of a text on the command line; ``separator`` separates several values.
-    shown: the value in a result row; its text is the one that ``parse`` reads.
-    choices: all texts, if there are few. flag: the text that the option without a value means.
+    default: the default of the field in AttentionOptions, in normal form.
+    parse: reads the value from a command-line text; ``separator`` separates several values.
+    shown: formats the value for a result row, as a text that ``parse`` reads.
+    choices: all texts, if there are few. flag: the text that stands for the option without a value.
     tried: values that checks combine with other options and sizes.
     features: features that a kernel needs, each with the condition on the value.
-    constants: constants above the text of a kernel, for all options of a problem.
+    constants: constants declared above a kernel's file, from all options of a problem.
     """
 
     help: str
@@ -154,7 +154,7 @@ def _read_offset(value: Any) -> int | None:
 
 
 def read_size(name: str, size: Any, most: int) -> int:
-    """A size as a Python int, because products of NumPy's integers overflow."""
+    """Returns a size as a Python int, because products of NumPy's integers overflow."""
     size = without_axes(size)
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise TypeError(f"{name} is {described(size)}; sizes are whole numbers")
@@ -174,13 +174,13 @@ def _parse_window(text: str) -> Window:
 
 
 def without_axes(value: Any) -> Any:
-    """The number of one of NumPy's scalars or arrays without axes; anything else as it is."""
+    """Returns the number in a NumPy scalar or 0-d array; other objects unchanged."""
     is_scalar = isinstance(value, np.generic | np.ndarray) and not value.shape
     return value.item() if is_scalar else value
 
 
 def read_flag(name: str, value: Any) -> bool:
-    """True or False as Python's bool. Raises TypeError for anything else."""
+    """Returns True or False as Python's bool. Raises TypeError for anything else."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {described(value)}; give True or False")
     return bool(value)
@@ -199,7 +199,7 @@ def read_number(name: str, value: Any, default: str) -> float | None:
 
 
 def parse_number(name: str, text: str, read: type[int] | type[float] = float) -> int | float | None:
-    """A number, or None for the word none. Raises ValueError for anything else."""
+    """Reads a number, or None from the word "none". Raises ValueError for anything else."""
     try:
         return None if text.lower() == "none" else read(text)
     except ValueError:
@@ -225,7 +225,7 @@ def _read_dropout(value: Any) -> float:
 
 
 def _read_bits(name: str, bits: int) -> Callable[[Any], int | None]:
-    """The reader of a whole number with at most ``bits`` bits; None stays."""
+    """Makes a reader of whole numbers of at most ``bits`` bits; it returns None for None."""
 
     def read(value: Any) -> int | None:
         if (value := without_axes(value)) is None:
@@ -256,7 +256,7 @@ def _parse_bits(name: str) -> Callable[[str], int | str]:
 
 
 def _text(name: str, help: str, feature: str, tried: Sequence[str] = ()) -> Option:
-    """The option that is an expression."""
+    """The Option for an argument that is an expression."""
     return Option(
         help=help,
         read=lambda value: None if value is None else Expression.of(name, value),
@@ -376,7 +376,7 @@ class AttentionOptions:
         "top-left" mask), see keys p - left <= j <= p + right; None is no limit. A causal mask is
         the limit on the right, so a window under it has none of its own.
     offset: the position of query 0, in place of N - M: a causal mask lets query i see the keys
-        j <= i + offset. So parts of a problem are masked as they are in the whole.
+        j <= i + offset. With it, a part of a problem is masked as within the whole problem.
     scale: scores are multiplied with it; by default 1/sqrt(d).
     softcap: scores become softcap * tanh(score / softcap), after the scale.
     score_mod: an expression, which gives the score after that: "score + 0.1 * abs(query - key)".
@@ -424,7 +424,7 @@ class AttentionOptions:
 
     @classmethod
     def of(cls, options: AttentionOptions | None, keywords: Mapping[str, Any]) -> AttentionOptions:
-        """The options with those in place of them that are given by name.
+        """Replaces options by those that are given as keywords.
 
         Raises TypeError for an unknown name.
         """
@@ -451,7 +451,7 @@ class AttentionOptions:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What of them decides plans and texts of kernels: not the numbers in struct Mods."""
+        """The cache key of plans and kernel sources: all options but the numbers in struct Mods."""
         softcap = self.softcap is not None, self.has_usual_softcap
         alike = {"softcap": softcap, "dropout": self.dropout > 0}
         alike |= {"dropout_seed": False, "dropout_offset": False}
@@ -459,17 +459,17 @@ class AttentionOptions:
 
     @property
     def has_usual_softcap(self) -> bool:
-        """Whether an error of 2**-22 of the softcap is small beside the rounding of 16 bits."""
+        """Whether an error of 2**-22 of the softcap is small compared with 16-bit rounding."""
         return self.softcap is not None and self.softcap <= MOST_USUAL_SOFTCAP
 
     @property
     def right(self) -> int | None:
-        """How many keys right of its position a query sees; None if all."""
+        """The number of keys to the right of its position that a query sees; None if all."""
         return 0 if self.causal else self.window[1]
 
     @property
     def left(self) -> int | None:
-        """How many keys left of its position a query sees; None if all."""
+        """The number of keys to the left of its position that a query sees; None if all."""
         return self.window[0]
 
     @property

@@ -51,11 +51,11 @@ from cupyfa.score.expressions import Expression
 
 SIZES = ("batch", "heads", "kv_heads", "M", "N", "d", "dv")
 MOST = 2**31 - 2**16  # largest size: the end of its last tile still fits in 32 bits
-MOST_ELEMENTS = 2**59  # of one array: its bytes still fit in 64 bits
+MOST_ELEMENTS = 2**59  # the limit for one array: its bytes still fit in 64 bits
 LAYOUTS = ("bhsd", "bshd")
 TEXTS = ("score_mod", "mask_mod")  # options that are expressions
-PAGE_SIZES = (16, 32, 64, 128, 256)  # how many keys a page may have
-# Of a batch element of a ragged batch: it is none.
+PAGE_SIZES = (16, 32, 64, 128, 256)  # the numbers of keys that a page may have
+# Fields of the problem of a single sequence, which is not a ragged batch.
 _ALONE: dict[str, Any] = {"operands": (), "rows": DENSE}
 
 
@@ -66,9 +66,9 @@ class Problem:
     ``options.scale`` is None for the default scale, also if that was given as a number. ``shift``
     is added to the position of every query, for parts of a problem. With ``is_softmax`` it is a
     softmax over rows of the scores [batch, heads, M, N], without d. ``operands`` are the arrays and
-    numbers that expressions read. With ``block_mask`` its masks are a block mask together: plans
-    go by maps of tiles, which are made of the inputs (``blocks.readable``). ``rows`` says how the
-    rows are stored: packed or in pages. Where keys are in pages, an operand is the page table.
+    numbers that expressions read. With ``block_mask`` its masks form a block mask: launches skip
+    tiles by maps, which are computed from the inputs (``blocks.readable``). ``rows`` says whether
+    rows are packed or in pages; with pages, an operand is the page table.
     """
 
     batch: int
@@ -142,9 +142,9 @@ class Problem:
         lengths: in place of batch, M and N, the lengths of the sequences of a ragged batch, as
         [349, 263] or "349,263", or of queries and of keys, as ([5, 0], [7, 3]) or "5,0:7,3".
 
-        keywords: options, and forms of arrays as ``shape_language`` has them; wrt, the arrays whose
-        gradients a backward kernel gives, dlse, whether it takes a gradient of lse, and return_max,
-        whether a forward kernel gives the largest scores.
+        keywords: options, and forms of arrays as in ``shape_language``; wrt, the arrays whose
+        gradients a backward kernel returns, dlse, whether it takes a gradient of lse, and
+        return_max, whether a forward kernel returns the largest scores.
         dropout_seed and dropout_offset may be arrays, or forms such as "u64[1]". With block_mask,
         mask and mask_mod are a block mask. With page_size, keys lie in pages of that many: see
         ``in_pages``.
@@ -205,9 +205,9 @@ class Problem:
         return p
 
     def row(self) -> dict[str, Any]:
-        """The columns of a result row: sizes, dtype, options and arrays; None for what it lacks.
+        """The columns of a result row: sizes, dtype, options and arrays; None for missing ones.
 
-        The batch of a ragged one is its sequences, and M and N are the rows of all of them.
+        For a ragged batch, batch is the number of sequences, and M and N are their total rows.
         """
         options = self._explicit.row()
         if self.is_softmax:
@@ -227,7 +227,9 @@ class Problem:
         return self.options.mask_mod is not None or any(x.name == MASK for x in self.operands)
 
     def in_blocks(self, asked: bool | None = True) -> Problem:
-        """The problem with a block mask, if that is asked for. Raises ValueError without a mask."""
+        """Returns the problem with a block mask, or unchanged if ``asked`` is false. Raises
+        ValueError without a mask.
+        """
         if asked and not self.has_mask:
             raise ValueError("block_mask is for masks, and there is none; give mask_mod= or mask=")
         return replace(self, block_mask=bool(asked))
@@ -242,19 +244,19 @@ class Problem:
         return self.without(*MAPS)
 
     def with_row_max(self, asked: bool = True) -> Problem:
-        """The problem with the largest score of each row among its outputs, or without."""
+        """Adds the largest score of each row to the outputs, or removes it."""
         form = Operand(ROW_MAX, self.dtype.sums.name, (self.batch, self.heads, self.M))
         others = self.without(ROW_MAX)
         return replace(others, operands=(*others.operands, form)) if asked else others
 
     @property
     def wrt(self) -> tuple[str, ...]:
-        """The arrays that change scores whose gradients a backward kernel gives."""
+        """The names of the arrays that change scores and have gradients in a backward kernel."""
         return tuple(x.name for x in self.operands if x.gradient)
 
     def in_pages(self, size: int | None) -> Problem:
-        """The problem whose batch elements have as many keys as their lengths say, in pages of
-        ``size`` keys: N, a multiple of it, is the most that one may have. None: without pages.
+        """Stores keys in pages of ``size`` keys, with a length for each batch element of at most N,
+        which is a multiple of ``size``. None leaves the problem without pages.
         """
         if size is None:
             return replace(self.without(PADDED[1], PAGE_TABLE), rows=DENSE) if self.pages else self
@@ -275,7 +277,7 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key there are for a head, with those that masks hide."""
+        """The number of (query, key) pairs per head, including masked ones."""
         if self.cached is not None:
             return self.M * self.cached.total
         if self.lengths is None:
@@ -289,18 +291,18 @@ class Problem:
 
     @property
     def reads_position(self) -> bool:
-        """Whether slopes or an expression read positions of queries, also if there is no pair."""
+        """Whether slopes or an expression read positions of queries, even if there are no pairs."""
         has_slopes = any(x.name == ALIBI for x in self.operands)
         return has_slopes or any("position" in x.positions for x in self.expressions)
 
     @property
     def of_scores(self) -> shape_language.Sizes:
-        """Batch, or how many sequences there are, heads, M and N: the sizes that forms go by."""
+        """Batch (or the number of sequences), heads, M and N: the sizes that forms refer to."""
         return self.batch if self.sequences is None else self.sequences, self.heads, self.M, self.N
 
     @property
     def sequences(self) -> int | None:
-        """How many sequences lie packed in the rows of its one batch element; None: it is not so.
+        """The number of sequences packed in the rows of its one batch element; None if not packed.
 
         M and N are then the rows of the packed arrays, and masks are aligned for each sequence.
         """
@@ -308,7 +310,7 @@ class Problem:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether batch elements, or sequences, have lengths of their own.
+        """Whether batch elements, or sequences, differ in length.
 
         Kernels read them: M and N are then the rows of the arrays.
         """
@@ -316,18 +318,18 @@ class Problem:
 
     @property
     def ragged_by(self) -> str:
-        """What makes it ragged, in messages."""
+        """A phrase for messages that names what makes the problem ragged."""
         return " and ".join(x.name for x in self.operands if x.name in PADDED) or "a ragged batch"
 
     @property
     def page_size(self) -> int:
-        """How many keys a page has; 0 if keys do not lie in pages."""
+        """The number of keys per page; 0 if keys do not lie in pages."""
         table = next((x for x in self.operands if x.name == PAGE_TABLE), None)
         return self.N // table.shape[1] if table and table.shape[1] else 0
 
     @property
     def reach(self) -> tuple[int, int] | None:
-        """Of a ragged batch, how far a query sees from its position, to the right and the left."""
+        """For a ragged batch, how many keys a query sees to the right and left of its position."""
         if not self.is_ragged:
             return None
         return min(self.right or 0, MOST), -min(self.left or 0, MOST)
@@ -338,13 +340,13 @@ class Problem:
         return replace(self, batch=1, M=M, N=N, options=plain, **_ALONE)
 
     def _check_lengths(self, q: Lengths, k: Lengths) -> None:
-        """Raises ValueError for lengths that are not those of the packed arrays."""
+        """Raises ValueError for lengths that do not match the packed arrays."""
         sizes = {"sequences": self.sequences, "M": self.M, "N": self.N}
         if (len(q.rows), q.total, k.total) != tuple(sizes.values()):
             raise ValueError(f"lengths {q.short} and {k.short} are not those of {sizes}")
 
     def _check_descales(self) -> None:
-        """Raises ValueError, TypeError and Unsupported for descales that inputs cannot have."""
+        """Raises ValueError, TypeError or Unsupported for descales that do not fit the inputs."""
         for x in self.operands:
             if x.name not in DESCALES:
                 continue
@@ -361,7 +363,7 @@ class Problem:
             optional_inputs.check_input(x, vars(self))
 
     def check_offset(self) -> None:
-        """Raises ValueError for an offset that nothing depends on, in a complete problem."""
+        """Raises ValueError for an offset that has no effect; for complete problems only."""
         if self.offset is None or self.is_masked or self.reads_position:
             return
         raise ValueError(
@@ -370,7 +372,7 @@ class Problem:
         )
 
     def _check_ragged(self) -> None:
-        """Raises Unsupported for what batch elements or sequences with lengths cannot have."""
+        """Raises Unsupported for options that do not work with lengths of batch elements."""
         by_pair = (BIAS, MASK) if self.modifiers.is_packed else ()
         asked = [x.name for x in self.operands if x.name in by_pair]
         for what, given, remedy in (
@@ -399,8 +401,8 @@ class Problem:
 
     @property
     def shown_operands(self) -> tuple[Operand, ...]:
-        """The operands, without offsets and lengths where these are known as numbers, and without
-        what pages have.
+        """The operands to show: without offsets and lengths that are known as numbers, and without
+        those of pages.
         """
         named = (*LENGTHS, PAGE_TABLE) if self.rows != DENSE else ()
         return tuple(x for x in self.operands if x.name not in named)
@@ -431,7 +433,7 @@ class Problem:
     lengths = property(attrgetter("rows.lengths"))
     pages = property(attrgetter("rows.pages"))
     cached = property(attrgetter("rows.cached"))
-    # Read from the options, for formulas of records.
+    # Shortcuts to options, for formulas of records.
     causal = property(attrgetter("options.causal"))
     window = property(attrgetter("options.window"))
     offset = property(attrgetter("options.offset"))
@@ -469,7 +471,7 @@ class Problem:
         )
 
     def visible(self) -> np.ndarray:
-        """Whether query i sees key j, [M, N]: what a reference of a kernel's own needs."""
+        """Whether query i sees key j, as an array [M, N]; for custom references of kernels."""
         rows, keys = np.arange(self.M)[:, None], np.arange(self.N)
         seen = np.ones((self.M, self.N), bool)
         if self.right is not None:
@@ -485,10 +487,10 @@ class Problem:
         return self.shift + (usual if self.offset is None else self.offset)
 
     def part(self, batch: int, kv_heads: int, rows: range, keys: range) -> Problem:
-        """The problem of this many batch elements and key heads, of some rows and some keys.
+        """A part of the problem: this many batch elements and key heads, some rows and some keys.
 
-        Its arrays are the parts for these. Expressions see the numbers of the part, except
-        positions.
+        Its arrays are cut accordingly. Indices in expressions are those of the part, but positions
+        are those of the whole problem.
         """
         heads, M, N = kv_heads * self.group, len(rows), len(keys)
         sizes = {"batch": batch, "heads": heads, "M": M, "N": N}
@@ -502,7 +504,7 @@ class Problem:
         )
 
     def of_sequences(self, count: int, M: int, N: int) -> Problem:
-        """The problem of this many sequences of a packed batch, with fewer rows and keys."""
+        """A packed batch of this many of its sequences, with fewer rows and keys."""
         sizes = {"batch": count, "M": M, "N": N, **dict.fromkeys(STARTS, count + 1)}
         operands = tuple(x.part(sizes) for x in self.operands)
         return replace(self, M=M, N=N, operands=operands, rows=DENSE)
@@ -518,7 +520,7 @@ class Problem:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, and the precision if it differs: what speeds are measured for."""
+        """The dtype, and the precision if it differs: the key of measured speeds."""
         same = self.precision in (None, "float32")
         return self.dtype.name if same else f"{self.dtype.name} as {self.precision}"
 
@@ -559,7 +561,7 @@ def _sizes_of_rows(
     M: int | None,
     N: int | None,
 ) -> tuple[int, int, int]:
-    """Batch, M and N, or how many sequences there are and the rows of all of them."""
+    """Batch, M and N; for packed lengths, the number of sequences and their total rows."""
     if packed is None:
         if M is None:
             raise TypeError("M is missing; give it, or the lengths of a ragged batch")
@@ -574,14 +576,14 @@ def _sizes_of_rows(
 
 
 def check_page_size(name: str, size: Any, error: type[Exception] = ValueError) -> None:
-    """Raises an error for a number of keys that no page has."""
+    """Raises ``error`` unless ``size`` is one of PAGE_SIZES."""
     if not isinstance(size, int | np.integer) or size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         raise error(f"{name} is {described(size)}; use one of {sizes}")
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A Python int from ``least`` to ``most``. Raises ValueError for anything else."""
+    """Returns a Python int from ``least`` to ``most``. Raises ValueError for anything else."""
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not (is_whole and value >= least and (most is None or value <= most)):
         to = "" if most is None else f" to {most:,}"
@@ -590,7 +592,7 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def round_up(size: int, multiple: int) -> int:
-    """The least multiple that is not below ``size``."""
+    """The smallest multiple of ``multiple`` that is at least ``size``."""
     return -(-size // multiple) * multiple
 
 
@@ -622,7 +624,7 @@ def _same(what: str, shapes: str, *values: Any) -> None:
 
 
 def _common_dtype(known: Mapping[str, DType], **arrays: Any) -> DType:
-    """The dtype of all these arrays, one of those known; errors call the arrays by their names."""
+    """The common dtype of the arrays, which must be in ``known``; errors name the arrays."""
     for name, dtype in ((name, array.dtype) for name, array in arrays.items()):
         if getattr(dtype, "byteorder", "=") == (">" if sys.byteorder == "little" else "<"):
             raise TypeError(
@@ -652,7 +654,7 @@ def _check_precision(precision: str | None, dtype: DType) -> None:
 
 
 def can_give(name: str | None, dtype: DType) -> bool:
-    """Whether results of inputs of a dtype may be in the one that is named."""
+    """Whether inputs of this dtype can have results in the dtype called ``name``."""
     if dtype.result:
         return name in (None, "float16", "bfloat16", "float32")
     return name in (None, dtype.name) or (name == "float32" and dtype.itemsize == 2)

@@ -1,4 +1,4 @@
-"""Arrays that expressions read, in a problem of other sizes."""
+"""Adapts the arrays that expressions read to a problem of other sizes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def resized(
 ) -> tuple[Operand, ...]:
     """The operands for a problem of other sizes.
 
-    An axis that an expression indexes with places alone, as doc[query], gets the larger one of
-    their sizes; others stay as they are.
+    An axis that is indexed directly by names such as `query`, as in doc[query], gets the largest of
+    their sizes; other axes are unchanged.
     """
     old, new = dict(zip(AXES, before)), dict(zip(AXES, after))
     read, found = tuple(expressions), tuple(found)
@@ -35,7 +35,7 @@ def resized(
 
 
 def _by_axes(x: Operand, old: Mapping[str, int], new: Mapping[str, int]) -> tuple[int, ...]:
-    """The new sizes of its axes; an axis of a bias or mask that serves all of its pairs stays 1."""
+    """The new sizes of its axes; a broadcast axis of a bias or mask keeps size 1."""
     assert x.record
     axes = zip(x.record.axes[-len(x.shape) :], x.shape)
     serves_all = x.record.broadcast == "axes"
@@ -51,5 +51,5 @@ def _fitting(x: Operand, axis: int, steps: Iterable[Expression], new: Mapping[st
 
 
 def indices_of(expression: Expression, name: str, axis: int) -> Iterator[ast.expr]:
-    """The indices of an array's axis in an expression."""
+    """Yields the indices that an expression uses for one axis of an array."""
     return (index for array, place, index in expression.indices if (array, place) == (name, axis))

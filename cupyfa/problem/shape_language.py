@@ -37,12 +37,12 @@ from cupyfa.problem.options import OptionKeywords
 from cupyfa.problem.wrt import WRT, differentiated, names_of_gradients
 
 CAPTURED, BLOCK_MASK = "captured", "block_mask"
-LENGTHS_OF = "lengths"  # of the sequences of a ragged batch
-RETURN_MAX = "return_max"  # whether the largest score of each row is given, too
-PAGE_SIZE = "page_size"  # keys of a page, where batch elements have lengths and pages
-# Arguments that give forms, or say what is done with the arrays.
+LENGTHS_OF = "lengths"  # the lengths of the sequences of a ragged batch
+RETURN_MAX = "return_max"  # whether the call also returns the largest score of each row
+PAGE_SIZE = "page_size"  # the number of keys per page
+# Arguments that describe arrays, or how a call uses them.
 NAMES = (*OWN_ARRAYS, CAPTURED, WRT, BLOCK_MASK, DLSE, RETURN_MAX, LENGTHS_OF, PAGE_SIZE)
-USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # if nothing is said about them
+USUAL = {x: OPTIONAL_INPUTS[x].usual_axes for x in OWN_ARRAYS}  # the default axes
 DTYPES = {
     **{"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64", "bool": "bool"},
     **{f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -78,7 +78,7 @@ class FormKeywords(OptionKeywords, total=False):
 
 
 class Keywords(FormKeywords, total=False):
-    """And how the rows of a problem lie in memory."""
+    """The options and forms, and how the rows of a problem are stored."""
 
     block_mask: bool | None
     lengths: Any
@@ -95,7 +95,7 @@ def operands(given: Mapping[str, Any], sizes: Sequence[int], dtype: str) -> tupl
         gradient of lse, ``return_max`` whether the largest scores are given. ``wrt`` are names, as
         "q,bias": see ``differentiated``.
 
-    Raises ValueError and TypeError for what is no form.
+    Raises ValueError or TypeError for anything that is not a form.
     """
     if unknown := ", ".join(given.keys() - {*NAMES, *_READERS}):
         raise TypeError(f"there is no array {unknown}; there are {', '.join(NAMES)}")
@@ -213,7 +213,7 @@ def _captured(name: str, form: Any, named: Mapping[str, int]) -> Operand:
 
 
 def _of_shape(name: str, given: Any, dtype: str) -> Operand:
-    """The form of an array, or of one of a shape."""
+    """The operand for an array or for a shape."""
     if isinstance(given, tuple | list):
         if not all(isinstance(n, int) and n >= 0 for n in given):
             raise ValueError(f"the shape of {name} is {given}; give whole numbers from 0")
@@ -230,7 +230,7 @@ def _with_four(name: str, shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def _parts(form: str) -> tuple[str, str] | None:
-    """The dtype and what is in brackets."""
+    """Splits a form into its dtype and the text in brackets; None if it is not a form."""
     found = re.fullmatch(r"(\w+)\[(.*)\]", form.replace(" ", ""))
     return (found[1], found[2]) if found else None
 
@@ -258,7 +258,7 @@ def is_form(text: str) -> bool:
 
 
 def shown(found: Iterable[Operand]) -> dict[str, str]:
-    """The texts of operands by name, which give them again in a problem of the same sizes."""
+    """Formats operands as texts, which produce them again in a problem of the same sizes."""
     every = tuple(found)
     wrt = names_of_gradients(every)
     names = {ROW_MAX: RETURN_MAX}
@@ -280,7 +280,7 @@ def _shown(x: Operand) -> str:
 
 
 def forms_of_lengths(packed: Packed | None) -> dict[str, tuple[int]]:
-    """The shapes of the offsets of a ragged batch, and of the lengths that are given besides."""
+    """The shapes of the offsets of a ragged batch, and of `used` lengths if there are any."""
     if packed is None:
         return {}
     count = len(packed[0].rows)

@@ -1,4 +1,4 @@
-"""Arrays with structure: where their sequences lie, how many rows count, what numbers stand for."""
+"""Arrays with structure: packed sequences, padded batches, and float8 numbers with scales."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _QKV = ("q", "k", "v")
 
 
 class Structured:
-    """What a call takes in place of an array."""
+    """An argument with structure that calls take in place of an array."""
 
     __slots__ = ()
 
@@ -67,8 +67,8 @@ class Scaled(Structured):
     scale: Any
 
 
-# The kinds of arrays that functions look into, and the module with the functions of calls on them;
-# None for arrays with structure. Modules add the kinds that they define.
+# The array types that calls recognize, each with the module that implements calls on it; None for
+# arrays with structure. Modules add the types that they define.
 KINDS: dict[type, str | None] = {
     **dict.fromkeys((Packed, Padded, Scaled)),
     **dict.fromkeys((list, tuple), "cupyfa.call.sequences"),
@@ -76,7 +76,7 @@ KINDS: dict[type, str | None] = {
 
 
 def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
-    """The arrays in q, k and v, and by the names of optional inputs what their structure says.
+    """Splits q, k and v into plain arrays and the optional inputs that their structure implies.
 
     Raises TypeError and ValueError for structures that do not fit together.
     """
@@ -104,7 +104,7 @@ def unwrap(q: Any, k: Any, v: Any) -> tuple[tuple[Any, Any, Any], dict[str, Any]
     return (arrays[0], arrays[1], arrays[2]), {x: y for x, y in inputs.items() if y is not None}
 
 
-# The optional inputs that fields of structures are, of q, k and v, in the order of calls.
+# For each field of a structure, the optional inputs that it becomes for q, k and v.
 _INPUTS = (
     (Packed, "offsets", optional_inputs.STARTS),
     (Packed, "used", optional_inputs.USED),
@@ -114,7 +114,7 @@ _INPUTS = (
 
 
 def wrap(q: Any, k: Any, v: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """The arrays with the structure that these optional inputs say; ``unwrap`` is the inverse."""
+    """Restores the structure of arrays from these optional inputs; the inverse of ``unwrap``."""
     made = dict(zip("qkv", (q, k, v)))
     for name in _QKV:
         side = 0 if name == "q" else 1
@@ -161,6 +161,6 @@ def _require_one_form(found: Mapping[str, Mapping[type, Structured]]) -> None:
 
 
 def _are_same(a: Any, b: Any) -> bool:
-    """Whether two arrays have the same numbers, of which those of a device are not looked at."""
+    """Whether two arrays hold the same numbers; numbers on a device are not compared."""
     on_host = (list, tuple, np.ndarray)
     return a is b or (isinstance(a, on_host) and isinstance(b, on_host) and np.array_equal(a, b))

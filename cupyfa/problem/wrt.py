@@ -1,4 +1,4 @@
-"""The arrays whose gradients are asked for, by their names: what ``wrt`` may give."""
+"""Reads ``wrt``, the names of the arrays whose gradients a call returns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from cupyfa.problem.dtypes import DTYPES
 from cupyfa.problem.optional_inputs import DLSE, OWN_ARRAYS, ROW_MAX, Operand
 
 WRT = "wrt"
-_OTHERS = (DLSE, ROW_MAX)  # arrays of a call without gradients
-QKV = ("q", "k", "v")  # which wrt names too, and not captured arrays of these names
+_OTHERS = (DLSE, ROW_MAX)  # arrays of a call that have no gradients
+QKV = ("q", "k", "v")  # in wrt these mean q, k and v, never captured arrays of these names
 
 
 def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[Operand, ...]:
-    """The operands of which those that ``wrt`` names have gradients, and no others.
+    """Marks exactly the operands that ``wrt`` names as having gradients.
 
-    It may name q, k and v, too, whose gradients kernels compute in any case. Raises ValueError for
+    ``wrt`` may also name q, k and v, whose gradients kernels always compute. Raises ValueError for
     other names.
     """
     names, every = names_of(wrt), tuple(found)
@@ -25,12 +25,12 @@ def differentiated(found: Iterable[Operand], wrt: str | Sequence[str]) -> tuple[
 
 
 def names_of(wrt: str | Iterable[str]) -> tuple[str, ...]:
-    """The names that ``wrt`` gives, as "q,bias" or each by itself."""
+    """The names in ``wrt``: one string such as "q,bias", or a sequence of names."""
     return tuple(x.strip() for x in wrt.split(",")) if isinstance(wrt, str) else tuple(wrt)
 
 
 def refuse_without_gradients(names: Iterable[str], dtypes: Mapping[str, str]) -> None:
-    """Raises ValueError for names of ``wrt`` that are no arrays of floats; dtypes: of a call's."""
+    """Raises ValueError for names that are not arrays of floats in `dtypes`, those of a call."""
     able = (*QKV, *(x for x in dtypes if dtypes[x] in DTYPES and x not in _OTHERS))
     unable = [str(x) for x in names if x not in able]
     for name in unable:

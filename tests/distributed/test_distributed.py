@@ -603,7 +603,6 @@ def test_ctrl_c_ends_all_ranks(interrupts):
 
     interrupts: whether signals interrupt system calls; asyncio has them restarted.
     """
-    signal.siginterrupt(signal.SIGINT, interrupts)
     before, errors = threading.active_count(), []
 
     def of_rank(group):
@@ -618,8 +617,12 @@ def test_ctrl_c_ends_all_ranks(interrupts):
         except DeviceError as error:
             errors.append(str(error))
 
-    with pytest.raises(KeyboardInterrupt):
-        ranks.threads(2, of_rank, timeout=20)
+    signal.siginterrupt(signal.SIGINT, interrupts)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ranks.threads(2, of_rank, timeout=20)
+    finally:
+        signal.siginterrupt(signal.SIGINT, True)
     assert threading.active_count() == before
     assert "has ended: threads() raised KeyboardInterrupt" in errors[0]
 

@@ -1,4 +1,4 @@
-"""NumPy arrays to and from the device at the speed of the bus, and problems that do not fit it.
+"""Copies NumPy arrays to and from the device at bus speed, and cuts problems that do not fit.
 
 A problem is cut into pieces along batch and key heads, with its bias, mask, slopes and sinks. While
 one piece is computed, the next pieces are copied to the device and earlier results are copied back.

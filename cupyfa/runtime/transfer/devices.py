@@ -1,4 +1,4 @@
-"""One problem on several devices: the calling thread starts the copies and kernels of all."""
+"""Runs one problem on several devices; the calling thread starts all copies and kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def spread(
     devices: tuple[int, ...],
     progress: Progress | None,
 ) -> None:
-    """Fills host arrays with what a plan computes from host arrays, each device a share of it.
+    """Computes a plan on host arrays, a share on each device, and fills the host outputs.
 
     An error on one device ends the work of all. No device uses the arrays any more when this
     returns or raises.
@@ -49,7 +49,7 @@ def spread(
 
 @contextmanager
 def _working(backend: Backend, device: int) -> Iterator[None]:
-    """The context of work on a device, whose failures name it."""
+    """A context for work on a device, in which errors name the device."""
     try:
         with backend.on(device), backend.working_on(None):
             yield
@@ -59,10 +59,10 @@ def _working(backend: Backend, device: int) -> Iterator[None]:
 
 
 def _run_in_turns(backend: Backend, calls: Mapping[int, Call], progress: Progress | None) -> None:
-    """Starts the pieces of the calls of several devices in turns.
+    """Starts the pieces of the calls on several devices alternately.
 
-    A thread for each would be slower: it starts a piece in 0.1 ms, but two of them, which hand
-    Python's lock over at every call of the driver, take 0.45 ms each.
+    A thread per device would be slower: one thread starts a piece in 0.1 ms, but two threads, which
+    exchange Python's lock at every call of the driver, take 0.45 ms each.
     """
     total = sum(len(x.cut.pieces) for x in calls.values())
     what = next(iter(calls.values())).what if progress else ""
@@ -87,9 +87,9 @@ def _run_in_turns(backend: Backend, calls: Mapping[int, Call], progress: Progres
 
 
 def _close_all(backend: Backend, steps: dict[int, Generator[int]]) -> None:
-    """Returns when nothing is on its way any more, even if Ctrl-C comes again.
+    """Waits for all copies and kernels, even if Ctrl-C is pressed again.
 
-    The error that ended the call is raised, and no other one of a device.
+    Only the error that ended the call is raised, not later ones of a device.
     """
     try:
         while steps:

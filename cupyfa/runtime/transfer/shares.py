@@ -1,4 +1,4 @@
-"""The shares of several devices in a problem: consecutive pieces, with equal work in each share."""
+"""Divides a problem among devices: each share has consecutive pieces and about equal work."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from cupyfa.runtime.transfer.pieces import (
     is_divisible,
 )
 
-_LEAST_PIECES = 4  # of sequences, for each device
+_LEAST_PIECES = 4  # the fewest pieces of sequences for each device
 _ENDS = 4  # parts of the first and of the last piece of a share, one of which comes alone
 _FEWEST_TILES = 128  # of rows in it: as many as a large GPU computes at a time
 _UNEVEN = 0.02  # of a share, by which it may be too large or small before more is cut
-Unit = list[Piece]  # one piece, or those whose results are merged
-Axis = tuple[str, int]  # of a piece, and the multiple where it may be cut
+Unit = list[Piece]  # one piece, or several whose results are merged
+Axis = tuple[str, int]  # an axis of a piece, and the multiple at which it may be cut
 
 
 def shares(
@@ -80,7 +80,7 @@ def divided(
 
 
 def _rows_of(piece: Piece) -> tuple[range, range, range]:
-    """What pieces have in common whose results are merged: they differ in their keys."""
+    """The rows of a piece: pieces that are merged have the same ones and differ in their keys."""
     return piece.batch, piece.kv_heads, piece.rows
 
 
@@ -117,7 +117,7 @@ class _Work:
         return self.operation.flops(piece.problem(self.problem))
 
     def _flops_of_sequences(self, piece: Piece) -> int:
-        """As if all queries saw all keys of their sequence: a mask hides a like share of each."""
+        """Counts unmasked work, assuming that a mask hides a similar share of each sequence."""
         p, every = self.problem, range(len(self.lengths[0]))
         some = piece.sequences if isinstance(piece, PieceOfSequences) else every
         rows, keys = (x[some.start : some.stop] for x in self.lengths)
@@ -144,9 +144,9 @@ class _Work:
         return [*self._cut_at(first, 1), *others, *self._cut_at(last, _ENDS - 1)]
 
     def _cut_at(self, piece: Piece, count: int) -> list[Piece]:
-        """The piece in two, the first with so many of its equal parts; whole if that is too small.
+        """Cuts off a small first or last part of a piece; returns it whole if that is too small.
 
-        Gradients, which have no part along rows, stay whole, and so do parts that are merged.
+        Gradients, which cannot be cut along rows, stay whole, and so do parts that are merged.
         """
         p = self.problem
         if "rows" not in dict(self.axes) or len(piece.keys) < p.N:
@@ -164,11 +164,11 @@ class _Work:
         return heads * -(-len(piece.rows) // dict(self.axes)["rows"])
 
     def is_divisible(self, unit: Unit) -> bool:
-        """Whether parts of it are results by themselves; parts that are merged stay together."""
+        """Whether the unit can be cut; pieces whose results are merged stay together."""
         return len(unit) == 1 and bool(self.axes)
 
     def split(self, piece: Piece, goal: int, slack: float) -> tuple[list[Piece], list[Piece]]:
-        """The pieces up to ``goal``, as nearly as it matters, and those after it."""
+        """Splits a piece near ``goal``, within ``slack``, into the pieces before and after it."""
         return self._split(piece, goal, slack, self.axes)
 
     def _split(

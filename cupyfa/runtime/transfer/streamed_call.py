@@ -1,4 +1,4 @@
-"""One call: a problem on its way through the device, piece by piece."""
+"""Runs one call on host arrays, piece by piece."""
 
 import math
 from collections.abc import Generator, Iterable, Mapping
@@ -18,14 +18,14 @@ _BITS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _BYTE = np.dtype(np.uint8)
 Merged = tuple[np.ndarray, ...]  # O, lse and perhaps the largest scores of some of the keys
 _STARTS = [f"mods.{name}" for name in STARTS]
-_INLINE = 1 << 18  # bytes that one thread copies sooner than others wake up
+_INLINE = 1 << 18  # up to so many bytes, one thread copies faster than others wake up
 _CHUNK_COST = 1 << 20  # bytes that a thread copies while a chunk waits for Python's lock
 _SPARE = 0.9  # share of the free memory that a call may take
 _CATCH_UP = 2  # pieces that are sent after a kernel while fewer are there than may be
 
 
 class Call:
-    """Fills host arrays with what a plan computes from host arrays, in pieces.
+    """Computes a plan on host arrays in pieces and fills the host outputs.
 
     The arrays are [batch, heads, rows, columns] with any strides; outputs that are not given are
     not copied back. Everything is compiled, and the memory taken, before any output is written.
