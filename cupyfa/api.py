@@ -383,7 +383,7 @@ def backward(
 def compile(
     *arrays: Any, dtype: DTypeLike | None = None, **keywords: Unpack[CallKeywords]
 ) -> Prepared:
-    """Plans ``attention`` or ``backward`` and compiles its kernels for arrays of the same form.
+    """Plans a call of ``attention`` or ``backward`` and compiles its kernels.
 
     ``compile(q, k, v, …)`` prepares calls of ``attention``, ``compile(dout, q, k, v, out, lse, …)``
     those of ``backward``.

@@ -507,7 +507,7 @@ def check_keys(k: Any, v: Any, layout: str) -> None:
 
 
 def _read_whole(name: str, given: Any, keys: Any, *, axes: int) -> Any:
-    """Checks an int32 array; converts a list to one in the memory of ``keys``."""
+    """Checks an int32 array; converts a list to an array on the device of ``keys``."""
     array = _there(name, given, keys)
     if len(array.shape) != axes:
         raise ValueError(f"{name} has shape {tuple(array.shape)}; it must have {axes} axes")

@@ -114,7 +114,7 @@ _INPUTS = (
 
 
 def wrap(q: Any, k: Any, v: Any, inputs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Restores the structure of arrays from these optional inputs; the inverse of ``unwrap``."""
+    """Rebuilds structured arrays from plain ones and optional inputs; inverts ``unwrap``."""
     made = dict(zip("qkv", (q, k, v)))
     for name in _QKV:
         side = 0 if name == "q" else 1

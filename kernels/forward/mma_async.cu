@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_chunks(scalar (&tile)[height][columns],
   });
 }
 
-// D += A B for 16 columns of A; load(b, j) brings the two fragments of columns 16 * j … of B.
+// D += A B for 16 columns of A; load(b, j) loads the two fragments of columns 16 * j … of B.
 template <int m, int n, class Load>
 __device__ __forceinline__ void multiply_step(float (&D)[m][n][4], const unsigned (&a)[m][4],
                                               Load load) {

@@ -112,7 +112,7 @@ struct Units {
   float K, V;
 };
 
-// The scales of the tiles of keys of a head, and the unit of O.
+// The scales of a head's key tiles, and the scale in which O is accumulated.
 struct Scales {
   const float *K, *V;  // not read with e4m3 inputs, which have none
   float own, of_O = 0;

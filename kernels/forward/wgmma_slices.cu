@@ -337,7 +337,7 @@ extern "C" __global__ __launch_bounds__(threads, 1) void wgmma_slices(
       for (int tile = 0; tile < output_tiles; ++tile) {
         Fragments<step, Wv> sums = {};
         consumer.multiply(keys, P, sums);
-        // Computed again from an opaque index, so that it takes no registers before.
+        // Recomputed from an opaque index, so that it occupies no registers until here.
         const RowTile same = task_at(opaque(index), sizes, heads);
         float4* saved = reinterpret_cast<float4*>(O_sum) +
                         (opaque(int(blockIdx.x)) * (long long)output_tiles + tile) *

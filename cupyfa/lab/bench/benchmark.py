@@ -524,7 +524,7 @@ def _captured(
 
 
 def _compare(entries: Sequence[_Entry]) -> None:
-    """Adds the speedups over the baseline, the rung before and the peers."""
+    """Adds the speedups over the baseline, the previous rung and the peers."""
     times = {entry.row.kernel: entry.row.milliseconds for entry in reversed(entries)}
     others = {entry.row.kernel: entry.row.kernel for entry in entries if entry.kernel is None}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Sweeps: sizes with several values, and the problems of all combinations."""
+"""Sweeps: sizes that take several values, and one problem for each combination."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -310,7 +310,7 @@ class _Cutting:
         return own <= self.wanted and every <= self.most
 
     def _bytes(self, b: int, h: int, m: int, n: int) -> tuple[int, int]:
-        """The bytes of all arrays of a piece, and of those that no other piece shares."""
+        """Returns the bytes of all arrays of a piece, and of those that no other piece uses."""
         whole = self.plan.problem
         part = self.plan_of(_unrounded(self.plan, whole.part(b, h, range(m), range(n))))
         numbers = {"batch": (b, whole.batch), "heads": (h, whole.kv_heads), "M": (m, whole.M)}

@@ -10,7 +10,7 @@ __device__ __forceinline__ unsigned long long cycles() {
   return clock;
 }
 
-// Returns cycles() once a value that was loaded before has arrived; its bits are not all ones.
+// Returns cycles() once the load of a value has completed. The value must not be all ones.
 __device__ __forceinline__ unsigned long long cycles_after(unsigned loaded) {
   unsigned long long clock;
   asm volatile(

@@ -17,7 +17,7 @@ constexpr bool counts_values = !ragged && !has_dropout && !has_sink;
 
 constexpr float least_share = 0x1p-23f * 0x1p15f;  // larger elements of O are accurate
 
-// t for this number of keys, in units of the split V: less than 2^15.
+// The threshold t for this number of keys, in the units of the split V; less than 2^15.
 __device__ __forceinline__ float small_value(int keys) {
   return 0x1p-10f * sqrtf(float(keys));
 }
