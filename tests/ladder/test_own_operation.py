@@ -114,7 +114,7 @@ def test_an_array_may_be_for_some_problems_only():
     with pytest.raises(ValueError, match="own takes no slopes for batch=2.*leave it out of bind"):
         cupyfa.attention(q, k, v, kernel=kernel.bind(**own), backend="simulator")
     without = kernel.bind(is_shown=own["is_shown"])
-    with pytest.raises(TypeError, match="own needs slopes"):
+    with pytest.raises(TypeError, match="own needs the array slopes"):
         cupyfa.attention(q, k, v, causal=True, kernel=without, backend="simulator")
 
 
@@ -147,9 +147,9 @@ SLOPES = np.ones(2, "f4")
     [
         (
             {},
-            r"sloped needs slopes.*float32 \(2,\), \[heads\]: bind it: kernel=sloped.bind\(slopes=",
+            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: bind it, as kernel=sloped.bind\(slopes=",
         ),
-        ({"slopes": SLOPES}, "needs is_shown"),
+        ({"slopes": SLOPES}, "needs the array is_shown"),
         ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
         ({"slopes": SLOPES[:1], "is_shown": SHOWN}, r"slopes has shape \(1,\); slopes must be"),
         ({"slopes": SLOPES.astype("f8"), "is_shown": SHOWN}, "slopes is float64.*convert it"),
