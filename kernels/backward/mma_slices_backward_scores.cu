@@ -118,8 +118,9 @@ __device__ __forceinline__ void compute_P(Sums& S, Shared& shared, const Own& ow
       const int more = j / 2 * 8 + j % 2, key = own.col + 2 * (lane % 4);
       const Index at_row = pair.row(row);
       const auto at_key = pair.key<masked>(key, more);
-      const float score = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key).score;
-      const auto [exponent, slope] = scorer.exponent_with_slope<masked>(x, pair, row, key, more);
+      const auto [score, slope] = scorer.with_slope<caps_tiles>(x, pair.extent, at_row, at_key);
+      // Without expressions the scale and log2e are one factor.
+      const float exponent = has_expressions ? score * log2e : x * (scorer.scale * log2e);
       x = exp2f(is_huge ? log_weight(score, lse) * log2e : exponent - lse2);
       if ((masked && !mask.reaches(key + more)) || pair.hides<masked>(row, key, more)) x = 0;
       float2& parked = shared.PS[i * (Wc / 8) + j / 2][threadIdx.x];

@@ -147,7 +147,8 @@ SLOPES = np.ones(2, "f4")
     [
         (
             {},
-            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: bind it, as kernel=sloped.bind\(slopes=",
+            r"sloped needs the array slopes.*float32 \(2,\), \[heads\]: bind it, "
+            r"as kernel=sloped.bind\(slopes=",
         ),
         ({"slopes": SLOPES}, "needs the array is_shown"),
         ({"slope": SLOPES}, r"takes no 'slope' of its own \(did you mean 'slopes'\?\)"),
