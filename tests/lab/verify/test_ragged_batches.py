@@ -127,7 +127,7 @@ def test_a_failure_keeps_its_lengths(tmp_path, monkeypatch):
     monkeypatch.setattr(checking, "_SHRINKING", 4.0)
     right, wrong = "offsets.size[0] - 1;", "offsets.size[0] - 2;"
     fault = broken_kernels.Fault(
-        "fa2", "attention/batch.cuh", "a tile is left out", right, wrong, "", None
+        "fa2", "attention/tile_index.cuh", "a tile is left out", right, wrong, "", None
     )
     kernel = broken_kernels.broken(tmp_path, fault)
     files = tmp_path / "files"
