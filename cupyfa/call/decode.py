@@ -111,9 +111,8 @@ def attention_of_others(attention: Callable[..., Any], given: Mapping[str, Any])
 
 # The arguments that are not arrays: a repeated call must have the same ones.
 _FIXED = itemgetter(
-    *("causal", "window", "scale", "softcap", "score_mod", "mask", "captured", "kernel"),
-    *("backend", "tiles", "return_lse", "return_max", "offset", "dropout", "precision"),
-    *("bias", "layout"),
+    *(name for name in OF_SCORES if name not in _READ),
+    *("kernel", "backend", "layout", "tiles", "return_lse", "return_max"),
 )
 
 
