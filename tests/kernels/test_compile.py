@@ -296,8 +296,9 @@ def test_every_launch_of_every_record_is_compiled():
 
 OFFSETS = tuple(Operand(f"cu_seqlens_{x}", "int32", (4,)) for x in "qk")
 COUNTS = tuple(Operand(f"seqused_{x}", "int32", (3,)) for x in "qk")
+LENGTHS = tuple(Operand(f"lengths_{x}", "int32", (3,)) for x in "qk")
 # Three sequences, packed or padded: the batch and what says their lengths.
-SEQUENCES = {"ragged": (1, (*OFFSETS, *COUNTS)), "lengths": (3, COUNTS)}
+SEQUENCES = {"ragged": (1, (*OFFSETS, *COUNTS)), "lengths": (3, LENGTHS)}
 
 
 def plan_of_sequences(kernel, feature, arch):
