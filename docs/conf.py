@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import latex2mathml.converter
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
@@ -53,6 +54,7 @@ nitpick_ignore_regex = [("py:(class|obj)", r"(?!cupyfa\.[A-Z]\w*$).*")]
 highlight_language = "none"
 default_role = "literal"
 smartquotes = False
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -60,6 +62,7 @@ html_title = f"cupyfa {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_math_renderer = "mathml"
 copybutton_selector = ".highlight-sh pre, .highlight-python pre, .highlight-cuda pre"
 
 autodoc_member_order = "bysource"
@@ -245,7 +248,16 @@ def plain_help(app: Sphinx, context: Any, lines: list[str]) -> None:
         lines[number] = re.sub(r":options: (.*)$", r"One of \1.", line)
 
 
+def write_formula(translator: Any, node: nodes.Element) -> None:
+    """Writes a formula as MathML, which browsers typeset without scripts or a network."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    formula = node.astext().replace("{aligned}", "{align*}")  # the name that the library knows
+    translator.body.append(latex2mathml.converter.convert(formula, display=display))
+    raise nodes.SkipNode
+
+
 def setup(app: Sphinx) -> None:
+    app.add_html_math_renderer("mathml", (write_formula, None), (write_formula, None))
     show_as_in_help(main)
     app.connect("source-read", translated_page)
     app.connect("include-read", translated_include)

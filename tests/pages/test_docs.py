@@ -5,7 +5,8 @@ before a block, on a line of its own, says more:
 
 - ``<!-- mine.cu -->``: the block is a file of that name, written when the page comes to it;
 - ``<!-- gpu -->``: its commands need a GPU, or minutes; they run in the test marked gpu only;
-- ``<!-- exit 1 -->``: its commands end with that exit code, not with 0.
+- ``<!-- exit 1 -->``: its commands end with that exit code, not with 0;
+- ``<!-- continued -->``: the block of Python continues the script of the block before.
 
 Commands are the lines of ``sh`` blocks, indented lines that begin with ``cupyfa`` or ``python``,
 and such `code` in a paragraph, unless it is a mere name (`cupyfa run`) or has words in capitals for
@@ -176,14 +177,15 @@ def shortened(line):
 
 def follow(text, folder, environment, *, gpu):
     """Runs the blocks of a page in order; without a GPU, those that need none."""
-    printed = None
+    printed, script = None, ""
     for block in blocks(text):
         if block.file is not None:
             (folder / block.file).write_text(block.text)
         elif block.kind == "python":
             for library in re.findall(r"^import (dask)\b", block.text, re.M):  # an extra's
                 pytest.importorskip(library)
-            (folder / "example.py").write_text(block.text)
+            script = script + block.text if "continued" in block.marks else block.text
+            (folder / "example.py").write_text(script)
             output = shell("python example.py", 0, folder, environment)
             printed = None if gpu else output
         elif block.kind == "text" and printed is not None:
