@@ -248,6 +248,15 @@ def plain_help(app: Sphinx, context: Any, lines: list[str]) -> None:
         lines[number] = re.sub(r":options: (.*)$", r"One of \1.", line)
 
 
+def inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
+    """Puts the drawings of the course into the page, where they follow its theme."""
+    for image in [*document.findall(nodes.image)]:
+        file = DOCS / image["uri"]
+        if file.parent == DOCS / "pictures":
+            svg = file.read_text("utf-8").replace(":root.picture{color-scheme:light dark}", "")
+            image.replace_self(nodes.raw("", svg, format="html"))
+
+
 def write_formula(translator: Any, node: nodes.Element) -> None:
     """Writes a formula as MathML, which browsers typeset without scripts or a network."""
     display = "block" if isinstance(node, nodes.math_block) else "inline"
@@ -263,6 +272,7 @@ def setup(app: Sphinx) -> None:
     app.connect("include-read", translated_include)
     app.connect("html-collect-pages", source_pages)
     app.connect("doctree-read", linked_code)
+    app.connect("doctree-resolved", inline_pictures)
     app.connect("autodoc-process-signature", plain_signature)
     app.connect("autodoc-process-docstring", with_definitions)
     app.connect("sphinx-click-process-description", plain_help)

@@ -47,6 +47,7 @@ def targets(page):
     """The files that a page links to, in English."""
     links = ((page.parent / link).resolve() for link in LINK.findall(without_code(read(page))))
     english = {CHINESE: README, **{x: DOCS / x.name for x in TRANSLATIONS}}
+    english |= {x: x.with_name(x.name.replace(".zh", "")) for x in (DOCS / "pictures").iterdir()}
     return {english.get(link, link) for link in links} - {README}
 
 

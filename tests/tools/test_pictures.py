@@ -1,0 +1,90 @@
+"""The pictures of the course: files are what the program draws, and show what kernels do."""
+
+import sys
+from itertools import combinations, pairwise
+
+import pytest
+
+from cupyfa.planner.source import ROOT
+
+sys.path.insert(0, str(ROOT / "tools" / "pictures"))
+import drawings
+from canvas import SIZE, WIDTH, Canvas
+
+FOLDER = ROOT / "docs" / "pictures"
+EACH = pytest.mark.parametrize("language", ["en", "zh"])
+
+
+def drawn(name, language):
+    canvas = Canvas(name, language)
+    draw, *titles = drawings.PICTURES[name]
+    description = draw(canvas)
+    return canvas, canvas.svg(titles[language == "zh"], description)
+
+
+@EACH
+@pytest.mark.parametrize("name", drawings.PICTURES)
+def test_files_are_what_the_program_draws(name, language):
+    suffix = ".svg" if language == "en" else ".zh.svg"
+    file = FOLDER / f"{name}{suffix}"
+    assert file.read_text(encoding="utf-8") == drawn(name, language)[1], "run python tools/pictures"
+
+
+def test_no_other_files_are_there():
+    names = {f"{name}{suffix}" for name in drawings.PICTURES for suffix in (".svg", ".zh.svg")}
+    assert {file.name for file in FOLDER.iterdir()} == names
+
+
+@EACH
+@pytest.mark.parametrize("name", drawings.PICTURES)
+def test_words_are_within_the_picture_and_apart(name, language):
+    canvas, _ = drawn(name, language)
+    assert all(left >= 0 and right <= WIDTH for left, right, _, _ in canvas.texts)
+    for (left, right, y, text), (other_left, other_right, other_y, other) in combinations(
+        canvas.texts, 2
+    ):
+        overlap = min(right, other_right) - max(left, other_left)
+        assert overlap <= 1 or abs(y - other_y) >= 0.7 * SIZE, (text, other)
+
+
+def test_states_of_tiles_give_the_softmax_of_the_row():
+    weights = [weight for tile in drawings.TILES for weight in tile]
+    values = [value for tile in drawings.VALUES for value in tile]
+    state = drawings.state_of(drawings.TILES[0], drawings.VALUES[0])
+    for tile in zip(drawings.TILES[1:], drawings.VALUES[1:]):
+        state = drawings.merged(state, drawings.state_of(*tile))
+    largest, total, out = state
+    assert largest * total == sum(weights)
+    assert out / total * sum(weights) == sum(w * v for w, v in zip(weights, values))
+
+
+def test_each_lane_holds_four_elements_of_a_result():
+    lanes = [drawings.accumulator_lane(row, column) for row in range(16) for column in range(8)]
+    assert {lanes.count(lane) for lane in range(32)} == {4}
+
+
+def test_layouts_keep_every_chunk_and_two_of_them_avoid_conflicts():
+    for name, position in drawings.LAYOUTS.items():
+        places = {position(row, chunk) for row in range(8) for chunk in range(8)}
+        assert len(places) == 64
+        assert drawings.conflicts(position) == (8 if name == "plain" else 1)
+
+
+@pytest.mark.parametrize("schedule", [drawings.in_order, drawings.snake, drawings.dynamic])
+def test_schedules_deal_out_every_tile_once(schedule):
+    dealt = schedule(range(1, 13), 4)
+    assert sorted(length for block in dealt for length in block) == [*range(1, 13)]
+
+
+def test_each_kind_of_pipeline_is_faster_and_its_products_do_not_overlap():
+    kinds = [drawings.synchronous(), drawings.double_buffered(), drawings.specialized()]
+    kinds += [drawings.ping_pong(20), drawings.ping_pong(16)]
+    endings = [drawings.ending(steps) for steps in kinds]
+    assert endings == sorted(endings, reverse=True)
+    for steps in kinds[3:]:
+        products = sorted(
+            (start, start + length)
+            for _, start, length, kind in steps
+            if kind in (drawings.SCORES, drawings.OUTPUT)
+        )
+        assert all(end <= start for (_, end), (start, _) in pairwise(products))
